@@ -1,0 +1,39 @@
+"""Errors that are the user's to mend, as opposed to bugs of ours.
+
+The command line prints an `InputError` as one line and exits with code 2; any
+other exception keeps its traceback, because then the fault is in this library.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class InputError(ValueError):
+    """Bad input: the message says what, where, what was expected and what to do."""
+
+
+def nearest(word: str, options: Iterable[str]) -> str:
+    """Returns ` (did you mean 'x'?)` for the option closest to `word`, or an empty string."""
+    close = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def raise_if_any(problems: Sequence[str], headline: str, *, limit: int = 40) -> None:
+    """Raises one `InputError` that lists every problem found, so that one run shows them all.
+
+    Args:
+      problems: one sentence each; nothing is raised when there are none.
+      headline: what was being done, put before the list.
+      limit: how many problems are spelled out; the rest are counted.
+
+    Raises:
+      InputError: if `problems` is not empty.
+    """
+    if not problems:
+        return
+    shown = list(problems[:limit])
+    if len(problems) > limit:
+        shown.append(f"and {len(problems) - limit} more")
+    if len(shown) == 1:
+        raise InputError(f"{headline}: {shown[0]}")
+    raise InputError(f"{headline}: {len(problems)} problems\n" + "\n".join(f"  - {p}" for p in shown))
