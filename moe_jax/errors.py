@@ -6,6 +6,7 @@ other exception keeps its traceback, because then the fault is in this library.
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class InputError(ValueError):
@@ -37,3 +38,17 @@ def raise_if_any(problems: Sequence[str], headline: str, *, limit: int = 40) -> 
     if len(shown) == 1:
         raise InputError(f"{headline}: {shown[0]}")
     raise InputError(f"{headline}: {len(problems)} problems\n" + "\n".join(f"  - {p}" for p in shown))
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raises `InputError` unless every named attribute of `config` is a positive integer."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{name}={value!r} must be a positive integer")
+
+
+def check_member(what: str, value: str, options: tuple[str, ...]) -> None:
+    """Raises `InputError`, with the nearest option, unless `value` is one of `options`."""
+    if value not in options:
+        raise InputError(f"unknown {what} {value!r}{nearest(str(value), options)}; known: {', '.join(options)}")

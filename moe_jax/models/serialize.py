@@ -7,15 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax.errors import InputError, nearest
-from moe_jax.models.config import (
-    AttentionConfig,
-    BankConfig,
-    FFNConfig,
-    LayerConfig,
-    ModelConfig,
-    MoEConfig,
-    RopeConfig,
-)
+from moe_jax.experts.config import BankConfig, FFNConfig
+from moe_jax.functional.rope import RopeConfig
+from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.segments import segments_of
 
 FORMAT = "moe_jax.model"

@@ -1,0 +1,77 @@
+"""Dispatch and combine: tokens sorted by expert, and back.
+
+Sorting is a permutation, so both directions are gathers and so are their gradients. Autodiff would
+turn the gradient of a gather into a scatter, which is serial on CPU and slow on accelerators.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class Order(NamedTuple):
+    """Assignments sorted by expert.
+
+    Attributes:
+      sorted_to_flat: flat assignment (token * k + choice) at every sorted place.
+      flat_to_sorted: its inverse.
+      group_sizes: assignments per expert; they stand first, in the order of the experts.
+    """
+
+    sorted_to_flat: Int[Array, " M"]
+    flat_to_sorted: Int[Array, " M"]
+    group_sizes: Int[Array, " E"]
+
+
+def sort_by_expert(experts: Int[Array, "T k"], num_experts: int) -> Order:
+    """Sorts assignments by expert, stably. Experts outside [0, num_experts) come last and in no group."""
+    flat = experts.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    sorted_to_flat = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    places = jnp.arange(flat.size, dtype=jnp.int32)
+    flat_to_sorted = jnp.zeros_like(places).at[sorted_to_flat].set(places, unique_indices=True)
+    group_sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None, :], axis=0, dtype=jnp.int32)
+    return Order(sorted_to_flat, flat_to_sorted, group_sizes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dispatch(x: Float[Array, "T d"], order: Order, top_k: int) -> Float[Array, "M d"]:
+    """Row of the token at every sorted place, M = T * k."""
+    return jnp.take(x, order.sorted_to_flat // top_k, axis=0)
+
+
+def _dispatch_fwd(x: Array, order: Order, top_k: int) -> tuple[Array, Order]:
+    return dispatch(x, order, top_k), order
+
+
+def _dispatch_bwd(top_k: int, order: Order, dy: Array) -> tuple[Array, None]:
+    per_choice = jnp.take(dy, order.flat_to_sorted, axis=0).reshape(-1, top_k, dy.shape[-1])
+    return jnp.sum(per_choice, axis=1), None
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@jax.custom_vjp
+def _unsort(y: Float[Array, "M d"], order: Order) -> Float[Array, "M d"]:
+    return jnp.take(y, order.flat_to_sorted, axis=0)
+
+
+def _unsort_fwd(y: Array, order: Order) -> tuple[Array, Order]:
+    return _unsort(y, order), order
+
+
+def _unsort_bwd(order: Order, dy: Array) -> tuple[Array, None]:
+    return jnp.take(dy, order.sorted_to_flat, axis=0), None
+
+
+_unsort.defvjp(_unsort_fwd, _unsort_bwd)
+
+
+def combine(y: Float[Array, "M d"], order: Order, weights: Float[Array, "T k"]) -> Float[Array, "T d"]:
+    """Weighted sum over the choices of every token, accumulated in float32, in the dtype of `y`."""
+    per_choice = _unsort(y, order).reshape(*weights.shape, y.shape[-1])
+    return jnp.sum(per_choice.astype(jnp.float32) * weights[:, :, None], axis=1).astype(y.dtype)

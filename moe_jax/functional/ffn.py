@@ -1,0 +1,43 @@
+"""Feed-forward networks: activations, and the dense FFN."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+from jaxtyping import Array, Float
+
+from moe_jax.functional.linear import linear
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def hidden(
+    up: Float[Array, "... f"], gate: Float[Array, "... f"] | None, activation: str
+) -> Float[Array, "... f"]:
+    """`act(gate) * up` of a gated FFN, or `act(up)` of a plain one (`gate` is None)."""
+    act = ACTIVATION_FUNCTIONS[activation]
+    return act(up) if gate is None else act(gate) * up
+
+
+def ffn(
+    x: Float[Array, "... d"],
+    kernels: Mapping[str, Float[Array, "i o"]],
+    biases: Mapping[str, Float[Array, " o"]],
+    activation: str,
+) -> Float[Array, "... d"]:
+    """A dense FFN.
+
+    Args:
+      x: activations.
+      kernels: `up` [d, f], `down` [f, d], and `gate` [d, f] if the FFN is gated.
+      biases: biases of any of them by the same names; may be empty.
+      activation: a key of `ACTIVATION_FUNCTIONS`.
+    """
+    gate = linear(x, kernels["gate"], biases.get("gate")) if "gate" in kernels else None
+    h = hidden(linear(x, kernels["up"], biases.get("up")), gate, activation)
+    return linear(h, kernels["down"], biases.get("down"))

@@ -1,0 +1,176 @@
+"""Grouped matrix product: consecutive groups of rows, each with its own kernel. One seam, a backend per platform.
+
+- CPU: `blocked`, tiles of rows in a loop of dynamic length. XLA:CPU lowers `ragged_dot` to E times the arithmetic.
+- TPU: `ragged_dot`, which XLA lowers to a grouped kernel.
+- GPU: Tokamax's kernel where the package is installed, else `ragged_dot`.
+
+The backend is chosen when the program is lowered, so that a step compiled on a CPU machine for a TPU slice
+gets the TPU's. All backends share one rule of differentiation.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+logger = logging.getLogger(__name__)
+
+# Rows of a CPU tile: long enough to keep a matrix product busy, short enough to waste little on small groups.
+TILE = 128
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(
+    lhs: Float[Array, "M i"], rhs: Float[Array, "E i o"], group_sizes: Int[Array, " E"], backend: str = "auto"
+) -> Float[Array, "M o"]:
+    """`out[m] = lhs[m] @ rhs[group of row m]`.
+
+    Args:
+      lhs: rows sorted by group.
+      rhs: one kernel per group, of the dtype of `lhs`.
+      group_sizes: rows per group, int32. Rows beyond their sum give zeros.
+      backend: `auto`, or a key of `BACKENDS`.
+    """
+    return _choose("product", backend)(lhs, rhs, group_sizes)
+
+
+def _forward(lhs: Array, rhs: Array, group_sizes: Array, backend: str) -> tuple[Array, tuple[Array, Array, Array]]:
+    return grouped_matmul(lhs, rhs, group_sizes, backend), (lhs, rhs, group_sizes)
+
+
+def _backward(backend: str, residuals: tuple[Array, Array, Array], dout: Array) -> tuple[Array, Array, None]:
+    lhs, rhs, group_sizes = residuals
+    dlhs = _choose("transposed", backend)(dout, rhs, group_sizes)
+    drhs = _choose("outer", backend)(lhs, dout, group_sizes)
+    return dlhs, drhs, None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+# ---- blocked (CPU) ----------------------------------------------------------------------------------------------
+
+
+def _tile(rows: int) -> int:
+    return min(TILE, max(8, 1 << (rows - 1).bit_length()))
+
+
+def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:
+    """Tiles overrun the end of their group; the next group, which comes later, overwrites what they spilled."""
+    rows, tile = lhs.shape[0], _tile(lhs.shape[0])
+    width = rhs.shape[1] if contract_out else rhs.shape[2]
+    starts = jnp.cumsum(group_sizes) - group_sizes
+    padded = jnp.pad(lhs, ((0, tile), (0, 0)))
+
+    def group(e: Array, out: Array) -> Array:
+        kernel = lax.dynamic_index_in_dim(rhs, e, 0, keepdims=False)
+
+        def one_tile(t: Array, out: Array) -> Array:
+            start = starts[e] + t * tile
+            block = lax.dynamic_slice_in_dim(padded, start, tile, 0)
+            product = lax.dot_general(block, kernel, (((1,), (1 if contract_out else 0,)), ((), ())))
+            return lax.dynamic_update_slice_in_dim(out, product, start, 0)
+
+        return lax.fori_loop(0, (group_sizes[e] + tile - 1) // tile, one_tile, out)
+
+    out = lax.fori_loop(0, rhs.shape[0], group, jnp.zeros((rows + tile, width), lhs.dtype))
+    return _zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
+
+
+def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
+    tile = _tile(lhs.shape[0])
+    starts = jnp.cumsum(group_sizes) - group_sizes
+    lhs, dout = (jnp.pad(a, ((0, tile), (0, 0))) for a in (lhs, dout))
+
+    def group(e: Array, grads: Array) -> Array:
+        def one_tile(t: Array, total: Array) -> Array:
+            start = starts[e] + t * tile
+            left = lax.dynamic_slice_in_dim(lhs, start, tile, 0)
+            right = lax.dynamic_slice_in_dim(dout, start, tile, 0)
+            right = _zero_rows_beyond(right, group_sizes[e] - t * tile)
+            product = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            return total + product
+
+        total = jnp.zeros((lhs.shape[1], dout.shape[1]), jnp.float32)
+        total = lax.fori_loop(0, (group_sizes[e] + tile - 1) // tile, one_tile, total)
+        return lax.dynamic_update_index_in_dim(grads, total.astype(grads.dtype), e, 0)
+
+    grads = jnp.zeros((group_sizes.shape[0], lhs.shape[1], dout.shape[1]), lhs.dtype)
+    return lax.fori_loop(0, group_sizes.shape[0], group, grads)
+
+
+def _zero_rows_beyond(rows: Array, count: Array) -> Array:
+    inside = lax.broadcasted_iota(jnp.int32, rows.shape, 0) < count
+    return jnp.where(inside, rows, jnp.zeros((), rows.dtype))
+
+
+# ---- ragged_dot (TPU, and GPU without Tokamax) ------------------------------------------------------------------
+
+_OUTER = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+def _ragged_product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    return _zero_rows_beyond(lax.ragged_dot(lhs, rhs, group_sizes), jnp.sum(group_sizes))
+
+
+def _ragged_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
+    return lax.ragged_dot_general(lhs, dout, group_sizes, _OUTER)
+
+
+# ---- Tokamax (GPU) ----------------------------------------------------------------------------------------------
+
+
+def _tokamax_product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    import tokamax
+
+    return _zero_rows_beyond(tokamax.ragged_dot(lhs, rhs, group_sizes), jnp.sum(group_sizes))
+
+
+def _transposed(product: Callable[..., Array], dout: Array, rhs: Array, group_sizes: Array) -> Array:
+    return product(dout, jnp.swapaxes(rhs, 1, 2), group_sizes)
+
+
+BACKENDS: dict[str, dict[str, Callable[..., Array]]] = {
+    "blocked": {
+        "product": _blocked_product,
+        "transposed": partial(_blocked_product, contract_out=True),
+        "outer": _blocked_outer,
+    },
+    "ragged_dot": {
+        "product": _ragged_product,
+        "transposed": partial(_transposed, _ragged_product),
+        "outer": _ragged_outer,
+    },
+    # The gradient of the kernels stays with XLA: Tokamax's is reached through its own autodiff only.
+    "tokamax": {
+        "product": _tokamax_product,
+        "transposed": partial(_transposed, _tokamax_product),
+        "outer": _ragged_outer,
+    },
+}
+
+
+def _choose(operation: str, backend: str) -> Callable[..., Array]:
+    if backend != "auto":
+        return BACKENDS[backend][operation]
+    gpu = _gpu_backend()
+    return partial(
+        lax.platform_dependent,
+        cpu=BACKENDS["blocked"][operation],
+        cuda=BACKENDS[gpu][operation],
+        default=BACKENDS["ragged_dot"][operation],
+    )
+
+
+@lru_cache(maxsize=1)
+def _gpu_backend() -> str:
+    gpu = "tokamax" if importlib.util.find_spec("tokamax") else "ragged_dot"
+    logger.info("grouped matmul: blocked on CPU, %s on GPU, ragged_dot on TPU", gpu)
+    return gpu

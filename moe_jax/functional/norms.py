@@ -1,0 +1,26 @@
+"""Normalisation, computed in float32 and returned in the dtype of the input."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def _along_last(vector: Float[Array, " d"], ndim: int) -> Float[Array, "... d"]:
+    return jnp.expand_dims(vector.astype(jnp.float32), tuple(range(ndim - 1)))
+
+
+def rms_norm(x: Float[Array, "... d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:
+    """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019)."""
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * inverse * _along_last(scale, x.ndim)).astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "... d"], scale: Float[Array, " d"], bias: Float[Array, " d"], eps: float
+) -> Float[Array, "... d"]:
+    """Layer norm over the last axis (Ba et al., 2016)."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    return (centred * inverse * _along_last(scale, x.ndim) + _along_last(bias, x.ndim)).astype(x.dtype)

@@ -1,0 +1,170 @@
+"""Rotary position embedding (Su et al., 2021) and its published scalings.
+
+Half-split layout, as in Hugging Face checkpoints: the pair of dimension i is i + r/2.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from moe_jax.errors import InputError, check_member
+
+ROPE_SCALINGS = ("none", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding and its published scalings.
+
+    Attributes:
+      theta: base of the frequencies.
+      fraction: share of each head that is rotated (1.0 in Llama).
+      scaling: one of `ROPE_SCALINGS`; the fields below belong to some of them.
+      factor: stretch of the context (linear, dynamic, yarn, llama3, longrope).
+      original_max_positions: context length before stretching.
+      attention_factor: multiplies cos and sin (yarn, longrope); None: the published formula.
+      beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn.
+      low_freq_factor, high_freq_factor: llama3.
+      short_factor, long_factor: longrope, one number per rotated pair.
+    """
+
+    theta: float = 10000.0
+    fraction: float = 1.0
+    scaling: Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3"] = "none"
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_member("rope scaling", self.scaling, ROPE_SCALINGS)
+        if self.scaling == "longrope" and (self.short_factor is None or self.long_factor is None):
+            raise InputError("rope scaling 'longrope' needs short_factor and long_factor")
+
+
+def rope_tables(
+    rope: RopeConfig, head_dim: int, max_positions: int, positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
+    """Cosines and sines, float32, for `r = 2 * (rotated pairs)` leading dimensions of a head.
+
+    Args:
+      rope: theta and scaling.
+      head_dim: width of a head; `rope.fraction` of it is rotated.
+      max_positions: context length of the config; the scalings whose frequencies depend on the
+        length of the input compare it with the largest position given.
+      positions: position of every token.
+    """
+    rotated = int(head_dim * rope.fraction) // 2 * 2
+    frequencies, scale = _frequencies(rope, rotated, max_positions, positions)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None, :]
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def apply_rope(
+    x: Float[Array, "B T H D"], cos: Float[Array, "B T r"], sin: Float[Array, "B T r"]
+) -> Float[Array, "B T H D"]:
+    """Rotates the first r dimensions of every head, in float32; the others pass through."""
+    r = cos.shape[-1]
+    turned = x[..., :r].astype(jnp.float32)
+    first, second = turned[..., : r // 2], turned[..., r // 2 :]
+    swapped = jnp.concatenate([-second, first], axis=-1)
+    turned = (turned * cos[:, :, None, :] + swapped * sin[:, :, None, :]).astype(x.dtype)
+    return turned if r == x.shape[-1] else jnp.concatenate([turned, x[..., r:]], axis=-1)
+
+
+def _frequencies(
+    rope: RopeConfig, rotated: int, max_positions: int, positions: Int[Array, "B T"]
+) -> tuple[Float[Array, " p"], Float[Array, ""]]:
+    """Inverse frequencies of the r/2 pairs, and what cosines and sines are multiplied by."""
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
+    plain = (1.0 / rope.theta**exponents).astype(np.float32)
+    original = rope.original_max_positions or max_positions
+    scale = 1.0
+    if rope.scaling == "none":
+        frequencies = jnp.asarray(plain)
+    elif rope.scaling == "linear":
+        frequencies = jnp.asarray(plain / np.float32(rope.factor))
+    elif rope.scaling == "dynamic":
+        frequencies = _dynamic(rope, rotated, max_positions, positions)
+    elif rope.scaling == "llama3":
+        frequencies = jnp.asarray(_llama3(rope, plain, original))
+    elif rope.scaling == "yarn":
+        frequencies, scale = jnp.asarray(_yarn(rope, plain, rotated, original)), _yarn_scale(rope)
+    else:
+        frequencies, scale = _longrope(rope, plain, original, positions)
+    return frequencies, jnp.float32(scale)
+
+
+def _length(positions: Int[Array, "B T"]) -> Float[Array, ""]:
+    return jnp.max(positions).astype(jnp.float32) + 1.0
+
+
+def _dynamic(rope: RopeConfig, rotated: int, max_positions: int, positions: Int[Array, "B T"]) -> Float[Array, " p"]:
+    """NTK-aware base that grows with the input once it is longer than the trained context."""
+    length = jnp.maximum(_length(positions), float(max_positions))
+    base = rope.theta * ((rope.factor * length / max_positions) - (rope.factor - 1.0)) ** (rotated / (rotated - 2))
+    exponents = jnp.arange(0, rotated, 2, dtype=jnp.float32) / float(rotated)
+    return 1.0 / jnp.power(base[None], exponents)
+
+
+def _llama3(rope: RopeConfig, plain: np.ndarray, original: int) -> np.ndarray:
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / plain
+    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth) * plain / rope.factor + smooth * plain
+    stretched = np.where(wavelength > original / rope.low_freq_factor, plain / rope.factor, plain)
+    between = (wavelength <= original / rope.low_freq_factor) & (wavelength >= original / rope.high_freq_factor)
+    return np.where(between, blended, stretched).astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, plain: np.ndarray, rotated: int, original: int) -> np.ndarray:
+    """YaRN (Peng et al., 2023): a ramp over the dimensions from kept to stretched frequencies."""
+
+    def dimension(rotations: float) -> float:
+        return rotated * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(rotated // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    return (plain / rope.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+
+
+def _yarn_scale(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _longrope(
+    rope: RopeConfig, plain: np.ndarray, original: int, positions: Int[Array, "B T"]
+) -> tuple[Float[Array, " p"], float]:
+    """LongRoPE (Ding et al., 2024): one factor per pair, another set beyond the original context."""
+    short = jnp.asarray(plain / np.asarray(rope.short_factor, np.float32))
+    long = jnp.asarray(plain / np.asarray(rope.long_factor, np.float32))
+    frequencies = jnp.where(_length(positions) > original, long, short)
+    if rope.attention_factor is not None:
+        return frequencies, rope.attention_factor
+    return frequencies, 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))

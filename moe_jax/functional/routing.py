@@ -1,0 +1,94 @@
+"""Routing: which experts a token goes to and with what weight. Always float32 (METHODS 1).
+
+Deterministic: no noise, no capacity unless one is asked for.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+GATES = ("softmax_topk", "topk_softmax", "top1")
+
+
+class Routing(NamedTuple):
+    """The decision for T tokens.
+
+    Attributes:
+      experts: chosen experts, best first.
+      weights: their weights, float32; zero for a dropped assignment.
+    """
+
+    experts: Int[Array, "T k"]
+    weights: Float[Array, "T k"]
+
+
+class RouterStats(NamedTuple):
+    """What a router did with a batch; every field float32.
+
+    Attributes:
+      balance: `E * sum_i f_i P_i`, 1 for uniform routing, E/k when collapsed onto k experts.
+      z: mean squared logsumexp of the logits.
+      load: share f_i of the assignments per expert; sums to 1.
+      dropped: share of the assignments beyond the capacity.
+    """
+
+    balance: Float[Array, ""]
+    z: Float[Array, ""]
+    load: Float[Array, " E"]
+    dropped: Float[Array, ""]
+
+
+def route(
+    logits: Float[Array, "T E"],
+    top_k: int,
+    gate: str,
+    *,
+    valid: Bool[Array, " T"] | None = None,
+    capacity_factor: float | None = None,
+) -> tuple[Routing, RouterStats]:
+    """Chooses experts.
+
+    Args:
+      logits: router logits, float32.
+      top_k: experts per token.
+      gate: `softmax_topk`: probabilities of the full softmax, not renormalised (OLMoE; DeRS eq. 1);
+        `topk_softmax`: softmax over the kept logits (Mixtral, PESC); `top1`: p_1 of the full softmax (Switch).
+      valid: tokens that count in the statistics; padding does not. None: all.
+      capacity_factor: None is dropless; otherwise at most `ceil(factor * T * k / E)` assignments per
+        expert, earlier tokens first.
+    """
+    assert logits.dtype == jnp.float32, logits.dtype
+    num_experts = logits.shape[-1]
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    top_logits, experts = jax.lax.top_k(logits, top_k)
+    if gate == "topk_softmax":
+        weights = jax.nn.softmax(top_logits, axis=-1)
+    else:
+        weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+
+    counted = jnp.ones(logits.shape[:1], jnp.float32) if valid is None else valid.astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(counted), 1.0)
+    assigned = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=1)
+    load = jnp.sum(assigned * counted[:, None], axis=0) / (total * top_k)
+    mean_probability = jnp.sum(probabilities * counted[:, None], axis=0) / total
+    # The load is a count: it has no gradient, which reaches the router through the probabilities alone.
+    balance = num_experts * jnp.sum(jax.lax.stop_gradient(load) * mean_probability)
+    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted) / total
+
+    dropped = jnp.zeros((), jnp.float32)
+    if capacity_factor is not None:
+        capacity = math.ceil(capacity_factor * experts.size / num_experts)
+        kept = _position_in_expert(experts, num_experts) < capacity
+        weights = jnp.where(kept, weights, 0.0)
+        dropped = 1.0 - jnp.sum(kept.astype(jnp.float32) * counted[:, None]) / (total * top_k)
+    return Routing(experts, weights), RouterStats(balance, z, load, dropped)
+
+
+def _position_in_expert(experts: Int[Array, "T k"], num_experts: int) -> Int[Array, "T k"]:
+    """How many assignments of earlier tokens (then of better choices) the same expert already has."""
+    one_hot = jax.nn.one_hot(experts.reshape(-1), num_experts, dtype=jnp.int32)
+    before = jnp.cumsum(one_hot, axis=0) - one_hot
+    return jnp.sum(before * one_hot, axis=-1).reshape(experts.shape)

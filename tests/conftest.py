@@ -1,0 +1,28 @@
+"""Every test sees eight virtual CPU devices, set before JAX is imported."""
+
+import os
+import pathlib
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> pathlib.Path:
+    """Folder of real weights, text and configs; tests that need it are skipped where it is absent."""
+    folder = pathlib.Path(os.environ.get("MOE_JAX_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no data folder at {folder}; set MOE_JAX_DATA")
+    return folder
+
+
+@pytest.fixture
+def strict_numerics():
+    """No implicit dtype or rank promotion: wrap tests of our own numerics in it (Optax and OTT fail under it)."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
