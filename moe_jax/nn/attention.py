@@ -1,0 +1,61 @@
+"""The attention module, with its key-value cache."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.functional.attention import attention
+from moe_jax.functional.rope import apply_rope
+from moe_jax.models.config import AttentionConfig, ModelConfig
+from moe_jax.nn.layers import Linear, Norm
+
+
+class KVCache(NamedTuple):
+    """Keys (rotated) and values of one layer; slot s holds the token at position s of the row."""
+
+    k: Float[Array, "B S K D"]
+    v: Float[Array, "B S K D"]
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention."""
+
+    def __init__(self, config: AttentionConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.config = config
+        d, width = model.d_model, config.head_dim
+        q_width, kv_width = config.num_heads * width, config.num_kv_heads * width
+        self.q = Linear((d, q_width), bias=config.qkv_bias, rngs=rngs, dtype=dtype)
+        self.k = Linear((d, kv_width), bias=config.qkv_bias, rngs=rngs, dtype=dtype)
+        self.v = Linear((d, kv_width), bias=config.qkv_bias, rngs=rngs, dtype=dtype)
+        self.o = Linear((q_width, d), bias=config.out_bias, rngs=rngs, dtype=dtype)
+        if config.qk_norm != "none":
+            per_head = config.qk_norm == "head"
+            self.q_norm = Norm("rms", width if per_head else q_width, model.norm_eps, dtype=dtype)
+            self.k_norm = Norm("rms", width if per_head else kv_width, model.norm_eps, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T d"],
+        rope: tuple[Array, Array],
+        mask: Bool[Array, "B T S"],
+        cache: KVCache | None = None,
+        slots: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T d"], KVCache | None]:
+        """Attends over the input, or over the cache after writing the input's keys and values into `slots`."""
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.config.qk_norm == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.clip_qkv is not None:
+            q, k, v = (jnp.clip(a, -self.config.clip_qkv, self.config.clip_qkv) for a in (q, k, v))
+        q, k, v = (a.reshape(*a.shape[:2], -1, self.config.head_dim) for a in (q, k, v))
+        if self.config.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        if cache is not None:
+            rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+            cache = KVCache(*(old.at[rows, slots].set(new.astype(old.dtype)) for old, new in zip(cache, (k, v), strict=True)))
+            k, v = (a.astype(x.dtype) for a in cache)
+        y = attention(q, k, v, mask)
+        return self.o(y.reshape(*x.shape[:2], -1)), cache

@@ -1,0 +1,120 @@
+"""One decoder layer, and a segment of layers that are stacked and scanned."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.functional.attention import attention_mask
+from moe_jax.functional.routing import RouterStats
+from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models.segments import Segment
+from moe_jax.nn.attention import Attention, KVCache
+from moe_jax.nn.layers import FFN, Norm
+from moe_jax.nn.moe import MoE
+
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Context(NamedTuple):
+    """What is the same for all layers of a forward pass.
+
+    Attributes:
+      rope: cosines and sines of the query positions.
+      places: place of every query in its row; slots of the cache.
+      key_places: place of every key.
+      segments, key_segments: document of every token; None: one document a row.
+      valid: tokens that count in router statistics; None: all.
+    """
+
+    rope: tuple[Float[Array, "B T r"], Float[Array, "B T r"]]
+    places: Int[Array, "B T"]
+    key_places: Int[Array, "B S"]
+    segments: Int[Array, "B T"] | None
+    key_segments: Int[Array, "B S"] | None
+    valid: Bool[Array, "B T"] | None
+
+
+class Block(nnx.Module):
+    """Pre-norm decoder layer: attention, then an FFN or an MoE."""
+
+    def __init__(self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.window = config.attention.sliding_window
+        self.is_moe = isinstance(config.mlp, MoEConfig)
+        self.attention_norm = Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype)
+        self.attention = Attention(config.attention, model, rngs=rngs, dtype=dtype)
+        self.mlp_norm = Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype)
+        self.mlp = (MoE if self.is_moe else FFN)(config.mlp, model.d_model, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, x: Float[Array, "B T d"], context: Context, cache: KVCache | None
+    ) -> tuple[Float[Array, "B T d"], KVCache | None, RouterStats | None]:
+        # Made per layer and not once: it costs a comparison, and fuses into the attention scores.
+        mask = attention_mask(
+            context.places,
+            context.key_places,
+            window=self.window,
+            query_segments=context.segments,
+            key_segments=context.key_segments,
+        )
+        y, cache = self.attention(self.attention_norm(x), context.rope, mask, cache, context.places)
+        x = x + y
+        if self.is_moe:
+            y, stats = self.mlp(self.mlp_norm(x), context.valid)
+            return x + y, cache, stats
+        return x + self.mlp(self.mlp_norm(x)), cache, None
+
+
+class BlockStack(nnx.Module):
+    """A segment: every parameter of its pattern of blocks carries a leading axis [repeats]."""
+
+    def __init__(self, segment: Segment, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.repeats = segment.repeats
+        self.blocks = nnx.List([_stack(layer, model, segment.repeats, rngs, dtype) for layer in segment.pattern])
+
+    def __call__(
+        self, x: Float[Array, "B T d"], context: Context, caches: tuple[KVCache, ...] | None, remat: str
+    ) -> tuple[Float[Array, "B T d"], tuple[KVCache, ...] | None, tuple[RouterStats, ...]]:
+        """Applies the pattern `repeats` times.
+
+        Args:
+          x: activations.
+          context: of the forward pass.
+          caches: one per block of the pattern, arrays stacked over the repeats, or None.
+          remat: `none`, or a key of `REMAT_POLICIES`: what the backward pass finds saved.
+
+        Returns:
+          Activations, caches, and stacked statistics of every MoE position.
+        """
+        graphdef, params = nnx.split(self.blocks)
+
+        def repeat(x: Array, scanned: tuple) -> tuple[Array, tuple]:
+            params, caches = scanned
+            blocks = nnx.merge(graphdef, params)
+            new_caches, stats = [], []
+            for position, block in enumerate(blocks):
+                x, cache, router = block(x, context, None if caches is None else caches[position])
+                new_caches.append(cache)
+                stats.extend([] if router is None else [router])
+            return x, (None if caches is None else tuple(new_caches), tuple(stats))
+
+        if remat != "none":
+            # Inside scan the loop itself keeps the compiler from merging the two forward passes.
+            repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[remat], prevent_cse=False)
+        x, (caches, stats) = jax.lax.scan(repeat, x, (params, caches), length=self.repeats)
+        return x, caches, stats
+
+
+def _stack(layer: LayerConfig, model: ModelConfig, repeats: int, rngs: nnx.Rngs, dtype: jnp.dtype) -> Block:
+    def make(key: Array) -> Block:
+        return Block(layer, model, rngs=nnx.Rngs(params=key), dtype=dtype)
+
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(jax.random.key(0))))
+    # lax.map and not vmap: a fresh layer is drawn at a time, so that drawing needs no room of its own.
+    params = jax.lax.map(lambda key: nnx.state(make(key)), jax.random.split(rngs.params(), repeats))
+    return nnx.merge(graphdef, params)

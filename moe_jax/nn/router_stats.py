@@ -1,0 +1,37 @@
+"""From what routers report to the auxiliary loss and the load of every layer."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moe_jax.functional.routing import RouterStats
+from moe_jax.models.config import ModelConfig, MoEConfig
+from moe_jax.models.segments import segments_of
+
+StackedStats = tuple[RouterStats, ...]
+"""One entry per MoE position of every segment, in order; its arrays are stacked over the repeats."""
+
+
+def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""]:
+    """Sum over the layers of `balance_coef * balance + z_coef * z` (METHODS 1), float32."""
+    total = jnp.zeros((), jnp.float32)
+    for (moe, _), stats in zip(_positions(config), router, strict=True):
+        total = total + jnp.sum(moe.balance_coef * stats.balance + moe.z_coef * stats.z)
+    return total
+
+
+def load_per_layer(config: ModelConfig, router: StackedStats) -> dict[int, Float[Array, " E"]]:
+    """Share of the assignments per expert, by layer index."""
+    loads = {}
+    for (_, layers), stats in zip(_positions(config), router, strict=True):
+        loads.update({layer: stats.load[repeat] for repeat, layer in enumerate(layers)})
+    return dict(sorted(loads.items()))
+
+
+def _positions(config: ModelConfig) -> list[tuple[MoEConfig, list[int]]]:
+    """Every MoE position of every segment, with the layers it stands for."""
+    return [
+        (layer.mlp, [segment.layer(repeat, position) for repeat in range(segment.repeats)])
+        for segment in segments_of(config.layers)
+        for position, layer in enumerate(segment.pattern)
+        if isinstance(layer.mlp, MoEConfig)
+    ]

@@ -1,0 +1,130 @@
+"""The mesh, and the one ordered table of rules that says how every parameter is split over it.
+
+Axes: `data` (replicas), `fsdp` (replicas whose parameters are split), `expert` (experts are split; outside the
+MoE layers it splits the batch like `data`), `tensor` (matrices are split). Axis types are Auto: the compiler
+propagates the shardings, and only the expert layers are written by hand.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from moe_jax.errors import InputError, nearest, raise_if_any
+
+AXES = ("data", "fsdp", "expert", "tensor")
+
+# (path pattern, spec of an unstacked leaf). The first match decides. Parameters inside `segments/` carry one
+# more leading axis, the repeats of the layer, which is never split.
+RULES: tuple[tuple[str, P], ...] = (
+    (r"embed/embedding", P("tensor", "fsdp")),
+    (r"lm_head/kernel", P("fsdp", "tensor")),
+    (r"lm_head/bias", P("tensor")),
+    (r".*norm/(scale|bias)", P()),
+    (r".*attention/[qkv]/kernel", P("fsdp", "tensor")),
+    (r".*attention/o/kernel", P("tensor", "fsdp")),
+    (r".*attention/[qkv]/bias", P("tensor")),
+    (r".*attention/o/bias", P()),
+    (r".*router/kernel", P("fsdp", None)),
+    (r".*experts/(gate|up)/kernel", P("expert", "fsdp", "tensor")),
+    (r".*experts/down/kernel", P("expert", "tensor", "fsdp")),
+    (r".*experts/(gate|up)/bias", P("expert", "tensor")),
+    (r".*experts/down/bias", P("expert", None)),
+    (r".*experts/delta/(gate|up)/a", P(None, "fsdp", None)),
+    (r".*experts/delta/(gate|up)/b", P(None, None, "tensor")),
+    (r".*experts/delta/down/a", P(None, "tensor", None)),
+    (r".*experts/delta/down/b", P(None, None, "fsdp")),
+    (r".*experts/delta/\w+/(positions|values)", P("expert", None)),
+    (r".*(gate|up)/kernel", P("fsdp", "tensor")),
+    (r".*down/kernel", P("tensor", "fsdp")),
+    (r".*(gate|up)/bias", P("tensor")),
+    (r".*down/bias", P()),
+)
+
+
+def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Makes the mesh `data x fsdp x expert x tensor`.
+
+    Args:
+      axes: size of every axis; absent ones are 1, and one may be -1, "the rest of the devices".
+      devices: default all.
+
+    Raises:
+      InputError: unknown axes, or sizes whose product is not the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    unknown = [f"unknown mesh axis {name!r}{nearest(name, AXES)}" for name in axes if name not in AXES]
+    raise_if_any(unknown, f"mesh (axes are {', '.join(AXES)})")
+    sizes = {name: axes.get(name, 1) for name in AXES}
+    wild = [name for name, size in sizes.items() if size == -1]
+    bad = [f"{name}={size}" for name, size in sizes.items() if size != -1 and size < 1]
+    if bad or len(wild) > 1:
+        raise InputError(f"mesh {dict(axes)}: sizes are positive, and at most one is -1 (the rest of the devices)")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if wild and len(devices) % known == 0:
+        sizes[wild[0]] = len(devices) // known
+    if math.prod(sizes.values()) != len(devices):
+        raise InputError(f"mesh {dict(axes)} does not fit {len(devices)} devices; the product of its sizes must be that")
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def batch_spec() -> P:
+    """How a batch [B, ...] is split: over every axis but `tensor`."""
+    return P(("data", "fsdp", "expert"), None)
+
+
+def leaf_spec(path: str) -> P:
+    """The rule table's answer for a parameter.
+
+    Args:
+      path: "/"-joined path in memory (`segments/0/blocks/1/...`) or on disk (`layers/3/...`).
+
+    Raises:
+      InputError: if no rule matches.
+    """
+    for pattern, spec in RULES:
+        if re.fullmatch(pattern, path):
+            return P(None, *spec) if path.startswith("segments/") else spec
+    raise InputError(f"no sharding rule matches parameter {path!r}; add one to moe_jax.sharding.RULES")
+
+
+def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
+    """Shardings for a state of a model.
+
+    Args:
+      state: arrays or ShapeDtypeStructs as `nnx.state` gives them.
+      mesh: from `make_mesh`.
+
+    Returns:
+      The same tree with a NamedSharding for every leaf.
+
+    Raises:
+      InputError: for every parameter without a rule, or with a dimension that its axes do not divide.
+    """
+    problems: list[str] = []
+
+    def sharding(path: tuple, leaf: Any) -> NamedSharding:
+        name = path_name(path)
+        try:
+            spec = leaf_spec(name)
+        except InputError as error:
+            problems.append(str(error))
+            return NamedSharding(mesh, P())
+        for size, axis in zip(leaf.shape, spec, strict=False):
+            if axis is not None and size % mesh.shape[axis]:
+                problems.append(f"{name} {leaf.shape}: {size} is not divisible by mesh axis {axis}={mesh.shape[axis]}")
+        return NamedSharding(mesh, spec)
+
+    shardings = jax.tree_util.tree_map_with_path(sharding, state)
+    raise_if_any(problems, "sharding")
+    return shardings
+
+
+def path_name(path: tuple) -> str:
+    """`segments/0/blocks/1/mlp/...` from a key path of a state."""
+    parts = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path)
+    return "/".join(str(part) for part in parts if part not in ("value", None))
