@@ -1,0 +1,148 @@
+"""From leaves on disk, one per parameter per layer, to a stacked and sharded model, and back."""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from moe_jax.errors import raise_if_any
+from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig, segments_of
+from moe_jax.nn import Decoder
+from moe_jax.sharding import path_name, state_shardings
+
+_STACKED = re.compile(r"segments/(\d+)/blocks/(\d+)/(.*)")
+
+
+def abstract_model(
+    config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none"
+) -> Decoder:
+    """The model with ShapeDtypeStructs for parameters: costs no memory."""
+    return nnx.eval_shape(
+        lambda: Decoder(config, rngs=nnx.Rngs(0), compute_dtype=jnp.dtype(compute_dtype), remat=remat)
+    )
+
+
+def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a model consists of on disk: leaf path -> shape and dtype. No weights are needed or made.
+
+    Args:
+      config: of the model.
+      dtype: for floating-point leaves; default the config's.
+    """
+    specs = {}
+    for path, leaf in _leaves(nnx.state(abstract_model(config))):
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        leaf_dtype = jnp.dtype(dtype) if dtype and floating else leaf.dtype
+        shape = leaf.shape[1:] if _STACKED.fullmatch(path) else leaf.shape
+        specs.update({name: jax.ShapeDtypeStruct(shape, leaf_dtype) for name in disk_paths(config, path)})
+    return dict(sorted(specs.items(), key=lambda item: _by_layer(item[0])))
+
+
+def disk_paths(config: ModelConfig, path: str) -> list[str]:
+    """Paths on disk of a parameter in memory: one per repeat if it is stacked, else itself."""
+    match = _STACKED.fullmatch(path)
+    if not match:
+        return [path]
+    segment = segments_of(config.layers)[int(match[1])]
+    return [f"layers/{segment.layer(repeat, int(match[2]))}/{match[3]}" for repeat in range(segment.repeats)]
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    param_dtype: str | None = None,
+    compute_dtype: str = "float32",
+    remat: str = "none",
+    mesh: Mesh | None = None,
+) -> Decoder:
+    """Reads a model, leaf by leaf; layers are stacked on the device, so the host holds one leaf at a time.
+
+    Args:
+      source: a model directory or a Hugging Face directory.
+      param_dtype: dtype of floating-point parameters; default as stored (the widest, where stacked layers differ).
+      compute_dtype: dtype of the activations.
+      remat: see `Decoder`.
+      mesh: shards by the rule table; None: one device.
+
+    Raises:
+      InputError: if the source lacks leaves, has others, or they have other shapes; all are listed.
+    """
+    model = abstract_model(source.config, compute_dtype=compute_dtype, remat=remat)
+    graphdef, state = nnx.split(model)
+    specs = source.specs()
+    _check(leaf_specs(source.config), specs, str(source.path))
+    if mesh is None:
+        shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), state)
+    else:
+        shardings = state_shardings(state, mesh)
+
+    def load(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
+        names = disk_paths(source.config, path_name(path))
+        dtype = jnp.result_type(*(specs[name].dtype for name in names))
+        if param_dtype and jnp.issubdtype(dtype, jnp.floating):
+            dtype = jnp.dtype(param_dtype)
+        if leaf.shape == specs[names[0]].shape:
+            return _put(source.read(names[0]), dtype, sharding)
+        stacked = jax.jit(lambda: jnp.zeros(leaf.shape, dtype), out_shardings=sharding)()
+        layer_sharding = _without_leading_axis(sharding)
+        for index, name in enumerate(names):
+            stacked = _set_layer(stacked, _put(source.read(name), dtype, layer_sharding), index)
+        return stacked
+
+    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(load, state, shardings))
+
+
+def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array]]:
+    """Leaves of a model in memory as they are on disk, layer after layer."""
+    entries = []
+    for path, leaf in _leaves(nnx.state(model)):
+        for index, name in enumerate(disk_paths(model.config, path)):
+            entries.append((name, leaf, index if _STACKED.fullmatch(path) else None))
+    for name, leaf, index in sorted(entries, key=lambda entry: _by_layer(entry[0])):
+        yield name, leaf if index is None else leaf[index]
+
+
+def _check(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in expected]
+    problems += [
+        f"{name} has shape {found[name].shape}, config.json says {spec.shape}"
+        for name, spec in expected.items()
+        if name in found and tuple(found[name].shape) != tuple(spec.shape)
+    ]
+    raise_if_any(problems, f"{where} does not hold the model its config.json describes")
+
+
+def _leaves(state: nnx.State) -> list[tuple[str, Any]]:
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _by_layer(path: str) -> tuple[int, int, str]:
+    """Sort key: embedding, layers in order, the rest."""
+    match = re.match(r"layers/(\d+)/", path)
+    return (1, int(match[1]), path) if match else (0 if path.startswith("embed/") else 2, 0, path)
+
+
+def _put(leaf: np.ndarray, dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+    if leaf.dtype != dtype:
+        leaf = leaf.astype(dtype)
+    # From a callback and not device_put: every process of a pod then cuts its own shards out of the leaf.
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+
+def _without_leading_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+    return sharding
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_layer(stacked: jax.Array, layer: jax.Array, index: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
