@@ -1,0 +1,301 @@
+"""A recipe: one TOML file that says everything about a training run.
+
+Relative paths in a recipe are relative to the current directory, not to the recipe, so that the
+resolved recipe kept in the run directory means the same when it is run again from the same place.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from moe_jax.errors import InputError
+from moe_jax.train import strict
+
+
+def at_least(section: object, least: int, *names: str) -> None:
+    """Raises `InputError` for the first of the fields that is below `least`."""
+    for name in names:
+        if not getattr(section, name) >= least:
+            raise InputError(f"{name} = {getattr(section, name)} must be at least {least}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """Which model is trained and how it computes.
+
+    Attributes:
+      path: a model directory or a Hugging Face directory; its weights are where training starts.
+      config: instead of `path`, a config.json alone: for `init = "random"` and for `--compile-only`.
+      init: `checkpoint` starts from the weights at `path`, `random` from new ones drawn with the seed.
+      param_dtype: dtype the parameters and the optimizer's moments are kept in.
+      compute_dtype: dtype of the matrix products.
+      remat: what the backward pass computes again instead of keeping it: nothing, every layer (`full`), or
+        every layer but its matrix products (`dots`).
+    """
+
+    path: str | None = None
+    config: str | None = None
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Literal["none", "full", "dots"] = "none"
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.config is None):
+            raise InputError("give either path (a model with weights) or config (a config.json alone)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceSection:
+    """Files of one kind that are drawn from alike.
+
+    Attributes:
+      path: a file or a glob pattern.
+      format: `text`, or `jsonl` with `{"text": ...}` or `{"prompt": ..., "response": ...}` on every line;
+        `auto` decides by the suffix .jsonl.
+      weight: share of the training text (in bytes) that comes from this source, relative to the other sources'.
+        None: sources count by their size. Either all sources have a weight or none.
+      separator: in text files, the string that stands between documents. None: a file is one document.
+    """
+
+    path: str
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    weight: float | None = None
+    separator: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise InputError(f"weight = {self.weight} must be above 0; leave the source out instead")
+        if self.separator == "":
+            raise InputError("separator is empty; leave the key out for none")
+
+    @property
+    def is_jsonl(self) -> bool:
+        return self.format == "jsonl" or (self.format == "auto" and self.path.endswith(".jsonl"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """What is trained on.
+
+    Attributes:
+      sources: the files. May be empty only for `--compile-only`.
+      seq_len: length T of a packed sequence.
+      tokenizer: a tokenizer.json. None: the model's own.
+      bos: whether documents begin with the BOS token; `auto`: where the tokenizer itself puts one.
+      eos: whether documents end with the EOS token; `auto`: responses do, and so do plain documents unless a BOS
+        token stands between them already.
+      packing: `split` fills every sequence and cuts documents where it ends; `whole` starts a new sequence rather
+        than cut a document that fits into one.
+      shuffle: whether documents come in an order drawn with the seed, anew in every epoch.
+      epochs: passes over the data after which training ends early. None: no limit.
+      piece_kib: a long text is read in pieces of about this many KiB, cut at line ends.
+      prefetch: batches prepared ahead in the background.
+    """
+
+    sources: tuple[SourceSection, ...] = ()
+    seq_len: int = 512
+    tokenizer: str | None = None
+    bos: Literal["auto", "always", "never"] = "auto"
+    eos: Literal["auto", "always", "never"] = "auto"
+    packing: Literal["split", "whole"] = "split"
+    shuffle: bool = True
+    epochs: int | None = None
+    piece_kib: int = 64
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "seq_len", "piece_kib")
+        at_least(self, 0, "prefetch")
+        if self.epochs is not None:
+            at_least(self, 1, "epochs")
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise InputError("some sources have a weight and some have none; give all of them one, or none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartitionSection:
+    """Which parameters are trained: those that match a pattern of `train` and none of `freeze`.
+
+    Patterns are regular expressions that must match a whole leaf path, such as `layers/3/mlp/router/kernel`
+    (`moe-jax inspect` lists them): `layers/.*/attention/.*`, `.*/router/.*`, `embed/.*|lm_head/.*`.
+    """
+
+    train: tuple[str, ...] = (".*",)
+    freeze: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """AdamW.
+
+    Attributes:
+      learning_rate: the highest learning rate, reached after the warm-up.
+      b1, b2, eps: Adam's.
+      weight_decay: decoupled, times the learning rate; norms and biases are never decayed.
+      decay_embeddings, decay_router: whether these are decayed as well.
+      clip_norm: gradients are scaled down to this global norm. None: never.
+    """
+
+    learning_rate: float = 3e-4
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay_embeddings: bool = False
+    decay_router: bool = False
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"{name} = {value} must be above 0")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name} = {getattr(self, name)} must lie in [0, 1)")
+        at_least(self, 0, "weight_decay")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleSection:
+    """Learning rate over the steps: linear warm-up from 0, then `kind` down to `final_ratio` of the highest."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 0
+    final_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "warmup_steps")
+        if not 0 <= self.final_ratio <= 1:
+            raise InputError(f"final_ratio = {self.final_ratio} must lie in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """How long and in what batches.
+
+    Attributes:
+      steps: optimizer steps.
+      batch_size: sequences per step, over all devices.
+      accumulation: parts that a batch is computed in, one after another; memory shrinks, the result is the same.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "steps", "batch_size", "accumulation")
+        if self.batch_size % self.accumulation:
+            raise InputError(f"batch_size = {self.batch_size} is not a multiple of accumulation = {self.accumulation}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshSection:
+    """Devices per mesh axis; one of them may be -1: what the others leave."""
+
+    data: int = 1
+    fsdp: int = -1
+    expert: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """A checkpoint every so many steps, the newest `keep` of which stay."""
+
+    every: int = 500
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "every", "keep")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogSection:
+    """`every`: steps between progress lines where there is no terminal; metrics are kept of every step."""
+
+    every: int = 10
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "every")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalSection:
+    """Held-out text scored every so many steps and at the end, as `moe-jax eval` scores it."""
+
+    text: str
+    every: int = 100
+    seq_len: int | None = None
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "every", "batch_size")
+        if self.seq_len is not None:
+            at_least(self, 2, "seq_len")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole run. `run_dir` is where everything it makes goes; `seed` decides all that is random."""
+
+    run_dir: str
+    model: ModelSection
+    seed: int = 0
+    data: DataSection = DataSection()
+    partition: PartitionSection = PartitionSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection = TrainSection()
+    mesh: MeshSection = MeshSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+    eval: EvalSection | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed = {self.seed} must lie in [0, 2**32)")
+        if not self.run_dir:
+            raise InputError("run_dir is empty")
+
+
+# What may differ between a run and its continuation: nothing here changes what a step computes.
+# (Another mesh adds in another order, so the last bits may differ; restoring onto it is a feature.)
+CHANGEABLE = ("train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch")
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe and applies `--set` overrides, which are validated like the rest.
+
+    Raises:
+      InputError: not TOML, unknown or misspelt keys, wrong types, bad values; all of them in one message.
+      FileNotFoundError: no such file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no recipe at {path}")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not TOML: {error}") from None
+    return strict.parse(Recipe, strict.apply_overrides(table, overrides), where=str(path))
+
+
+def check_continues(before: Recipe, now: Recipe) -> None:
+    """Raises `InputError` naming the keys in which `now` may not differ from the run it continues."""
+    old, new = strict.flatten(before), strict.flatten(now)
+    changed = [
+        f"{key} (was {old.get(key)!r}, is {new.get(key)!r})"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(CHANGEABLE)
+    ]
+    if changed:
+        raise InputError(
+            f"cannot continue {now.run_dir} with a changed recipe: {', '.join(changed)}; "
+            "undo the change, or choose another run_dir"
+        )

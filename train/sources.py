@@ -1,0 +1,200 @@
+"""Text and JSONL files as random-access records, read piece by piece: no file is ever held whole.
+
+A record is what the data order is made of: a piece of a text file, or a line of a JSONL file.
+"""
+
+import bisect
+import glob
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+
+from moe_jax.errors import InputError
+
+# Mistakes in so much of every file are found before training starts, those behind it when they are read.
+CHECKED_BYTES = 64 << 20
+_CHUNK = 16 << 20
+
+
+class Example(NamedTuple):
+    """A stretch of text that is trained on as one.
+
+    Attributes:
+      text: all of it.
+      prompt_chars: characters at its beginning that are not scored.
+      begins, ends: whether the document begins and ends here, or goes on in a neighbouring record.
+      is_response: whether it is an answer to a prompt.
+    """
+
+    text: str
+    prompt_chars: int = 0
+    begins: bool = True
+    ends: bool = True
+    is_response: bool = False
+
+
+class Records(Protocol):
+    """Random access to the records of a file."""
+
+    path: Path
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> list[Example]: ...
+
+
+class TextFile:
+    """A text file in pieces of about `piece` bytes, cut behind a separator, else a line end, else a character.
+
+    Piece k begins at the first such place at or after byte `k * piece`, so that a piece is found without an index.
+    """
+
+    def __init__(self, path: Path, *, piece: int, separator: str | None = None):
+        self.path = path
+        self._piece = piece
+        self._separator = separator
+        self._size = path.stat().st_size
+
+    def __len__(self) -> int:
+        return -(-self._size // self._piece)
+
+    def __getitem__(self, index: int) -> list[Example]:
+        with self.path.open("rb") as file:
+            start, begins = self._cut(file, index)
+            stop, ends = self._cut(file, index + 1)
+            file.seek(start)
+            content = file.read(stop - start)
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self.path} is not UTF-8 text at byte {start + error.start}") from None
+        documents = text.split(self._separator) if self._separator else [text]
+        last = len(documents) - 1
+        return [
+            Example(document, begins=begins or i > 0, ends=ends or i < last)
+            for i, document in enumerate(documents)
+            if document or not (begins or i > 0)
+        ]
+
+    def _cut(self, file: BinaryIO, index: int) -> tuple[int, bool]:
+        """The byte at which piece `index` begins, and whether that is between two documents."""
+        begin = index * self._piece
+        if index == 0 or begin >= self._size:
+            return min(begin, self._size), True
+        separator = (self._separator or "").encode()
+        # A separator may lie across or just before `begin`.
+        back = min(begin, len(separator))
+        file.seek(begin - back)
+        window = file.read(back + self._piece)
+        at = window.find(separator) if separator else -1
+        if at >= 0:
+            return begin - back + at + len(separator), True
+        at = window.find(b"\n", back)
+        if at >= 0:
+            return begin - back + at + 1, False
+        # Bytes 0b10xxxxxx continue a character.
+        later = (i for i in range(back, len(window)) if window[i] & 0xC0 != 0x80)
+        return begin - back + next(later, len(window)), False
+
+
+class JsonLines:
+    """A JSONL file; blank lines are skipped. Keeps one offset per line in memory (8 bytes)."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        ends = [np.zeros(1, np.int64)]
+        offset = 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (offset + 1))
+                offset += len(chunk)
+        bounds = np.unique(np.concatenate([*ends, np.array([offset])]))
+        lengths = np.diff(bounds)
+        self._starts = bounds[:-1][lengths > 1]
+        self._lengths = lengths[lengths > 1]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> list[Example]:
+        with self.path.open("rb") as file:
+            file.seek(int(self._starts[index]))
+            line = file.read(int(self._lengths[index]))
+        return [] if line.isspace() else [self._example(line, index)]
+
+    def _example(self, line: bytes, index: int) -> Example:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            raise self._wrong(index, "text that is not JSON") from None
+        if not isinstance(value, dict):
+            raise self._wrong(index, f"a JSON {type(value).__name__}")
+        keys = {"text", "prompt", "response"} & value.keys()
+        if keys not in ({"text"}, {"prompt", "response"}):
+            raise self._wrong(index, f"an object with the keys {', '.join(map(repr, value)) or '(none)'}")
+        for key in sorted(keys):
+            if not isinstance(value[key], str):
+                raise self._wrong(index, f"{key!r} holding a {type(value[key]).__name__} that should be a string")
+        if keys == {"text"}:
+            return Example(value["text"])
+        return Example(value["prompt"] + value["response"], len(value["prompt"]), is_response=True)
+
+    def _wrong(self, index: int, got: str) -> InputError:
+        start = int(self._starts[index])
+        number = 1
+        with self.path.open("rb") as file:
+            while start > 0 and (chunk := file.read(min(_CHUNK, start))):
+                number += chunk.count(b"\n")
+                start -= len(chunk)
+        expected = '{"text": "..."} or {"prompt": "...", "response": "..."}'
+        return InputError(f"{self.path}, line {number}: expected {expected}, got {got}")
+
+
+class Files:
+    """The records of several files, one file after the other."""
+
+    def __init__(self, files: Sequence[Records]):
+        self._files = files
+        self._ends = list(itertools.accumulate(len(file) for file in files))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> list[Example]:
+        which = bisect.bisect_right(self._ends, index)
+        return self._files[which][index - (self._ends[which - 1] if which else 0)]
+
+    def __repr__(self) -> str:
+        return f"Files({len(self._files)} files, {len(self)} records)"
+
+
+def find_files(pattern: str) -> list[Path]:
+    """Files that match a path or glob pattern (`**` for any depth), sorted by name.
+
+    Raises:
+      FileNotFoundError: if there are none.
+    """
+    if Path(pattern).is_file():
+        return [Path(pattern)]
+    paths = sorted(Path(found) for found in glob.glob(pattern, recursive=True) if Path(found).is_file())
+    if not paths:
+        raise FileNotFoundError(f"no file matches {pattern} (looked from {Path.cwd()})")
+    return paths
+
+
+def check_beginning(files: Sequence[Records]) -> None:
+    """Reads the first `CHECKED_BYTES` of every file, so that most mistakes are found before anything starts.
+
+    Raises:
+      InputError: for the first mistake found.
+    """
+    for file in files:
+        read = 0
+        for index in range(len(file)):
+            read += sum(len(example.text) for example in file[index])
+            if read >= CHECKED_BYTES:
+                break

@@ -1,0 +1,128 @@
+"""Examples to token ids with a Hugging Face `tokenizer.json`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from moe_jax.errors import InputError
+from moe_jax.models import ModelConfig
+from moe_jax.train.sources import Example
+
+Edge = Literal["auto", "always", "never"]
+
+
+class Pairs(NamedTuple):
+    """Examples as (token, next token) pairs: every token of a document but its first is a target exactly once.
+
+    Attributes:
+      tokens: Int32[n], what is fed in.
+      targets: Int32[n], what comes next.
+      weights: Float32[n], 0 where the target is not scored.
+      starts: Bool[n], where a document begins.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    starts: np.ndarray
+
+
+class Tokenizer:
+    """A `tokenizer.json` together with the special tokens a model uses.
+
+    Args:
+      path: the file.
+      config: the model the ids are for.
+      bos, eos: see `recipe.DataSection`.
+
+    Raises:
+      FileNotFoundError, InputError: no such file, not a tokenizer, or a special token that is asked for but unknown.
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, *, bos: Edge = "auto", eos: Edge = "auto"):
+        if not path.is_file():
+            raise FileNotFoundError(f"no tokenizer at {path}")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise InputError(f"{path} is not a tokenizer.json: {error}") from None
+        # A file may carry the settings it was last used with.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.path = path
+        self._vocab_size = config.vocab_size
+        own_bos = self._own_bos()
+        known_bos = config.bos_id if own_bos is None else own_bos
+        for name, setting, known in (("bos", bos, known_bos is not None), ("eos", eos, bool(config.eos_ids))):
+            if setting == "always" and not known:
+                raise InputError(f'data.{name} = "always", but the model names no {name.upper()} token')
+        self._bos = {"auto": own_bos, "always": known_bos, "never": None}[bos]
+        last = config.eos_ids[0] if config.eos_ids and eos != "never" else None
+        self._eos_after_response = last
+        self._eos_after_text = last if eos == "always" or self._bos is None else None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Int32[n] ids of `text`, whole and without special tokens."""
+        return self._checked(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def pairs(self, examples: Sequence[Example]) -> Pairs:
+        """Tokenises the examples of a record, each a document of its own.
+
+        Raises:
+          InputError: if an id lies outside the model's vocabulary.
+        """
+        parts = [self._document(example) for example in examples]
+        parts = [(ids, scored) for ids, scored in parts if len(ids) > 1]
+        if not parts:
+            return Pairs(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, bool))
+        return Pairs(
+            np.concatenate([ids[:-1] for ids, _ in parts]),
+            np.concatenate([ids[1:] for ids, _ in parts]),
+            np.concatenate([scored[1:] for _, scored in parts]),
+            np.concatenate([np.arange(len(ids) - 1) == 0 for ids, _ in parts]),
+        )
+
+    def _document(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
+        encoding = self._tokenizer.encode(example.text, add_special_tokens=False)
+        ids = list(encoding.ids)
+        # A token that spans the border between prompt and response belongs to the response.
+        scored = [float(end > example.prompt_chars) for _, end in encoding.offsets]
+        if example.begins and self._bos is not None:
+            ids, scored = [self._bos, *ids], [0.0, *scored]
+        eos = self._eos_after_response if example.is_response else self._eos_after_text
+        if example.ends and eos is not None:
+            ids, scored = [*ids, eos], [*scored, 1.0]
+        if not example.prompt_chars:
+            scored = [1.0] * len(ids)
+        return self._checked(ids), np.asarray(scored, np.float32)
+
+    def _own_bos(self) -> int | None:
+        """The token that the tokenizer itself puts before a text, if it does."""
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        special = self._tokenizer.encode("a", add_special_tokens=True).ids
+        return special[0] if len(special) > len(plain) and special[0] != plain[0] else None
+
+    def _checked(self, ids: Sequence[int]) -> np.ndarray:
+        array = np.asarray(ids, np.int32)
+        if array.size and array.max() >= self._vocab_size:
+            worst = int(array.max())
+            raise InputError(
+                f"{self.path} gives token id {worst} ({self._tokenizer.id_to_token(worst)!r}), but the model's "
+                f"vocabulary has {self._vocab_size} entries: the tokenizer is not this model's"
+            )
+        return array
+
+
+def find_tokenizer(files: Sequence[Path], where: object) -> Path:
+    """The `tokenizer.json` among a model's files.
+
+    Raises:
+      InputError: if there is none.
+    """
+    for file in files:
+        if Path(file).name == "tokenizer.json":
+            return Path(file)
+    raise InputError(f"{where} has no tokenizer.json; name one with data.tokenizer")
