@@ -25,6 +25,7 @@ except ImportError:  # Orbax 0.12 still keeps its v1 API here.
     import orbax.checkpoint.experimental.v1 as ocp
 
 from moe_jax.errors import InputError
+from moe_jax.fingerprint import sample_file
 
 # Leaves are gathered until a group is this large: each group costs some 50 ms and a directory, whatever its size,
 # and memory grows by no more than this. A larger leaf is a group of its own and is not copied.
@@ -41,6 +42,9 @@ class LeafWriter:
     Each leaf becomes one uncompressed Zarr array in one piece, whose file holds nothing but its bytes. Compression
     costs 3-10x of the speed and gains little on trained weights; one piece lets Orbax write from our memory instead
     of from a copy of it.
+
+    Attributes:
+      done: paths of the leaves that are on disk.
     """
 
     def __init__(self, directory: Path, *, resume: bool = False):
@@ -48,7 +52,7 @@ class LeafWriter:
 
         Args:
           directory: where the checkpoint appears on `close`. Nothing may be there yet.
-          resume: go on with what an interrupted writer left; otherwise that is removed.
+          resume: go on with what an interrupted writer left, which `done` names; otherwise that is removed.
 
         Raises:
           FileExistsError: if there is something at `directory` already.
@@ -65,10 +69,7 @@ class LeafWriter:
         self._pending: dict[str, np.ndarray] = {}
         self._names: set[str] = set()
         self._inner: set[str] = set()
-        self.done: set[str] = set()
-        if self._partial.exists():
-            for group in sorted(self._partial.iterdir()):
-                self.done |= LeafReader(group).specs.keys()
+        self.done = self._leaves_of_interrupted()
         for path in self.done:
             self._register(path)
         self._context = ocp.Context()
@@ -109,6 +110,15 @@ class LeafWriter:
         self._flush()
         with _disk_errors(self._directory), self._context:
             ocp.partial.finalize(self._directory)
+
+    def _leaves_of_interrupted(self) -> set[str]:
+        """Leaves that an interrupted writer completed. Orbax moves a group here when all of it is on disk."""
+        groups = list(self._partial.iterdir()) if self._partial.exists() else []
+        if not all(group.name.startswith(f"{self._partial.name}.pending") for group in groups):
+            # Interrupted while the groups were being merged, which cannot be taken up again.
+            shutil.rmtree(self._partial)
+            return set()
+        return {path for group in groups for path in LeafReader(group).specs}
 
     def _register(self, path: str) -> None:
         parts = path.split("/")
@@ -210,7 +220,7 @@ class LeafReader:
             spec = self.specs[path]
             digest.update(f"{path} {spec.shape} {spec.dtype}\n".encode())
             file = self._raw_file(path)
-            digest.update(self.read(path).tobytes() if file is None else sample(file))
+            digest.update(self.read(path).tobytes() if file is None else sample_file(file))
         return digest.hexdigest()
 
     def _raw_file(self, path: str) -> Path | None:
@@ -355,19 +365,6 @@ class TrainingCheckpoints:
         if problems:
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             raise InputError(f"checkpoint {self._directory / str(step)} does not fit: {'; '.join(problems[:3])}{more}")
-
-
-def sample(file: Path, *, piece: int = 1 << 16, pieces: int = 16) -> bytes:
-    """The size of a file and its content: all of a small file, pieces spread evenly over a large one."""
-    size = file.stat().st_size
-    with open(file, "rb") as handle:
-        if size <= piece * pieces:
-            return f"{size}\n".encode() + handle.read()
-        content = [f"{size}\n".encode()]
-        for i in range(pieces):
-            handle.seek((size - piece) * i // (pieces - 1))
-            content.append(handle.read(piece))
-    return b"".join(content)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""Lineage: how a model came to be, one entry per command. Appended to, never rewritten."""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import moe_jax
+from moe_jax.errors import InputError
+from moe_jax.fingerprint import fingerprint_files
+from moe_jax.model_source import ModelSource
+
+LINEAGE_FILE = "lineage.json"
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def new_lineage_entry(
+    command: str,
+    options: Mapping[str, Any],
+    sources: Iterable[ModelSource | Path],
+    measured: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Describes one command.
+
+    Args:
+      command: its name.
+      options: JSON-able, or paths.
+      sources: models and files that it read.
+      measured: JSON-able figures (errors, bytes, perplexity).
+
+    Returns:
+      An entry with `command`, `options`, `sources`, `versions`, `date` and `measured`.
+    """
+    return {
+        "command": command,
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
+        "sources": [_describe(source) for source in sources],
+        "versions": _versions(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "measured": dict(measured or {}),
+    }
+
+
+def read_lineage(path: Path) -> list[dict[str, Any]]:
+    """The entries of a model directory; none for a directory without lineage, such as Hugging Face's.
+
+    Raises:
+      InputError: if lineage.json is not a list of entries.
+    """
+    file = Path(path) / LINEAGE_FILE
+    if not file.is_file():
+        return []
+    try:
+        entries = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "command" in entry for entry in entries):
+        raise InputError(f"{file} is not a list of entries, each with a 'command'")
+    return entries
+
+
+def _describe(source: ModelSource | Path) -> dict[str, str]:
+    if isinstance(source, Path):
+        return {"path": str(source), "fingerprint": fingerprint_files([source])}
+    return {"path": str(source.path), "fingerprint": source.fingerprint()}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"moe_jax": moe_jax.__version__, "python": platform.python_version()}
+    return versions | {package: importlib.metadata.version(package) for package in _PACKAGES}

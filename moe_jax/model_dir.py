@@ -1,0 +1,261 @@
+"""The model directory: what every command reads and writes.
+
+    config.json      versioned `ModelConfig`; the tree of the model can be built from it alone
+    params/          Orbax checkpoint, one leaf per parameter per layer
+    lineage.json     how the model came to be
+    tokenizer files  anything else, copied through unchanged
+
+A directory is written beside its target and renamed when it is whole.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from moe_jax.checkpoint import LeafReader, LeafWriter
+from moe_jax.errors import InputError, raise_if_any
+from moe_jax.lineage import LINEAGE_FILE
+from moe_jax.lineage import new_lineage_entry as new_lineage_entry
+from moe_jax.lineage import read_lineage as read_lineage
+from moe_jax.loading import leaf_specs
+from moe_jax.models import ModelConfig, config_from_json, config_to_json
+from moe_jax.models.serialize import FORMAT
+
+_CONFIG = "config.json"
+_PARAMS = "params"
+_JOB = "job.sha256"
+
+
+def is_model_directory(path: Path) -> bool:
+    """Whether `path` holds a config.json of this library (Hugging Face's has the same name)."""
+    try:
+        data = json.loads((Path(path) / _CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and data.get("format") == FORMAT
+
+
+class ModelDirectory:
+    """A model directory to read from; a `ModelSource`."""
+
+    def __init__(self, path: Path):
+        """Reads config.json; the weights stay on disk.
+
+        Raises:
+          FileNotFoundError: if there is no config.json.
+          InputError: if it is not a complete, valid config.
+        """
+        self.path = Path(path)
+        file = self.path / _CONFIG
+        if not file.is_file():
+            raise FileNotFoundError(f"no model directory at {path}: there is no {_CONFIG}")
+        try:
+            data = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise InputError(f"{file} is not valid JSON: {error}") from None
+        try:
+            self.config = config_from_json(data)
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from None
+
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        """Files that go wherever the model goes: all but those this library writes."""
+        ours = (_CONFIG, LINEAGE_FILE)
+        return tuple(sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in ours))
+
+    @cached_property
+    def _reader(self) -> LeafReader:
+        return LeafReader(self.path / _PARAMS)
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype as stored."""
+        return self._reader.specs
+
+    def read(self, path: str) -> np.ndarray:
+        """Reads one leaf, in the dtype it is stored in."""
+        return self._reader.read(path)
+
+    def fingerprint(self) -> str:
+        """Identity of config and weights: a SHA-256."""
+        digest = hashlib.sha256(_identity(config_to_json(self.config)))
+        digest.update(self._reader.fingerprint().encode())
+        return digest.hexdigest()
+
+
+class ModelDirectoryWriter:
+    """Writes a model directory, leaf by leaf. A context manager.
+
+        with ModelDirectoryWriter(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
+            for path in source.specs():
+                writer.write({path: source.read(path)})
+
+    All is written to `.NAME.partial` beside the target, which is renamed when the block ends without an error.
+    After an error it is removed, unless the writer is resumable: then the same job can go on with it later.
+
+    Attributes:
+      lineage: written at the end; measured figures may be put into its last entry until then.
+    """
+
+    def __init__(
+        self,
+        dst: Path,
+        config: ModelConfig,
+        *,
+        tokenizer_files: Sequence[Path],
+        lineage: Sequence[Mapping[str, Any]],
+        resume: bool = False,
+    ):
+        """Checks the target; nothing is written yet.
+
+        Args:
+          dst: where the directory appears.
+          config: of the model; exactly the leaves that it describes must be written.
+          tokenizer_files: files to copy.
+          lineage: all entries, the last one for the command that writes.
+          resume: go on with what the same job (config, command, options, sources) left when it was interrupted.
+
+        Raises:
+          InputError: if `dst` exists, or a file to copy does not.
+        """
+        self._dst = Path(dst).absolute()
+        self._partial = self._dst.with_name(f".{self._dst.name}.partial")
+        self._config = config
+        self._files = tuple(Path(file) for file in tokenizer_files)
+        self._resume = resume
+        self.lineage = [dict(entry) for entry in lineage]
+        if self._dst.exists() or self._dst.is_symlink():
+            raise InputError(f"{dst} already exists; choose another name or remove it")
+        raise_if_any([f"{file} is not there" for file in self._files if not file.is_file()], f"cannot write {dst}")
+        self._expected = leaf_specs(config)
+        self._written: set[str] = set()
+
+    @property
+    def done(self) -> frozenset[str]:
+        """Leaves that need not be written any more. Some, when a job is resumed."""
+        return frozenset(self._leaves.done)
+
+    def __enter__(self) -> Self:
+        self._dst.parent.mkdir(parents=True, exist_ok=True)
+        self._partial.mkdir(exist_ok=True)
+        self._lock = _lock(self._partial, self._dst)
+        try:
+            if not (self._resume and self._is_same_job()):
+                _remove_content(self._partial)
+                _write_durably(self._partial / _JOB, self._job().encode())
+            self._leaves = LeafWriter(self._partial / _PARAMS, resume=self._resume)
+        except BaseException:
+            self._abandon()
+            raise
+        self._written |= self._leaves.done
+        return self
+
+    def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
+        """Writes leaves; see `LeafWriter.write`.
+
+        Raises:
+          OSError: if the disk is full or cannot be written.
+          ValueError: for a leaf that the config does not describe, or written before.
+        """
+        for path, leaf in leaves.items():
+            if path not in self._expected:
+                raise ValueError(f"leaf {path} is not part of the model that the config describes")
+            if tuple(leaf.shape) != tuple(self._expected[path].shape):
+                raise ValueError(f"leaf {path} has shape {leaf.shape}, the config says {self._expected[path].shape}")
+        self._leaves.write(leaves)
+        self._written |= leaves.keys()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._abandon()
+            return
+        try:
+            self._complete()
+        except BaseException:
+            self._abandon()
+            raise
+        os.close(self._lock)
+
+    def _complete(self) -> None:
+        missing = sorted(self._expected.keys() - self._written)
+        if missing:
+            raise ValueError(f"{len(missing)} leaves were not written, the first is {missing[0]}")
+        self._leaves.close()
+        for file in self._files:
+            _write_durably(self._partial / file.name, file.read_bytes())
+        _write_durably(self._partial / LINEAGE_FILE, json.dumps(self.lineage, indent=2).encode())
+        _write_durably(self._partial / _CONFIG, json.dumps(config_to_json(self._config), indent=2).encode())
+        (self._partial / _JOB).unlink()
+        os.fsync(self._lock)
+        if self._dst.exists():
+            raise InputError(f"{self._dst} appeared while it was being written; choose another name or remove it")
+        self._partial.rename(self._dst)
+        _sync_directory(self._dst.parent)
+
+    def _abandon(self) -> None:
+        if not self._resume:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        os.close(self._lock)
+
+    def _job(self) -> str:
+        """Identity of what is being done; date, versions and measured figures do not belong to it."""
+        names = ("command", "options", "sources")
+        entries = [{name: entry.get(name) for name in names} for entry in self.lineage]
+        return hashlib.sha256(_identity([config_to_json(self._config), entries])).hexdigest()
+
+    def _is_same_job(self) -> bool:
+        job = self._partial / _JOB
+        # With params complete only the rename was left to do; that is so rare that it is not a case of its own.
+        return job.is_file() and job.read_text() == self._job() and not (self._partial / _PARAMS).exists()
+
+
+def _identity(data: Any) -> bytes:
+    return json.dumps(data, sort_keys=True).encode()
+
+
+def _lock(directory: Path, dst: Path) -> int:
+    """Locks a directory against other processes, for as long as the returned descriptor is open."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise InputError(f"another command is writing {dst}; wait for it or choose another name") from None
+    except OSError:
+        pass  # Some network file systems have no locks; then two commands with one target are the user's to avoid.
+    return descriptor
+
+
+def _remove_content(directory: Path) -> None:
+    for child in directory.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
+
+
+def _write_durably(file: Path, content: bytes) -> None:
+    with open(file, "wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
