@@ -175,6 +175,16 @@ class ModelDirectoryWriter:
         self._leaves.write(leaves)
         self._written |= leaves.keys()
 
+    def read_back(self) -> LeafReader:
+        """Ends the writing of leaves and opens what was written, to be checked before the target appears.
+
+        Raises:
+          OSError: if the disk is full or cannot be written.
+          ValueError: if leaves are missing.
+        """
+        self._complete_leaves()
+        return LeafReader(self._partial / _PARAMS)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -188,11 +198,16 @@ class ModelDirectoryWriter:
             raise
         os.close(self._lock)
 
-    def _complete(self) -> None:
+    def _complete_leaves(self) -> None:
+        if (self._partial / _PARAMS).exists():
+            return
         missing = sorted(self._expected.keys() - self._written)
         if missing:
             raise ValueError(f"{len(missing)} leaves were not written, the first is {missing[0]}")
         self._leaves.close()
+
+    def _complete(self) -> None:
+        self._complete_leaves()
         for file in self._files:
             _write_durably(self._partial / file.name, file.read_bytes())
         _write_durably(self._partial / LINEAGE_FILE, json.dumps(self.lineage, indent=2).encode())
