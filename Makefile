@@ -1,0 +1,28 @@
+# `make demo` and `make test` set everything up themselves; the second time they start at once.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/moe-jax demo
+
+test: $(VENV)/.installed-test
+	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --editable '.[test]'
+	touch $(VENV)/.installed $@
