@@ -1,0 +1,56 @@
+"""Copying big matrices transposed, at the speed of memory.
+
+`out[:] = source.T` in one go runs at 0.3 GB/s on the machine this was written on: it misses the cache at every
+element, and where rows are a multiple of 4 KiB apart, as in most models, all rows of a column even compete for the
+same cache lines. Going through a small tile whose rows are an odd number of cache lines apart makes it 2-3 GB/s.
+"""
+
+import ml_dtypes
+import numpy as np
+
+TILE = 256  # best of 64..512, for 2- and 4-byte elements, tall and wide matrices
+_CACHE_LINE = 64
+_BITS = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+
+
+def copy_transposed(source: np.ndarray, out: np.ndarray) -> None:
+    """Writes `source.T` into `out`, casting if the dtypes differ.
+
+    Args:
+      source: [n, m].
+      out: [m, n].
+    """
+    if source.dtype == out.dtype:
+        source, out = as_bits(source), as_bits(out)
+    n, m = source.shape
+    tile = np.empty((min(n, TILE), TILE + _CACHE_LINE // source.itemsize), source.dtype)
+    for i in range(0, n, TILE):
+        for j in range(0, m, TILE):
+            block = source[i : i + TILE, j : j + TILE]
+            staged = tile[: block.shape[0], : block.shape[1]]
+            staged[...] = block
+            out[j : j + TILE, i : i + TILE] = staged.T
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """Views numbers as unsigned integers of their size, which NumPy copies fast whatever the dtype."""
+    return array.view(_BITS[array.itemsize]) if array.itemsize in _BITS else array
+
+
+def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns `array` in `dtype`; the same array if it has it already.
+
+    Raises:
+      OverflowError: if finite numbers become infinite, as bfloat16 may in float16.
+    """
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype)
+    # Only float16 has a smaller range than another dtype we read.
+    if dtype == np.float16 and not np.array_equal(np.isfinite(result), np.isfinite(array)):
+        raise OverflowError(f"numbers above {np.finfo(np.float16).max} do not fit in float16")
+    return result
+
+
+DTYPES_BY_NAME = {name: np.dtype(name) for name in ("float32", "float16")} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}

@@ -1,0 +1,81 @@
+"""Which files of a Hugging Face directory hold the weights, and which tensors are in which."""
+
+import re
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import NamedTuple
+
+from moe_jax.convert.foreign_config import read_json_object
+from moe_jax.convert.safetensors_file import read_header
+from moe_jax.convert.tensors import TensorEntry
+from moe_jax.convert.torch_file import read_torch_file
+from moe_jax.errors import InputError, raise_if_any
+
+# In the order in which Transformers looks for them.
+SINGLE_SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+class CheckpointFiles(NamedTuple):
+    """The files that hold the weights (an index among them, if there is one), and every tensor in them."""
+
+    files: tuple[Path, ...]
+    tensors: dict[str, TensorEntry]
+
+
+def open_checkpoint(directory: Path) -> CheckpointFiles:
+    """Finds the weights of a Hugging Face directory and reads the headers of all their files.
+
+    Raises:
+      InputError: if there are none, a file is damaged, an index names files that are missing or lie
+        elsewhere, a tensor is in two files, or index and files disagree.
+    """
+    for single, index in ((SINGLE_SAFETENSORS, SAFETENSORS_INDEX), (SINGLE_TORCH, TORCH_INDEX)):
+        if (directory / single).is_file():
+            return CheckpointFiles((directory / single,), _read_file(directory / single))
+        if (directory / index).is_file():
+            return _open_sharded(directory / index)
+    shards = sorted(path.name for path in directory.glob("*-of-*.*"))
+    found = f"only {shards[0]!r} without an index; fetch {SAFETENSORS_INDEX}" if shards else "none of these"
+    raise InputError(
+        f"{directory} has no weights: looked for {SINGLE_SAFETENSORS}, {SAFETENSORS_INDEX}, {SINGLE_TORCH} "
+        f"and {TORCH_INDEX}, found {found}"
+    )
+
+
+def _open_sharded(index: Path) -> CheckpointFiles:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise InputError(f"{index} has no weight_map from names of tensors to names of files; fetch it again")
+    shards = sorted(set(weight_map.values()))
+    raise_if_any(
+        [f"it names {name!r}, which is not inside its folder" for name in shards if not _is_inside(name)], str(index)
+    )
+    missing = [f"{name!r} is missing; fetch it" for name in shards if not (index.parent / name).is_file()]
+    raise_if_any(missing, f"{index} names files that are not there")
+
+    tensors: dict[str, TensorEntry] = {}
+    problems: list[str] = []
+    for shard in shards:
+        for name, entry in _read_file(index.parent / shard).items():
+            if name in tensors:
+                problems.append(f"{name!r} is in two files, {tensors[name].file.name!r} and {shard!r}")
+            elif weight_map.get(name) != shard:
+                says = f"says it is in {weight_map[name]!r}" if name in weight_map else "does not name it"
+                problems.append(f"{name!r} is in {shard!r}, but the index {says}")
+            tensors[name] = entry
+    absent = [name for name in weight_map if name not in tensors]
+    problems += [f"{name!r} should be in {weight_map[name]!r}, but is not" for name in absent]
+    raise_if_any(problems, f"{index} and its files disagree")
+    return CheckpointFiles((index, *(index.parent / shard for shard in shards)), tensors)
+
+
+def _read_file(path: Path) -> dict[str, TensorEntry]:
+    return read_header(path) if path.suffix == ".safetensors" else read_torch_file(path)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name stays inside its folder on every system. What a file there links to is not our concern:
+    the caches of the hub are made of links."""
+    posix, windows = PurePosixPath(name), PureWindowsPath(name)
+    is_relative = not posix.is_absolute() and not windows.anchor and not windows.is_absolute()
+    return is_relative and ".." not in windows.parts and bool(re.fullmatch(r"[^\0]+", name)) and name != "."

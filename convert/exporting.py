@@ -1,0 +1,184 @@
+"""Any model -> Hugging Face directory."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from moe_jax.convert.blocks import DTYPES_BY_NAME, cast, copy_transposed
+from moe_jax.convert.families import family_named
+from moe_jax.convert.hf_config import write_hf_config
+from moe_jax.convert.merged import MergedModel, merged_config
+from moe_jax.convert.progress import GB, ByteProgress
+from moe_jax.convert.report import print_mapping
+from moe_jax.convert.shards import PlannedTensor, ShardWriter, parse_size
+from moe_jax.convert.source import WORKERS, row_chunks
+from moe_jax.convert.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_table
+from moe_jax.convert.tensors import DTYPE_NAMES
+from moe_jax.errors import InputError, check_member
+from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry, read_lineage
+from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.staging import refuse_existing, require_space, staged_directory, sync, write_durably
+
+DENSE_LAYERS = ("replicate", "refuse")
+
+
+def export(
+    source: ModelSource,
+    dst: Path | str,
+    *,
+    max_shard_size: str | int = "5GB",
+    expert_layout: str = PER_EXPERT,
+    dense_layers: str = "replicate",
+    dtype: str | None = None,
+    dry_run: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Writes a model as a Hugging Face directory that Transformers loads, in memory that does not grow with it.
+
+    Args:
+      source: model directory, or Hugging Face directory.
+      dst: where the directory appears; must not exist.
+      max_shard_size: such as `5GB`; a larger tensor has a file of its own.
+      expert_layout: `per-expert` tensors, as on the hub and read by every Transformers, or the `fused` ones of 5.
+      dense_layers: of a model whose format needs an MoE in every layer: `replicate` them, or `refuse`.
+      dtype: `float32`, `bfloat16` or `float16` for all tensors; None keeps every one bit for bit.
+      dry_run: only print the mapping and sizes.
+      console: where to print; default standard error.
+
+    Raises:
+      InputError: if no format can hold the model, or `dst` exists.
+      OSError: if the disk is full. Nothing is left at `dst` then.
+    """
+    console = console or Console(stderr=True)
+    check_member("expert layout", expert_layout, LAYOUTS)
+    check_member("choice for dense layers", dense_layers, DENSE_LAYERS)
+    if dtype is not None:
+        check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
+    max_bytes = parse_size(max_shard_size)
+    dst = Path(dst)
+    refuse_existing(dst)
+
+    config = merged_config(source.config, replicate_dense=dense_layers == "replicate")
+    write_hf_config(config)  # before a byte is read: can the format hold this model?
+    model = MergedModel(source, config)
+    stored = model.specs()
+    specs = {
+        path: jax.ShapeDtypeStruct(spec.shape, DTYPES_BY_NAME[dtype] if dtype else spec.dtype)
+        for path, spec in stored.items()
+    }
+    family = family_named(config.family)
+    mapped = apply_table(family.table, specs, config.num_layers, expert_layout, family.name)
+    tensors = {name: PlannedTensor(DTYPE_NAMES[dtype_], mapped.tensors[name])
+               for name, dtype_ in _tensor_dtypes(mapped, specs).items()}  # fmt: skip
+    _print_changes(source.config, config, specs, console)
+    if dry_run:
+        print_mapping(mapped.pieces, mapped.tensors, specs, stored, console)
+        return
+
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    require_space(dst, total)
+    options = {
+        "max_shard_size": max_bytes,
+        "expert_layout": expert_layout,
+        "dense_layers": dense_layers,
+        "dtype": dtype,
+    }
+    lineage = [*read_lineage(source.path), new_lineage_entry("export", options, [source])]
+    with ByteProgress(console, "exporting", total) as progress:
+        with staged_directory(dst) as folder:
+            with ShardWriter(folder, tensors, max_bytes) as writer:
+                for path, pieces in mapped.pieces.items():
+                    _write_leaf(model, path, pieces, specs[path].dtype, writer, progress)
+            for file in source.tokenizer_files:
+                shutil.copyfile(file, folder / file.name)
+                sync(folder / file.name)
+            keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
+            write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
+            lineage[-1]["measured"] = progress.measured()
+            write_durably(folder / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
+    console.print(f"wrote {dst}: {progress.summary()}")
+
+
+def _write_leaf(
+    model: MergedModel,
+    path: str,
+    pieces: list[Piece],
+    dtype: np.dtype,
+    writer: ShardWriter,
+    progress: ByteProgress,
+) -> None:
+    """Writes the pieces of one leaf, an expert at a time."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for piece, (expert, part) in zip(pieces, model.parts(path), strict=True):
+            assert piece.expert == expert, (piece, expert)
+            try:
+                write = partial(_write_rows, part, piece, dtype, writer)
+                list(pool.map(write, row_chunks(piece.shape, dtype.itemsize)))
+            except OverflowError as error:
+                raise InputError(f"{path}: {error}; choose bfloat16 or float32") from None
+            progress.advance(math.prod(piece.shape) * dtype.itemsize)
+
+
+def _write_rows(part: np.ndarray, piece: Piece, dtype: np.dtype, writer: ShardWriter, rows: tuple[int, int]) -> None:
+    """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
+    start, stop = rows
+    if piece.transpose:
+        columns = cast(part[:, start:stop], dtype)
+        values = np.empty(columns.shape[::-1], dtype)
+        copy_transposed(columns, values)
+    else:
+        values = np.ascontiguousarray(cast(part[start:stop], dtype))
+    writer.write(piece.tensor, piece.offset + start * math.prod(piece.shape[1:]), values)
+
+
+def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.dtype]:
+    """The dtype of every tensor, in the order of the table; a fused tensor needs leaves of one dtype."""
+    dtypes: dict[str, np.dtype] = {}
+    for path, pieces in mapped.pieces.items():
+        for piece in pieces:
+            dtype = dtypes.setdefault(piece.tensor, specs[path].dtype)
+            if dtype != specs[path].dtype:
+                raise InputError(
+                    f"{piece.tensor} would be joined from leaves of dtypes {dtype} and {specs[path].dtype}; "
+                    "choose one with --dtype"
+                )
+    return dtypes
+
+
+def _main_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+    """What most bytes are stored in: Transformers loads a checkpoint in the one dtype its config names."""
+    sizes: dict[str, int] = {}
+    for spec in specs.values():
+        name = str(spec.dtype)
+        sizes[name] = sizes.get(name, 0) + math.prod(spec.shape) * spec.dtype.itemsize
+    return max(sizes, key=sizes.__getitem__)
+
+
+def _print_changes(
+    before: ModelConfig, after: ModelConfig, specs: Mapping[str, jax.ShapeDtypeStruct], console: Console
+) -> None:
+    """Says what the format makes of the model, where that is not obvious."""
+    if before.family != after.family:
+        console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
+    dense = [i for i in range(before.num_layers) if i in after.moe_layers and i not in before.moe_layers]
+    if dense:
+        experts = after.layers[dense[0]].mlp.num_experts
+        ffn = sum(
+            math.prod(spec.shape) * spec.dtype.itemsize
+            for path, spec in specs.items()
+            if path.startswith(f"layers/{dense[0]}/mlp/experts/")
+        )
+        console.print(
+            f"{len(dense)} dense layers become {experts} equal experts each, which the format needs: same logits, "
+            f"{len(dense) * ffn / GB * (experts - 1) / experts:.3f} GB more (--dense-layers refuse would stop here)"
+        )

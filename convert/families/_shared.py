@@ -1,0 +1,241 @@
+"""What most families have in common: fragments of tables, and the usual keys of config.json."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from moe_jax.convert.foreign_config import ForeignConfig
+from moe_jax.convert.rope import read_rope, write_rope
+from moe_jax.convert.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
+from moe_jax.errors import InputError, nearest
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+
+T = TypeVar("T")
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
+
+# --- tables ---------------------------------------------------------------------------------------
+
+EMBEDDING: Table = (Row("model.embed_tokens.weight", "embed/embedding"),)
+
+ATTENTION: Table = (
+    *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
+    *linear("model.layers.{i}.self_attn.q_proj", "layers/{i}/attention/q"),
+    *linear("model.layers.{i}.self_attn.k_proj", "layers/{i}/attention/k"),
+    *linear("model.layers.{i}.self_attn.v_proj", "layers/{i}/attention/v"),
+    *linear("model.layers.{i}.self_attn.o_proj", "layers/{i}/attention/o"),
+    *norm("model.layers.{i}.self_attn.q_norm", "layers/{i}/attention/q_norm"),
+    *norm("model.layers.{i}.self_attn.k_norm", "layers/{i}/attention/k_norm"),
+    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
+)
+
+GATED_FFN: Table = (
+    *linear("model.layers.{i}.mlp.gate_proj", "layers/{i}/mlp/gate"),
+    *linear("model.layers.{i}.mlp.up_proj", "layers/{i}/mlp/up"),
+    *linear("model.layers.{i}.mlp.down_proj", "layers/{i}/mlp/down"),
+)
+
+HEAD: Table = (
+    *norm("model.norm", "final_norm"),
+    *linear("lm_head", "lm_head"),
+    Tied("lm_head.weight", equals="model.embed_tokens.weight"),
+    Ignored(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", "RoPE frequencies, recomputed from the config"),
+)
+
+
+def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
+    """Rows of the experts of an MoE layer, in both layouts in use.
+
+    Args:
+      block: the module that holds router and experts in the per-expert layout, such as `mlp`.
+      gate, up, down: what an expert's linear maps are called there, such as `gate_proj`.
+    """
+    foreign, ours = f"model.layers.{{i}}.{block}.experts.{{e}}", "layers/{i}/mlp/experts"
+    fused = "model.layers.{i}.mlp.experts"
+    return (
+        *linear(f"{foreign}.{gate}", f"{ours}/gate", PER_EXPERT),
+        *linear(f"{foreign}.{up}", f"{ours}/up", PER_EXPERT),
+        *linear(f"{foreign}.{down}", f"{ours}/down", PER_EXPERT),
+        # Transformers 5 keeps the experts of a layer in two tensors, [E, 2f, d] and [E, d, f].
+        Row(f"{fused}.gate_up_proj", (f"{ours}/gate/kernel", f"{ours}/up/kernel"), transpose=True, layout=FUSED),
+        Row(f"{fused}.down_proj", f"{ours}/down/kernel", transpose=True, layout=FUSED),
+    )
+
+
+# --- reading config.json --------------------------------------------------------------------------
+
+
+def read_attention(
+    config: ForeignConfig, *, qkv_bias: bool = False, out_bias: bool = False, **kwargs: Any
+) -> AttentionConfig:
+    """Reads heads and widths; further keywords go to `AttentionConfig`.
+
+    Raises:
+      InputError: if the width is not a multiple of the heads and no head_dim is given.
+    """
+    config.require("hidden_size", "num_attention_heads")
+    d_model, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads")
+    head_dim = config.integer("head_dim")
+    if head_dim is None:
+        if num_heads < 1 or d_model % num_heads:
+            raise InputError(
+                f"config.json: hidden_size={d_model} is not a multiple of num_attention_heads={num_heads}, "
+                "and there is no head_dim"
+            )
+        head_dim = d_model // num_heads
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+        head_dim=head_dim,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        **kwargs,
+    )
+
+
+def read_gated_ffn(config: ForeignConfig, *, dim: str = "intermediate_size", bias: bool = False) -> FFNConfig:
+    """Reads a gated FFN; `dim` is the key of its hidden width."""
+    config.require(dim, "hidden_act")
+    name = config.text("hidden_act")
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise InputError(f"config.json: unknown hidden_act {name!r}{nearest(name, ACTIVATIONS)}; known: {known}")
+    return FFNConfig(dim=config.integer(dim), gated=True, activation=ACTIVATIONS[name], bias=bias)
+
+
+def read_decoder(
+    config: ForeignConfig, family: str, layers: Sequence[LayerConfig], *, norm: str = "rms", eps: str = "rms_norm_eps"
+) -> ModelConfig:
+    """Reads what is not said per layer.
+
+    Args:
+      config: the foreign config.
+      family: becomes `ModelConfig.family`.
+      layers: the layers, all with the same head_dim.
+      norm: kind of the norms.
+      eps: key of their epsilon.
+    """
+    config.require("vocab_size", "hidden_size", "max_position_embeddings", eps)
+    max_positions = config.integer("max_position_embeddings")
+    return ModelConfig(
+        family=family,
+        vocab_size=config.integer("vocab_size"),
+        d_model=config.integer("hidden_size"),
+        max_positions=max_positions,
+        layers=tuple(layers),
+        rope=read_rope(config, max_positions=max_positions, head_dim=layers[0].attention.head_dim),
+        norm=norm,
+        norm_eps=config.number(eps),
+        tie_embeddings=config.flag("tie_word_embeddings"),
+        bos_id=config.integer("bos_token_id"),
+        eos_ids=config.integers("eos_token_id"),
+        dtype=_read_dtype(config),
+        foreign=config.foreign(),
+    )
+
+
+def repeat_layers(config: ForeignConfig, attention: AttentionConfig, mlp: FFNConfig | MoEConfig) -> list[LayerConfig]:
+    """`num_hidden_layers` equal layers."""
+    return [LayerConfig(attention=attention, mlp=mlp)] * num_layers(config)
+
+
+def num_layers(config: ForeignConfig) -> int:
+    """Reads the number of layers, at least 1."""
+    config.require("num_hidden_layers")
+    count = config.integer("num_hidden_layers")
+    if count < 1:
+        raise InputError(f"config.json: num_hidden_layers={count} must be at least 1")
+    return count
+
+
+def _read_dtype(config: ForeignConfig) -> str:
+    """`dtype` (Transformers 5) or `torch_dtype` (4); a config that says neither means float32."""
+    new, old = config.text("dtype"), config.text("torch_dtype")
+    return (new or old or "float32").removeprefix("torch.")
+
+
+# --- writing config.json --------------------------------------------------------------------------
+
+
+def write_decoder(config: ModelConfig, *, eps: str = "rms_norm_eps") -> dict[str, Any]:
+    """The keys that `read_decoder` and `read_attention` read."""
+    attention = same_in_all_layers(config, "attention heads", lambda layer: _heads(layer.attention))
+    eos = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": attention[0],
+        "num_key_value_heads": attention[1],
+        "head_dim": attention[2],
+        "max_position_embeddings": config.max_positions,
+        eps: config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": eos,
+        "torch_dtype": config.dtype,
+        **write_rope(config.rope),
+    }
+
+
+def write_activation(ffn: FFNConfig) -> str:
+    """The foreign name of an FFN's activation."""
+    return next(foreign for foreign, ours in ACTIVATIONS.items() if ours == ffn.activation)
+
+
+def same_in_all_layers(config: ModelConfig, what: str, get: Callable[[LayerConfig], T]) -> T:
+    """The one value of `get(layer)` over all layers.
+
+    Raises:
+      InputError: if layers differ, naming two that do.
+    """
+    first = get(config.layers[0])
+    for i, layer in enumerate(config.layers):
+        if get(layer) != first:
+            raise InputError(
+                f"the format of {config.family!r} has one {what} for all layers, "
+                f"but layer 0 has {first} and layer {i} has {get(layer)}"
+            )
+    return first
+
+
+def dense_ffn(config: ModelConfig) -> FFNConfig:
+    """The FFN that all layers share.
+
+    Raises:
+      InputError: if a layer is an MoE, or layers differ.
+    """
+    for i in config.moe_layers[:1]:
+        raise InputError(f"layer {i} is an MoE, which the format of {config.family!r} cannot hold")
+    return same_in_all_layers(config, "FFN", lambda layer: layer.mlp)
+
+
+def uniform_moe(config: ModelConfig) -> MoEConfig:
+    """The MoE that all layers share, as far as a format that has one kind of MoE layer can say it.
+
+    Raises:
+      InputError: if a layer is dense, or layers differ in number, size or routing of their experts.
+    """
+    for i, layer in enumerate(config.layers):
+        if not isinstance(layer.mlp, MoEConfig):
+            raise InputError(f"layer {i} is dense, but in the format of {config.family!r} every layer is an MoE")
+    for what, get in (
+        ("number of experts", lambda layer: layer.mlp.num_experts),
+        ("number of experts per token", lambda layer: layer.mlp.top_k),
+        ("gate", lambda layer: layer.mlp.gate),
+        ("expert", lambda layer: layer.mlp.expert),
+    ):
+        same_in_all_layers(config, what, get)
+    return config.layers[0].mlp
+
+
+def _heads(attention: AttentionConfig) -> tuple[int, int, int]:
+    return attention.num_heads, attention.num_kv_heads, attention.head_dim

@@ -1,0 +1,103 @@
+"""A foreign config.json, read key by key with the type each key must have."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_jax.errors import InputError, raise_if_any
+
+
+class ForeignConfig:
+    """Takes values out of a foreign config and remembers which keys nobody took.
+
+    A key that is absent has the default of its family; a key that is `null` is None, as in
+    Transformers (`"num_key_value_heads": null` means something else than leaving it out).
+    """
+
+    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self._data = data
+        self._defaults = defaults
+        self._taken = {"model_type", "architectures"}
+        self._kept: dict[str, Any] = {}
+
+    def require(self, *keys: str) -> None:
+        """Raises one `InputError` naming every key that has neither a value nor a default."""
+        missing = [key for key in keys if self._data.get(key, self._defaults.get(key)) is None]
+        raise_if_any([f"it has no {key!r}, which cannot be guessed" for key in missing], "config.json")
+
+    def given(self, key: str) -> bool:
+        """Whether the config itself holds a value for `key`."""
+        return self._data.get(key) is not None
+
+    def integer(self, key: str) -> int | None:
+        """Takes an integer, or None."""
+        return self._take(key, "an integer", lambda v: isinstance(v, int) and not isinstance(v, bool))
+
+    def number(self, key: str) -> float | None:
+        """Takes a number as a float, or None."""
+        value = self._take(key, "a number", lambda v: isinstance(v, int | float) and not isinstance(v, bool))
+        return None if value is None else float(value)
+
+    def flag(self, key: str) -> bool:
+        """Takes true or false; None counts as false."""
+        return bool(self._take(key, "true or false", lambda v: isinstance(v, bool)))
+
+    def text(self, key: str) -> str | None:
+        """Takes a string, or None."""
+        return self._take(key, "a string", lambda v: isinstance(v, str))
+
+    def mapping(self, key: str) -> dict[str, Any] | None:
+        """Takes a JSON object, or None."""
+        return self._take(key, "an object", lambda v: isinstance(v, dict))
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Takes an integer or a list of integers; None is the empty tuple."""
+        value = self._take(key, "an integer or a list of integers", _is_integers)
+        if value is None:
+            return ()
+        return tuple(value) if isinstance(value, list) else (value,)
+
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        """Takes a list of strings, or None."""
+        value = self._take(
+            key, "a list of strings", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v)
+        )
+        return None if value is None else tuple(value)
+
+    def keep(self, key: str, value: Any) -> None:
+        """Hands `value` back under `key` on export, although the key was taken."""
+        self._kept[key] = value
+
+    def foreign(self) -> dict[str, Any]:
+        """What nobody took: given back unchanged on export."""
+        return {key: value for key, value in self._data.items() if key not in self._taken} | self._kept
+
+    def _take(self, key: str, expected: str, is_valid: Any) -> Any:
+        self._taken.add(key)
+        value = self._data.get(key, self._defaults.get(key))
+        if value is not None and not is_valid(value):
+            raise InputError(f"config.json: {key!r} is {value!r}, expected {expected}")
+        return value
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Reads a file that must hold one JSON object.
+
+    Raises:
+      InputError: if it is not there, is not JSON or is not an object.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{path} does not exist") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not valid JSON ({error}); fetch it again") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{path} holds a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+def _is_integers(value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)

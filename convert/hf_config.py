@@ -1,0 +1,104 @@
+"""Hugging Face config.json <-> ModelConfig, for all families."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from moe_jax.convert.families import FAMILIES, family_named
+from moe_jax.convert.foreign_config import ForeignConfig
+from moe_jax.errors import InputError, raise_if_any
+from moe_jax.models import ModelConfig
+
+# Settings of training and of storage, which no foreign format holds and which change no logits.
+_NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "capacity_factor"}
+
+
+def read_hf_config(data: Mapping[str, Any]) -> ModelConfig:
+    """Reads a config.json, in the style of Transformers 4 or 5.
+
+    Args:
+      data: the parsed file.
+
+    Returns:
+      The config; keys that mean nothing here are kept in `foreign`.
+
+    Raises:
+      InputError: unknown family, or missing, ill-typed or contradicting values.
+    """
+    if data.get("quantization_config") is not None:
+        raise InputError(
+            "config.json: the checkpoint is quantised (quantization_config); convert the unquantised one it was made of"
+        )
+    family = FAMILIES[_family_name(data)]
+    return family.read(ForeignConfig(data, family.defaults))
+
+
+def write_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """Returns the config.json that says `config` in the format of its family.
+
+    What is returned has been read back and compared: a format that cannot say everything is an error,
+    never a silent loss. (Coefficients of auxiliary losses and the capacity of training may get lost.)
+
+    Raises:
+      InputError: if the format cannot express the model.
+    """
+    family = family_named(config.family)
+    written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
+    lost = _differences(config, read_hf_config(written))
+    raise_if_any(lost, f"the format of {family.name!r} cannot hold this model")
+    return _merged(written, config.foreign)
+
+
+def _family_name(data: Mapping[str, Any]) -> str:
+    name = data.get("model_type")
+    if name is None:
+        by_architecture = {family.architecture: family.name for family in FAMILIES.values()}
+        architectures = data.get("architectures") or []
+        name = next((by_architecture[a] for a in architectures if a in by_architecture), None)
+        if name is None:
+            raise InputError(
+                f"config.json has no model_type and architectures {architectures}; known: {', '.join(by_architecture)}"
+            )
+    if name not in FAMILIES:
+        raise InputError(f"config.json: unknown model_type {name!r}; known families: {', '.join(FAMILIES)}")
+    return name
+
+
+def _merged(written: Mapping[str, Any], foreign: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds foreign keys to what was written, also inside objects; what was written wins."""
+    result = dict(written)
+    for key, value in foreign.items():
+        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = _merged(result[key], value)
+        else:
+            result.setdefault(key, value)
+    return result
+
+
+def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
+    """What a config lost by being written, one sentence per field; equal losses of layers are said once."""
+    found = _fields_that_differ("", ours, theirs)
+    if ours.num_layers == theirs.num_layers:
+        by_loss: dict[str, list[int]] = {}
+        for i, (a, b) in enumerate(zip(ours.layers, theirs.layers, strict=True)):
+            for loss in _fields_that_differ("", a, b):
+                by_loss.setdefault(loss, []).append(i)
+        for loss, indices in by_loss.items():
+            where = f"layer {indices[0]}" if len(indices) == 1 else f"{len(indices)} layers (first: {indices[0]})"
+            found.append(f"{where}: {loss}")
+    return found
+
+
+def _fields_that_differ(prefix: str, ours: Any, theirs: Any) -> list[str]:
+    if type(ours) is not type(theirs):
+        return [f"{prefix} is {type(ours).__name__}, the format can only say {type(theirs).__name__}"]
+    found = []
+    for field in dataclasses.fields(ours):
+        a, b = getattr(ours, field.name), getattr(theirs, field.name)
+        if a == b or field.name in _NOT_COMPARED or field.name == "layers":
+            continue
+        if dataclasses.is_dataclass(a):
+            found += _fields_that_differ(f"{prefix}{field.name}.", a, b)
+        else:
+            found.append(f"{prefix}{field.name} is {a!r}, the format can only say {b!r}")
+    return found

@@ -1,0 +1,88 @@
+"""Hugging Face directory -> model directory."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from moe_jax.convert.blocks import DTYPES_BY_NAME
+from moe_jax.convert.progress import ByteProgress
+from moe_jax.convert.report import print_mapping
+from moe_jax.convert.source import HuggingFaceDirectory
+from moe_jax.errors import check_member
+from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry, read_lineage
+from moe_jax.staging import refuse_existing, require_space
+
+
+def convert(
+    src: Path | str,
+    dst: Path | str,
+    *,
+    dtype: str | None = None,
+    dry_run: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Writes a Hugging Face checkpoint as a model directory, leaf by leaf, in memory that does not grow with it.
+
+    Args:
+      src: Hugging Face directory.
+      dst: where the model directory appears; must not exist.
+      dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit.
+      dry_run: only print the mapping and sizes.
+      console: where to print; default standard error.
+
+    Raises:
+      InputError: if the checkpoint is damaged or does not fit its config, or `dst` exists.
+      OSError: if the disk is full. Nothing is left at `dst` then.
+    """
+    console = console or Console(stderr=True)
+    if dtype is not None:
+        check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
+    dst = Path(dst)
+    refuse_existing(dst)
+    source = HuggingFaceDirectory(src)
+    target = DTYPES_BY_NAME[dtype] if dtype else None
+    specs = {path: jax.ShapeDtypeStruct(spec.shape, target or spec.dtype) for path, spec in source.specs().items()}
+    for why, count in Counter(source.weights.ignored.values()).items():
+        console.print(f"left out: {count} tensors, {why}")
+    if dry_run:
+        print_mapping(
+            source.weights.pieces,
+            {name: entry.shape for name, entry in source.weights.tensors.items()},
+            specs,
+            source.specs(),
+            console,
+        )
+        return
+
+    config = replace(source.config, dtype=dtype) if dtype else source.config
+    # An exported directory brings its own history.
+    lineage = [*read_lineage(source.path), new_lineage_entry("convert", {"dtype": dtype}, [source])]
+    total = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+    require_space(dst, total)
+    with ByteProgress(console, "converting", total) as progress:
+        with ModelDirectoryWriter(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
+            for path, leaf in _read_ahead(source, tuple(specs), target):
+                writer.write({path: leaf})
+                progress.advance(leaf.nbytes)
+            writer.lineage[-1]["measured"] = progress.measured()
+    console.print(f"wrote {dst}: {progress.summary()}")
+
+
+def _read_ahead(
+    source: HuggingFaceDirectory, paths: Sequence[str], dtype: np.dtype | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads leaves in order, each while the caller works on the one before: two are in memory at a time."""
+    with ThreadPoolExecutor(1) as pool:
+        upcoming = pool.submit(source.read, paths[0], dtype)
+        for path, following in zip(paths, (*paths[1:], None), strict=True):
+            leaf = upcoming.result()
+            upcoming = pool.submit(source.read, following, dtype) if following else None
+            yield path, leaf
+            del leaf

@@ -1,0 +1,113 @@
+"""The safetensors format: 8 bytes with the length of a JSON header, the header, the tensors' bytes.
+
+Everything a header claims is checked against the file before a byte of a tensor is read.
+Source: https://github.com/huggingface/safetensors, `Format`.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_jax.convert.tensors import DTYPE_BITS, TensorEntry
+from moe_jax.errors import InputError, nearest
+
+MAX_HEADER = 100_000_000  # the limit of the reference implementation
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Reads which tensors a file holds and where.
+
+    Raises:
+      InputError: if the file is truncated, its header is corrupt, names a tensor twice, or describes
+        bytes that overlap, leave gaps or lie outside the file.
+    """
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > size - 8:
+            raise _bad(path, f"its header should take {length if len(prefix) == 8 else 8} bytes, the file has {size}")
+        if length > MAX_HEADER:
+            raise _bad(path, f"its header claims {length} bytes, at most {MAX_HEADER} are allowed")
+        header = _parse(path, file.read(length))
+    entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
+    _check_cover(path, entries, 8 + length, size)
+    return entries
+
+
+def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int, int]]) -> bytes:
+    """Returns the first bytes of a file, up to the tensors.
+
+    Args:
+      tensors: name -> (dtype, shape, first byte, last byte + 1), bytes counted from the end of the header.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, (dtype, shape, start, stop) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors begin aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def no_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise _bad(path, f"its header names {key!r} twice")
+            result[key] = value
+        return result
+
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _bad(path, f"its header is not valid JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise _bad(path, f"its header is a JSON {type(header).__name__}, expected an object")
+    return header
+
+
+def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _bad(path, f"the entry of {name!r} in its header is not a dtype, a shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        hint = nearest(str(dtype), DTYPE_BITS)
+        raise _bad(path, f"{name!r} has the unknown dtype {dtype!r}{hint}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise _bad(path, f"{name!r} has shape {shape!r} and data_offsets {offsets!r}, expected counts")
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if bits % 8 or offsets[1] - offsets[0] != bits // 8:
+        raise _bad(
+            path, f"{name!r}, {dtype} {shape}, takes {bits / 8:g} bytes, but its data_offsets {offsets} span "
+            f"{offsets[1] - offsets[0]}"
+        )  # fmt: skip
+    return TensorEntry(path, dtype, tuple(shape), data_start + offsets[0])
+
+
+def _check_cover(path: Path, entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
+    """The tensors must fill the rest of the file: no gap, no overlap, nothing beyond the end."""
+    position, previous = start, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if entry.start + entry.nbytes > size:
+            missing = entry.start + entry.nbytes - size
+            raise _bad(path, f"{name!r} ends {missing} bytes after the end of the file; the file is truncated")
+        if entry.start != position:
+            fault = "overlaps" if entry.start < position else "leaves a gap after"
+            raise _bad(path, f"{name!r} {fault} {previous!r}")
+        position, previous = entry.start + entry.nbytes, name
+    if position != size:
+        raise _bad(path, f"{size - position} bytes at its end belong to no tensor")
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+
+
+def _bad(path: Path, problem: str) -> InputError:
+    return InputError(f"{path} is not a valid safetensors file: {problem}; fetch it again")

@@ -1,0 +1,127 @@
+"""Writing safetensors shards at any position: planned first, then filled in whatever order the data comes."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from moe_jax.convert.checkpoint_files import SAFETENSORS_INDEX, SINGLE_SAFETENSORS
+from moe_jax.convert.safetensors_file import encode_header
+from moe_jax.convert.tensors import DTYPES
+from moe_jax.errors import InputError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+class PlannedTensor(NamedTuple):
+    """A tensor to be written: dtype as in safetensors, and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of `5GB`, `500MB`, `2GiB` or a plain number.
+
+    Raises:
+      InputError: for anything else, and for less than one byte.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if not match or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
+        raise InputError(f"{text!r} is not a size; write it like 5GB, 500MB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def plan_shards(tensors: Mapping[str, PlannedTensor], max_bytes: int) -> dict[str, list[str]]:
+    """Fills shards in order, each up to `max_bytes`; a larger tensor has a shard of its own.
+
+    Returns:
+      File name -> names of its tensors, in the order of `tensors`.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.nbytes
+    if len(shards) == 1:
+        return {SINGLE_SAFETENSORS: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+class ShardWriter:
+    """Writes planned shards into a directory. A context manager."""
+
+    def __init__(self, directory: Path, tensors: Mapping[str, PlannedTensor], max_bytes: int):
+        self._directory = directory
+        self._tensors = tensors
+        self._plan = plan_shards(tensors, max_bytes)
+        self._places: dict[str, tuple[int, int]] = {}  # tensor -> descriptor, first byte
+        self._descriptors: list[int] = []
+
+    def __enter__(self) -> Self:
+        for file, names in self._plan.items():
+            # Widest dtypes first, as the reference implementation does: every tensor then begins aligned.
+            names = sorted(names, key=lambda name: -DTYPES[self._tensors[name].dtype].itemsize)
+            spans: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+            end = 0
+            for name in names:
+                tensor = self._tensors[name]
+                spans[name] = (tensor.dtype, tensor.shape, end, end + tensor.nbytes)
+                end += tensor.nbytes
+            header = encode_header(spans)
+            descriptor = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            self._descriptors.append(descriptor)
+            _write_all(descriptor, header, 0)
+            for name, (_, _, start, _) in spans.items():
+                self._places[name] = (descriptor, len(header) + start)
+        return self
+
+    def write(self, name: str, offset: int, values: np.ndarray) -> None:
+        """Writes a contiguous run of a tensor. Safe to call from several threads for different runs.
+
+        Args:
+          name: of the tensor.
+          offset: elements of the tensor before the run.
+          values: in the tensor's dtype.
+        """
+        assert values.dtype == DTYPES[self._tensors[name].dtype] and values.flags.c_contiguous
+        descriptor, start = self._places[name]
+        _write_all(descriptor, values.reshape(-1).view(np.uint8), start + offset * values.itemsize)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._write_index()
+                for descriptor in self._descriptors:
+                    os.fsync(descriptor)
+        finally:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+
+    def _write_index(self) -> None:
+        if len(self._plan) == 1:
+            return
+        weight_map = {name: file for file, names in self._plan.items() for name in names}
+        total = sum(tensor.nbytes for tensor in self._tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self._directory / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_all(descriptor: int, data: bytes | np.ndarray, position: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, position)
+        view, position = view[count:], position + count

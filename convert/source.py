@@ -1,0 +1,179 @@
+"""`HuggingFaceDirectory`: a Hugging Face checkpoint, read leaf by leaf as if it were a model directory."""
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from moe_jax.convert.blocks import as_bits, cast, copy_transposed
+from moe_jax.convert.checkpoint_files import CheckpointFiles, open_checkpoint
+from moe_jax.convert.foreign_config import read_json_object
+from moe_jax.convert.hf_config import read_hf_config
+from moe_jax.convert.table import Piece
+from moe_jax.convert.tensors import DTYPES, TensorEntry, TensorFiles
+from moe_jax.convert.weights import Weights, match_weights
+from moe_jax.errors import InputError
+from moe_jax.fingerprint import fingerprint_files
+from moe_jax.models import ModelConfig
+
+# Read into memory at a time and thread, on the way into a leaf.
+CHUNK_BYTES = 8 << 20
+WORKERS = min(4, os.cpu_count() or 1)
+
+
+class HuggingFaceDirectory:
+    """A directory with config.json and weights as safetensors or PyTorch files. A `ModelSource`.
+
+    Weights are looked at when they are first asked for: a directory with nothing but a config.json
+    is enough for `config`.
+    """
+
+    def __init__(self, path: Path | str):
+        """Reads the config.
+
+        Raises:
+          InputError: if there is no config.json that we can read.
+        """
+        self.path = Path(path)
+        data = read_json_object(self.path / "config.json")
+        try:
+            self.config: ModelConfig = read_hf_config(data)
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from None
+        self._files = TensorFiles()
+        self._pool = ThreadPoolExecutor(WORKERS)
+
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        """Files that belong to the model and mean nothing to us: tokenizer, generation settings, templates."""
+        return tuple(sorted(path for path in self.path.iterdir() if path.is_file() and is_companion(path.name)))
+
+    @cached_property
+    def checkpoint(self) -> CheckpointFiles:
+        """The files with the weights and the tensors in them."""
+        return open_checkpoint(self.path)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Which tensors fill which leaf; raises `InputError` unless all fit the config."""
+        from moe_jax.loading import leaf_specs  # imports the whole decoder, which a look at the config does not need
+
+        return match_weights(self.checkpoint, self.config, leaf_specs(self.config), str(self.path))
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype as stored.
+
+        Raises:
+          InputError: if the weights are damaged or are not those of the config; all problems are listed.
+        """
+        specs = {}
+        for leaf, pieces in self.weights.pieces.items():
+            first = pieces[0]
+            dtype = DTYPES[self.weights.tensors[first.tensor].dtype]
+            specs[leaf] = jax.ShapeDtypeStruct(_leaf_shape(first, len(pieces)), dtype)
+        return specs
+
+    def read(self, path: str, dtype: np.dtype | None = None) -> np.ndarray:
+        """Reads one leaf, and no bytes but its own.
+
+        Args:
+          path: of the leaf.
+          dtype: to cast to on the way; default as stored.
+
+        Raises:
+          InputError: if there is no such leaf, a tied tensor differs from its twin, or a cast overflows.
+        """
+        pieces = self.weights.pieces.get(path)
+        if pieces is None:
+            raise InputError(f"{self.path} has no leaf {path!r}")
+        for piece in pieces:
+            self._check_duplicates(piece.tensor)
+        first = pieces[0]
+        stored = DTYPES[self.weights.tensors[first.tensor].dtype]
+        out = np.empty(_leaf_shape(first, len(pieces)), dtype or stored)
+        chunks = [(piece, start, stop) for piece in pieces for start, stop in row_chunks(piece.shape, stored.itemsize)]
+        try:
+            list(self._pool.map(lambda chunk: self._fill(out, *chunk), chunks))
+        except OverflowError as error:
+            raise InputError(f"{path}: {error}; choose bfloat16 or float32") from None
+        return out
+
+    def fingerprint(self) -> str:
+        """SHA-256 over config.json and the weight files: their names, sizes and samples of their contents."""
+        return fingerprint_files([self.path / "config.json", *self.checkpoint.files])
+
+    def _fill(self, out: np.ndarray, piece: Piece, start: int, stop: int) -> None:
+        """Copies rows `start:stop` of a piece into the leaf."""
+        target = out if piece.expert is None else out[piece.expert]
+        entry = self.weights.tensors[piece.tensor]
+        if not piece.transpose and target.dtype == DTYPES[entry.dtype] and entry.strides is None:
+            self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), target[start:stop])
+            return
+        rows = cast(self._rows(entry, piece, start, stop), target.dtype)
+        if piece.transpose:
+            copy_transposed(rows, target[:, start:stop])
+        else:
+            target[start:stop] = rows
+
+    def _rows(self, entry: TensorEntry, piece: Piece, start: int, stop: int) -> np.ndarray:
+        row = math.prod(piece.shape[1:])
+        if entry.strides is not None:
+            whole = np.ascontiguousarray(self._files.read_strided(entry)).reshape(-1)
+            return whole[piece.offset :][start * row : stop * row].reshape(stop - start, *piece.shape[1:])
+        rows = np.empty((stop - start, *piece.shape[1:]), DTYPES[entry.dtype])
+        self._files.read_into(entry, piece.offset + start * row, rows)
+        return rows
+
+    def _check_duplicates(self, tensor: str) -> None:
+        for duplicate, original in self.weights.duplicates.items():
+            if original == tensor and not self._equal(duplicate, original):
+                raise InputError(
+                    f"{self.path}: config.json ties {duplicate} to {original}, but the two differ; "
+                    "set tie_word_embeddings to false if they are meant to"
+                )
+
+    def _equal(self, a: str, b: str) -> bool:
+        first, second = self.weights.tensors[a], self.weights.tensors[b]
+        if first.dtype != second.dtype:
+            return False
+        whole = Piece(a, 0, first.shape, "", None, False)
+        return all(
+            np.array_equal(as_bits(self._rows(first, whole, *rows)), as_bits(self._rows(second, whole, *rows)))
+            for rows in row_chunks(first.shape, DTYPES[first.dtype].itemsize)
+        )
+
+
+def is_hugging_face_directory(path: Path | str) -> bool:
+    """Whether a directory has a config.json in the style of Hugging Face."""
+    try:
+        data = read_json_object(Path(path) / "config.json")
+    except InputError:
+        return False
+    return "model_type" in data or "architectures" in data
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this name goes wherever the model goes, unchanged."""
+    return name in _COMPANIONS or name.startswith("chat_template") or name.endswith((".model", ".tiktoken"))
+
+
+_COMPANIONS = frozenset(
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json generation_config.json "
+    "vocab.json vocab.txt merges.txt".split()
+)
+
+
+def _leaf_shape(piece: Piece, count: int) -> tuple[int, ...]:
+    shape = piece.shape[::-1] if piece.transpose else piece.shape
+    return shape if piece.expert is None else (count, *shape)
+
+
+def row_chunks(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
+    """Cuts the rows of a tensor into runs of about `CHUNK_BYTES`."""
+    row_bytes = max(1, math.prod(shape[1:]) * itemsize)
+    step = max(1, CHUNK_BYTES // row_bytes)
+    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]

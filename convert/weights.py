@@ -1,0 +1,96 @@
+"""The tensors of a checkpoint against the table of its family: everything found, nothing left over."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from moe_jax.convert.checkpoint_files import CheckpointFiles
+from moe_jax.convert.families import family_named
+from moe_jax.convert.table import Ignored, Mapped, Piece, Tied, apply_table, detect_layout
+from moe_jax.convert.tensors import DTYPES, TensorEntry
+from moe_jax.errors import raise_if_any
+from moe_jax.models import ModelConfig
+
+
+class Weights(NamedTuple):
+    """A checkpoint in which every tensor is accounted for.
+
+    Attributes:
+      tensors: where every tensor lies that fills a leaf.
+      pieces: leaf path -> what fills it.
+      layout: how it stores experts.
+      duplicates: tensors that must equal another one: name -> the other name.
+      ignored: tensors that are left alone: name -> reason.
+    """
+
+    tensors: dict[str, TensorEntry]
+    pieces: dict[str, list[Piece]]
+    layout: str
+    duplicates: dict[str, str]
+    ignored: dict[str, str]
+
+
+def match_weights(checkpoint: CheckpointFiles, config: ModelConfig, leaves: Mapping[str, Any], where: str) -> Weights:
+    """Matches a checkpoint's tensors with a model's leaves.
+
+    Args:
+      checkpoint: what is there.
+      config: of the model.
+      leaves: leaf path -> anything with a `shape`, for every leaf of the model.
+      where: for messages.
+
+    Raises:
+      InputError: listing every tensor that is missing, unexpected, misshapen or of a dtype we cannot read.
+    """
+    family = family_named(config.family)
+    layout = detect_layout(family.table, checkpoint.tensors)
+    mapped = apply_table(family.table, leaves, config.num_layers, layout, family.name)
+    duplicates, ignored, unexpected = {}, {}, []
+    for name in checkpoint.tensors:
+        if name not in mapped.tensors:
+            entry = _declared(family.table, name)
+            if isinstance(entry, Tied):
+                duplicates[name] = entry.equals
+            elif isinstance(entry, Ignored):
+                ignored[name] = entry.why
+            else:
+                unexpected.append(f"{name} is unexpected")
+
+    problems = [f"{name} is missing" for name in mapped.tensors if name not in checkpoint.tensors] + unexpected
+    problems += _unlike(checkpoint, {**mapped.tensors, **{name: mapped.tensors[o] for name, o in duplicates.items()}})
+    if not problems:
+        problems = _mixed_dtypes(checkpoint, mapped)
+    raise_if_any(problems, f"{where} does not hold the model its config.json describes")
+    return Weights({name: checkpoint.tensors[name] for name in (*mapped.tensors, *duplicates)}, mapped.pieces,
+                   layout, duplicates, ignored)  # fmt: skip
+
+
+def _declared(table: Any, name: str) -> Tied | Ignored | None:
+    """The entry of the table that allows a tensor which fills no leaf."""
+    for entry in table:
+        if isinstance(entry, Tied) and entry.tensor == name:
+            return entry
+        if isinstance(entry, Ignored) and re.fullmatch(entry.pattern, name):
+            return entry
+    return None
+
+
+def _unlike(checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    problems = []
+    for name, shape in expected.items():
+        found = checkpoint.tensors.get(name)
+        if found is not None and found.shape != shape:
+            problems.append(f"{name} has shape {list(found.shape)}, config.json says {list(shape)}")
+        elif found is not None and found.dtype not in DTYPES:
+            problems.append(f"{name} has dtype {found.dtype}, expected one of {', '.join(DTYPES)}")
+    return problems
+
+
+def _mixed_dtypes(checkpoint: CheckpointFiles, mapped: Mapped) -> list[str]:
+    """Leaves that are stacked from tensors of several dtypes, for which there is no bit-exact leaf."""
+    problems = []
+    for leaf, pieces in mapped.pieces.items():
+        dtypes = {checkpoint.tensors[piece.tensor].dtype for piece in pieces}
+        if len(dtypes) > 1:
+            problems.append(f"{leaf} would be stacked from tensors of dtypes {', '.join(sorted(dtypes))}")
+    return problems

@@ -1,0 +1,98 @@
+"""Directories that appear whole or not at all: written beside their target and renamed at the end."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_jax.errors import InputError
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises `InputError` if there is anything at `target` already."""
+    if target.exists() or target.is_symlink():
+        raise InputError(f"{target} already exists; choose another name or remove it")
+
+
+def require_space(target: Path, needed: int) -> None:
+    """Raises `InputError` if the disk that `target` would lie on has fewer than `needed` bytes free."""
+    existing = next(parent for parent in Path(target).absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise InputError(
+            f"{target} takes {needed / 1e9:.2f} GB, but {existing} has {free / 1e9:.2f} GB free; "
+            "free some or choose another disk"
+        )
+
+
+@contextlib.contextmanager
+def staged_directory(target: Path) -> Iterator[Path]:
+    """Yields `.NAME.partial` beside the target, which is renamed if the block ends without an error, else removed.
+
+    What a killed command left there is removed first.
+
+    Raises:
+      InputError: if the target exists, or another command is writing it.
+    """
+    target = Path(target).absolute()
+    refuse_existing(target)
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = lock_directory(partial, target)
+    try:
+        remove_content(partial)
+        yield partial
+        sync(partial)
+        refuse_existing(target)
+        partial.rename(target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def lock_directory(directory: Path, target: Path) -> int:
+    """Locks a directory against other processes, for as long as the returned descriptor is open.
+
+    Raises:
+      InputError: if another process has locked it; the message names `target`.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise InputError(f"another command is writing {target}; wait for it or choose another name") from None
+    except OSError:
+        pass  # Some network file systems have no locks; then two commands with one target are the user's to avoid.
+    return descriptor
+
+
+def remove_content(directory: Path) -> None:
+    """Empties a directory."""
+    for child in directory.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Writes a file and waits until it is on the disk."""
+    with open(file, "wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the entries of a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
