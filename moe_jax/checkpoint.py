@@ -166,7 +166,7 @@ class LeafReader:
     """Reads leaves of a checkpoint by path, each on its own.
 
     Attributes:
-      specs: shape and dtype of every leaf, by path.
+      specs: shape and dtype of every leaf, by path; layers/2 comes before layers/10.
     """
 
     specs: dict[str, jax.ShapeDtypeStruct]
@@ -185,10 +185,11 @@ class LeafReader:
             tree = ocp.metadata(self._directory).metadata
         except Exception as error:
             raise InputError(f"{directory} is not a complete Orbax checkpoint: {_first_line(error)}") from error
-        self.specs = {
+        specs = {
             jax.tree_util.keystr(path, simple=True, separator="/"): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
         }
+        self.specs = dict(sorted(specs.items(), key=lambda item: _natural(item[0])))
 
     def read(self, path: str) -> np.ndarray:
         """Reads one leaf, and no bytes but its own.
@@ -419,6 +420,10 @@ class _disk_errors:
         for code in _DISK_ERRORS:
             if os.strerror(code) in text:
                 raise OSError(code, os.strerror(code), str(self._directory)) from error
+
+
+def _natural(path: str) -> list[tuple[bool, int, str]]:
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in path.split("/")]
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,135 @@
+"""The `moe-jax` command: a table of commands, and errors that users can act on.
+
+Nothing here imports JAX; a command's module is imported when the command is chosen.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import moe_jax
+from moe_jax.errors import InputError, nearest
+from moe_jax.open_source import open_source as open_source
+
+COMMANDS = {
+    "convert": "Hugging Face checkpoint to model directory",
+    "export": "model directory to Hugging Face checkpoint",
+    "upcycle": "dense model to Mixture-of-Experts",
+    "train": "train a model from a recipe, or compile the step for a TPU pod without one",
+    "eval": "perplexity of a model on a text",
+    "generate": "continue a prompt",
+    "inspect": "what a model consists of, and how it came to be",
+    "plan": "parameters and bytes of a model, from its config alone",
+    "demo": "the whole job on a small model, offline, in minutes",
+}
+
+# Exit codes: 2 for what the user can mend (as argparse does), 130 for Ctrl-C (as shells do).
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: arguments without the program's name; default `sys.argv[1:]`.
+
+    Returns:
+      The exit code. A bug is not caught: it keeps its traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (InputError, OSError) as error:
+        print(f"moe-jax: error: {_message(error)}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("moe-jax: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return
+    command, *rest = arguments
+    if command == "--version":
+        print(f"moe-jax {moe_jax.__version__}")
+        return
+    if command not in COMMANDS:
+        raise InputError(f"unknown command {command!r}{nearest(command, COMMANDS)}; see moe-jax --help")
+    _avoid_absent_tpu()
+    module = importlib.import_module(f"moe_jax.commands.{command}")
+    options = _parse(command, module.Options, rest)
+    if options is not None:
+        module.run(options)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(
+        ["usage: moe-jax COMMAND ...", "", "Mixture-of-Experts from dense models: upcycle, tune, compress.", "", *lines]
+        + ["", "MODEL is a model directory or a Hugging Face directory. See moe-jax COMMAND --help."]
+    )
+
+
+def _parse(command: str, options: type, arguments: list[str]) -> Any:
+    """The options of a command, or None if its help was asked for and printed."""
+    import tyro
+
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(
+                options, args=arguments, prog=f"moe-jax {command}", config=(tyro.conf.FlagCreatePairsOff,)
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            return None
+    raise InputError(_one_line(printed.getvalue(), command))
+
+
+def _one_line(box: str, command: str) -> str:
+    """The first section of the box that tyro draws around an error, and what it suggests."""
+    text = re.sub(r"^╭.*╮$|^╰.*╯$|^│|│$", "", box, flags=re.MULTILINE)
+    sections = [" ".join(section.split()) for section in re.split(r"─{3,}|-{20,}", text)]
+    suggested = re.search(r"Perhaps you meant:\s*(--[\w-]+)", text)
+    hint = f" (did you mean {suggested[1]}?)" if suggested else ""
+    return f"{sections[0]}{hint}; see moe-jax {command} --help"
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def _avoid_absent_tpu() -> None:
+    """Keeps JAX from looking for a TPU on a machine without one.
+
+    libtpu is also installed for its compiler alone (the test extra does so). JAX then tries to start a TPU, and libtpu
+    prints a page of warnings before JAX falls back. A TPU shows as /dev/accel* or /dev/vfio/*; where there is one, or
+    a GPU, or the user chose a platform, JAX decides as always.
+    """
+    chosen = bool(os.environ.get("JAX_PLATFORMS"))
+    accelerator = any(any(Path("/dev").glob(device)) for device in ("accel*", "vfio/*", "nvidia*", "kfd", "dxg"))
+    if not chosen and not accelerator and importlib.util.find_spec("libtpu") is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""`moe-jax inspect MODEL`: what a model consists of, and how it came to be. No weights are read."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+if TYPE_CHECKING:
+    import jax
+
+    from moe_jax.models import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a model consists of: parameters with shapes and bytes, experts, config, lineage."""
+
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
+    """A model directory or a Hugging Face directory."""
+    json: bool = False
+    """Prints JSON and nothing else; every leaf on its own."""
+
+
+def run(options: Options) -> None:
+    """Prints the description of a model.
+
+    Raises:
+      FileNotFoundError: if there is nothing at the path.
+      InputError: if it is not a model that can be read.
+    """
+    from moe_jax.lineage import read_lineage
+    from moe_jax.models import config_to_json
+    from moe_jax.open_source import open_source
+
+    source = open_source(options.model)
+    specs = source.specs()
+    lineage = read_lineage(source.path)
+    if options.json:
+        described = {
+            "path": str(source.path),
+            "parameters": sum(spec.size for spec in specs.values()),
+            "bytes": sum(map(nbytes, specs.values())),
+            "leaves": [
+                {"path": path, "shape": list(spec.shape), "dtype": str(spec.dtype), "bytes": nbytes(spec)}
+                for path, spec in specs.items()
+            ],
+            "experts": describe_experts(source.config, specs),
+            "config": config_to_json(source.config),
+            "lineage": lineage,
+        }
+        print(json.dumps(described, indent=2))
+        return
+    _print(source.path, source.config, specs, lineage)
+
+
+def nbytes(spec: "jax.ShapeDtypeStruct") -> int:
+    """Bytes of a leaf."""
+    return spec.size * spec.dtype.itemsize
+
+
+def collapse(specs: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, tuple[jax.ShapeDtypeStruct, int]]":
+    """Puts equal leaves of several layers into one row.
+
+    Args:
+      specs: leaf path -> shape and dtype.
+
+    Returns:
+      "layers/{0..3}/mlp/up/kernel" -> (shape and dtype of one, how many there are), in the order of `specs`.
+    """
+    groups: dict[tuple[str, Any, Any], list[int]] = {}
+    for path, spec in specs.items():
+        layer, rest = _split(path)
+        groups.setdefault((rest, spec.shape, spec.dtype), []).append(layer)
+    rows = {}
+    for path, spec in specs.items():
+        layer, rest = _split(path)
+        layers = groups[rest, spec.shape, spec.dtype]
+        if layer == layers[0]:
+            name = path if layer < 0 else f"layers/{index_set(layers)}/{rest}"
+            rows[name] = (spec, len(layers))
+    return rows
+
+
+def index_set(indices: Iterable[int]) -> str:
+    """Indices in short, as a shell would expand them: 3, {0..5}, {1..31..2}, {0,3,4}."""
+    ordered = sorted(indices)
+    if len(ordered) == 1:
+        return str(ordered[0])
+    step = ordered[1] - ordered[0]
+    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1, step)):
+        return f"{{{ordered[0]}..{ordered[-1]}{f'..{step}' if step > 1 else ''}}}"
+    return f"{{{','.join(map(str, ordered))}}}"
+
+
+def describe_experts(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> list[dict[str, Any]]:
+    """One entry per layer with experts: what its bank is made of, and how large it is."""
+    experts = []
+    for layer in config.moe_layers:
+        moe = config.layers[layer].mlp
+        leaves = [spec for path, spec in specs.items() if path.startswith(f"layers/{layer}/mlp/experts/")]
+        experts.append(
+            {
+                "layer": layer,
+                "num_experts": moe.num_experts,
+                "top_k": moe.top_k,
+                "gate": moe.gate,
+                "bank": {name: value for name, value in dataclasses.asdict(moe.bank).items() if value is not None},
+                "parameters": sum(spec.size for spec in leaves),
+                "bytes": sum(map(nbytes, leaves)),
+            }
+        )
+    return experts
+
+
+def human_bytes(count: int) -> str:
+    """Bytes with a decimal unit, as disks are sold: 999 B, 1.2 kB, 93.4 GB."""
+    if count < 1000:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 999.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1000:.1f} TB"
+
+
+def _split(path: str) -> tuple[int, str]:
+    """Layer and path inside it; -1 for a leaf outside the layers."""
+    parts = path.split("/", 2)
+    return (int(parts[1]), parts[2]) if parts[0] == "layers" else (-1, path)
+
+
+def _print(
+    path: Path, config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]", lineage: list[dict[str, Any]]
+) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    # Piped into a file or a pager, nothing is cut off.
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    console.print(f"[bold]{escape(str(path))}[/bold]")
+    console.print(_summary(config), markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("leaf", "shape", "dtype", "layers", "bytes"):
+        table.add_column(name, justify="right" if name in ("layers", "bytes") else "left", no_wrap=True)
+    for name, (spec, count) in collapse(specs).items():
+        layers = str(count) if name.startswith("layers/") else ""
+        table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, human_bytes(count * nbytes(spec)))
+    console.print(table)
+    parameters = sum(spec.size for spec in specs.values())
+    console.print(f"total: {parameters:,} parameters, {human_bytes(sum(map(nbytes, specs.values())))}")
+    for line in _expert_lines(describe_experts(config, specs)):
+        console.print(line, markup=False)
+    for entry in lineage:
+        console.print(_lineage_line(entry), markup=False)
+
+
+def _summary(config: "ModelConfig") -> str:
+    attention = config.layers[0].attention
+    return (
+        f"{config.family}: {config.num_layers} layers, d {config.d_model}, vocabulary {config.vocab_size}, "
+        f"{attention.num_heads} heads over {attention.num_kv_heads} key-value heads of {attention.head_dim}, "
+        f"context {config.max_positions}, {'tied' if config.tie_embeddings else 'untied'} embeddings"
+    )
+
+
+def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
+    """One line per kind of layer with experts."""
+    kinds: dict[str, list[int]] = {}
+    for entry in experts:
+        bank = ", ".join(f"{name} {value}" for name, value in entry["bank"].items())
+        line = (
+            f"{entry['num_experts']} experts, top {entry['top_k']}, gate {entry['gate']}; {bank}; "
+            f"{entry['parameters']:,} parameters, {human_bytes(entry['bytes'])} per layer"
+        )
+        kinds.setdefault(line, []).append(entry["layer"])
+    return [f"experts of layers/{index_set(layers)}: {line}" for line, layers in kinds.items()]
+
+
+def _lineage_line(entry: Mapping[str, Any]) -> str:
+    options = " ".join(f"{name}={value}" for name, value in entry.get("options", {}).items())
+    sources = ", ".join(f"{source['path']} ({source['fingerprint'][:12]})" for source in entry.get("sources", ()))
+    measured = ", ".join(f"{name} {value}" for name, value in entry.get("measured", {}).items())
+    parts = [f"{entry.get('date', '')}  {entry['command']} {options}".rstrip()]
+    parts += [f"    from {sources}"] if sources else []
+    parts += [f"    measured: {measured}"] if measured else []
+    return "\n".join(parts)
