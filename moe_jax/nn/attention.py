@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from moe_jax.functional.attention import attention
+from moe_jax.functional.attention import Visibility, attention
 from moe_jax.functional.rope import apply_rope
 from moe_jax.models.config import AttentionConfig, ModelConfig
 from moe_jax.nn.layers import Linear, Norm
@@ -39,11 +39,11 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "B T d"],
         rope: tuple[Array, Array],
-        mask: Bool[Array, "B T S"],
+        visible: Visibility,
         cache: KVCache | None = None,
-        slots: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T d"], KVCache | None]:
-        """Attends over the input, or over the cache after writing the input's keys and values into `slots`."""
+        """Attends over the input, or over the cache after writing the input's keys and values into
+        the slots that are the queries' places."""
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.config.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -55,7 +55,10 @@ class Attention(nnx.Module):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if cache is not None:
             rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-            cache = KVCache(*(old.at[rows, slots].set(new.astype(old.dtype)) for old, new in zip(cache, (k, v), strict=True)))
+            slots = visible.places
+            cache = KVCache(
+                cache.k.at[rows, slots].set(k.astype(cache.k.dtype)), cache.v.at[rows, slots].set(v.astype(cache.v.dtype))
+            )
             k, v = (a.astype(x.dtype) for a in cache)
-        y = attention(q, k, v, mask)
+        y = attention(q, k, v, visible, window=self.config.sliding_window, aligned=cache is None)
         return self.o(y.reshape(*x.shape[:2], -1)), cache

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from moe_jax.functional.attention import attention_mask
+from moe_jax.functional.attention import Visibility
 from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.segments import Segment
@@ -26,17 +26,12 @@ class Context(NamedTuple):
 
     Attributes:
       rope: cosines and sines of the query positions.
-      places: place of every query in its row; slots of the cache.
-      key_places: place of every key.
-      segments, key_segments: document of every token; None: one document a row.
+      visible: who sees whom; with caches, a query's place is also its slot.
       valid: tokens that count in router statistics; None: all.
     """
 
     rope: tuple[Float[Array, "B T r"], Float[Array, "B T r"]]
-    places: Int[Array, "B T"]
-    key_places: Int[Array, "B S"]
-    segments: Int[Array, "B T"] | None
-    key_segments: Int[Array, "B S"] | None
+    visible: Visibility
     valid: Bool[Array, "B T"] | None
 
 
@@ -44,7 +39,6 @@ class Block(nnx.Module):
     """Pre-norm decoder layer: attention, then an FFN or an MoE."""
 
     def __init__(self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        self.window = config.attention.sliding_window
         self.is_moe = isinstance(config.mlp, MoEConfig)
         self.attention_norm = Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype)
         self.attention = Attention(config.attention, model, rngs=rngs, dtype=dtype)
@@ -54,15 +48,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T d"], context: Context, cache: KVCache | None
     ) -> tuple[Float[Array, "B T d"], KVCache | None, RouterStats | None]:
-        # Made per layer and not once: it costs a comparison, and fuses into the attention scores.
-        mask = attention_mask(
-            context.places,
-            context.key_places,
-            window=self.window,
-            query_segments=context.segments,
-            key_segments=context.key_segments,
-        )
-        y, cache = self.attention(self.attention_norm(x), context.rope, mask, cache, context.places)
+        y, cache = self.attention(self.attention_norm(x), context.rope, context.visible, cache)
         x = x + y
         if self.is_moe:
             y, stats = self.mlp(self.mlp_norm(x), context.valid)

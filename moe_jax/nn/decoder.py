@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.errors import check_member
 from moe_jax.experts.parallel import BATCH_AXES
+from moe_jax.functional.attention import Visibility
 from moe_jax.functional.linear import linear
 from moe_jax.functional.rope import rope_tables
 from moe_jax.models.config import ModelConfig
@@ -95,7 +96,7 @@ class Decoder(nnx.Module):
         attention = self.config.layers[0].attention
         rope = rope_tables(self.config.rope, attention.head_dim, self.config.max_positions, positions)
         valid = None if segment_ids is None else segment_ids > 0
-        context = Context(rope, places, key_places, segment_ids, segment_ids, valid)
+        context = Context(rope, Visibility(places, key_places, segment_ids, segment_ids), valid)
 
         x = _shard_batch(jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.compute_dtype))
         new_caches, router = [], []

@@ -21,10 +21,16 @@ def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""
 
 def load_per_layer(config: ModelConfig, router: StackedStats) -> dict[int, Float[Array, " E"]]:
     """Share of the assignments per expert, by layer index."""
-    loads = {}
+    return {layer: stats.load for layer, stats in stats_per_layer(config, router).items()}
+
+
+def stats_per_layer(config: ModelConfig, router: StackedStats) -> dict[int, RouterStats]:
+    """What every router did, unstacked, by layer index; arrays may be NumPy's."""
+    per_layer = {}
     for (_, layers), stats in zip(_positions(config), router, strict=True):
-        loads.update({layer: stats.load[repeat] for repeat, layer in enumerate(layers)})
-    return dict(sorted(loads.items()))
+        for repeat, layer in enumerate(layers):
+            per_layer[layer] = RouterStats(*(field[repeat] for field in stats))
+    return dict(sorted(per_layer.items()))
 
 
 def _positions(config: ModelConfig) -> list[tuple[MoEConfig, list[int]]]:
