@@ -17,7 +17,7 @@ from moe_jax.convert.blocks import DTYPES_BY_NAME, cast, copy_transposed
 from moe_jax.convert.families import family_named
 from moe_jax.convert.hf_config import write_hf_config
 from moe_jax.convert.merged import MergedModel, merged_config
-from moe_jax.convert.progress import GB, ByteProgress
+from moe_jax.convert.progress import GB, ByteProgress, console_for
 from moe_jax.convert.report import print_mapping
 from moe_jax.convert.shards import PlannedTensor, ShardWriter, parse_size
 from moe_jax.convert.source import WORKERS, row_chunks
@@ -53,13 +53,13 @@ def export(
       dense_layers: of a model whose format needs an MoE in every layer: `replicate` them, or `refuse`.
       dtype: `float32`, `bfloat16` or `float16` for all tensors; None keeps every one bit for bit.
       dry_run: only print the mapping and sizes.
-      console: where to print; default standard error.
+      console: where to print; default standard error, and standard output for a dry run.
 
     Raises:
       InputError: if no format can hold the model, or `dst` exists.
       OSError: if the disk is full. Nothing is left at `dst` then.
     """
-    console = console or Console(stderr=True)
+    console = console or console_for(dry_run=dry_run)
     check_member("expert layout", expert_layout, LAYOUTS)
     check_member("choice for dense layers", dense_layers, DENSE_LAYERS)
     if dtype is not None:
@@ -106,7 +106,7 @@ def export(
             write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
             lineage[-1]["measured"] = progress.measured()
             write_durably(folder / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
-    console.print(f"wrote {dst}: {progress.summary()}")
+    console.print(f"wrote {dst}: {progress.summary()}", markup=False)
 
 
 def _write_leaf(

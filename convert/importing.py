@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.convert.blocks import DTYPES_BY_NAME
-from moe_jax.convert.progress import ByteProgress
+from moe_jax.convert.progress import ByteProgress, console_for
 from moe_jax.convert.report import print_mapping
 from moe_jax.convert.source import HuggingFaceDirectory
 from moe_jax.errors import check_member
@@ -35,13 +35,13 @@ def convert(
       dst: where the model directory appears; must not exist.
       dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit.
       dry_run: only print the mapping and sizes.
-      console: where to print; default standard error.
+      console: where to print; default standard error, and standard output for a dry run.
 
     Raises:
       InputError: if the checkpoint is damaged or does not fit its config, or `dst` exists.
       OSError: if the disk is full. Nothing is left at `dst` then.
     """
-    console = console or Console(stderr=True)
+    console = console or console_for(dry_run=dry_run)
     if dtype is not None:
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     dst = Path(dst)
@@ -72,7 +72,7 @@ def convert(
                 writer.write({path: leaf})
                 progress.advance(leaf.nbytes)
             writer.lineage[-1]["measured"] = progress.measured()
-    console.print(f"wrote {dst}: {progress.summary()}")
+    console.print(f"wrote {dst}: {progress.summary()}", markup=False)
 
 
 def _read_ahead(

@@ -12,6 +12,13 @@ from rich.text import Text
 GB = 1e9
 
 
+def console_for(*, dry_run: bool) -> Console:
+    """Where a command prints: progress goes to standard error, the answer of a dry run to standard output."""
+    console = Console(stderr=not dry_run, highlight=False)
+    # Piped into a file or a pager, nothing is cut off.
+    return console if console.is_terminal else Console(stderr=not dry_run, highlight=False, width=200)
+
+
 def peak_memory_bytes() -> int:
     """Highest resident memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -53,12 +53,15 @@ def print_mapping(
             tensors, paths = counts.setdefault(line, (set(), set()))
             tensors.add(piece.tensor)
             paths.add(leaf)
-    table = Table("tensors", "", "shape", "operations", "leaves", "", "shape", "dtype", "GB")
+    table = Table(box=None, pad_edge=False)
+    for title in ("tensors", "", "shape", "operations", "leaves", "", "shape", "dtype", "GB"):
+        is_name = title in ("tensors", "leaves")
+        table.add_column(title, overflow="fold", no_wrap=not is_name, justify="right" if title == "GB" else "left")
     for line, (tensors, paths) in counts.items():
         size = sum(_nbytes(leaves[path]) for path in paths)
         table.add_row(
-            line.tensor, f"x{len(tensors)}", str(list(line.tensor_shape)), line.operations,
-            line.leaf, f"x{len(paths)}", str(list(line.leaf_shape)), line.dtypes, f"{size / GB:.3f}",
+            line.tensor, f"x{len(tensors)}", _shape(line.tensor_shape), line.operations,
+            line.leaf, f"x{len(paths)}", _shape(line.leaf_shape), line.dtypes, f"{size / GB:.3f}",
         )  # fmt: skip
     console.print(table)
     total = sum(_nbytes(leaf) for leaf in leaves.values())
@@ -73,6 +76,10 @@ def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:
     if is_joined:
         names.append("split")
     return ", ".join(names) or "rename"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _dtypes(before: Any, after: Any) -> str:

@@ -19,6 +19,7 @@ from moe_jax.convert.weights import Weights, match_weights
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_files
 from moe_jax.models import ModelConfig
+from moe_jax.models.serialize import FORMAT
 
 # Read into memory at a time and thread, on the way into a leaf.
 CHUNK_BYTES = 8 << 20
@@ -36,10 +37,15 @@ class HuggingFaceDirectory:
         """Reads the config.
 
         Raises:
+          FileNotFoundError: if there is no such directory.
           InputError: if there is no config.json that we can read.
         """
         self.path = Path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"no Hugging Face directory at {path}")
         data = read_json_object(self.path / "config.json")
+        if data.get("format") == FORMAT:
+            raise InputError(f"{path} is a model directory, not a Hugging Face directory")
         try:
             self.config: ModelConfig = read_hf_config(data)
         except InputError as error:

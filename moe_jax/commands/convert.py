@@ -1,0 +1,32 @@
+"""`moe-jax convert SRC DST`: a Hugging Face checkpoint becomes a model directory."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Reads a Hugging Face checkpoint, tensor by tensor, and writes it as a model directory."""
+
+    src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
+    """Hugging Face directory: config.json, and safetensors or PyTorch files."""
+    dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
+    """Where the model directory appears; must not exist."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of all parameters; by default every one is kept bit for bit."""
+    dry_run: bool = False
+    """Prints the mapping and sizes, and writes nothing."""
+
+
+def run(options: Options) -> None:
+    """Converts.
+
+    Raises:
+      InputError: if the checkpoint is damaged or does not fit its config, or DST exists.
+    """
+    from moe_jax.convert import convert
+
+    convert(options.src, options.dst, dtype=options.dtype, dry_run=options.dry_run)

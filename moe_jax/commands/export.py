@@ -1,0 +1,47 @@
+"""`moe-jax export SRC DST`: a model becomes a Hugging Face checkpoint."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Writes a model as a Hugging Face checkpoint. Deltas of experts are merged into full experts."""
+
+    src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
+    """A model directory or a Hugging Face directory."""
+    dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
+    """Where the Hugging Face directory appears; must not exist."""
+    max_shard_size: str = "5GB"
+    """Largest file, like 5GB, 500MB or 2GiB."""
+    expert_layout: Literal["per-expert", "fused"] = "per-expert"
+    """One tensor per expert, as on the hub; or the fused tensors of Transformers 5, which no older release reads."""
+    dense_layers: Literal["replicate", "refuse"] = "replicate"
+    """Where the format needs an MoE in every layer, store a dense layer as equal experts, or stop."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of all tensors; by default every one is kept bit for bit."""
+    dry_run: bool = False
+    """Prints the mapping and sizes, and writes nothing."""
+
+
+def run(options: Options) -> None:
+    """Exports.
+
+    Raises:
+      InputError: if no Hugging Face format can hold the model, or DST exists.
+    """
+    from moe_jax.convert import export
+    from moe_jax.open_source import open_source
+
+    export(
+        open_source(options.src),
+        options.dst,
+        max_shard_size=options.max_shard_size,
+        expert_layout=options.expert_layout,
+        dense_layers=options.dense_layers,
+        dtype=options.dtype,
+        dry_run=options.dry_run,
+    )
