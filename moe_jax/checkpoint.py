@@ -4,12 +4,10 @@
 another in flat memory. `TrainingCheckpoints` holds what a training run needs to go on.
 """
 
-import errno
 import hashlib
 import json
 import logging
 import math
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,8 +22,10 @@ try:
 except ImportError:  # Orbax 0.12 still keeps its v1 API here.
     import orbax.checkpoint.experimental.v1 as ocp
 
+from moe_jax.disk_errors import disk_errors
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import sample_file
+from moe_jax.staging import remove_directory
 
 # Leaves are gathered until a group is this large: each group costs some 50 ms and a directory, whatever its size,
 # and memory grows by no more than this. A larger leaf is a group of its own and is not copied.
@@ -33,7 +33,6 @@ GROUP_BYTES = 128 << 20
 
 _STATE = "state"  # Orbax's name for the only item of a checkpoint
 _PARTIAL = ".partial_save"  # Orbax's suffix for a checkpoint that is not finalized
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
 class LeafWriter:
@@ -108,7 +107,7 @@ class LeafWriter:
           OSError: if the disk is full or cannot be written.
         """
         self._flush()
-        with _disk_errors(self._directory), self._context:
+        with disk_errors(self._directory), self._context:
             ocp.partial.finalize(self._directory)
 
     def _leaves_of_interrupted(self) -> set[str]:
@@ -146,7 +145,7 @@ class LeafWriter:
             for parent in parents:
                 node = node.setdefault(parent, {})
             node[name] = np.ascontiguousarray(array).reshape(array.shape).view(_Lent)
-        with _disk_errors(self._directory), self._context:
+        with disk_errors(self._directory), self._context:
             ocp.partial.save(self._directory, tree)
         self.done |= leaves.keys()
 
@@ -279,14 +278,14 @@ class TrainingCheckpoints:
         self._directory = Path(directory).absolute()
         context = ocp.Context()
         context.array.saving.use_compression = False
-        with _disk_errors(self._directory):
+        with disk_errors(self._directory):
             self._checkpointer = ocp.training.Checkpointer(
                 self._directory,
                 context=context,
                 preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-                cleanup_tmp_directories=True,
             )
         self._saving: Any = None
+        self._remove_unfinished()
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Starts writing a checkpoint and returns before it is written. Waits for the one before.
@@ -302,8 +301,12 @@ class TrainingCheckpoints:
         json.dumps(extra)
         self.wait()
         leaves = {name: _plain(leaf) for name, leaf in _named_leaves(state).items()}
-        with _disk_errors(self._directory):
-            self._saving = self._checkpointer.save_async(step, leaves, force=True, custom_metadata=dict(extra))
+        try:
+            with disk_errors(self._directory):
+                self._saving = self._checkpointer.save_async(step, leaves, force=True, custom_metadata=dict(extra))
+        except OSError:
+            self._remove_unfinished()
+            raise
 
     def wait(self) -> None:
         """Returns when the last checkpoint is on disk.
@@ -312,9 +315,14 @@ class TrainingCheckpoints:
           OSError: if it could not be written.
         """
         saving, self._saving = self._saving, None
-        if saving is not None:
-            with _disk_errors(self._directory):
+        if saving is None:
+            return
+        try:
+            with disk_errors(self._directory):
                 saving.result()
+        except OSError:
+            self._remove_unfinished()
+            raise
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
@@ -354,6 +362,12 @@ class TrainingCheckpoints:
         """Waits for the last checkpoint and ends the background threads."""
         self.wait()
         self._checkpointer.close()
+
+    def _remove_unfinished(self) -> None:
+        # Orbax renames a checkpoint when it is whole; what still has the temporary name was interrupted.
+        if jax.process_index() == 0:
+            for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
+                remove_directory(path)
 
     def _check_same(self, step: int, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         problems = [f"{name} is not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
@@ -399,29 +413,6 @@ def _plain_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
-class _disk_errors:
-    """Turns what Orbax and TensorStore raise about the disk into the `OSError` that it is."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not isinstance(error, Exception):
-            return
-        causes: list[BaseException] = []
-        cause: BaseException | None = error
-        while cause is not None and cause not in causes:
-            causes.append(cause)
-            cause = cause.__cause__ or cause.__context__
-        text = "\n".join(str(cause) for cause in causes)
-        for code in _DISK_ERRORS:
-            if os.strerror(code) in text:
-                raise OSError(code, os.strerror(code), str(self._directory)) from error
-
-
 def _natural(path: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in path.split("/")]
 
@@ -430,10 +421,14 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+# Orbax warns about every checkpoint that is not an OCDBT database; ours are not, on purpose.
+_NOISE = ("Skipping merge of OCDBT", "TensorStore data files not found")
+
+
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """Orbax warns about every checkpoint that is not an OCDBT database; ours are not, on purpose."""
-    message = record.getMessage()
-    return "Skipping merge of OCDBT" not in message and "TensorStore data files not found" not in message
+    # An error in a thread of Orbax is raised to its caller, and printed before that by every thread that saw it.
+    raised_anyway = record.exc_info is not None and "orbax" in record.pathname
+    return not raised_anyway and not any(noise in record.getMessage() for noise in _NOISE)
 
 
 logging.getLogger("absl").addFilter(_is_worth_saying)

@@ -8,11 +8,9 @@
 A directory is written beside its target and renamed when it is whole.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +28,14 @@ from moe_jax.lineage import read_lineage as read_lineage
 from moe_jax.loading import leaf_specs
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.models.serialize import FORMAT
+from moe_jax.staging import (
+    lock_directory,
+    refuse_existing,
+    remove_content,
+    remove_directory,
+    sync,
+    write_durably,
+)
 
 _CONFIG = "config.json"
 _PARAMS = "params"
@@ -134,8 +140,7 @@ class ModelDirectoryWriter:
         self._files = tuple(Path(file) for file in tokenizer_files)
         self._resume = resume
         self.lineage = [dict(entry) for entry in lineage]
-        if self._dst.exists() or self._dst.is_symlink():
-            raise InputError(f"{dst} already exists; choose another name or remove it")
+        refuse_existing(self._dst)
         raise_if_any([f"{file} is not there" for file in self._files if not file.is_file()], f"cannot write {dst}")
         self._expected = leaf_specs(config)
         self._written: set[str] = set()
@@ -148,11 +153,11 @@ class ModelDirectoryWriter:
     def __enter__(self) -> Self:
         self._dst.parent.mkdir(parents=True, exist_ok=True)
         self._partial.mkdir(exist_ok=True)
-        self._lock = _lock(self._partial, self._dst)
+        self._lock = lock_directory(self._partial, self._dst)
         try:
             if not (self._resume and self._is_same_job()):
-                _remove_content(self._partial)
-                _write_durably(self._partial / _JOB, self._job().encode())
+                remove_content(self._partial)
+                write_durably(self._partial / _JOB, self._job().encode())
             self._leaves = LeafWriter(self._partial / _PARAMS, resume=self._resume)
         except BaseException:
             self._abandon()
@@ -209,19 +214,18 @@ class ModelDirectoryWriter:
     def _complete(self) -> None:
         self._complete_leaves()
         for file in self._files:
-            _write_durably(self._partial / file.name, file.read_bytes())
-        _write_durably(self._partial / LINEAGE_FILE, json.dumps(self.lineage, indent=2).encode())
-        _write_durably(self._partial / _CONFIG, json.dumps(config_to_json(self._config), indent=2).encode())
+            write_durably(self._partial / file.name, file.read_bytes())
+        write_durably(self._partial / LINEAGE_FILE, json.dumps(self.lineage, indent=2).encode())
+        write_durably(self._partial / _CONFIG, json.dumps(config_to_json(self._config), indent=2).encode())
         (self._partial / _JOB).unlink()
         os.fsync(self._lock)
-        if self._dst.exists():
-            raise InputError(f"{self._dst} appeared while it was being written; choose another name or remove it")
+        refuse_existing(self._dst)
         self._partial.rename(self._dst)
-        _sync_directory(self._dst.parent)
+        sync(self._dst.parent)
 
     def _abandon(self) -> None:
         if not self._resume:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            remove_directory(self._partial)
         os.close(self._lock)
 
     def _job(self) -> str:
@@ -238,39 +242,3 @@ class ModelDirectoryWriter:
 
 def _identity(data: Any) -> bytes:
     return json.dumps(data, sort_keys=True).encode()
-
-
-def _lock(directory: Path, dst: Path) -> int:
-    """Locks a directory against other processes, for as long as the returned descriptor is open."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise InputError(f"another command is writing {dst}; wait for it or choose another name") from None
-    except OSError:
-        pass  # Some network file systems have no locks; then two commands with one target are the user's to avoid.
-    return descriptor
-
-
-def _remove_content(directory: Path) -> None:
-    for child in directory.iterdir():
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child)
-        else:
-            child.unlink()
-
-
-def _write_durably(file: Path, content: bytes) -> None:
-    with open(file, "wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def staged_directory(target: Path) -> Iterator[Path]:
         partial.rename(target)
         sync(target.parent)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_directory(partial)
         raise
     finally:
         os.close(descriptor)
@@ -79,6 +80,16 @@ def remove_content(directory: Path) -> None:
             shutil.rmtree(child)
         else:
             child.unlink()
+
+
+def remove_directory(directory: Path) -> None:
+    """Removes a directory into which threads of a failed write may still be writing."""
+    for _ in range(100):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.05)
+    shutil.rmtree(directory)
 
 
 def write_durably(file: Path, content: bytes) -> None:
