@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grain
-import numpy as np
 
 from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
@@ -114,11 +113,3 @@ def _check_length(source: SourceSection, records: Files, tokenizer: Tokenizer, s
         f"{source.path} is too short: {count + documents} tokens in {documents} documents do not fill one sequence of "
         f"data.seq_len = {seq_len} (and the token after it); give more text or a smaller data.seq_len"
     )
-
-
-def rows_of_process(index_maps: Sequence[tuple[slice, ...]], batch_size: int) -> list[int]:
-    """Rows of a `[B, T]` array that the given index tuples (one per device of this process) cover, sorted."""
-    rows = np.zeros(batch_size, bool)
-    for index in index_maps:
-        rows[index[0]] = True
-    return np.flatnonzero(rows).tolist()

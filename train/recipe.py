@@ -27,10 +27,12 @@ class ModelSection:
 
     Attributes:
       path: a model directory or a Hugging Face directory; its weights are where training starts.
-      config: instead of `path`, a config.json alone: for `init = "random"` and for `--compile-only`.
+      config: instead of `path`, a config.json alone (of this library or Hugging Face's): for `init = "random"` and
+        for `--compile-only`.
       init: `checkpoint` starts from the weights at `path`, `random` from new ones drawn with the seed.
       param_dtype: dtype the parameters and the optimizer's moments are kept in.
       compute_dtype: dtype of the matrix products.
+      output_dtype: dtype of the model that is left at the end. None: `param_dtype`.
       remat: what the backward pass computes again instead of keeping it: nothing, every layer (`full`), or
         every layer but its matrix products (`dots`).
     """
@@ -40,6 +42,7 @@ class ModelSection:
     init: Literal["checkpoint", "random"] = "checkpoint"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    output_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     remat: Literal["none", "full", "dots"] = "none"
 
     def __post_init__(self) -> None:
@@ -136,7 +139,7 @@ class OptimizerSection:
       b1, b2, eps: Adam's.
       weight_decay: decoupled, times the learning rate; norms and biases are never decayed.
       decay_embeddings, decay_router: whether these are decayed as well.
-      clip_norm: gradients are scaled down to this global norm. None: never.
+      clip_norm: gradients are scaled down to this global norm. 0: never.
     """
 
     learning_rate: float = 3e-4
@@ -146,17 +149,16 @@ class OptimizerSection:
     weight_decay: float = 0.1
     decay_embeddings: bool = False
     decay_router: bool = False
-    clip_norm: float | None = 1.0
+    clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "clip_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InputError(f"{name} = {value} must be above 0")
+        for name in ("learning_rate", "eps"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} = {getattr(self, name)} must be above 0")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} = {getattr(self, name)} must lie in [0, 1)")
-        at_least(self, 0, "weight_decay")
+        at_least(self, 0, "weight_decay", "clip_norm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax.errors import InputError
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
-from moe_jax.train.data import open_data, rows_of_process
+from moe_jax.train.data import open_data
 from moe_jax.train.recipe import DataSection, SourceSection
 from moe_jax.train.sources import Example
 from moe_jax.train.tokenizer import Tokenizer
@@ -168,8 +168,3 @@ def test_no_sources_missing_files_and_wrong_tokenizers_are_clear(tmp_path, token
     nameless = dataclasses.replace(CONFIG, bos_id=None)
     with pytest.raises(InputError, match='data.bos = "always", but the model names no BOS token'):
         data(tokenizer_path, SourceSection(path=str(tmp_path / "a.txt")), config=nameless, bos="always")
-
-
-def test_rows_of_a_process_follow_its_devices():
-    assert rows_of_process([(slice(4, 6), slice(None)), (slice(0, 2), slice(None))], 8) == [0, 1, 4, 5]
-    assert rows_of_process([(slice(None), slice(None))], 3) == [0, 1, 2]

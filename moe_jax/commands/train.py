@@ -1,0 +1,103 @@
+"""`moe-jax train RECIPE.toml`: trains a model, or compiles the step for a TPU pod without one."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from moe_jax.model_source import ModelSource
+    from moe_jax.models import ModelConfig
+    from moe_jax.train.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Trains a model as a recipe says. Paths in the recipe are relative to the current directory."""
+
+    recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE.toml")]
+    """The recipe; moe_jax.train.recipe documents the keys, train/recipes holds examples."""
+    set: Annotated[tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """Overrides keys of the recipe, as in --set train.steps=100 optimizer.learning_rate=1e-4."""
+    resume: bool = False
+    """Continues the run in the run directory after its last checkpoint; starts it where there is none."""
+    compile_only: bool = False
+    """Compiles the training step for --topology and prints bytes per chip and collectives; needs no weights."""
+    topology: str | None = None
+    """The accelerator to compile for, such as v5e:4x4 or v5p:2x2x4."""
+    json: bool = False
+    """With --compile-only: prints JSON and nothing else."""
+
+
+def run(options: Options) -> None:
+    """Runs the recipe.
+
+    Raises:
+      InputError, FileNotFoundError: bad input, in one message.
+      KeyboardInterrupt: after Ctrl-C, when a checkpoint is on disk.
+    """
+    import signal
+
+    from moe_jax.errors import InputError
+    from moe_jax.open_source import open_source
+    from moe_jax.train.recipe import load_recipe
+
+    if options.compile_only != (options.topology is not None):
+        raise InputError("--compile-only and --topology go together, as in --compile-only --topology v5e:4x4")
+    if options.json and not options.compile_only:
+        raise InputError("--json goes with --compile-only; metrics of a run are in metrics.jsonl")
+    overrides = [override for group in options.set for override in group]
+    recipe = load_recipe(options.recipe, overrides)
+    if options.compile_only:
+        from moe_jax.train.compile_only import compile_only, print_report
+
+        report = compile_only(recipe, _config(recipe), options.topology)
+        print_report(report, as_json=options.json)
+        return
+
+    from moe_jax.train.distributed import join_processes
+    from moe_jax.train.loop import Stopped
+    from moe_jax.train.run import train
+
+    join_processes()
+    if recipe.model.path is None and recipe.model.init == "checkpoint":
+        raise InputError('model.config has no weights: give model.path, or model.init = "random" to draw new ones')
+    source = open_source(recipe.model.path) if recipe.model.path is not None else None
+    command = ["moe-jax", "train", str(options.recipe), *(["--set", *overrides] if overrides else []), "--resume"]
+    try:
+        train(
+            recipe,
+            _config(recipe, source),
+            source,
+            resume=options.resume,
+            continue_command=shlex.join(command),
+        )
+    except Stopped as stopped:
+        if stopped.signal == signal.SIGINT:
+            raise KeyboardInterrupt from None
+
+
+def _config(recipe: "Recipe", source: "ModelSource | None" = None) -> "ModelConfig":
+    """The config of the recipe's model: the source's, or that of the file or directory the recipe names."""
+    import json
+
+    from moe_jax.errors import InputError
+    from moe_jax.models import config_from_json
+    from moe_jax.models.serialize import FORMAT
+
+    if source is not None:
+        return source.config
+    path = Path(recipe.model.config or Path(recipe.model.path) / "config.json")
+    if not path.is_file():
+        raise FileNotFoundError(f"no config at {path}")
+    try:
+        data = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+    if isinstance(data, dict) and data.get("format") == FORMAT:
+        return config_from_json(data)
+    from moe_jax.convert import read_hf_config
+
+    return read_hf_config(data)

@@ -1,0 +1,130 @@
+"""Which parameters are trained. The others have no gradient and no optimizer state.
+
+Patterns are written against the leaf paths of a model directory, one per parameter and layer
+(`layers/3/mlp/router/kernel`), and must match a whole path: `router` alone matches nothing, so that nothing is
+trained or frozen by accident.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from moe_jax.errors import InputError, nearest, raise_if_any
+from moe_jax.experts import ExpertBank
+from moe_jax.loading import disk_paths
+from moe_jax.nn import Decoder
+from moe_jax.sharding import path_name
+
+
+class ParameterGroup(NamedTuple):
+    """A parameter as it is stacked in memory.
+
+    Attributes:
+      name: leaf path, with the layers it stands for: `layers/{0,2,4}/mlp/router/kernel`.
+      size: number of parameters.
+      trainable: whether they are trained.
+    """
+
+    name: str
+    size: int
+    trainable: bool
+
+
+def trainable_paths(model: Decoder, *, train: Sequence[str] = (".*",), freeze: Sequence[str] = ()) -> frozenset[str]:
+    """Paths in memory (`segments/0/blocks/1/...`) of the parameters that are trained.
+
+    Trained is what matches a pattern of `train` and none of `freeze`, except integer leaves and what a bank keeps
+    frozen itself (the base, with `train_base=False`).
+
+    Args:
+      model: may be abstract.
+      train, freeze: regular expressions that must match whole leaf paths.
+
+    Raises:
+      InputError: for a pattern that is no regular expression or matches nothing, one that matches some but not all
+        of the layers that are stacked into one array, or if nothing is left to train.
+    """
+    leaves = {path: disk_paths(model.config, path) for path in _paths(nnx.state(model, nnx.Param))}
+    every = [name for names in leaves.values() for name in names]
+    problems: list[str] = []
+
+    def matching(patterns: Sequence[str]) -> set[str]:
+        matched = set()
+        for pattern in patterns:
+            try:
+                hits = {name for name in every if re.fullmatch(pattern, name)}
+            except re.error as error:
+                problems.append(f"{pattern!r} is not a regular expression: {error}")
+                continue
+            if not hits:
+                problems.append(f"{pattern!r} matches no parameter{nearest(pattern, every)}")
+            matched |= hits
+        return matched
+
+    chosen = matching(train) - matching(freeze)
+    raise_if_any(problems, "partition (a pattern must match a whole leaf path)")
+    for names in leaves.values():
+        inside = [name for name in names if name in chosen]
+        if inside and len(inside) < len(names):
+            outside = next(name for name in names if name not in chosen)
+            problems.append(
+                f"{inside[0]} would be trained and {outside} not, but equal layers are stacked into one array and "
+                "are trained or frozen together"
+            )
+    raise_if_any(problems, "partition")
+    held = _frozen_by_their_bank(model)
+    trained = frozenset(path for path, names in leaves.items() if names[0] in chosen and path not in held)
+    if not trained:
+        raise InputError("partition: no parameter is left to train")
+    return trained
+
+
+def split_model(model: Decoder, trainable: frozenset[str]) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """`(graphdef, trained, frozen)`; `nnx.merge` puts them together again.
+
+    The two states hold disjoint leaves of the model's state, under the same paths:
+
+        {embed: {embedding}, segments: ...}  ->  {embed: {embedding}}, {segments: ...}
+    """
+
+    def is_trainable(path: tuple, _: object) -> bool:
+        return "/".join(str(key) for key in path) in trainable
+
+    return nnx.split(model, is_trainable, ...)
+
+
+def parameter_groups(model: Decoder, trainable: frozenset[str]) -> list[ParameterGroup]:
+    """All parameters of a model in order, and which of them are trained; integer leaves are left out."""
+    groups = []
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param)):
+        path = path_name(key_path)
+        name = _group_name(disk_paths(model.config, path))
+        groups.append(ParameterGroup(name, math.prod(leaf.shape), path in trainable))
+    return groups
+
+
+def _paths(state: nnx.State) -> list[str]:
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _frozen_by_their_bank(model: Decoder) -> set[str]:
+    held = set()
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, ExpertBank):
+            prefix = "".join(f"{key}/" for key in path)
+            frozen = module.frozen_leaves()
+            held |= {prefix + leaf for leaf in _paths(nnx.state(module)) if frozen.match(leaf)}
+    return held
+
+
+def _group_name(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    layers = [int(name.split("/")[1]) for name in names]
+    step = layers[1] - layers[0]
+    shown = f"{layers[0]}-{layers[-1]}" if step == 1 else f"{layers[0]},{layers[1]}..{layers[-1]}"
+    return f"layers/{{{shown}}}/{names[0].split('/', 2)[2]}"

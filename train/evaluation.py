@@ -1,0 +1,119 @@
+"""Held-out loss: the same measure in training and in `moe-jax eval`."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.errors import InputError
+from moe_jax.functional.losses import token_losses
+from moe_jax.sharding import make_mesh
+from moe_jax.train.placement import batch_shards, local_rows, place
+from moe_jax.train.tokenizer import Tokenizer
+
+
+class Evaluation(NamedTuple):
+    """Attributes:
+    tokens: tokens scored.
+    nll: mean negative log-likelihood of a scored token, natural log.
+    perplexity: exp(nll); inf where that is too large for a float.
+    total_nll: sum over the scored tokens.
+    windows: windows the text was cut into.
+    """
+
+    tokens: int
+    nll: float
+    perplexity: float
+    total_nll: float
+    windows: int
+
+
+def read_text(path: str | Path, tokenizer: Tokenizer) -> np.ndarray:
+    """Int32[n] ids of a whole text file, without special tokens.
+
+    Raises:
+      FileNotFoundError: no such file.
+      InputError: not UTF-8, or fewer than two tokens: nothing could be scored.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no text at {path}")
+    try:
+        # From bytes: opened as text, line ends would be changed.
+        ids = tokenizer.encode(path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text at byte {error.start}") from None
+    if len(ids) < 2:
+        raise InputError(f"{path} holds {len(ids)} tokens; scoring takes at least 2, for the first is never scored")
+    return ids
+
+
+class Evaluator:
+    """Scores a text: cut into consecutive windows of N tokens, every token but the first of each window is scored.
+
+    The last window may be shorter. Windows are independent of each other.
+
+    Args:
+      graphdef: of the model.
+      ids: Int32[n], the text, as `read_text` gives it.
+      seq_len: N, at least 2.
+      batch_size: windows computed at once; rounded up to what the mesh divides. No influence on the result but for
+        the last bits.
+      mesh: where the model lies; None: the first device.
+    """
+
+    def __init__(
+        self, graphdef: nnx.GraphDef, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh | None = None
+    ):
+        if seq_len < 2:
+            raise InputError(f"seq_len = {seq_len} must be at least 2, for the first token of a window is never scored")
+        self._ids = ids
+        self._seq_len = min(seq_len, len(ids))
+        self._mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
+        shards = batch_shards(self._mesh)
+        windows = -(-len(ids) // seq_len)
+        self._batch_size = -(-min(batch_size, windows) // shards) * shards
+        self._windows = windows
+
+        def row_losses(states: tuple[nnx.State, ...], batch: dict[str, jax.Array]) -> jax.Array:
+            model = nnx.merge(graphdef, *states)
+            logits = model(batch["tokens"], segment_ids=batch["segment_ids"]).logits
+            scored = batch["segment_ids"][:, 1:].astype(jnp.float32)
+            return jnp.sum(token_losses(logits[:, :-1], batch["tokens"][:, 1:]) * scored, axis=1)
+
+        self._row_losses = jax.jit(row_losses, out_shardings=NamedSharding(self._mesh, P()))
+
+    def __call__(self, *states: nnx.State) -> Evaluation:
+        """Scores the text with the parameters given, as `nnx.merge(graphdef, *states)` takes them."""
+        rows = local_rows(self._mesh, self._batch_size)
+        total = 0.0
+        with jax.set_mesh(self._mesh):
+            for batch in self._batches():
+                placed = place({key: array[rows] for key, array in batch.items()}, rows, self._mesh, self._batch_size)
+                total += float(np.asarray(self._row_losses(states, placed), np.float64).sum())
+        tokens = len(self._ids) - self._windows
+        nll = total / tokens
+        return Evaluation(tokens, nll, _exp(nll), total, self._windows)
+
+    def _batches(self) -> Iterator[dict[str, np.ndarray]]:
+        for start in range(0, self._windows, self._batch_size):
+            tokens = np.zeros((self._batch_size, self._seq_len), np.int32)
+            inside = np.zeros((self._batch_size, self._seq_len), np.int32)
+            chunk = self._ids[start * self._seq_len : (start + self._batch_size) * self._seq_len]
+            tokens.reshape(-1)[: len(chunk)] = chunk
+            inside.reshape(-1)[: len(chunk)] = 1
+            yield {"tokens": tokens, "segment_ids": inside}
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

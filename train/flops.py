@@ -1,0 +1,58 @@
+"""How much arithmetic a model needs, from its config alone."""
+
+import math
+
+from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
+
+
+def active_matmul_params(config: ModelConfig) -> int:
+    """Entries of the matrices that one token is multiplied with; the embedding is a look-up and counts nothing.
+
+    Experts over a shared base count the base once and the deltas of the k chosen experts (METHODS 3).
+    """
+    layers = sum(_attention_params(layer, config.d_model) + _mlp_params(layer, config) for layer in config.layers)
+    return layers + config.d_model * config.vocab_size
+
+
+def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Floating-point operations of one training step per token: what is meant by model FLOPs.
+
+    Forward and twice as much backward: `6 * active_matmul_params`, and for attention `12 * H * head_dim` times the mean
+    number of positions a query sees in a sequence of `seq_len` (about half of it, and at most the window). What is
+    computed again for rematerialisation does not count, and frozen parameters count like trained ones.
+    """
+    attention = sum(
+        12 * layer.attention.num_heads * layer.attention.head_dim * _mean_context(layer, seq_len)
+        for layer in config.layers
+    )
+    return 6 * active_matmul_params(config) + attention
+
+
+def _attention_params(layer: LayerConfig, d_model: int) -> int:
+    attention = layer.attention
+    return d_model * attention.head_dim * 2 * (attention.num_heads + attention.num_kv_heads)
+
+
+def _mlp_params(layer: LayerConfig, config: ModelConfig) -> int:
+    mlp = layer.mlp
+    if isinstance(mlp, FFNConfig):
+        return _kernels(mlp, config.d_model)
+    router = config.d_model * mlp.num_experts
+    if mlp.bank.kind == "full":
+        return router + mlp.top_k * _kernels(mlp.expert, config.d_model)
+    shapes = mlp.expert.shapes(config.d_model).values()
+    if mlp.bank.kind == "low-rank":
+        delta = sum(mlp.bank.rank * sum(shape) for shape in shapes)
+    else:
+        delta = sum(mlp.bank.nonzeros(shape) for shape in shapes)
+    return router + _kernels(mlp.expert, config.d_model) + mlp.top_k * delta
+
+
+def _kernels(ffn: FFNConfig, d_model: int) -> int:
+    return sum(math.prod(shape) for shape in ffn.shapes(d_model).values())
+
+
+def _mean_context(layer: LayerConfig, seq_len: int) -> float:
+    window = min(seq_len, layer.attention.sliding_window or seq_len)
+    seen = window * (window + 1) // 2 + (seq_len - window) * window
+    return seen / seq_len

@@ -1,0 +1,188 @@
+"""The loop over the steps: metrics one step late, held-out evaluation, checkpoints, and every way to stop."""
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import rich.console
+from flax import nnx
+
+from moe_jax.checkpoint import TrainingCheckpoints
+from moe_jax.errors import InputError
+from moe_jax.train.evaluation import Evaluator
+from moe_jax.train.flops import train_flops_per_token
+from moe_jax.train.metrics import MetricsWriter, Progress, Record, is_finite, to_record
+from moe_jax.train.placement import any_process, local_rows, merge_positions, place
+from moe_jax.train.program import Program
+from moe_jax.train.recipe import Recipe
+from moe_jax.train.signals import StopSignals
+from moe_jax.train.step import StepMetrics, TrainState
+
+
+class Diverged(InputError):
+    """The loss or the gradient is no number any more."""
+
+
+class Stopped(Exception):
+    """A signal ended the run; a checkpoint was saved and the user was told how to continue. `signal` is its number."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.signal = number
+
+
+class Loop:
+    """Runs the steps of a recipe.
+
+    Args:
+      recipe: the run.
+      program: what it computes.
+      frozen: the parameters that are not trained.
+      data: batches, standing where training goes on.
+      checkpoints: of the run.
+      source_fingerprint: identity of the model that training started from, kept with the checkpoints.
+      evaluator: scores held-out text; None: no evaluation.
+      console: for progress.
+      continue_command: what to type to continue the run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        program: Program,
+        *,
+        frozen: nnx.State,
+        data: grain.DatasetIterator,
+        checkpoints: TrainingCheckpoints,
+        source_fingerprint: str | None,
+        evaluator: Evaluator | None,
+        console: rich.console.Console,
+        continue_command: str,
+    ):
+        self._recipe = recipe
+        self._program = program
+        self._frozen = frozen
+        self._data = data
+        self._checkpoints = checkpoints
+        self._source_fingerprint = source_fingerprint
+        self._evaluator = evaluator
+        self._console = console
+        self._continue_command = continue_command
+        self._rows = local_rows(program.mesh, recipe.train.batch_size)
+        self._flops_per_token = train_flops_per_token(program.config, recipe.data.seq_len)
+        self._saved = checkpoints.latest_step()
+        self._clock = time.monotonic()
+        self._last: Record = {}
+
+    def run(self, state: TrainState) -> tuple[TrainState, Record]:
+        """Trains from `state`, whose buffers it takes over, to the last step or the end of the data.
+
+        Returns:
+          The state, and the record of the last step (empty if there was none left to do).
+
+        Raises:
+          Diverged: naming the step and the last good checkpoint; the bad state is not saved.
+          Stopped: after a signal, when the checkpoint is on disk.
+        """
+        first = int(state.step)
+        recipe, run_dir = self._recipe, Path(self._recipe.run_dir)
+        writer = MetricsWriter(run_dir, last_step=first, tensorboard=recipe.log.tensorboard)
+        progress = Progress(self._console, first=first, steps=recipe.train.steps, every=recipe.log.every)
+        try:
+            with jax.set_mesh(self._program.mesh), StopSignals() as signals, progress:
+                return self._steps(state, signals, writer, progress), self._last
+        finally:
+            writer.close()
+
+    def _steps(
+        self, state: TrainState, signals: StopSignals, writer: MetricsWriter, progress: Progress
+    ) -> TrainState:
+        recipe = self._recipe
+        step, steps = int(state.step), recipe.train.steps
+        pending: tuple[int, StepMetrics] | None = None
+
+        def report(*, evaluate: TrainState | None = None) -> None:
+            nonlocal pending
+            if pending:
+                record = self._finish(*pending, evaluate)
+                writer.write(record)
+                progress.show(record)
+            pending = None
+
+        while step < steps:
+            batch = self._next_batch()
+            if batch is None:
+                self._console.print(f"the data ended after {step} of {steps} steps", highlight=False)
+                break
+            state, metrics = self._program.step(state, self._frozen, batch)
+            # The devices are at work on this step while the one before is fetched and written.
+            report()
+            step += 1
+            pending = step, metrics
+            stop = signals.stop_after(step)
+            if self._evaluator is not None and (step % recipe.eval.every == 0 or step == steps):
+                report(evaluate=state)
+            if stop or step % recipe.checkpoint.every == 0 or step == steps:
+                # First the metrics: a state that came from a loss that is no number must not be saved.
+                report()
+                self._save(step, state)
+            if stop and step < steps:
+                self._stop(step, signals)
+        report()
+        if self._saved != step:
+            self._save(step, state)
+        self._checkpoints.wait()
+        return state
+
+    def _next_batch(self) -> dict[str, jax.Array] | None:
+        batch = next(self._data)
+        if self._recipe.data.epochs is not None and not any_process(bool(batch["segment_ids"].any())):
+            return None
+        return place(batch, self._rows, self._program.mesh, self._recipe.train.batch_size)
+
+    def _finish(self, step: int, metrics: StepMetrics, evaluate: TrainState | None) -> Record:
+        """Waits for a step and checks it; adds the speed, and the held-out loss of the state given."""
+        record = to_record(self._program.config, step, metrics)
+        if not is_finite(record):
+            raise Diverged(self._divergence(record))
+        seconds = time.monotonic() - self._clock
+        record["seconds"] = seconds
+        record["tokens_per_second"] = record["tokens"] / seconds
+        record["flops_per_second"] = record["tokens_per_second"] * self._flops_per_token
+        if evaluate is not None:
+            assert self._evaluator is not None
+            record["eval_loss"] = self._evaluator(evaluate.params, self._frozen).nll
+        self._clock = time.monotonic()
+        self._last = record
+        return record
+
+    def _save(self, step: int, state: TrainState) -> None:
+        extra: dict[str, Any] = {
+            "data": merge_positions(self._data.get_state(), self._recipe.train.batch_size),
+            "source": self._source_fingerprint,
+        }
+        self._checkpoints.save(step, state, extra)
+        self._saved = step
+        self._clock = time.monotonic()
+
+    def _stop(self, step: int, signals: StopSignals) -> None:
+        assert signals.received is not None
+        self._checkpoints.wait()
+        name = signal.Signals(signals.received).name
+        self._console.print(
+            f"{name}: saved step {step} of {self._recipe.train.steps}; continue with: {self._continue_command}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise Stopped(signals.received)
+
+    def _divergence(self, record: Record) -> str:
+        last = self._checkpoints.latest_step()
+        good = Path(self._recipe.run_dir) / "checkpoints" / str(last)
+        return (
+            f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}; "
+            + (f"the last good checkpoint is {good}" if last is not None else "no checkpoint had been saved yet")
+        )

@@ -1,0 +1,178 @@
+"""What a run reports: every step as a line of metrics.jsonl and as TensorBoard events, and the progress on screen."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import rich.console
+import rich.progress
+from tensorboardX import SummaryWriter
+
+from moe_jax.models import ModelConfig
+from moe_jax.nn.router_stats import stats_per_layer
+from moe_jax.train.placement import is_first_process
+from moe_jax.train.step import StepMetrics
+
+Record = dict[str, Any]
+
+
+def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
+    """One step as JSON: waits until the step is computed.
+
+    Keys: `step`, `loss`, `aux_loss` (what is added to the loss), `grad_norm`, `learning_rate`, `tokens`,
+    `scored_tokens`; for a model with MoE layers also `balance_loss` and `z_loss` (means over the layers, without
+    coefficients), `expert_load` and `dropped` (by layer index).
+    """
+    metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
+    record: Record = {
+        "step": step,
+        "loss": float(metrics.loss),
+        "aux_loss": float(metrics.auxiliary),
+        "grad_norm": float(metrics.grad_norm),
+        "learning_rate": float(metrics.learning_rate),
+        "tokens": int(metrics.tokens),
+        "scored_tokens": int(metrics.scored),
+    }
+    layers = stats_per_layer(config, metrics.router)
+    if layers:
+        record["balance_loss"] = float(np.mean([stats.balance for stats in layers.values()]))
+        record["z_loss"] = float(np.mean([stats.z for stats in layers.values()]))
+        record["expert_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in layers.items()}
+        record["dropped"] = {str(i): float(stats.dropped) for i, stats in layers.items()}
+    return record
+
+
+def is_finite(record: Record) -> bool:
+    """Whether the loss and the gradient are; if not, the update of that step has spoilt the parameters."""
+    return all(math.isfinite(record[key]) for key in ("loss", "aux_loss", "grad_norm"))
+
+
+class MetricsWriter:
+    """Appends records to metrics.jsonl and TensorBoard. Steps after `last_step`, of a run that went further, are cut.
+
+    Only the first process writes; in others this does nothing.
+
+    Args:
+      run_dir: holds both.
+      last_step: the step that training continues after; 0 for a new run.
+      tensorboard: whether to write events.
+    """
+
+    def __init__(self, run_dir: Path, *, last_step: int, tensorboard: bool):
+        self._file = self._events = None
+        if not is_first_process():
+            return
+        path = run_dir / "metrics.jsonl"
+        _cut_after(path, last_step)
+        self._file = path.open("a", encoding="utf-8")
+        if tensorboard:
+            self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
+
+    def write(self, record: Record) -> None:
+        if self._file:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        if self._events:
+            for name, value in _flat(record):
+                self._events.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+        if self._events:
+            self._events.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a metrics.jsonl; a last line that a killed run left unfinished is ignored."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+class Progress:
+    """A live line on a terminal, plain lines elsewhere; both on the console given. A context manager."""
+
+    def __init__(self, console: rich.console.Console, *, first: int, steps: int, every: int):
+        self._console = console
+        self._first = first
+        self._steps = steps
+        self._every = every
+        self._began = time.monotonic()
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step {task.completed}/{task.total}"),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.fields[line]}"),
+            rich.progress.TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=first, line="compiling")
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, record: Record) -> None:
+        step = record["step"]
+        line = _line(record)
+        self._bar.update(self._task, completed=step, line=line)
+        if self._console.is_terminal:
+            return
+        if step % self._every == 0 or step == self._steps or "eval_loss" in record:
+            rest = (time.monotonic() - self._began) / max(1, step - self._first) * (self._steps - step)
+            text = f"step {step}/{self._steps}  {line}  {_duration(rest)} left"
+            self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _line(record: Record) -> str:
+    parts = [f"loss {record['loss']:.4f}"]
+    if "eval_loss" in record:
+        parts.append(f"eval {record['eval_loss']:.4f}")
+    parts.append(f"lr {record['learning_rate']:.2e}")
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{record['flops_per_second'] / 1e12:.3g} TFLOP/s")
+    return "  ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+def _cut_after(path: Path, last_step: int) -> None:
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path) if record["step"] <= last_step]
+    # Beside it and renamed: being killed here must not lose the curve so far.
+    beside = path.with_suffix(".cut")
+    beside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    beside.replace(path)
+
+
+def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Scalars by TensorBoard tag: `expert_load/layer_1/expert_0`."""
+    scalars: list[tuple[str, float]] = []
+    for key, value in record.items():
+        if isinstance(value, int | float):
+            scalars.append((key, value))
+        elif isinstance(value, dict):
+            for layer, entry in value.items():
+                entries = enumerate(entry) if isinstance(entry, list) else [(None, entry)]
+                for expert, number in entries:
+                    scalars.append((f"{key}/layer_{layer}" + ("" if expert is None else f"/expert_{expert}"), number))
+    return [(tag, value) for tag, value in scalars if tag != "step"]

@@ -1,0 +1,73 @@
+"""The trained model as a model directory."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from moe_jax.lineage import new_lineage_entry, read_lineage
+from moe_jax.loading import model_leaves
+from moe_jax.model_dir import ModelDirectoryWriter
+from moe_jax.model_source import ModelSource
+from moe_jax.nn import Decoder
+from moe_jax.train import strict
+from moe_jax.train.placement import is_first_process, wait_for_all
+from moe_jax.train.recipe import Recipe
+
+
+def write_model(
+    model: Decoder,
+    recipe: Recipe,
+    source: ModelSource | None,
+    tokenizer: Path,
+    measured: dict[str, Any],
+) -> Path:
+    """Writes `run_dir/model` and returns its path; an earlier one of the same run is replaced.
+
+    Args:
+      model: with the trained parameters.
+      recipe: of the run.
+      source: what it started from; its lineage is continued and its tokenizer files are copied.
+      tokenizer: the tokenizer file of the run, copied if there is no source.
+      measured: figures for the lineage.
+    """
+    target = Path(recipe.run_dir) / "model"
+    leaves = _gathered(model, recipe.model.output_dtype)
+    if not is_first_process():
+        for _ in leaves:
+            pass
+        wait_for_all("model written")
+        return target
+    options = {key: value for key, value in strict.flatten(recipe).items() if value is not None}
+    options["data.sources"] = [strict.flatten(section) for section in recipe.data.sources]
+    continued = source is not None and recipe.model.init == "checkpoint"
+    entry = new_lineage_entry("train", options, [source] if continued else [], measured)
+    files = source.tokenizer_files if source else (tokenizer,)
+    lineage = [*(read_lineage(source.path) if continued else []), entry]
+    fresh = target.with_name("model.new")
+    for stale in (fresh, target.with_name("model.old")):
+        if stale.exists():
+            shutil.rmtree(stale)
+    with ModelDirectoryWriter(fresh, model.config, tokenizer_files=files, lineage=lineage) as writer:
+        for path, leaf in leaves:
+            writer.write({path: leaf})
+    if target.exists():
+        target.rename(target.with_name("model.old"))
+    fresh.rename(target)
+    shutil.rmtree(target.with_name("model.old"), ignore_errors=True)
+    wait_for_all("model written")
+    return target
+
+
+def _gathered(model: Decoder, dtype: str | None):
+    """Whole leaves; every process takes part in gathering what lies on several hosts."""
+    for path, leaf in model_leaves(model):
+        if dtype and jnp.issubdtype(leaf.dtype, jnp.floating):
+            leaf = leaf.astype(dtype)
+        if jax.process_count() > 1:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        yield path, np.asarray(leaf)

@@ -1,0 +1,93 @@
+"""Batches on the devices of a mesh, and small facts shared between processes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from moe_jax.errors import InputError
+from moe_jax.sharding import batch_spec
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """How a batch [B, T] lies on the mesh."""
+    return NamedSharding(mesh, batch_spec())
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many parts the rows of a batch are split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+
+
+def check_batch_divides(mesh: Mesh, batch_size: int, accumulation: int) -> None:
+    """Raises `InputError` unless every device gets the same number of rows of every microbatch."""
+    shards = batch_shards(mesh)
+    if batch_size // accumulation % shards:
+        raise InputError(
+            f"train.batch_size = {batch_size} in {accumulation} microbatches leaves {batch_size // accumulation} "
+            f"sequences for the {shards} parts of the mesh (data x fsdp x expert); make it a multiple of "
+            f"{shards * accumulation}"
+        )
+
+
+def local_rows(mesh: Mesh, batch_size: int) -> list[int]:
+    """Rows of the global batch that the devices of this process hold, sorted."""
+    rows = np.zeros(batch_size, bool)
+    for index in batch_sharding(mesh).addressable_devices_indices_map((batch_size, 1)).values():
+        rows[index[0]] = True
+    return np.flatnonzero(rows).tolist()
+
+
+def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_size: int) -> dict[str, jax.Array]:
+    """Global arrays [B, ...] from the rows this process holds.
+
+    Args:
+      batch: arrays [R, T], the given rows of the global batch.
+      rows: their numbers, from `local_rows`.
+      mesh: where they go.
+      batch_size: B.
+    """
+    sharding = batch_sharding(mesh)
+    place_of = {row: i for i, row in enumerate(rows)}
+
+    def one(local: np.ndarray) -> jax.Array:
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            return local[[place_of[row] for row in range(*index[0].indices(batch_size))]]
+
+        return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, shard)
+
+    return {key: one(array) for key, array in batch.items()}
+
+
+def merge_positions(state: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+    """The data position of the whole batch, from the rows every process knows of (see `packing.PackedBatches`)."""
+    if jax.process_count() == 1:
+        return dict(state)
+    table = np.full((batch_size, 2), -1, np.int64)
+    for row, position in state["rows"].items():
+        table[int(row)] = position
+    # As int32 pairs: JAX would truncate int64.
+    gathered = np.asarray(multihost_utils.process_allgather(table.view(np.int32)))
+    rows = gathered.view(np.int64).max(axis=0)
+    return {**state, "rows": {str(row): position for row, position in enumerate(rows.tolist())}}
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is set in any process; the same answer in all of them."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def is_first_process() -> bool:
+    """Whether this process writes what is written once."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(name: str) -> None:
+    """Returns when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

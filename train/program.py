@@ -1,0 +1,142 @@
+"""What a recipe makes of a model on a mesh: the parts of a run that need no weights.
+
+`loop` runs it and `compile_only` compiles it for hardware that is not there; both get the same step.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.loading import abstract_model, load_model
+from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.nn import Decoder
+from moe_jax.peft import split_model, trainable_paths
+from moe_jax.sharding import make_mesh, state_shardings
+from moe_jax.train.optimizer import learning_rate, make_optimizer
+from moe_jax.train.placement import batch_sharding, check_batch_divides
+from moe_jax.train.recipe import Recipe
+from moe_jax.train.step import StepMetrics, TrainState, init_state, make_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A run without its weights and data.
+
+    Attributes:
+      config: of the model; its dtype is that of the parameters in training.
+      mesh: the devices.
+      model: abstract.
+      trainable: paths in memory of the trained parameters.
+      graphdef: of the model, for the states below.
+      optimizer: over the trained parameters.
+      state: abstract `TrainState`, every leaf with its sharding.
+      frozen: abstract state of the parameters that are not trained, likewise.
+      step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    model: Decoder
+    trainable: frozenset[str]
+    graphdef: nnx.GraphDef
+    optimizer: optax.GradientTransformation
+    state: TrainState
+    frozen: nnx.State
+    step: Callable[[TrainState, nnx.State, dict[str, jax.Array]], tuple[TrainState, StepMetrics]]
+
+
+def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None) -> Program:
+    """Makes the program of a recipe for a model.
+
+    Args:
+      recipe: the run.
+      config: of the model.
+      devices: for the mesh; default all there are. May be those of a topology.
+
+    Raises:
+      InputError: a mesh, batch size, partition or parameter shape that does not fit.
+    """
+    mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
+    check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
+    config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
+    model = abstract_model(config, compute_dtype=recipe.model.compute_dtype, remat=recipe.model.remat)
+    trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
+    graphdef, params, frozen = split_model(model, trainable)
+    schedule = learning_rate(recipe.optimizer, recipe.schedule, recipe.train.steps)
+    optimizer = make_optimizer(recipe.optimizer, schedule)
+    state = _abstract_state(params, optimizer, mesh)
+    frozen = _with_shardings(frozen, state_shardings(frozen, mesh))
+    replicated = NamedSharding(mesh, P())
+    step = jax.jit(
+        make_step(graphdef, config, optimizer, schedule, accumulation=recipe.train.accumulation),
+        donate_argnums=0,
+        in_shardings=(_shardings(state), _shardings(frozen), batch_sharding(mesh)),
+        out_shardings=(_shardings(state), replicated),
+    )
+    return Program(config, mesh, model, trainable, graphdef, optimizer, state, frozen, step)
+
+
+def abstract_batch(recipe: Recipe, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """The batch of a recipe, without contents."""
+    shape, sharding = (recipe.train.batch_size, recipe.data.seq_len), batch_sharding(mesh)
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    dtypes |= {"segment_ids": jnp.int32, "positions": jnp.int32}
+    return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for key, dtype in dtypes.items()}
+
+
+def initial_states(program: Program, recipe: Recipe, source: ModelSource | None) -> tuple[nnx.State, nnx.State]:
+    """Parameters before the first step, `(trained, frozen)`: from the source, or drawn with the recipe's seed.
+
+    Raises:
+      InputError: if the source is incomplete.
+    """
+    if recipe.model.init == "checkpoint":
+        assert source is not None
+        loaded = load_model(source, param_dtype=recipe.model.param_dtype, mesh=program.mesh)
+        _, params, frozen = split_model(loaded, program.trainable)
+        return params, frozen
+
+    def draw() -> tuple[nnx.State, nnx.State]:
+        model = Decoder(program.config, rngs=nnx.Rngs(recipe.seed))
+        _, params, frozen = split_model(model, program.trainable)
+        return params, frozen
+
+    shardings = (_shardings(program.state.params), _shardings(program.frozen))
+    return jax.jit(draw, out_shardings=shardings)()
+
+
+def first_state(program: Program, params: nnx.State) -> TrainState:
+    """The state before the first step; takes over the buffers of `params`."""
+    make = jax.jit(
+        lambda params: init_state(params, program.optimizer), donate_argnums=0, out_shardings=_shardings(program.state)
+    )
+    return make(params)
+
+
+def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """The train state with shardings; the optimizer's moments lie where their parameters do."""
+    shardings = state_shardings(params, mesh)
+    replicated = NamedSharding(mesh, P())
+    state = jax.eval_shape(lambda params: init_state(params, optimizer), params)
+    moments = optax.tree.map_params(
+        optimizer, lambda _, sharding: sharding, state.opt_state, shardings, transform_non_params=lambda _: replicated
+    )
+    return _with_shardings(state, TrainState(replicated, shardings, moments))
+
+
+def _with_shardings(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings
+    )
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)

@@ -1,0 +1,150 @@
+"""A training run from beginning to end, or from its last checkpoint on."""
+
+import dataclasses
+from pathlib import Path
+
+import grain
+import jax
+import rich.console
+from flax import nnx
+
+from moe_jax.checkpoint import TrainingCheckpoints
+from moe_jax.errors import InputError
+from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.train.data import open_data
+from moe_jax.train.evaluation import Evaluator, read_text
+from moe_jax.train.loop import Loop
+from moe_jax.train.output import write_model
+from moe_jax.train.placement import is_first_process, local_rows, wait_for_all
+from moe_jax.train.program import Program, first_state, initial_states, make_program
+from moe_jax.train.recipe import Recipe
+from moe_jax.train.report import print_partition
+from moe_jax.train.run_directory import check_run_directory, write_recipe
+from moe_jax.train.step import TrainState
+from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
+
+
+def train(
+    recipe: Recipe,
+    config: ModelConfig,
+    source: ModelSource | None,
+    *,
+    resume: bool = False,
+    continue_command: str = "moe-jax train RECIPE.toml --resume",
+    console: rich.console.Console | None = None,
+) -> Path:
+    """Runs a recipe; everything it makes goes to its run directory.
+
+    Args:
+      recipe: the run.
+      config: of the model.
+      source: the model that the recipe names; None if it names a config alone and new weights.
+      resume: continue the run in the run directory; where there is none, a new run starts.
+      continue_command: what to type to continue, told when a signal stops the run.
+      console: for everything that is printed.
+
+    Returns:
+      The model directory that was written.
+
+    Raises:
+      InputError: bad input of any kind, found before anything is written; `loop.Diverged` during training.
+      loop.Stopped: after SIGTERM or SIGINT, when the checkpoint is on disk.
+    """
+    console = console or rich.console.Console()
+    if not is_first_process():
+        console = rich.console.Console(quiet=True)
+    continues = check_run_directory(recipe, resume=resume)
+    program = make_program(recipe, config)
+    print_partition(console, program)
+    tokenizer = _tokenizer_path(recipe, source)
+    data = open_data(
+        recipe.data,
+        config,
+        tokenizer,
+        seed=recipe.seed,
+        batch_size=recipe.train.batch_size,
+        rows=local_rows(program.mesh, recipe.train.batch_size),
+    )
+    evaluator = _evaluator(recipe, program, tokenizer)
+    # Every process has looked before the first one writes.
+    wait_for_all("run directory checked")
+    if is_first_process():
+        write_recipe(recipe)
+    wait_for_all("run directory written")
+    checkpoints = TrainingCheckpoints(Path(recipe.run_dir) / "checkpoints", keep=recipe.checkpoint.keep)
+    try:
+        fingerprint = source.fingerprint() if source else None
+        step = checkpoints.latest_step() if continues else None
+        if step is None:
+            with jax.set_mesh(program.mesh):
+                params, frozen = initial_states(program, recipe, source)
+                state = first_state(program, params)
+        else:
+            console.print(f"continuing after step {step}", highlight=False)
+            state, frozen = _restore(recipe, program, source, fingerprint, data, checkpoints, step)
+        loop = Loop(
+            recipe,
+            program,
+            frozen=frozen,
+            data=data,
+            checkpoints=checkpoints,
+            source_fingerprint=fingerprint,
+            evaluator=evaluator,
+            console=console,
+            continue_command=continue_command,
+        )
+        state, last = loop.run(state)
+        model = nnx.merge(program.graphdef, state.params, frozen)
+        model.config = dataclasses.replace(config, dtype=recipe.model.output_dtype or recipe.model.param_dtype)
+        measured = {"steps": int(state.step)} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
+        path = write_model(model, recipe, source, tokenizer, measured)
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        return path
+    finally:
+        checkpoints.close()
+
+
+def _restore(
+    recipe: Recipe,
+    program: Program,
+    source: ModelSource | None,
+    fingerprint: str | None,
+    data: grain.DatasetIterator,
+    checkpoints: TrainingCheckpoints,
+    step: int,
+) -> tuple[TrainState, nnx.State]:
+    """The state of a checkpoint and the frozen parameters; puts `data` where it stood."""
+    with jax.set_mesh(program.mesh):
+        frozen = program.frozen
+        state, extra = checkpoints.restore(step, program.state)
+        if jax.tree.leaves(frozen):
+            # Frozen parameters are not in the checkpoints: they are those of the source.
+            if extra["source"] != fingerprint:
+                raise InputError(
+                    f"{recipe.model.path} changed since {recipe.run_dir} was started, and its frozen parameters are "
+                    "needed to continue; put the old model back or start a new run"
+                )
+            _, frozen = initial_states(program, recipe, source)
+    data.set_state(extra["data"])
+    return state, frozen
+
+
+def _tokenizer_path(recipe: Recipe, source: ModelSource | None) -> Path:
+    if recipe.data.tokenizer is not None:
+        return Path(recipe.data.tokenizer)
+    if source is None:
+        raise InputError("a model made from a config alone has no tokenizer: name one with data.tokenizer")
+    return find_tokenizer(source.tokenizer_files, source.path)
+
+
+def _evaluator(recipe: Recipe, program: Program, tokenizer: Path) -> Evaluator | None:
+    if recipe.eval is None:
+        return None
+    return Evaluator(
+        program.graphdef,
+        read_text(recipe.eval.text, Tokenizer(tokenizer, program.config)),
+        seq_len=recipe.eval.seq_len or recipe.data.seq_len,
+        batch_size=recipe.eval.batch_size,
+        mesh=program.mesh,
+    )

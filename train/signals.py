@@ -1,0 +1,43 @@
+"""SIGTERM and SIGINT as a wish to stop after the current step."""
+
+import signal
+import threading
+from types import FrameType
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class StopSignals:
+    """Remembers that a signal came; a second one of the same kind acts as always. A context manager.
+
+    With several processes JAX's preemption service watches for SIGTERM, and all processes learn of the same step to
+    stop after.
+
+    Attributes:
+      received: the signal, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def stop_after(self, step: int) -> bool:
+        """Whether to save and stop after `step`; every process asks after every step and gets the same answer."""
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            self.received = signal.SIGTERM
+        return self.received is not None
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        signal.signal(number, self._previous[number])

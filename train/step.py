@@ -1,0 +1,136 @@
+"""One training step as a pure function of (state, frozen parameters, batch)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from moe_jax.functional.losses import next_token_loss
+from moe_jax.models import ModelConfig
+from moe_jax.nn import auxiliary_loss
+from moe_jax.nn.router_stats import StackedStats
+from moe_jax.sharding import batch_spec
+
+Batch = dict[str, Array]
+"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `packing.PackedBatches`."""
+
+
+class TrainState(NamedTuple):
+    """All that a step changes.
+
+    Attributes:
+      step: optimizer steps done.
+      params: trained parameters (`nnx.State`).
+      opt_state: the optimizer's.
+    """
+
+    step: Int[Array, ""]
+    params: nnx.State
+    opt_state: optax.OptState
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports; float32 scalars but for the router's statistics.
+
+    Attributes:
+      loss: mean negative log-likelihood of the scored tokens, before the update.
+      auxiliary: what the auxiliary losses add to it (METHODS 1).
+      grad_norm: global norm of the gradient, before clipping.
+      learning_rate: of this step.
+      scored: tokens scored.
+      tokens: tokens that are not padding.
+      router: statistics of every router, means over the microbatches.
+    """
+
+    loss: Float[Array, ""]
+    auxiliary: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+    scored: Float[Array, ""]
+    tokens: Int[Array, ""]
+    router: StackedStats
+
+
+def init_state(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def make_step(
+    graphdef: nnx.GraphDef,
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    *,
+    accumulation: int = 1,
+) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, StepMetrics]]:
+    """Makes the step; jit it with the state donated.
+
+    The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed
+    in, plus the auxiliary losses (their mean over the microbatches). Gradients are added up in float32.
+
+    Args:
+      graphdef: from `peft.split_model`.
+      config: of the model.
+      optimizer: over the trained parameters.
+      schedule: learning rate by steps done, as the optimizer uses it (reported only).
+      accumulation: number of microbatches, a divisor of B.
+    """
+
+    def microbatch_loss(params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array) -> tuple[Array, tuple]:
+        model = nnx.merge(graphdef, params, frozen)
+        out = model(batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"])
+        total, _ = next_token_loss(out.logits, batch["targets"], batch["weights"])
+        loss, auxiliary = total / scored, auxiliary_loss(config, out.router) / accumulation
+        return loss + auxiliary, (loss, auxiliary, out.router)
+
+    grad = jax.grad(microbatch_loss, has_aux=True)
+
+    def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        scored = jnp.sum(batch["weights"])
+        # A batch of nothing but prompts has no loss and no gradient, rather than 0/0.
+        divisor = jnp.maximum(scored, 1.0)
+
+        def add_microbatch(sums: tuple, micro: Batch) -> tuple[tuple, StackedStats]:
+            grads, (loss, auxiliary, router) = grad(state.params, frozen, micro, divisor)
+            summed = jax.tree.map(lambda total, one: total + one.astype(jnp.float32), sums, (grads, loss, auxiliary))
+            return summed, router
+
+        if accumulation == 1:
+            grads, (loss, auxiliary, router) = grad(state.params, frozen, batch, divisor)
+            grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
+        else:
+            zero = jnp.zeros((), jnp.float32)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.params)
+            microbatches = {key: split_batch(array, accumulation) for key, array in batch.items()}
+            (grads, loss, auxiliary), router = jax.lax.scan(add_microbatch, (zeros, zero, zero), microbatches)
+            router = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), router)
+
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = StepMetrics(
+            loss=loss,
+            auxiliary=auxiliary,
+            grad_norm=optax.global_norm(grads),
+            learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
+            scored=scored,
+            tokens=jnp.sum(batch["segment_ids"] > 0),
+            router=router,
+        )
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return step
+
+
+def split_batch(array: Array, parts: int) -> Array:
+    """`[B, T]` to `[parts, B / parts, T]`; part p takes rows p, p + parts, ..., so that no row changes its device."""
+    rows, length = array.shape
+    microbatches = array.reshape(rows // parts, parts, length).swapaxes(0, 1)
+    if jax.sharding.get_abstract_mesh().empty:
+        return microbatches
+    return jax.lax.with_sharding_constraint(microbatches, P(None, *batch_spec()))
