@@ -17,9 +17,7 @@ from moe_jax.functional.routing import Routing
 class LowRankDelta(nnx.Module):
     """`A` [E, in, r], kaiming uniform with a = sqrt(5) as LoRA draws it, and `B` [E, r, out], zero."""
 
-    def __init__(
-        self, num_experts: int, shape: tuple[int, int], rank: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
-    ):
+    def __init__(self, num_experts: int, shape: tuple[int, int], rank: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.a = nnx.Param(draw_a(rngs.params(), num_experts, shape[0], rank).astype(dtype))
         self.b = nnx.Param(jnp.zeros((num_experts, rank, shape[1]), dtype))
 

@@ -17,9 +17,7 @@ from moe_jax.functional.routing import Routing
 class SparseDelta(nnx.Module):
     """`positions` [E, n]: distinct flat places in a kernel, sorted, fixed; `values` [E, n]: zero at first."""
 
-    def __init__(
-        self, num_experts: int, shape: tuple[int, int], nonzeros: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
-    ):
+    def __init__(self, num_experts: int, shape: tuple[int, int], nonzeros: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.positions = Positions(draw_positions(rngs.params(), num_experts, math.prod(shape), nonzeros))
         self.values = nnx.Param(jnp.zeros((num_experts, nonzeros), dtype))
 

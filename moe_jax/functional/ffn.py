@@ -16,9 +16,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def hidden(
-    up: Float[Array, "... f"], gate: Float[Array, "... f"] | None, activation: str
-) -> Float[Array, "... f"]:
+def hidden(up: Float[Array, "... f"], gate: Float[Array, "... f"] | None, activation: str) -> Float[Array, "... f"]:
     """`act(gate) * up` of a gated FFN, or `act(up)` of a plain one (`gate` is None)."""
     act = ACTIVATION_FUNCTIONS[activation]
     return act(up) if gate is None else act(gate) * up

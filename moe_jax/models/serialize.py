@@ -75,9 +75,7 @@ def _build(cls: type, data: Mapping[str, Any], where: str) -> Any:
     missing = [
         name
         for name, field in fields.items()
-        if name not in data
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
+        if name not in data and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
     if missing:
         raise InputError(f"{where} lacks {', '.join(missing)}")

@@ -57,7 +57,8 @@ class Attention(nnx.Module):
             rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
             slots = visible.places
             cache = KVCache(
-                cache.k.at[rows, slots].set(k.astype(cache.k.dtype)), cache.v.at[rows, slots].set(v.astype(cache.v.dtype))
+                cache.k.at[rows, slots].set(k.astype(cache.k.dtype)),
+                cache.v.at[rows, slots].set(v.astype(cache.v.dtype)),
             )
             k, v = (a.astype(x.dtype) for a in cache)
         y = attention(q, k, v, visible, window=self.config.sliding_window, aligned=cache is None)

@@ -1,0 +1,90 @@
+"""Every backend of the grouped product against one product per group, with gradients."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.functional import grouped
+from moe_jax.functional.grouped import grouped_matmul
+
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+
+def reference(lhs, rhs, group_sizes):
+    rows, start = [], 0
+    for kernel, size in zip(rhs, group_sizes, strict=True):
+        rows.append(lhs[start : start + size] @ kernel)
+        start += size
+    rows.append(jnp.zeros((lhs.shape[0] - start, rhs.shape[2]), lhs.dtype))
+    return jnp.concatenate(rows)
+
+
+@partial(jax.jit, static_argnums=0)
+def values_and_gradients(backend, lhs, rhs, group_sizes, weight):
+    def product(lhs, rhs):
+        if backend != "reference":
+            return grouped_matmul(lhs, rhs, group_sizes, backend)
+        row_group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0]), side="right")
+        member = jax.nn.one_hot(row_group, rhs.shape[0], dtype=lhs.dtype)
+        return jnp.einsum("mi,eio,me->mo", lhs, rhs, member)
+
+    return jax.value_and_grad(lambda lhs, rhs: jnp.sum(product(lhs, rhs) * weight), argnums=(0, 1))(lhs, rhs)
+
+
+# The shapes are few, so that programs are compiled once; the groups, which are data, are drawn freely.
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.sampled_from([(1, 3, 6, 4), (40, 1, 5, 7), (40, 4, 6, 4)]),
+    cuts=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    seed=st.integers(0, 999),
+)
+def test_product_and_gradients(shape, cuts, seed):
+    rows, num_groups, fan_in, fan_out = shape
+    ends = np.minimum(np.sort(cuts)[:num_groups], rows)  # the last rows may belong to no group
+    group_sizes = jnp.asarray(np.diff(ends, prepend=0), jnp.int32)
+    rng = np.random.default_rng(seed)
+    arrays = [
+        rng.standard_normal(s).astype(np.float32)
+        for s in ((rows, fan_in), (num_groups, fan_in, fan_out), (rows, fan_out))
+    ]
+    lhs, rhs, weight = map(jnp.asarray, arrays)
+    expected = values_and_gradients("reference", lhs, rhs, group_sizes, weight)
+    for backend in ("blocked", "ragged_dot", "auto"):
+        got = values_and_gradients(backend, lhs, rhs, group_sizes, weight)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), got, expected)
+
+
+def test_groups_longer_than_a_tile(monkeypatch):
+    monkeypatch.setattr(grouped, "TILE", 8)
+    sizes = [30, 0, 1, 17, 8]
+    lhs = jax.random.normal(jax.random.key(0), (60, 5))
+    rhs = jax.random.normal(jax.random.key(1), (5, 5, 7))
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    got = jax.jit(lambda lhs, rhs: grouped_matmul(lhs, rhs, group_sizes, "blocked"))(lhs, rhs)
+    np.testing.assert_allclose(got, reference(lhs, rhs, sizes), rtol=1e-5, atol=1e-5)
+    gradient = jax.jit(jax.grad(lambda r: jnp.sum(grouped_matmul(lhs, r, group_sizes, "blocked") ** 2)))(rhs)
+    expected = jax.grad(lambda r: jnp.sum(reference(lhs, r, sizes) ** 2))(rhs)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_is_within_its_rounding():
+    sizes = [9, 3, 20]
+    lhs, rhs = jax.random.normal(jax.random.key(0), (32, 16)), jax.random.normal(jax.random.key(1), (3, 16, 8))
+    exact = reference(lhs, rhs, sizes)
+    for backend in ("blocked", "ragged_dot"):
+        got = grouped_matmul(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), jnp.asarray(sizes, jnp.int32), backend)
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(got.astype(jnp.float32), exact, atol=0.02 * float(jnp.max(jnp.abs(exact))))
+
+
+def test_cpu_program_does_not_multiply_the_arithmetic():
+    """XLA:CPU's own lowering of ragged_dot does E times the work; the seam must not fall back to it."""
+    lhs, rhs = jnp.ones((256, 32)), jnp.ones((8, 32, 16))
+    text = jax.jit(grouped_matmul).lower(lhs, rhs, jnp.full(8, 32, jnp.int32)).as_text()
+    assert "ragged_dot" not in text
+    assert "stablehlo.while" in text

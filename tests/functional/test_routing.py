@@ -1,0 +1,104 @@
+"""Routing and its auxiliary losses (METHODS 1)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.functional.routing import GATES, route
+
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+
+jitted_route = jax.jit(route, static_argnames=("top_k", "gate", "capacity_factor"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([(1, 1, 1), (9, 8, 1), (9, 8, 3), (5, 4, 4)]), st.sampled_from(GATES), st.integers(0, 10**6))
+def test_weights_are_those_of_the_gate(shape, gate, seed):
+    tokens, num_experts, top_k = shape
+    top_k = 1 if gate == "top1" else top_k
+    logits = np.random.default_rng(seed).standard_normal((tokens, num_experts)).astype(np.float32)
+    routing, stats = jitted_route(jnp.asarray(logits), top_k, gate)
+    p = np.exp(logits.astype(np.float64))
+    p /= p.sum(-1, keepdims=True)
+    expected_experts = np.argsort(-logits, axis=-1, kind="stable")[:, :top_k]
+    expected = np.take_along_axis(p, expected_experts, -1)
+    if gate == "topk_softmax":
+        expected /= expected.sum(-1, keepdims=True)
+    np.testing.assert_array_equal(routing.experts, expected_experts)
+    np.testing.assert_allclose(routing.weights, expected, rtol=1e-5)
+    counts = np.bincount(expected_experts.ravel(), minlength=num_experts) / (tokens * top_k)
+    np.testing.assert_allclose(stats.load, counts, rtol=1e-6)
+    np.testing.assert_allclose(stats.balance, num_experts * np.sum(counts * p.mean(0)), rtol=1e-5)
+    np.testing.assert_allclose(stats.z, np.mean(np.log(np.exp(logits).sum(-1)) ** 2), rtol=1e-4, atol=1e-6)
+    assert stats.dropped == 0
+
+
+def test_uniform_routing_scores_one():
+    # Token t prefers experts t and t+1 (mod E) a little: every expert gets the same share.
+    num_experts, top_k = 8, 2
+    tokens = jnp.arange(64)[:, None]
+    distance = jnp.mod(jnp.arange(num_experts)[None, :] - tokens, num_experts)
+    logits = jnp.where(distance < top_k, 1e-4, 0.0).astype(jnp.float32)
+    _, stats = jitted_route(logits, top_k, "topk_softmax")
+    np.testing.assert_allclose(stats.balance, 1.0, rtol=1e-4)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_collapse_onto_k_experts_scores_e_over_k(top_k):
+    logits = jnp.where(jnp.arange(8)[None, :] < top_k, 30.0, -30.0) * jnp.ones((16, 1))
+    _, stats = jitted_route(logits.astype(jnp.float32), top_k, "softmax_topk")
+    np.testing.assert_allclose(stats.balance, 8 / top_k, rtol=1e-5)
+
+
+def test_balance_gradient_pushes_towards_balance():
+    logits = jax.random.normal(jax.random.key(0), (64, 4)) + jnp.array([[2.0, 0.0, 0.0, 0.0]])
+    gradient = jax.jit(jax.grad(lambda x: route(x, 2, "topk_softmax")[1].balance))(logits)
+    assert jnp.all(jnp.isfinite(gradient))
+    # Descending lowers the logit of the overloaded expert on average and raises the others'.
+    assert jnp.mean(gradient, axis=0)[0] > 1e-4
+    assert jnp.all(jnp.mean(gradient, axis=0)[1:] < 0)
+
+
+def test_descending_the_balance_loss_recovers_a_collapsed_router():
+    x = jax.random.normal(jax.random.key(1), (128, 16)).at[:, 0].set(1.0)
+    kernel = (0.02 * jax.random.normal(jax.random.key(0), (16, 4))).at[0, 0].add(3.0)
+
+    def balance(kernel):
+        return route(x @ kernel, 1, "topk_softmax")[1].balance
+
+    start = balance(kernel)
+    step = jax.jit(lambda kernel: kernel - 1.0 * jax.grad(balance)(kernel))
+    for _ in range(100):
+        kernel = step(kernel)
+    assert start > 3.0
+    assert balance(kernel) < 1.3
+
+
+def test_padding_does_not_count():
+    logits = jax.random.normal(jax.random.key(0), (12, 4))
+    valid = jnp.arange(12) < 7
+    _, padded = jitted_route(logits, 2, "topk_softmax", valid=valid)
+    _, cut = jitted_route(logits[:7], 2, "topk_softmax")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), padded, cut)
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.0, 2.0])
+def test_capacity_keeps_earlier_tokens(factor):
+    tokens, num_experts, top_k = 16, 4, 2
+    logits = jax.random.normal(jax.random.key(3), (tokens, num_experts)) + jnp.array([[3.0, 0, 0, 0]])
+    routing, stats = jitted_route(logits, top_k, "topk_softmax", capacity_factor=factor)
+    free, _ = jitted_route(logits, top_k, "topk_softmax")
+    capacity = int(np.ceil(factor * tokens * top_k / num_experts))
+    taken = np.zeros(num_experts, int)
+    kept = np.zeros((tokens, top_k), bool)
+    for t in range(tokens):
+        for j in range(top_k):
+            expert = int(routing.experts[t, j])
+            kept[t, j] = taken[expert] < capacity
+            taken[expert] += 1
+    np.testing.assert_allclose(routing.weights, np.where(kept, free.weights, 0))
+    np.testing.assert_allclose(stats.dropped, 1 - kept.mean(), atol=1e-6)

@@ -1,0 +1,37 @@
+"""Sampling: greedy, temperature, top-k, top-p."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.functional.sampling import sample
+
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+PROBABILITIES = np.array([0.5, 0.25, 0.15, 0.07, 0.03])
+LOGITS = jnp.broadcast_to(jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None], (4000, 5))
+
+
+def frequencies(**options):
+    tokens = sample(LOGITS, jax.random.key(0), **options)
+    return np.bincount(np.asarray(tokens), minlength=5) / len(tokens)
+
+
+def test_greedy_takes_the_largest():
+    assert frequencies(temperature=0.0)[0] == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperature(temperature):
+    expected = PROBABILITIES ** (1 / temperature)
+    np.testing.assert_allclose(frequencies(temperature=temperature), expected / expected.sum(), atol=0.03)
+
+
+def test_top_k_renormalises_what_is_left():
+    np.testing.assert_allclose(frequencies(top_k=2), [2 / 3, 1 / 3, 0, 0, 0], atol=0.03)
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.01, 1), (0.49, 1), (0.51, 2), (0.8, 3), (1.0, 5)])
+def test_top_p_keeps_the_smallest_sufficient_set(top_p, kept):
+    expected = np.where(np.arange(5) < kept, PROBABILITIES, 0)
+    np.testing.assert_allclose(frequencies(top_p=top_p), expected / expected.sum(), atol=0.03)
