@@ -4,12 +4,14 @@
 another in flat memory. `TrainingCheckpoints` holds what a training run needs to go on.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,7 @@ class LeafWriter:
           OSError: if the disk is full or cannot be written.
         """
         self._flush()
-        with disk_errors(self._directory), self._context:
+        with _writing(self._directory), self._context:
             ocp.partial.finalize(self._directory)
 
     def _leaves_of_interrupted(self) -> set[str]:
@@ -145,7 +147,7 @@ class LeafWriter:
             for parent in parents:
                 node = node.setdefault(parent, {})
             node[name] = np.ascontiguousarray(array).reshape(array.shape).view(_Lent)
-        with disk_errors(self._directory), self._context:
+        with _writing(self._directory), self._context:
             ocp.partial.save(self._directory, tree)
         self.done |= leaves.keys()
 
@@ -278,7 +280,7 @@ class TrainingCheckpoints:
         self._directory = Path(directory).absolute()
         context = ocp.Context()
         context.array.saving.use_compression = False
-        with disk_errors(self._directory):
+        with _writing(self._directory):
             self._checkpointer = ocp.training.Checkpointer(
                 self._directory,
                 context=context,
@@ -302,7 +304,7 @@ class TrainingCheckpoints:
         self.wait()
         leaves = {name: _plain(leaf) for name, leaf in _named_leaves(state).items()}
         try:
-            with disk_errors(self._directory):
+            with _writing(self._directory):
                 self._saving = self._checkpointer.save_async(step, leaves, force=True, custom_metadata=dict(extra))
         except OSError:
             self._remove_unfinished()
@@ -318,7 +320,7 @@ class TrainingCheckpoints:
         if saving is None:
             return
         try:
-            with disk_errors(self._directory):
+            with _writing(self._directory):
                 saving.result()
         except OSError:
             self._remove_unfinished()
@@ -411,6 +413,23 @@ def _plain_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """Reports errors of the disk as `OSError`, once."""
+    usual = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        # When one write of a group fails, Orbax closes its event loop, and every other write complains that it did.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            usual(unraisable)
+
+    sys.unraisablehook = hook
+    with disk_errors(directory):
+        yield
+    # After an error the hook stays: the other writes are still going on.
+    sys.unraisablehook = usual
 
 
 def _natural(path: str) -> list[tuple[bool, int, str]]:

@@ -94,9 +94,7 @@ def _parse(command: str, options: type, arguments: list[str]) -> Any:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(
-                options, args=arguments, prog=f"moe-jax {command}", config=(tyro.conf.FlagCreatePairsOff,)
-            )
+            return tyro.cli(options, args=arguments, prog=f"moe-jax {command}", config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit as stop:
         if not stop.code:
             return None
@@ -104,12 +102,21 @@ def _parse(command: str, options: type, arguments: list[str]) -> Any:
 
 
 def _one_line(box: str, command: str) -> str:
-    """The first section of the box that tyro draws around an error, and what it suggests."""
-    text = re.sub(r"^╭.*╮$|^╰.*╯$|^│|│$", "", box, flags=re.MULTILINE)
-    sections = [" ".join(section.split()) for section in re.split(r"─{3,}|-{20,}", text)]
-    suggested = re.search(r"Perhaps you meant:\s*(--[\w-]+)", text)
+    """The first section of the box that tyro draws around an error, and the option that it suggests.
+
+    The title is part of the border where the terminal has box characters, and a section of its own where not.
+    """
+    sections: list[list[str]] = [[]]
+    for line in box.splitlines():
+        if re.fullmatch(r"[╭╰│ ]*[─-]{3,}[╮╯│ ]*", line):
+            sections.append([])
+        elif not line.startswith("╭"):
+            sections[-1].append(line.strip("│ "))
+    said = [" ".join(" ".join(section).split()) for section in sections]
+    message = said[0] if box.startswith("╭") else said[1]
+    suggested = re.search(r"Perhaps you meant: (--[\w-]+)", " ".join(said))
     hint = f" (did you mean {suggested[1]}?)" if suggested else ""
-    return f"{sections[0]}{hint}; see moe-jax {command} --help"
+    return f"{message}{hint}; see moe-jax {command} --help"
 
 
 def _message(error: Exception) -> str:

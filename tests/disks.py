@@ -1,0 +1,42 @@
+"""Disks that are full, and programs that are killed, for tests."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A real file system of a few MB; the test is skipped where mounting is not permitted."""
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mount.returncode:
+        pytest.skip(f"cannot mount a small disk: {mount.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def run_python(
+    program: str, *arguments: object, devices: int = 1, encoding: str = "utf-8"
+) -> subprocess.CompletedProcess:
+    """Runs a program in a fresh interpreter that can import this checkout, on CPU devices."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": encoding,
+    }
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, env=environment
+    )

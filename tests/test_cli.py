@@ -1,0 +1,161 @@
+import dataclasses
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import tyro
+
+from moe_jax import cli
+from moe_jax.errors import InputError
+from moe_jax.open_source import open_source
+from tests.disks import ROOT, run_python
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What convert does."""
+
+    src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
+    """Where from."""
+    top_k: int = 2
+    """Experts per token."""
+    dry_run: bool = False
+    """Writes nothing."""
+
+
+@pytest.fixture
+def convert(monkeypatch):
+    """Puts a command in the place of `convert` that keeps its options, or does what `convert.do` says."""
+    command = types.SimpleNamespace(Options=Options, seen=[], do=lambda options: None)
+    command.run = lambda options: (command.seen.append(options), command.do(options))
+    monkeypatch.setitem(sys.modules, "moe_jax.commands.convert", command)
+    return command
+
+
+def fail(error):
+    def run(_):
+        raise error
+
+    return run
+
+
+def test_options_reach_the_command(convert):
+    assert cli.main(["convert", "a/b", "--top-k", "3", "--dry-run"]) == 0
+    assert convert.seen == [Options(Path("a/b"), 3, True)]
+
+
+def test_overview_names_every_command(capsys):
+    for arguments in ([], ["--help"], ["-h"]):
+        assert cli.main(arguments) == 0
+        out, err = capsys.readouterr()
+        assert all(f"  {name} " in out for name in cli.COMMANDS) and not err
+
+
+def test_every_command_of_the_table_has_a_module():
+    for name in cli.COMMANDS:
+        assert (ROOT / "moe_jax" / "commands" / f"{name}.py").is_file(), name
+
+
+def test_help_does_not_import_jax():
+    program = """
+import sys
+from moe_jax import cli
+for arguments in (["--help"], ["inspect", "--help"]):
+    assert cli.main(arguments) == 0
+assert "jax" not in sys.modules and "orbax" not in sys.modules
+"""
+    ran = run_python(program)
+    assert ran.returncode == 0, ran.stderr
+    assert "usage: moe-jax inspect [-h] MODEL" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convrt"], "unknown command 'convrt' (did you mean 'convert'?); see moe-jax --help"),
+        (["convert", "a", "--topk"], "Unrecognized options: --topk (did you mean --top-k?); see"),
+        (["convert", "a", "--top-k", "x"], "--top-k: invalid literal for int() with base 10: 'x'; see"),
+        (["convert"], "Missing from moe-jax convert: SRC Where from. (required); see"),
+        (["convert", "a", "b"], "Unrecognized options: b; see moe-jax convert --help"),
+    ],
+)
+def test_usage_errors_are_one_line(convert, capsys, arguments, message):
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("moe-jax: error: ") and message in err
+    assert err.count("\n") == 1 and not out and not convert.seen
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_usage_errors_read_the_same_on_every_terminal(encoding):
+    program = "import sys; from moe_jax import cli; sys.exit(cli.main(['inspect', 'a', '--jsn']))"
+    ran = run_python(program, encoding=encoding)
+    assert ran.returncode == 2
+    expected = "Unrecognized options: --jsn (did you mean --json?); see moe-jax inspect --help"
+    assert ran.stderr == f"moe-jax: error: {expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (InputError("x is wrong"), "x is wrong"),
+        (FileNotFoundError("no model at x"), "no model at x"),
+        (FileNotFoundError(2, "No such file or directory", "x/y"), "x/y: No such file or directory"),
+        (PermissionError(13, "Permission denied", "x"), "x: Permission denied"),
+        (OSError(28, "No space left on device", "/full/model"), "/full/model: No space left on device"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_errors_of_the_user_are_one_line(convert, capsys, error, message):
+    convert.do = fail(error)
+    assert cli.main(["convert", "a"]) == 2
+    assert capsys.readouterr().err == f"moe-jax: error: {message}\n"
+
+
+def test_bugs_keep_their_traceback(convert):
+    convert.do = fail(ValueError("ours"))
+    with pytest.raises(ValueError, match="ours"):
+        cli.main(["convert", "a"])
+
+
+def test_ctrl_c_ends_with_130(convert, capsys):
+    convert.do = fail(KeyboardInterrupt())
+    assert cli.main(["convert", "a"]) == 130
+    assert capsys.readouterr().err == "moe-jax: interrupted\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    program = f"{sys.executable} -m moe_jax.cli --help | true; echo ${{PIPESTATUS[0]}}"
+    for _ in range(3):
+        ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=ROOT)
+        assert ran.stdout.strip() in ("0", "1") and not ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("devices", "chosen", "expected"),
+    [((), None, "cpu"), ((), "tpu", "tpu"), (("accel0",), None, None), (("nvidia0",), None, None)],
+)
+def test_a_tpu_is_looked_for_only_where_one_may_be(convert, monkeypatch, tmp_path, devices, chosen, expected):
+    for device in devices:
+        (tmp_path / device).touch()
+    monkeypatch.setattr(cli, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if chosen:
+        monkeypatch.setenv("JAX_PLATFORMS", chosen)
+    assert cli.main(["convert", "a"]) == 0
+    assert os.environ.get("JAX_PLATFORMS") == expected
+
+
+def test_open_source_says_what_it_found(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no model at"):
+        open_source(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file is a file; expected a model directory"):
+        open_source(tmp_path / "file")
+    with pytest.raises(InputError, match="is not a model: it holds file; expected"):
+        open_source(tmp_path)

@@ -1,0 +1,223 @@
+import json
+import os
+import pickle
+import signal
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from moe_jax import checkpoint
+from moe_jax.errors import InputError
+from moe_jax.lineage import new_lineage_entry, read_lineage
+from moe_jax.loading import leaf_specs, load_model
+from moe_jax.model_dir import ModelDirectory, ModelDirectoryWriter, is_model_directory
+from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from tests.disks import run_python, small_disk
+
+ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+DENSE = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=48))
+MOE = MoEConfig(expert=FFNConfig(dim=48), num_experts=4, top_k=2, bank=BankConfig(kind="low-rank", rank=2))
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=64,
+    d_model=32,
+    max_positions=64,
+    layers=(DENSE, LayerConfig(attention=ATTENTION, mlp=MOE)) * 2,
+    foreign={"kept": [1, {"as": "is"}]},
+)
+ENTRY = {"command": "test", "options": {"seed": 0}, "sources": []}
+
+
+@pytest.fixture(scope="module")
+def leaves() -> dict[str, np.ndarray]:
+    """Random bits, part of them as bfloat16."""
+    rng = np.random.default_rng(0)
+    dtypes = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+    made = {}
+    for i, (path, spec) in enumerate(leaf_specs(CONFIG).items()):
+        dtype = dtypes[i % 2]
+        made[path] = rng.integers(0, 128, spec.size * dtype.itemsize, np.uint8).view(dtype).reshape(spec.shape)
+    return made
+
+
+def write(dst, leaves, *, lineage=(ENTRY,), files=(), config=CONFIG, resume=False) -> None:
+    with ModelDirectoryWriter(dst, config, tokenizer_files=files, lineage=lineage, resume=resume) as writer:
+        writer.write({path: leaf for path, leaf in leaves.items() if path not in writer.done})
+
+
+def test_a_model_comes_back_as_it_was(tmp_path, leaves):
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(b'{"\xc3\xa9": 1}\n')
+    write(tmp_path / "model", leaves, files=[tokenizer])
+    model = ModelDirectory(tmp_path / "model")
+    assert is_model_directory(tmp_path / "model")
+    assert model.config == CONFIG and model.config.foreign == CONFIG.foreign
+    assert model.specs().keys() == leaves.keys()
+    for path, leaf in leaves.items():
+        assert model.read(path).dtype == leaf.dtype and model.read(path).tobytes() == leaf.tobytes()
+    assert [file.name for file in model.tokenizer_files] == ["tokenizer.json"]
+    assert model.tokenizer_files[0].read_bytes() == tokenizer.read_bytes()
+    assert read_lineage(tmp_path / "model") == [ENTRY]
+    assert sorted(os.listdir(tmp_path)) == ["model", "tokenizer.json"]
+
+
+def test_the_decoder_can_be_loaded_from_it(tmp_path, leaves):
+    write(tmp_path / "model", leaves)
+    decoder = load_model(ModelDirectory(tmp_path / "model"), param_dtype="float32")
+    assert sum(leaf.size for leaf in jax.tree.leaves(decoder)) == sum(leaf.size for leaf in leaves.values())
+
+
+def test_measured_figures_can_be_added_until_the_end(tmp_path, leaves):
+    write(tmp_path / "first", leaves)
+    source = ModelDirectory(tmp_path / "first")
+    entry = new_lineage_entry("next", {"dst": tmp_path}, [source, tmp_path / "first" / "config.json"])
+    lineage = [*read_lineage(tmp_path / "first"), entry]
+    with ModelDirectoryWriter(tmp_path / "second", CONFIG, tokenizer_files=[], lineage=lineage) as writer:
+        writer.write(leaves)
+        writer.lineage[-1]["measured"]["error"] = 0.25
+    first, second = read_lineage(tmp_path / "second")
+    assert first == ENTRY
+    assert second["measured"] == {"error": 0.25} and second["options"] == {"dst": str(tmp_path)}
+    assert second["versions"].keys() >= {"moe_jax", "jax", "flax"}
+    assert second["sources"][0]["fingerprint"] == source.fingerprint()
+
+
+def test_an_existing_target_is_refused_and_untouched(tmp_path, leaves):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(InputError, match="already exists; choose another name"):
+        write(tmp_path / "model", leaves)
+    assert os.listdir(tmp_path) == ["model"] and not os.listdir(tmp_path / "model")
+
+
+def test_a_missing_tokenizer_file_is_found_before_anything_is_written(tmp_path, leaves):
+    with pytest.raises(InputError, match="tokenizer.json is not there"):
+        write(tmp_path / "model", leaves, files=[tmp_path / "tokenizer.json"])
+    assert not os.listdir(tmp_path)
+
+
+def test_an_error_leaves_nothing_behind(tmp_path, leaves):
+    with pytest.raises(RuntimeError, match="in the middle"):
+        with ModelDirectoryWriter(tmp_path / "model", CONFIG, tokenizer_files=[], lineage=[ENTRY]) as writer:
+            writer.write(leaves)
+            raise RuntimeError("in the middle")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_model_without_all_its_leaves_never_appears(tmp_path, leaves):
+    some = dict(leaves)
+    del some["layers/1/mlp/experts/delta/up/a"]
+    with pytest.raises(ValueError, match="1 leaves were not written, the first is layers/1/mlp/experts/delta/up/a"):
+        write(tmp_path / "model", some)
+    with pytest.raises(ValueError, match="is not part of the model"):
+        write(tmp_path / "model", {"layers/9/mlp/up/kernel": np.ones((32, 48))})
+    with pytest.raises(ValueError, match=r"has shape \(48, 32\), the config says \(32, 48\)"):
+        write(tmp_path / "model", {"layers/0/mlp/up/kernel": np.ones((48, 32))})
+    assert not os.listdir(tmp_path)
+
+
+def test_what_a_killed_command_left_is_replaced(tmp_path, leaves):
+    stale = tmp_path / ".model.partial"
+    (stale / "params.partial_save").mkdir(parents=True)
+    (stale / "config.json").write_text("half")
+    write(tmp_path / "model", leaves)
+    assert os.listdir(tmp_path) == ["model"] and ModelDirectory(tmp_path / "model").config == CONFIG
+
+
+def test_two_commands_cannot_write_one_target(tmp_path, leaves):
+    with ModelDirectoryWriter(tmp_path / "model", CONFIG, tokenizer_files=[], lineage=[ENTRY]) as writer:
+        with pytest.raises(InputError, match="another command is writing"):
+            write(tmp_path / "model", leaves)
+        writer.write(leaves)
+    assert ModelDirectory(tmp_path / "model").specs().keys() == leaves.keys()
+
+
+KILLED = """
+import os, pickle, signal, sys
+from pathlib import Path
+from moe_jax import checkpoint
+from moe_jax.model_dir import ModelDirectoryWriter
+
+config, lineage, leaves = pickle.loads(Path(sys.argv[2]).read_bytes())
+checkpoint.GROUP_BYTES = 1
+with ModelDirectoryWriter(Path(sys.argv[1]), config, tokenizer_files=[], lineage=lineage, resume=True) as writer:
+    for number, (path, leaf) in enumerate(leaves.items()):
+        if number == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        writer.write({path: leaf})
+"""
+
+
+@pytest.fixture
+def killed(tmp_path, leaves):
+    """A target whose command was killed after five leaves."""
+    (tmp_path / "job").write_bytes(pickle.dumps((CONFIG, [ENTRY], leaves)))
+    ran = run_python(KILLED, tmp_path / "model", tmp_path / "job")
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    assert not (tmp_path / "model").exists()
+    assert not is_model_directory(tmp_path / ".model.partial")
+    return tmp_path / "model"
+
+
+def done_of(dst, lineage) -> frozenset[str]:
+    with pytest.raises(ZeroDivisionError):
+        with ModelDirectoryWriter(dst, CONFIG, tokenizer_files=[], lineage=lineage, resume=True) as writer:
+            done = writer.done
+            raise ZeroDivisionError
+    return done
+
+
+def test_the_same_job_goes_on_where_it_was_killed(killed, leaves):
+    # Dates and measured figures differ between two runs of the same job.
+    again = [ENTRY | {"date": "later", "measured": {"seconds": 3}}]
+    assert done_of(killed, again) == frozenset(list(leaves)[:5])
+    write(killed, leaves, lineage=again, resume=True)
+    model = ModelDirectory(killed)
+    assert all(model.read(path).tobytes() == leaf.tobytes() for path, leaf in leaves.items())
+    assert read_lineage(killed) == again
+
+
+def test_another_job_does_not_go_on_with_it(killed):
+    assert done_of(killed, [ENTRY | {"options": {"seed": 1}}]) == frozenset()
+
+
+def test_fingerprint_is_that_of_the_content(tmp_path, leaves):
+    path = "layers/0/mlp/up/kernel"
+    changed = leaves[path].copy()
+    changed[3, 4] += 1
+    write(tmp_path / "a", leaves)
+    write(tmp_path / "same", leaves, lineage=[ENTRY, ENTRY])
+    write(tmp_path / "changed", leaves | {path: changed})
+    one, same, other = (ModelDirectory(tmp_path / name).fingerprint() for name in ("a", "same", "changed"))
+    assert one == same != other
+
+
+def test_broken_directories_are_named(tmp_path, leaves):
+    assert not is_model_directory(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no model directory at"):
+        ModelDirectory(tmp_path)
+    write(tmp_path / "model", leaves)
+    config = tmp_path / "model" / "config.json"
+    whole = config.read_text()
+    config.write_text(whole[:50])
+    with pytest.raises(InputError, match="config.json is not valid JSON"):
+        ModelDirectory(tmp_path / "model")
+    config.write_text(json.dumps(json.loads(whole) | {"vocab_sise": 3}))
+    with pytest.raises(InputError, match="unknown key 'vocab_sise'.*did you mean 'vocab_size'"):
+        ModelDirectory(tmp_path / "model")
+    config.write_text(json.dumps({"model_type": "llama"}))
+    assert not is_model_directory(tmp_path / "model")
+    (tmp_path / "model" / "lineage.json").write_text("{}")
+    with pytest.raises(InputError, match="not a list of entries"):
+        read_lineage(tmp_path / "model")
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, leaves, monkeypatch):
+    monkeypatch.setattr(checkpoint, "GROUP_BYTES", 1 << 16)
+    config = ModelConfig(family="llama", vocab_size=1 << 15, d_model=32, max_positions=64, layers=CONFIG.layers)
+    large = {path: np.ones(spec.shape, spec.dtype) for path, spec in leaf_specs(config).items()}
+    with small_disk(tmp_path / "disk", 3) as disk:
+        with pytest.raises(OSError, match="No space left on device"):
+            write(disk / "model", large, config=config)
+        assert not os.listdir(disk)
