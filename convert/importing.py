@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def convert(
     require_space(dst, total)
     with ByteProgress(console, "converting", total) as progress:
         with ModelDirectoryWriter(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
-            for path, leaf in _read_ahead(source, tuple(specs), target):
+            for path, leaf in _read_ahead(source, specs):
                 writer.write({path: leaf})
                 progress.advance(leaf.nbytes)
             writer.lineage[-1]["measured"] = progress.measured()
@@ -76,13 +76,23 @@ def convert(
 
 
 def _read_ahead(
-    source: HuggingFaceDirectory, paths: Sequence[str], dtype: np.dtype | None
+    source: HuggingFaceDirectory, specs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads leaves in order, each while the caller works on the one before: two are in memory at a time."""
+    """Reads leaves in order, each while the caller works on the one before.
+
+    Two buffers take turns. New memory for every leaf costs as much as reading it: the system has to clear it.
+    """
+    largest = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+    buffers = [np.empty(largest, np.uint8) for _ in range(2)]
+    paths = list(specs)
     with ThreadPoolExecutor(1) as pool:
-        upcoming = pool.submit(source.read, paths[0], dtype)
-        for path, following in zip(paths, (*paths[1:], None), strict=True):
+
+        def start(index: int) -> Future[np.ndarray]:
+            return pool.submit(source.read, paths[index], specs[paths[index]].dtype, buffers[index % 2])
+
+        upcoming = start(0)
+        for index, path in enumerate(paths):
             leaf = upcoming.result()
-            upcoming = pool.submit(source.read, following, dtype) if following else None
+            if index + 1 < len(paths):
+                upcoming = start(index + 1)
             yield path, leaf
-            del leaf

@@ -83,12 +83,13 @@ class HuggingFaceDirectory:
             specs[leaf] = jax.ShapeDtypeStruct(_leaf_shape(first, len(pieces)), dtype)
         return specs
 
-    def read(self, path: str, dtype: np.dtype | None = None) -> np.ndarray:
+    def read(self, path: str, dtype: np.dtype | None = None, buffer: np.ndarray | None = None) -> np.ndarray:
         """Reads one leaf, and no bytes but its own.
 
         Args:
           path: of the leaf.
           dtype: to cast to on the way; default as stored.
+          buffer: bytes, at least as many as the leaf has, that the returned array may lie in.
 
         Raises:
           InputError: if there is no such leaf, a tied tensor differs from its twin, or a cast overflows.
@@ -100,7 +101,9 @@ class HuggingFaceDirectory:
             self._check_duplicates(piece.tensor)
         first = pieces[0]
         stored = DTYPES[self.weights.tensors[first.tensor].dtype]
-        out = np.empty(_leaf_shape(first, len(pieces)), dtype or stored)
+        shape, dtype = _leaf_shape(first, len(pieces)), dtype or stored
+        buffer = np.empty(math.prod(shape) * dtype.itemsize, np.uint8) if buffer is None else buffer
+        out = buffer[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
         chunks = [(piece, start, stop) for piece in pieces for start, stop in row_chunks(piece.shape, stored.itemsize)]
         try:
             list(self._pool.map(lambda chunk: self._fill(out, *chunk), chunks))

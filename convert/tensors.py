@@ -3,6 +3,7 @@
 import math
 import os
 import threading
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +58,7 @@ class TensorFiles:
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._descriptors)
 
     def read_into(self, entry: TensorEntry, offset: int, out: np.ndarray) -> None:
         """Fills a contiguous array with the elements of a row-major tensor that begin at element `offset`.
@@ -78,16 +80,6 @@ class TensorFiles:
         self._fill(entry.file, entry.start, memoryview(flat.view(np.uint8)))
         return np.lib.stride_tricks.as_strided(flat, entry.shape, [stride * dtype.itemsize for stride in strides])
 
-    def close(self) -> None:
-        """Closes all files; a later read opens them again."""
-        with self._lock:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
-
-    def __del__(self) -> None:
-        self.close()
-
     def _fill(self, file: Path, position: int, out: memoryview) -> None:
         descriptor = self._descriptor(file)
         done = 0
@@ -102,6 +94,11 @@ class TensorFiles:
             if file not in self._descriptors:
                 self._descriptors[file] = os.open(file, os.O_RDONLY)
             return self._descriptors[file]
+
+
+def _close_all(descriptors: dict[Path, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
 def row_major(shape: Iterable[int]) -> tuple[int, ...]:

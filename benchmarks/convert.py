@@ -1,0 +1,139 @@
+"""Memory and speed of `moe-jax convert` and `moe-jax export` against `cp` on the same disk.
+
+    python benchmarks/convert.py [--folder FOLDER] [--layers 2]
+
+Writes a checkpoint with the shapes of Mixtral-8x7B but few layers (two: 6.2 GB) in bfloat16, copies it with `cp`,
+converts it, exports the result, and compares what came back with what went in. Each command is a process of its own,
+begins with nothing of its input in the page cache, and is timed until all it wrote is on the disk. Everything is
+removed at the end; meanwhile it takes three times the size of the checkpoint.
+
+Asked for: peak resident memory of at most 1.5 GB + 2 x the largest parameter of a layer, and half the speed of `cp`.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from moe_jax.convert import read_hf_config
+from moe_jax.convert.checkpoint_files import open_checkpoint
+from moe_jax.convert.families import family_named
+from moe_jax.convert.shards import PlannedTensor, ShardWriter
+from moe_jax.convert.table import PER_EXPERT, apply_table
+from moe_jax.convert.tensors import TensorEntry, TensorFiles
+from moe_jax.loading import leaf_specs
+
+GB = 1e9
+RUN = 16 << 20  # elements that are written or compared at a time
+CONFIG = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "torch_dtype": "bfloat16",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: temporary files")
+    parser.add_argument("--layers", type=int, default=2)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="moe-jax-benchmark-") as name:
+        measure(Path(name), options.layers)
+
+
+def measure(folder: Path, layers: int) -> None:
+    """Runs the comparison in `folder` and prints it."""
+    foreign, copy, ours, back = (folder / name for name in ("foreign", "copy", "ours", "back"))
+    largest = write_checkpoint(foreign, layers)
+    size = sum(file.stat().st_size for file in foreign.iterdir())
+    bound = 1.5 * GB + 2 * largest
+    print(f"checkpoint {size / GB:.2f} GB, largest parameter of a layer {largest / GB:.2f} GB", flush=True)
+
+    cp_seconds, _ = timed(["cp", "-r", str(foreign), str(copy)], foreign)
+    print(f"{'cp':8} {cp_seconds:6.1f} s  {size / GB / cp_seconds:.2f} GB/s", flush=True)
+    shutil.rmtree(copy)
+    for command, source, target in (("convert", foreign, ours), ("export", ours, back)):
+        seconds, peak = timed([sys.executable, "-m", "moe_jax.cli", command, str(source), str(target)], source)
+        print(
+            f"{command:8} {seconds:6.1f} s  {size / GB / seconds:.2f} GB/s = {cp_seconds / seconds:.2f} of cp (aim 0.5), "
+            f"peak memory {peak / GB:.2f} GB (bound {bound / GB:.2f})",
+            flush=True,
+        )
+    print("bit for bit the same after convert and export:", same_tensors(foreign, back))
+
+
+def write_checkpoint(folder: Path, layers: int) -> int:
+    """Writes a checkpoint of random bits; returns the bytes of the largest leaf of a layer."""
+    folder.mkdir()
+    keys = {**CONFIG, "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(keys))
+    leaves = leaf_specs(read_hf_config(keys))
+    mapped = apply_table(family_named("mixtral").table, leaves, layers, PER_EXPERT, "mixtral")
+    tensors = {name: PlannedTensor("BF16", shape) for name, shape in mapped.tensors.items()}
+    bits = np.random.default_rng(0).integers(0, 1 << 16, 2 * RUN, np.uint16)
+    with ShardWriter(folder, tensors, int(5 * GB)) as writer:
+        for index, (name, tensor) in enumerate(tensors.items()):
+            shift = index * 7919 % RUN  # so that no two tensors are equal
+            count = math.prod(tensor.shape)
+            for start in range(0, count, RUN):
+                run = bits[shift : shift + min(RUN, count - start)]
+                writer.write(name, start, run.view(leaves["embed/embedding"].dtype))
+    return max(math.prod(leaf.shape) * 2 for path, leaf in leaves.items() if path.startswith("layers/"))
+
+
+def timed(command: list[str], source: Path) -> tuple[float, int]:
+    """Seconds until a command is done and all it wrote is on the disk, and its peak resident memory in bytes."""
+    os.sync()
+    for file in source.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as handle:
+                os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    process = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, text=True)
+    output = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed:\n{output}")
+    os.sync()
+    return time.perf_counter() - start, usage.ru_maxrss * 1024
+
+
+def same_tensors(a: Path, b: Path) -> bool:
+    """Whether two checkpoints hold the same bits under the same names."""
+    first, second, files = open_checkpoint(a).tensors, open_checkpoint(b).tensors, TensorFiles()
+
+    def runs(entry: TensorEntry):
+        count = math.prod(entry.shape)
+        for start in range(0, count, RUN):
+            out = np.empty(min(RUN, count - start), np.uint16)
+            files.read_into(entry, start, out)
+            yield out
+
+    return first.keys() == second.keys() and all(
+        entry.shape == second[name].shape
+        and entry.dtype == second[name].dtype
+        and all(np.array_equal(x, y) for x, y in zip(runs(entry), runs(second[name]), strict=True))
+        for name, entry in first.items()
+    )
+
+
+if __name__ == "__main__":
+    main()
