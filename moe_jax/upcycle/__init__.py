@@ -1,0 +1,10 @@
+"""Dense model to MoE model (METHODS 2): vanilla copies, or a shared base with low-rank or sparse deltas."""
+
+from moe_jax.upcycle.leaves import moe_leaves as moe_leaves
+from moe_jax.upcycle.options import UpcycleOptions as UpcycleOptions
+from moe_jax.upcycle.options import keeps_the_function as keeps_the_function
+from moe_jax.upcycle.options import parse_delta as parse_delta
+from moe_jax.upcycle.options import upcycled_config as upcycled_config
+from moe_jax.upcycle.step0 import Step0 as Step0
+from moe_jax.upcycle.upcycle import Upcycled as Upcycled
+from moe_jax.upcycle.upcycle import upcycle as upcycle

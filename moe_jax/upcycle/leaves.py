@@ -1,0 +1,120 @@
+"""From the leaves of a dense FFN to those of an MoE layer (METHODS 2.1-2.3), one leaf at a time.
+
+Everything random is drawn with NumPy on the host, from a Philox stream of its own for every leaf (and expert, where
+a draw is large): files are made from files, and the same seed must give the same bits on any machine and mesh.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from moe_jax.errors import InputError
+from moe_jax.experts.bank import INIT_STD
+from moe_jax.models import MoEConfig
+
+# What a stream of random numbers is for. Part of every stream's key: changing one changes what a seed gives.
+_ROUTER, _FACTOR, _POSITIONS = range(3)
+MATRICES = ("gate", "up", "down")
+
+Leaves = Iterator[tuple[str, np.ndarray]]
+
+
+def moe_leaves(ffn: Mapping[str, np.ndarray], moe: MoEConfig, *, seed: int, layer: int) -> Leaves:
+    """Yields the leaves of an MoE layer that computes what a dense FFN does.
+
+    Args:
+      ffn: leaves of the FFN by path below the layer's `mlp`: `up/kernel` [in, out], `up/bias` [out], ...
+      moe: the layer to make; its experts have the FFN's shape.
+      seed: of everything random.
+      layer: index of the layer; different layers draw differently.
+
+    Yields:
+      Paths below `mlp` and leaves in the dtypes of the FFN. A leaf that repeats the FFN's for every expert is a
+      view with stride 0 along the experts, so that the only copy is the one that is written.
+
+    Raises:
+      InputError: for a negative seed.
+    """
+    if seed < 0:
+        raise InputError(f"seed={seed} must not be negative")
+    num_experts, up = moe.num_experts, ffn["up/kernel"]
+    yield "router/kernel", draw_router(_stream(seed, layer, _ROUTER), up.shape[0], num_experts).astype(up.dtype)
+    for index, name in enumerate(MATRICES):
+        if f"{name}/kernel" not in ffn:
+            continue
+        yield from _KERNELS[moe.bank.kind](name, ffn[f"{name}/kernel"], moe, (seed, layer, index))
+        if f"{name}/bias" in ffn:
+            yield f"experts/{name}/bias", _repeat(ffn[f"{name}/bias"], num_experts)
+
+
+def draw_router(random: np.random.Generator, d_model: int, num_experts: int) -> np.ndarray:
+    """A fresh router: normal with standard deviation 0.02; float32[d, E]."""
+    return random.normal(0.0, INIT_STD, (d_model, num_experts)).astype(np.float32)
+
+
+def draw_factor(random: np.random.Generator, fan_in: int, rank: int) -> np.ndarray:
+    """`A` of one expert, kaiming uniform with a = sqrt(5) as LoRA draws it: ±1/sqrt(fan_in); float32[fan_in, r]."""
+    bound = 1 / math.sqrt(fan_in)
+    return random.uniform(-bound, bound, (fan_in, rank)).astype(np.float32)
+
+
+def draw_positions(random: np.random.Generator, size: int, count: int) -> np.ndarray:
+    """`count` distinct positions in [0, size), all sets equally likely, sorted; int32[count].
+
+    Raises:
+      InputError: if int32 cannot address the kernel.
+    """
+    if size > np.iinfo(np.int32).max:
+        raise InputError(f"a kernel of {size} entries is too large for the int32 positions of a sparse delta")
+    positions = random.choice(size, count, replace=False, shuffle=False).astype(np.int32)
+    positions.sort()
+    return positions
+
+
+Draws = tuple[int, int, int]
+"""Seed, layer, matrix."""
+
+
+def _full(name: str, kernel: np.ndarray, moe: MoEConfig, draws: Draws) -> Leaves:
+    yield f"experts/{name}/kernel", _repeat(kernel, moe.num_experts)
+
+
+def _low_rank(name: str, kernel: np.ndarray, moe: MoEConfig, draws: Draws) -> Leaves:
+    (fan_in, fan_out), rank, experts = kernel.shape, moe.bank.rank, moe.num_experts
+    a = np.empty((experts, fan_in, rank), kernel.dtype)
+    for e in range(experts):
+        a[e] = draw_factor(_expert_stream(draws, _FACTOR, e), fan_in, rank)
+    yield f"experts/base/{name}/kernel", kernel
+    yield f"experts/delta/{name}/a", a
+    yield f"experts/delta/{name}/b", np.zeros((experts, rank, fan_out), kernel.dtype)
+
+
+def _sparse(name: str, kernel: np.ndarray, moe: MoEConfig, draws: Draws) -> Leaves:
+    count, experts = moe.bank.nonzeros(kernel.shape), moe.num_experts
+    positions = np.empty((experts, count), np.int32)
+    for e in range(experts):
+        positions[e] = draw_positions(_expert_stream(draws, _POSITIONS, e), kernel.size, count)
+    yield f"experts/base/{name}/kernel", kernel
+    yield f"experts/delta/{name}/positions", positions
+    yield f"experts/delta/{name}/values", np.zeros((experts, count), kernel.dtype)
+
+
+_KERNELS: dict[str, Callable[[str, np.ndarray, MoEConfig, Draws], Leaves]] = {
+    "full": _full,
+    "low-rank": _low_rank,
+    "sparse": _sparse,
+}
+
+
+def _repeat(leaf: np.ndarray, num_experts: int) -> np.ndarray:
+    return np.broadcast_to(leaf, (num_experts, *leaf.shape))
+
+
+def _expert_stream(draws: Draws, purpose: int, expert: int) -> np.random.Generator:
+    seed, layer, matrix = draws
+    return _stream(seed, layer, purpose, matrix, expert)
+
+
+def _stream(seed: int, *key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))

@@ -1,0 +1,129 @@
+"""What upcycling is asked to do, and the config of the model it makes."""
+
+import dataclasses
+
+from moe_jax.errors import InputError, nearest, raise_if_any
+from moe_jax.experts.config import BankConfig
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+
+DELTAS = ("full", "low-rank:R", "sparse:RATE")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpcycleOptions:
+    """How a dense model becomes an MoE.
+
+    Attributes:
+      num_experts: E.
+      top_k: experts per token.
+      every: the FFN of every `every`-th layer becomes an MoE, counted from 1: with 2 these are the layers
+        1, 3, 5, ... counted from 0; with 1 it is all of them.
+      layers: indices (from 0) of the layers to turn into MoEs, instead of `every`.
+      bank: what the experts are made of.
+      gate: how experts are weighted; one of `functional.routing.GATES`.
+      balance_coef, z_coef: coefficients of the auxiliary losses.
+    """
+
+    num_experts: int = 8
+    top_k: int = 2
+    every: int = 2
+    layers: tuple[int, ...] | None = None
+    bank: BankConfig = BankConfig()
+    gate: str = "topk_softmax"
+    balance_coef: float = 0.01
+    z_coef: float = 0.0
+
+
+def parse_delta(text: str, *, freeze_base: bool = False) -> BankConfig:
+    """Reads `full`, `low-rank:R` or `sparse:RATE`.
+
+    Raises:
+      InputError: for anything else, a rank or rate out of range, or a frozen base where there is none.
+    """
+    kind, colon, number = text.partition(":")
+    if kind == "full" and not colon:
+        if freeze_base:
+            raise InputError("--freeze-base needs a shared base, and --delta full has none: its experts are copies")
+        return BankConfig()
+    if kind == "low-rank" and number:
+        return BankConfig(kind="low-rank", rank=_number(int, number, text), train_base=not freeze_base)
+    if kind == "sparse" and number:
+        return BankConfig(kind="sparse", rate=_number(float, number, text), train_base=not freeze_base)
+    hint = nearest(kind, ("full", "low-rank", "sparse")) if kind not in ("full", "low-rank", "sparse") else ""
+    raise InputError(f"unknown --delta {text!r}{hint}; it is one of {', '.join(DELTAS)}")
+
+
+def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
+    """The config of the MoE that a dense model becomes.
+
+    Args:
+      dense: its layers are all dense.
+      options: what to do.
+
+    Returns:
+      `dense` with the FFNs of the chosen layers replaced by MoEs whose experts have the FFN's shape.
+
+    Raises:
+      InputError: if the model has MoE layers already, or the options do not go with it; all problems are listed.
+    """
+    if dense.moe_layers:
+        raise InputError(
+            f"the model is an MoE already (layers {_some(dense.moe_layers)}); upcycling starts from a dense model"
+        )
+    problems: list[str] = []
+    chosen = _chosen_layers(dense.num_layers, options, problems)
+    layers = list(dense.layers)
+    for i in sorted(chosen):
+        try:
+            layers[i] = LayerConfig(attention=layers[i].attention, mlp=_moe(dense, i, options))
+        except InputError as error:
+            # Equal layers have equal problems: one of them is enough.
+            problems.append(str(error))
+            break
+    raise_if_any(problems, "these options do not go with the model")
+    return dataclasses.replace(dense, layers=tuple(layers))
+
+
+def keeps_the_function(options: UpcycleOptions) -> bool:
+    """Whether the weights of the chosen experts sum to 1, so that equal experts add up to the dense FFN (METHODS 2.5)."""
+    return options.gate == "topk_softmax" or options.top_k == options.num_experts
+
+
+def _chosen_layers(num_layers: int, options: UpcycleOptions, problems: list[str]) -> set[int]:
+    if options.layers is not None:
+        outside = sorted(i for i in set(options.layers) if not 0 <= i < num_layers)
+        if outside or not options.layers:
+            problems.append(f"layers {outside} of {sorted(options.layers)} do not exist; there are 0 to {num_layers - 1}")
+        return set(options.layers) - set(outside)
+    if not 1 <= options.every <= num_layers:
+        problems.append(f"every={options.every} must lie between 1 and the number of layers, {num_layers}")
+        return set()
+    return set(range(options.every - 1, num_layers, options.every))
+
+
+def _moe(dense: ModelConfig, layer: int, options: UpcycleOptions) -> MoEConfig:
+    expert = dense.layers[layer].mlp
+    moe = MoEConfig(
+        expert=expert,
+        num_experts=options.num_experts,
+        top_k=options.top_k,
+        gate=options.gate,
+        bank=options.bank,
+        balance_coef=options.balance_coef,
+        z_coef=options.z_coef,
+    )
+    options.bank.check_fits(expert.shapes(dense.d_model))
+    return moe
+
+
+def _number(kind: type, number: str, text: str) -> int | float:
+    try:
+        return kind(number)
+    except ValueError:
+        expected = "a whole number" if kind is int else "a number"
+        raise InputError(f"--delta {text!r}: expected {expected} after the colon") from None
+
+
+def _some(layers: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, layers[:4]))
+    return shown if len(layers) <= 4 else f"{shown}, ..."

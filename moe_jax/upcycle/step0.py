@@ -1,0 +1,181 @@
+"""Step-0 equality: an upcycled model gives the dense model's logits before it is trained (METHODS 2.5).
+
+Both models are run on the same tokens, layer by layer from disk, so that memory holds one layer at a time and the
+check is the same whatever the size of the model. The layers are those that training runs, and what is compared are
+the logits at the end.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from moe_jax.functional.attention import Visibility
+from moe_jax.functional.linear import linear
+from moe_jax.functional.rope import rope_tables
+from moe_jax.models import LayerConfig, ModelConfig
+from moe_jax.nn.block import Block, Context
+from moe_jax.nn.layers import Norm
+from moe_jax.sharding import path_name
+
+PROBE_SHAPE = (2, 32)
+TOLERANCE = 1e-5
+TOLERANCE_PER_LAYER = 1e-6
+
+Read = Callable[[str], np.ndarray]
+Specs = Mapping[str, jax.ShapeDtypeStruct]
+
+
+class Step0(NamedTuple):
+    """How far the upcycled model is from the dense one.
+
+    Attributes:
+      difference: largest absolute difference of two logits; infinite where one is not finite.
+      largest: largest absolute logit of the dense model.
+      allowed: what rounding explains (see `compare_logits`).
+    """
+
+    difference: float
+    largest: float
+    allowed: float
+
+    @property
+    def equal(self) -> bool:
+        return self.difference <= self.allowed
+
+
+def compare_logits(
+    dense: Float[np.ndarray, "B T V"], upcycled: Float[np.ndarray, "B T V"], num_layers: int
+) -> Step0:
+    """Compares the logits of two models in float32.
+
+    Allowed is 1e-5, relative to the largest logit where that is above 1. Rounding differs from layer to layer and
+    adds up: measured on 24 layers of width 256, 1e-6 relative with well-scaled weights and 1e-5 with weights three
+    times as large. So beyond 10 layers 1e-6 per layer is allowed. A wrong leaf or gate shows as 1e-2 or more.
+    """
+    difference = float(np.max(np.abs(dense - upcycled)))
+    largest = float(np.max(np.abs(dense)))
+    allowed = max(TOLERANCE, TOLERANCE_PER_LAYER * num_layers) * max(1.0, largest)
+    return Step0(difference if np.isfinite(difference) else np.inf, largest, allowed)
+
+
+def probe_tokens(config: ModelConfig, seed: int) -> Int[np.ndarray, "B T"]:
+    """Tokens to compare models on, uniform over the vocabulary."""
+    batch, length = PROBE_SHAPE
+    random = np.random.Generator(np.random.Philox(seed))
+    return random.integers(0, config.vocab_size, (batch, min(length, config.max_positions)), dtype=np.int32)
+
+
+class StreamedModel:
+    """A model that is run on one batch without ever being in memory as a whole. Float32, on the host's CPU.
+
+    Attributes:
+      memory: bytes that the largest layer takes, working memory included.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        specs: Specs,
+        tokens: Int[np.ndarray, "B T"],
+        *,
+        like: "StreamedModel | None" = None,
+    ):
+        """Compiles every distinct layer; no weights are needed.
+
+        Args:
+          config: of the model.
+          specs: leaf path -> shape and dtype as stored.
+          tokens: the batch.
+          like: a model that differs in its layers only and runs the same batch; what equals need not be compiled again.
+        """
+        self._config = config
+        self._tokens = tokens
+        self._x = jax.ShapeDtypeStruct((*tokens.shape, config.d_model), jnp.float32)
+        self._programs: dict[Any, jax.stages.Compiled] = {} if like is None else dict(like._programs)
+        self._ends = {name: spec for name, spec in specs.items() if not name.startswith("layers/")}
+        with _on_cpu():
+            self._layers = [self._layer(i, specs) for i in range(config.num_layers)]
+            self._head = self._program("head", lambda: jax.jit(partial(_head, config)).lower(self._ends, self._x))
+        self.memory = max(map(_memory, self._programs.values()))
+
+    def _layer(self, index: int, specs: Specs) -> tuple[tuple[str, ...], jax.stages.Compiled]:
+        """Names of a layer's leaves, and the program that takes them."""
+        prefix, layer = f"layers/{index}/", self._config.layers[index]
+        stored = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
+        key = (layer, tuple((name, spec.dtype) for name, spec in sorted(stored.items())))
+        program = self._program(key, lambda: jax.jit(_apply_layer(self._config, layer)).lower(stored, self._x))
+        return tuple(stored), program
+
+    def _program(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        if key not in self._programs:
+            self._programs[key] = lower().compile()
+        return self._programs[key]
+
+    def logits(self, read: Read, on_layer: Callable[[], None] = lambda: None) -> Float[np.ndarray, "B T V"]:
+        """Runs the model.
+
+        Args:
+          read: reads a leaf.
+          on_layer: called after every layer.
+        """
+        with _on_cpu():
+            x = jnp.asarray(read("embed/embedding")[self._tokens].astype(np.float32))
+            for i, (names, program) in enumerate(self._layers):
+                x = program({name: read(f"layers/{i}/{name}") for name in names}, x)
+                x.block_until_ready()
+                on_layer()
+            return np.asarray(self._head({name: read(name) for name in self._ends}, x))
+
+
+def _apply_layer(config: ModelConfig, layer: LayerConfig) -> Callable[[dict[str, Array], Array], Array]:
+    """The function `(leaves, x) -> x` that a layer is."""
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: Block(layer, config, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
+    )
+
+    def apply(leaves: dict[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+        filled = jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], state)
+        return nnx.merge(graphdef, filled)(x, _context(config, layer, x), None)[0]
+
+    return apply
+
+
+def _context(config: ModelConfig, layer: LayerConfig, x: Float[Array, "B T d"]) -> Context:
+    """One document per row and no cache."""
+    places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
+    rope = rope_tables(config.rope, layer.attention.head_dim, config.max_positions, places)
+    return Context(rope, Visibility(places, places, None, None), None)
+
+
+def _head(config: ModelConfig, ends: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
+    norm = Norm(config.norm, config.d_model, config.norm_eps, dtype=jnp.float32)
+    norm.scale.set_value(ends["final_norm/scale"])
+    if config.norm == "layer":
+        norm.bias.set_value(ends["final_norm/bias"])
+    if config.tie_embeddings:
+        return linear(norm(x), ends["embed/embedding"].T)
+    return linear(norm(x), ends["lm_head/kernel"], ends.get("lm_head/bias"))
+
+
+def _memory(program: jax.stages.Compiled) -> int:
+    """Leaves as they are read, again as the program takes them, and what it needs to work."""
+    analysis = program.memory_analysis()
+    return 2 * analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+
+@contextlib.contextmanager
+def _on_cpu() -> Iterator[None]:
+    """An accelerator would round its products, and the weights come from the host anyway."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS names an accelerator only
+        device = jax.local_devices()[0]
+    with jax.default_device(device), jax.default_matmul_precision("highest"):
+        yield
