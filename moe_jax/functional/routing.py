@@ -66,6 +66,10 @@ def route(
     top_logits, experts = jax.lax.top_k(logits, top_k)
     if gate == "topk_softmax":
         weights = jax.nn.softmax(top_logits, axis=-1)
+        if top_k == 2:
+            # Rounded each on its own, the two sum to 1 only nearly. So two equal experts add up to one of them to the
+            # last bit, and an upcycled model starts as the dense one (METHODS 2.5).
+            weights = jnp.stack([weights[:, 0], 1.0 - weights[:, 0]], axis=1)
     else:
         weights = jnp.take_along_axis(probabilities, experts, axis=-1)
 
