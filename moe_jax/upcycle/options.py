@@ -1,6 +1,7 @@
 """What upcycling is asked to do, and the config of the model it makes."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from moe_jax.errors import InputError, nearest, raise_if_any
 from moe_jax.experts.config import BankConfig
@@ -85,15 +86,17 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
 
 
 def keeps_the_function(options: UpcycleOptions) -> bool:
-    """Whether the weights of the chosen experts sum to 1, so that equal experts add up to the dense FFN (METHODS 2.5)."""
+    """Whether the weights of the chosen experts sum to 1: equal experts then add up to the dense FFN (METHODS 2.5)."""
     return options.gate == "topk_softmax" or options.top_k == options.num_experts
 
 
 def _chosen_layers(num_layers: int, options: UpcycleOptions, problems: list[str]) -> set[int]:
     if options.layers is not None:
         outside = sorted(i for i in set(options.layers) if not 0 <= i < num_layers)
-        if outside or not options.layers:
-            problems.append(f"layers {outside} of {sorted(options.layers)} do not exist; there are 0 to {num_layers - 1}")
+        if not options.layers:
+            problems.append("no layers are named; name some, or use every")
+        if outside:
+            problems.append(f"layers {_some(outside)} do not exist; the model has layers 0 to {num_layers - 1}")
         return set(options.layers) - set(outside)
     if not 1 <= options.every <= num_layers:
         problems.append(f"every={options.every} must lie between 1 and the number of layers, {num_layers}")
@@ -124,6 +127,6 @@ def _number(kind: type, number: str, text: str) -> int | float:
         raise InputError(f"--delta {text!r}: expected {expected} after the colon") from None
 
 
-def _some(layers: tuple[int, ...]) -> str:
+def _some(layers: Sequence[int]) -> str:
     shown = ", ".join(map(str, layers[:4]))
     return shown if len(layers) <= 4 else f"{shown}, ..."

@@ -76,8 +76,8 @@ def upcycle(
         raise InputError(f"seed={seed} must not be negative")
     if check and not keeps_the_function(options):
         raise InputError(
-            f"gate {options.gate!r} with top_k={options.top_k} of {options.num_experts} experts has weights that do not "
-            "sum to 1, so the MoE cannot compute what the dense model does at step 0; use gate 'topk_softmax', or "
+            f"gate {options.gate!r} with top_k={options.top_k} of {options.num_experts} experts has weights that do "
+            "not sum to 1, so the MoE cannot equal the dense model at step 0; use gate 'topk_softmax', or "
             "--no-step0-check if that is meant"
         )
     dense_specs = source.specs()
