@@ -5,8 +5,10 @@ A pickle is a program. Ours may name only what rebuilds tensors, and each of tho
 class or function of this file; any other name ends the reading.
 """
 
+import errno
 import io
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,10 @@ _STORAGES = {
     "ByteStorage": "U8",
     "BoolStorage": "BOOL",
 }
+# Whatever `zipfile` makes of damaged bytes: impossible names, versions, flags, lengths, positions.
+_ZIP_ERRORS = (
+    zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OverflowError, struct.error, OSError,
+)  # fmt: skip
 _ZIP_LOCAL_HEADER = 30  # bytes before the name, fixed by the format
 
 
@@ -67,22 +73,31 @@ def read_torch_file(path: Path) -> dict[str, TensorEntry]:
       InputError: if it is no such zip, is damaged, or names anything but tensors.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = {info.filename: info for info in archive.infolist()}
-            pickles = [name for name in members if name.endswith("/data.pkl") or name == "data.pkl"]
-            if len(pickles) != 1:
-                raise InputError(f"{path} is a zip, but not a PyTorch checkpoint: it has {len(pickles)} data.pkl")
-            if members[pickles[0]].compress_type != zipfile.ZIP_STORED:
-                raise InputError(f"{path}: its data.pkl is compressed, which PyTorch never does; fetch the file again")
-            root = pickles[0].removesuffix("data.pkl")
-            if f"{root}byteorder" in members and archive.read(f"{root}byteorder") != b"little":
-                raise InputError(f"{path} was saved on a big-endian machine, which is not supported")
-            state = _unpickle(path, archive.read(pickles[0]))
-    except zipfile.BadZipFile as error:
+        return _read(path)
+    except InputError:
+        raise
+    except _ZIP_ERRORS as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # the disk's fault and not the file's
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"{path} is not a PyTorch zip checkpoint ({error}): it is damaged, or older than PyTorch 1.6; "
+            f"{path} is not a PyTorch zip checkpoint ({reason}): it is damaged, or older than PyTorch 1.6; "
             "fetch it again, or load and save it with a newer PyTorch"
         ) from None
+
+
+def _read(path: Path) -> dict[str, TensorEntry]:
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: info for info in archive.infolist()}
+        pickles = [name for name in members if name.endswith("/data.pkl") or name == "data.pkl"]
+        if len(pickles) != 1:
+            raise InputError(f"{path} is a zip, but not a PyTorch checkpoint: it has {len(pickles)} data.pkl")
+        if members[pickles[0]].compress_type != zipfile.ZIP_STORED:
+            raise InputError(f"{path}: its data.pkl is compressed, which PyTorch never does; fetch the file again")
+        root = pickles[0].removesuffix("data.pkl")
+        if f"{root}byteorder" in members and archive.read(f"{root}byteorder") != b"little":
+            raise InputError(f"{path} was saved on a big-endian machine, which is not supported")
+        state = _unpickle(path, archive.read(pickles[0]))
     with open(path, "rb") as file:
         starts: dict[str, int] = {}
         return {

@@ -1,0 +1,105 @@
+"""Small checkpoints: by hand, without Transformers, and saved by Transformers itself."""
+
+import json
+import math
+import pathlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from moe_jax.convert import read_hf_config
+from moe_jax.convert.families import family_named
+from moe_jax.convert.table import PER_EXPERT, apply_table
+from moe_jax.loading import leaf_specs
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+BASE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "llama": {**BASE, "model_type": "llama"},
+    "llama-tied": {**BASE, "model_type": "llama", "tie_word_embeddings": True},
+    "llama-biases": {**BASE, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-wide-heads": {**BASE, "model_type": "llama", "head_dim": 16},
+    "llama-llama3": {
+        **BASE,
+        "model_type": "llama",
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "mistral": {**BASE, "model_type": "mistral", "sliding_window": 8},
+    "qwen2": {**BASE, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {**BASE, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5},
+}
+
+
+def expected_tensors(config: dict, layout: str = PER_EXPERT) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a checkpoint with this config.json."""
+    model = read_hf_config(config)
+    family = family_named(model.family)
+    return apply_table(family.table, leaf_specs(model), model.num_layers, layout, model.family).tensors
+
+
+def random_tensors(config: dict, dtype: str = "float32", layout: str = PER_EXPERT) -> dict[str, np.ndarray]:
+    """A checkpoint of random numbers; norms are about 1."""
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in expected_tensors(config, layout).items():
+        values = rng.normal(size=shape) / math.sqrt(shape[-1])
+        tensors[name] = ((1 + 0.1 * values) if "norm" in name else values).astype(DTYPES[dtype])
+    return tensors
+
+
+def write_checkpoint(
+    folder: pathlib.Path, config: dict, tensors: dict[str, np.ndarray], *, shards: int = 1
+) -> pathlib.Path:
+    """Writes config.json and safetensors, in `shards` files with an index if there are several."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    weight_map = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(weight_map.values()):
+        save_file({name: tensors[name] for name, file in weight_map.items() if file == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint, read by the safetensors library."""
+    return {name: array for file in sorted(folder.glob("*.safetensors")) for name, array in load_file(file).items()}
+
+
+def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    """The same names, shapes, dtypes and bits."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].shape, a[name].dtype) == (b[name].shape, b[name].dtype), name
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+@pytest.fixture
+def llama(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A small Llama in one safetensors file."""
+    return write_checkpoint(tmp_path / "llama", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
