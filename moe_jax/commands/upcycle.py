@@ -6,9 +6,11 @@ lineage.json.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
+
+from moe_jax.commands.upcycling import Upcycling
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,37 +18,14 @@ if TYPE_CHECKING:
     from moe_jax.upcycle import Upcycled
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Upcycling):
     """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained."""
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """A dense model: a model directory or a Hugging Face directory."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
-    experts: int = 8
-    """Experts per MoE layer."""
-    top_k: int = 2
-    """Experts that a token goes to."""
-    every: int = 2
-    """Every N-th layer becomes an MoE: with 2 layers 1, 3, 5, ... counted from 0, with 1 all of them."""
-    layers: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT [INT ...]")] = None
-    """The layers that become MoEs, counted from 0, instead of --every."""
-    delta: Annotated[str, tyro.conf.arg(metavar="full|low-rank:R|sparse:RATE")] = "full"
-    """What an expert is: a full copy of the FFN; or the FFN, which all share, plus a product of rank R per matrix, or
-    plus single entries per matrix, of which the share RATE (such as 0.9) is left out."""
-    freeze_base: bool = False
-    """The shared FFN will not be trained (low-rank and sparse)."""
-    seed: int = 0
-    """Of routers, low-rank factors and sparse positions."""
-    gate: Literal["topk_softmax", "softmax_topk", "top1"] = "topk_softmax"
-    """Weights of the chosen experts: softmax over these, their share of the softmax over all, or that of the first."""
-    balance_coef: float = 0.01
-    """Coefficient of the load-balancing loss in training."""
-    z_coef: float = 0.0
-    """Coefficient of the router's z-loss in training."""
-    no_step0_check: bool = False
-    """Leaves out the comparison with the dense model's logits, which also refuses gates that cannot equal them."""
 
 
 def run(options: Options) -> None:
@@ -59,19 +38,22 @@ def run(options: Options) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from moe_jax.open_source import open_source
-    from moe_jax.upcycle import UpcycleOptions, parse_delta, upcycle
+    from moe_jax.upcycle import upcycle
 
-    chosen = UpcycleOptions(
-        num_experts=options.experts,
-        top_k=options.top_k,
-        every=options.every,
-        layers=options.layers,
-        bank=parse_delta(options.delta, freeze_base=options.freeze_base),
-        gate=options.gate,
-        balance_coef=options.balance_coef,
-        z_coef=options.z_coef,
-    )
-    described = {name: value for name, value in dataclasses.asdict(options).items() if name not in ("src", "dst")}
+    chosen, seed = options.options(), options.seed or 0
+    described = {
+        "experts": chosen.num_experts,
+        "top_k": chosen.top_k,
+        "every": chosen.every if chosen.layers is None else None,
+        "layers": chosen.layers,
+        "delta": options.delta or "full",
+        "freeze_base": options.freeze_base,
+        "gate": chosen.gate,
+        "balance_coef": chosen.balance_coef,
+        "z_coef": chosen.z_coef,
+        "seed": seed,
+        "step0_check": not options.no_step0_check,
+    }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, int] = {}
@@ -85,7 +67,7 @@ def run(options: Options) -> None:
             open_source(options.src),
             options.dst,
             chosen,
-            seed=options.seed,
+            seed=seed,
             check=not options.no_step0_check,
             described=described,
             progress=progress,

@@ -74,7 +74,8 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
     problems: list[str] = []
     chosen = _chosen_layers(dense.num_layers, options, problems)
     layers = list(dense.layers)
-    for i in sorted(chosen):
+    # Where no layer can be chosen the first one still shows what is wrong with the MoE itself.
+    for i in sorted(chosen) or [0]:
         try:
             layers[i] = LayerConfig(attention=layers[i].attention, mlp=_moe(dense, i, options))
         except InputError as error:

@@ -1,0 +1,107 @@
+"""`moe-jax plan CONFIG_OR_MODEL`: what a model costs, from its config alone."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from moe_jax.commands.upcycling import Upcycling
+
+if TYPE_CHECKING:
+    from moe_jax.models import ModelConfig
+    from moe_jax.plan import Plan, TrainingMemory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Upcycling):
+    """Counts parameters and bytes of a model, or with any of upcycle's options of the MoE it would become."""
+
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG_OR_MODEL")]
+    """A config.json, ours or Hugging Face's, or a directory that holds one, with weights or without."""
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
+    """Adds the bytes per chip of training with AdamW in float32, without activations, as in fsdp=8,tensor=2."""
+    json: bool = False
+    """Prints JSON and nothing else."""
+
+
+def run(options: Options) -> None:
+    """Prints the plan.
+
+    Raises:
+      FileNotFoundError: if there is no config.
+      InputError: if it cannot be read, or the options do not go with it.
+    """
+    from moe_jax.open_source import read_config
+    from moe_jax.plan import make_plan, training_memory
+    from moe_jax.upcycle import upcycled_config
+
+    config = read_config(options.model)
+    if options.any_given():
+        config = upcycled_config(config, options.options())
+    plan = make_plan(config)
+    memory = training_memory(config, _mesh(options.mesh)) if options.mesh is not None else None
+    if options.json:
+        described = dataclasses.asdict(plan)
+        if memory is not None:
+            described["training_bytes_per_chip"] = dataclasses.asdict(memory)
+        print(json.dumps(described, indent=2))
+        return
+    _print(options.model, config, plan, memory)
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """`fsdp=8,tensor=2` as a dict."""
+    from moe_jax.errors import InputError
+
+    mesh = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if not size.strip().isdigit() or axis.strip() in mesh:
+            raise InputError(f"--mesh {text!r}: expected each axis once with its size, as in fsdp=8,tensor=2")
+        mesh[axis.strip()] = int(size)
+    return mesh
+
+
+def _print(path: Path, config: "ModelConfig", plan: "Plan", memory: "TrainingMemory | None") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from moe_jax.commands.inspect import human_bytes
+
+    console = Console(highlight=False)
+    if not console.is_terminal:  # into a file or a pager nothing is wrapped
+        console = Console(highlight=False, width=200)
+    moe = config.moe_layers
+    kind = f"{len(moe)} of {config.num_layers} layers are MoEs" if moe else f"{config.num_layers} layers, dense"
+    console.print(f"[bold]{escape(str(path))}[/bold]: {config.family}, d={config.d_model}, {kind}")
+    if moe:
+        first = config.layers[moe[0]].mlp
+        console.print(f"{first.num_experts} experts, {first.top_k} per token, {first.bank.kind}")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    rows = [
+        ("parameters", plan.total_params, ""),
+        ("  dense", plan.dense_params, "the dense model, or this one with one expert per MoE and no router"),
+        ("  added", plan.added_params, ""),
+        ("  routers", plan.router_params, ""),
+        ("  experts", plan.expert_params, "kernels or bases and deltas; positions are not parameters"),
+        ("active per token", plan.active_params, "norms left out"),
+        ("trainable", plan.trainable_params, "all but frozen bases"),
+    ]
+    for name, count, note in rows:
+        table.add_row(name, f"{count:,}", note)
+    if plan.formula_added_params != plan.added_params:
+        table.add_row("  added, by formula", f"{plan.formula_added_params:,}", "sparse entries not rounded per matrix")
+    table.add_row("bytes", human_bytes(plan.param_bytes), f"in {config.dtype}, positions included")
+    flops = f"of a training step per token, context {config.max_positions}"
+    table.add_row("FLOP", f"{plan.train_flops_per_token:,.0f}", flops)
+    if memory is not None:
+        parts = f"parameters {human_bytes(memory.params)}, gradients {human_bytes(memory.gradients)}, "
+        parts += f"AdamW {human_bytes(memory.optimizer)}; float32, without activations"
+        table.add_row("training, per chip", human_bytes(memory.total), parts)
+    console.print(table)

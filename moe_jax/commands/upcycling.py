@@ -1,0 +1,72 @@
+"""The options of upcycling, which `upcycle` carries out and `plan` counts."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from moe_jax.upcycle import UpcycleOptions
+
+
+def _arg(default: str, metavar: str) -> object:
+    """An option that shows its default, which `UpcycleOptions` holds; None here means that it was not given."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Upcycling:
+    """What the dense model is to become; None where the user said nothing."""
+
+    experts: Annotated[int | None, _arg("8", "INT")] = None
+    """Experts per MoE layer."""
+    top_k: Annotated[int | None, _arg("2", "INT")] = None
+    """Experts that a token goes to."""
+    every: Annotated[int | None, _arg("2", "INT")] = None
+    """Every N-th layer becomes an MoE: with 2 layers 1, 3, 5, ... counted from 0, with 1 all of them."""
+    layers: Annotated[tuple[int, ...] | None, _arg("by --every", "INT [INT ...]")] = None
+    """The layers that become MoEs, counted from 0."""
+    delta: Annotated[str | None, _arg("full", "full|low-rank:R|sparse:RATE")] = None
+    """What an expert is: a full copy of the FFN; or the FFN, which all share, plus a product of rank R per matrix, or
+    plus single entries per matrix, of which the share RATE (such as 0.9) is left out."""
+    freeze_base: bool = False
+    """The shared FFN will not be trained (low-rank and sparse)."""
+    gate: Annotated[
+        Literal["topk_softmax", "softmax_topk", "top1"] | None,
+        _arg("topk_softmax", "topk_softmax|softmax_topk|top1"),
+    ] = None
+    """Weights of the chosen experts: softmax over these, their share of the softmax over all, or that of the first."""
+    balance_coef: Annotated[float | None, _arg("0.01", "FLOAT")] = None
+    """Coefficient of the load-balancing loss in training."""
+    z_coef: Annotated[float | None, _arg("0", "FLOAT")] = None
+    """Coefficient of the router's z-loss in training."""
+    seed: Annotated[int | None, _arg("0", "INT")] = None
+    """Of routers, low-rank factors and sparse positions."""
+    no_step0_check: bool = False
+    """Leaves out the comparison with the dense model's logits, which also refuses gates that cannot equal them."""
+
+    def options(self) -> "UpcycleOptions":
+        """What to do, defaults filled in.
+
+        Raises:
+          InputError: for a delta that cannot be read or does not go with --freeze-base.
+        """
+        from moe_jax.upcycle import UpcycleOptions, parse_delta
+
+        given = {
+            "num_experts": self.experts,
+            "top_k": self.top_k,
+            "every": self.every,
+            "layers": self.layers,
+            "gate": self.gate,
+            "balance_coef": self.balance_coef,
+            "z_coef": self.z_coef,
+        }
+        bank = parse_delta(self.delta or "full", freeze_base=self.freeze_base)
+        return UpcycleOptions(bank=bank, **{name: value for name, value in given.items() if value is not None})
+
+    def any_given(self) -> bool:
+        """Whether the user said anything about upcycling."""
+        return any(
+            getattr(self, field.name) != field.default for field in dataclasses.fields(Upcycling)
+        )

@@ -1,0 +1,179 @@
+"""What a model costs, from its config alone: parameters, bytes, arithmetic, memory of training.
+
+Everything is counted on the real model, built by `eval_shape`: no weights, and no table of formulas that could
+disagree with the code.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.errors import nearest, raise_if_any
+from moe_jax.loading import abstract_model, disk_paths, leaf_specs
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.peft import trainable_paths
+from moe_jax.sharding import AXES, leaf_spec
+from moe_jax.train.flops import train_flops_per_token
+
+Specs = Mapping[str, jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Parameters are floating-point numbers that could be trained; positions of sparse deltas are not among them.
+
+    Attributes:
+      dense_params: of the dense model: the one that is upcycled, or, for an MoE, the one it would be with a single
+        expert per MoE layer and no router (for an upcycled model that is the model it came from).
+      total_params: of the model.
+      added_params: `total_params - dense_params`.
+      router_params: of all routers.
+      expert_params: of all expert banks: kernels or shared bases and deltas, and per-expert biases.
+      norm_params: of all norms.
+      active_params: parameters that one token meets, norms left out, as PERFT counts them (METHODS 8): embedding and
+        head, attention, dense FFNs, routers, shared bases, and `top_k` of E of what experts have of their own.
+      trainable_params: parameters that training changes if no recipe says otherwise: all but frozen bases.
+      param_bytes: everything a checkpoint holds, positions included, in the dtype of the config.
+      formula_added_params: `added_params` without rounding the entries of a sparse delta per matrix:
+        `N*P*(1-p)` per layer, which is how published counts of DeRS-SM are made. Equal to it for other deltas.
+      train_flops_per_token: of one training step at the full context length (see `train.flops`).
+    """
+
+    dense_params: int
+    total_params: int
+    added_params: int
+    router_params: int
+    expert_params: int
+    norm_params: int
+    active_params: int
+    trainable_params: int
+    param_bytes: int
+    formula_added_params: int
+    train_flops_per_token: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingMemory:
+    """Bytes per chip that training holds all the time, activations left out.
+
+    Attributes:
+      params: all of them, positions included.
+      gradients: of trained parameters.
+      optimizer: two moments of AdamW per trained parameter, float32.
+      total: the sum.
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    total: int
+
+
+def make_plan(config: ModelConfig) -> Plan:
+    """Counts a model. No weights are needed or made."""
+    specs = leaf_specs(config)
+    params = {path: math.prod(spec.shape) for path, spec in specs.items() if _is_parameter(spec)}
+    total = sum(params.values())
+    dense = total if not config.moe_layers else _count(leaf_specs(dense_config(config)))
+    routers = sum(size for path, size in params.items() if "/mlp/router/" in path)
+    experts = sum(size for path, size in params.items() if "/mlp/experts/" in path)
+    norms = sum(size for path, size in params.items() if path.split("/")[-2].endswith("norm"))
+    trained = trained_leaves(config)
+    return Plan(
+        dense_params=dense,
+        total_params=total,
+        added_params=total - dense,
+        router_params=routers,
+        expert_params=experts,
+        norm_params=norms,
+        active_params=sum(_active(config, path, size) for path, size in params.items()) - norms,
+        trainable_params=sum(size for path, size in params.items() if path in trained),
+        param_bytes=sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values()),
+        formula_added_params=total - dense + round(sum(_rounded_away(config, layer) for layer in config.layers)),
+        train_flops_per_token=train_flops_per_token(config, config.max_positions),
+    )
+
+
+def training_memory(config: ModelConfig, mesh: Mapping[str, int], param_dtype: str = "float32") -> TrainingMemory:
+    """What training holds on each chip, with AdamW, sharded by the rule table.
+
+    Args:
+      config: of the model.
+      mesh: size of every axis; absent ones are 1.
+      param_dtype: of parameters and gradients.
+
+    Raises:
+      InputError: for unknown axes or sizes, or a dimension that its axes do not divide; all are listed.
+    """
+    problems = [f"unknown mesh axis {name!r}{nearest(name, AXES)}" for name in mesh if name not in AXES]
+    problems += [f"{name}={size} must be at least 1" for name, size in mesh.items() if size < 1]
+    raise_if_any(problems, f"mesh (axes are {', '.join(AXES)})")
+    itemsize = jnp.dtype(param_dtype).itemsize
+    trained_here = trained_leaves(config)
+    params = trained = 0
+    for path, spec in leaf_specs(config).items():
+        size = math.prod(_shard_shape(path, spec.shape, mesh, problems))
+        params += size * (itemsize if _is_parameter(spec) else spec.dtype.itemsize)
+        trained += size if path in trained_here else 0
+    raise_if_any(problems, "mesh")
+    gradients, optimizer = trained * itemsize, trained * 2 * 4
+    return TrainingMemory(
+        params=params, gradients=gradients, optimizer=optimizer, total=params + gradients + optimizer
+    )
+
+
+def dense_config(config: ModelConfig) -> ModelConfig:
+    """The model with one expert of every MoE layer in place of the layer."""
+    layers = (
+        dataclasses.replace(layer, mlp=layer.mlp.expert) if isinstance(layer.mlp, MoEConfig) else layer
+        for layer in config.layers
+    )
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+def trained_leaves(config: ModelConfig) -> frozenset[str]:
+    """Leaf paths of what training changes if no recipe says otherwise."""
+    model = abstract_model(config)
+    return frozenset(leaf for path in trainable_paths(model) for leaf in disk_paths(config, path))
+
+
+def _count(specs: Specs) -> int:
+    return sum(math.prod(spec.shape) for spec in specs.values() if _is_parameter(spec))
+
+
+def _is_parameter(spec: jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(spec.dtype, jnp.floating)
+
+
+def _active(config: ModelConfig, path: str, size: int) -> int:
+    """How much of a leaf one token meets."""
+    if "/mlp/experts/" not in path or "/mlp/experts/base/" in path:
+        return size
+    moe = config.layers[int(path.split("/")[1])].mlp
+    return size // moe.num_experts * moe.top_k
+
+
+def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
+    """Entries of sparse deltas that a whole number per matrix and expert leaves out (or, negative, adds)."""
+    if not isinstance(layer.mlp, MoEConfig) or layer.mlp.bank.rate is None:
+        return 0.0
+    bank, shapes = layer.mlp.bank, layer.mlp.expert.shapes(config.d_model).values()
+    exact = sum(math.prod(shape) * (1.0 - bank.rate) - bank.nonzeros(shape) for shape in shapes)
+    return layer.mlp.num_experts * exact
+
+
+def _shard_shape(path: str, shape: tuple[int, ...], mesh: Mapping[str, int], problems: list[str]) -> tuple[int, ...]:
+    sizes = list(shape)
+    for dimension, axis in enumerate(leaf_spec(path)):
+        shards = mesh.get(axis, 1) if axis is not None else 1
+        if sizes[dimension] % shards:
+            name = re.sub(r"^layers/\d+/", "layers/*/", path)
+            problem = f"{name} {shape}: {sizes[dimension]} is not divisible by mesh axis {axis}={shards}"
+            if problem not in problems:
+                problems.append(problem)
+        sizes[dimension] //= shards
+    return tuple(sizes)
