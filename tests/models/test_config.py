@@ -1,0 +1,92 @@
+"""`ModelConfig`: what it refuses, and its JSON."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moe_jax.errors import InputError
+from moe_jax.models import (
+    AttentionConfig,
+    BankConfig,
+    FFNConfig,
+    LayerConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+    config_from_json,
+    config_to_json,
+)
+
+ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=7, qk_norm="head")
+FFN = FFNConfig(dim=24)
+MOE = MoEConfig(expert=FFN, num_experts=4, top_k=2, bank=BankConfig(kind="sparse", rate=0.9, train_base=False))
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=32,
+    d_model=16,
+    max_positions=64,
+    layers=(LayerConfig(attention=ATTENTION, mlp=FFN), LayerConfig(attention=ATTENTION, mlp=MOE)) * 3,
+    rope=RopeConfig(scaling="longrope", factor=2.0, short_factor=(1.0, 1.5), long_factor=(2.0, 3.0)),
+    eos_ids=(2, 3),
+    foreign={"initializer_range": 0.02, "nested": {"kept": [1, None]}},
+)
+
+
+def test_json_round_trip():
+    text = json.dumps(config_to_json(CONFIG))
+    again = config_from_json(json.loads(text))
+    assert again == CONFIG
+    assert hash(again) == hash(CONFIG)
+    assert again.foreign == CONFIG.foreign
+    assert len(json.loads(text)["segments"]) == 1  # written as a run, to be read by people
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("format"), "not a moe_jax model config"),
+        (lambda d: d.update(version=99), "version 99, this library reads version 1"),
+        (lambda d: d.update(vocab_sise=3), "unknown key 'vocab_sise' in config.json .did you mean 'vocab_size'"),
+        (lambda d: d.pop("d_model"), "lacks d_model"),
+        (lambda d: d.pop("segments"), "no list of segments"),
+        (lambda d: d["segments"][0]["pattern"][0].pop("ffn"), "neither 'ffn' nor 'moe'"),
+        (lambda d: d["segments"][0]["pattern"][1]["moe"].update(gate="topk"), "unknown gate 'topk'"),
+        (lambda d: d["rope"].update(scaling="ntk"), "unknown rope scaling 'ntk'"),
+    ],
+)
+def test_bad_json(change, message):
+    data = json.loads(json.dumps(config_to_json(CONFIG)))
+    change(data)
+    with pytest.raises(InputError, match=message):
+        config_from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AttentionConfig(num_heads=4, num_kv_heads=3, head_dim=8), "not a multiple of num_kv_heads=3"),
+        (lambda: AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=7), "must be even"),
+        (lambda: AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=0), "at least 1"),
+        (lambda: FFNConfig(dim=0), "dim=0 must be a positive integer"),
+        (lambda: FFNConfig(dim=8, activation="swish"), "unknown activation 'swish'"),
+        (lambda: MoEConfig(expert=FFN, num_experts=2, top_k=3), "top_k=3 is above num_experts=2"),
+        (lambda: MoEConfig(expert=FFN, num_experts=4, top_k=2, gate="top1"), "routes to one expert"),
+        (lambda: MoEConfig(expert=FFN, num_experts=4, top_k=2, capacity_factor=0.0), "above 0"),
+        (lambda: BankConfig(kind="low-rank"), "rank=None does not go with"),
+        (lambda: BankConfig(kind="low-rank", rank=0), "at least 1"),
+        (lambda: BankConfig(kind="sparse", rate=1.0), r"must lie in \[0, 1\)"),
+        (lambda: BankConfig(kind="full", rank=3), "only 'low-rank' has a rank"),
+        (lambda: dataclasses.replace(CONFIG, layers=()), "at least one layer"),
+    ],
+)
+def test_bad_values(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_a_delta_that_does_not_fit_names_its_layer():
+    bank = BankConfig(kind="low-rank", rank=17)
+    layer = LayerConfig(attention=ATTENTION, mlp=dataclasses.replace(MOE, bank=bank))
+    with pytest.raises(InputError, match=r"layer 1: rank 17 is above min\(d, f\) = 16"):
+        dataclasses.replace(CONFIG, layers=(CONFIG.layers[0], layer))
