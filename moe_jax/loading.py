@@ -20,9 +20,7 @@ from moe_jax.sharding import path_name, state_shardings
 _STACKED = re.compile(r"segments/(\d+)/blocks/(\d+)/(.*)")
 
 
-def abstract_model(
-    config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none"
-) -> Decoder:
+def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none") -> Decoder:
     """The model with ShapeDtypeStructs for parameters: costs no memory."""
     return nnx.eval_shape(
         lambda: Decoder(config, rngs=nnx.Rngs(0), compute_dtype=jnp.dtype(compute_dtype), remat=remat)

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import InputError, nearest, raise_if_any
 
@@ -68,7 +69,9 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     if wild and len(devices) % known == 0:
         sizes[wild[0]] = len(devices) // known
     if math.prod(sizes.values()) != len(devices):
-        raise InputError(f"mesh {dict(axes)} does not fit {len(devices)} devices; the product of its sizes must be that")
+        raise InputError(
+            f"mesh {dict(axes)} does not fit {len(devices)} devices; the product of its sizes must be that"
+        )
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 

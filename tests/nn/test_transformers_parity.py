@@ -87,7 +87,7 @@ CLASSES = {
 def random_transformers_model(name):
     """A model whose every parameter is random and large enough to matter, biases and norms included."""
     config_class, model_class = (getattr(transformers, c) for c in CLASSES[name.split("-")[0]])
-    model = getattr(model_class, "_from_config")(config_class(**{**SMALL, **CASES[name]}), attn_implementation="eager")
+    model = model_class._from_config(config_class(**{**SMALL, **CASES[name]}), attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -1,0 +1,140 @@
+"""The decoder: packing, rematerialisation, scanning, meshes, router statistics."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.errors import InputError
+from moe_jax.loading import disk_paths, model_leaves
+from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.nn import Decoder, auxiliary_loss, load_per_layer
+from moe_jax.sharding import make_mesh, path_name, state_shardings
+
+ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+FFN = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=32))
+MOE = MoEConfig(expert=FFNConfig(dim=32), num_experts=4, top_k=2, balance_coef=0.01, z_coef=0.001)
+TOKENS = jax.random.randint(jax.random.key(0), (8, 12), 0, 50, jnp.int32)
+
+
+def config(layers, **changes):
+    return ModelConfig(family="llama", vocab_size=64, d_model=16, max_positions=32, layers=layers, **changes)
+
+
+def moe_layer(**bank):
+    return LayerConfig(attention=ATTENTION, mlp=dataclasses.replace(MOE, bank=BankConfig(**bank)))
+
+
+ALTERNATING = config((FFN, moe_layer()) * 2)
+
+
+def test_packed_documents_do_not_see_each_other(strict_numerics):
+    model = Decoder(ALTERNATING, rngs=nnx.Rngs(0))
+    first, second = TOKENS[:1, :5], TOKENS[1:2, :7]
+    packed = jnp.concatenate([first, second], axis=1)
+    segments = jnp.array([[1] * 5 + [2] * 7], jnp.int32)
+    positions = jnp.concatenate([jnp.arange(5), jnp.arange(7)])[None]
+    together = model(packed, positions=positions, segment_ids=segments).logits
+    np.testing.assert_allclose(together[:, :5], model(first).logits, atol=1e-5)
+    np.testing.assert_allclose(together[:, 5:], model(second).logits, atol=1e-5)
+
+
+def test_padding_changes_neither_logits_nor_statistics(strict_numerics):
+    model = Decoder(ALTERNATING, rngs=nnx.Rngs(0))
+    segments = jnp.where(jnp.arange(12)[None] < 9, 1, 0) * jnp.ones((8, 1), jnp.int32)
+    padded, cut = model(TOKENS, segment_ids=segments), model(TOKENS[:, :9])
+    np.testing.assert_allclose(padded.logits[:, :9], cut.logits, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), padded.router, cut.router)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_rematerialisation_changes_nothing_but_memory(remat):
+    long = config((FFN, moe_layer()) * 4)
+
+    def compiled(remat):
+        graphdef, state = nnx.split(Decoder(long, rngs=nnx.Rngs(0), remat=remat))
+        loss = lambda state: jnp.mean(nnx.merge(graphdef, state)(TOKENS).logits ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss)).lower(state).compile(), state
+
+    program, state = compiled(remat)
+    plain, _ = compiled("none")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), program(state), plain(state))
+    assert program.memory_analysis().temp_size_in_bytes < plain.memory_analysis().temp_size_in_bytes
+
+
+def test_program_does_not_grow_with_depth():
+    def size(repeats):
+        abstract = nnx.eval_shape(lambda: Decoder(config((FFN, moe_layer()) * repeats), rngs=nnx.Rngs(0)))
+        graphdef, state = nnx.split(abstract)
+        return len(jax.jit(lambda s: nnx.merge(graphdef, s)(TOKENS).logits).lower(state).as_text())
+
+    assert size(24) < 1.02 * size(2)
+
+
+def test_layers_in_a_scan_equal_layers_one_by_one(strict_numerics):
+    """The same parameters, cut into segments differently, give the same logits."""
+    scanned = Decoder(ALTERNATING, rngs=nnx.Rngs(0))
+    # A capacity so large that nothing is dropped makes the last layer a different description of the same thing.
+    last = LayerConfig(attention=ATTENTION, mlp=dataclasses.replace(MOE, capacity_factor=1e6))
+    cut = Decoder(dataclasses.replace(ALTERNATING, layers=(*ALTERNATING.layers[:3], last)), rngs=nnx.Rngs(1))
+    assert [s.repeats for s in scanned.segments] == [2] and [s.repeats for s in cut.segments] == [1, 1, 1, 1]
+    leaves = dict(model_leaves(scanned))
+    assert leaves.keys() == dict(model_leaves(cut)).keys()
+    graphdef, state = nnx.split(cut)
+
+    def fill(path, leaf):
+        (name,) = disk_paths(cut.config, path_name(path))
+        return leaves[name].reshape(leaf.shape)
+
+    cut = nnx.merge(graphdef, jax.tree_util.tree_map_with_path(fill, state))
+    np.testing.assert_allclose(cut(TOKENS).logits, scanned(TOKENS).logits, atol=1e-5)
+
+
+def test_auxiliary_loss_and_load():
+    layers = (FFN, moe_layer(), moe_layer(kind="low-rank", rank=2), FFN, moe_layer())
+    model = Decoder(config(layers), rngs=nnx.Rngs(0))
+    out = model(TOKENS)
+    loads = load_per_layer(model.config, out.router)
+    assert list(loads) == [1, 2, 4]
+    for load in loads.values():
+        np.testing.assert_allclose(jnp.sum(load), 1.0, rtol=1e-5)
+    balance = sum(float(jnp.sum(stats.balance)) for stats in out.router)
+    z = sum(float(jnp.sum(stats.z)) for stats in out.router)
+    np.testing.assert_allclose(auxiliary_loss(model.config, out.router), 0.01 * balance + 0.001 * z, rtol=1e-5)
+
+
+def test_router_has_a_gradient_from_the_task_and_from_the_auxiliary_loss():
+    model = Decoder(config((moe_layer(),)), rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(model)
+
+    def router_gradient(loss):
+        gradient = jax.jit(jax.grad(lambda s: loss(nnx.merge(graphdef, s)(TOKENS))))(state)
+        return gradient["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...]
+
+    assert jnp.max(jnp.abs(router_gradient(lambda out: jnp.mean(out.logits**2)))) > 1e-8
+    assert jnp.max(jnp.abs(router_gradient(lambda out: auxiliary_loss(model.config, out.router)))) > 1e-8
+
+
+def test_same_seed_same_parameters_on_any_mesh():
+    graphdef, state = nnx.split(Decoder(ALTERNATING, rngs=nnx.Rngs(3)))
+    mesh = make_mesh({"data": 1, "fsdp": 4, "tensor": 2})
+    shardings = state_shardings(state, mesh)
+    make = jax.jit(lambda: nnx.state(Decoder(ALTERNATING, rngs=nnx.Rngs(3))), out_shardings=shardings)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), make(), state)
+
+
+def test_compute_dtype_is_not_the_dtype_of_the_parameters(strict_numerics):
+    exact = Decoder(ALTERNATING, rngs=nnx.Rngs(0))(TOKENS).logits
+    model = Decoder(ALTERNATING, rngs=nnx.Rngs(0), compute_dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.float32)}
+    logits = model(TOKENS).logits
+    assert logits.dtype == jnp.float32
+    assert 0 < jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact) < 0.05
+
+
+def test_unknown_remat_is_an_input_error():
+    with pytest.raises(InputError, match="unknown remat 'ful' .did you mean 'full'"):
+        Decoder(ALTERNATING, rngs=nnx.Rngs(0), remat="ful")
