@@ -1,8 +1,9 @@
 """Examples to token ids with a Hugging Face `tokenizer.json`."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -54,7 +55,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.path = path
         self._vocab_size = config.vocab_size
-        own_bos = self._own_bos()
+        own_bos = self._own_bos(config)
         known_bos = config.bos_id if own_bos is None else own_bos
         for name, setting, known in (("bos", bos, known_bos is not None), ("eos", eos, bool(config.eos_ids))):
             if setting == "always" and not known:
@@ -67,6 +68,15 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Int32[n] ids of `text`, whole and without special tokens."""
         return self._checked(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def prompt(self, text: str) -> np.ndarray:
+        """Int32[n] ids of `text` as the beginning of a document, with BOS before it where documents begin with one."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._checked(ids if self._bos is None else [self._bos, *ids])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def pairs(self, examples: Sequence[Example]) -> Pairs:
         """Tokenises the examples of a record, each a document of its own.
@@ -99,11 +109,21 @@ class Tokenizer:
             scored = [1.0] * len(ids)
         return self._checked(ids), np.asarray(scored, np.float32)
 
-    def _own_bos(self) -> int | None:
+    def _own_bos(self, config: ModelConfig) -> int | None:
         """The token that the tokenizer itself puts before a text, if it does."""
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         special = self._tokenizer.encode("a", add_special_tokens=True).ids
-        return special[0] if len(special) > len(plain) and special[0] != plain[0] else None
+        if len(special) > len(plain) and special[0] != plain[0]:
+            return special[0]
+        return config.bos_id if self._settings().get("add_bos_token") is True else None
+
+    def _settings(self) -> dict[str, Any]:
+        """tokenizer_config.json beside the file: some tokenizers (DeepSeek-Coder's) name their BOS only there."""
+        try:
+            settings = json.loads(self.path.with_name("tokenizer_config.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return settings if isinstance(settings, dict) else {}
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         array = np.asarray(ids, np.int32)
