@@ -27,6 +27,7 @@ except ImportError:  # Orbax 0.12 still keeps its v1 API here.
 from moe_jax.disk_errors import disk_errors
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import sample_file
+from moe_jax.processes import is_first_process, wait_for_all
 from moe_jax.staging import remove_directory
 
 # Leaves are gathered until a group is this large: each group costs some 50 ms and a directory, whatever its size,
@@ -43,6 +44,8 @@ class LeafWriter:
     Each leaf becomes one uncompressed Zarr array in one piece, whose file holds nothing but its bytes. Compression
     costs 3-10x of the speed and gains little on trained weights; one piece lets Orbax write from our memory instead
     of from a copy of it.
+
+    With several processes every process makes the same calls, and the first one writes.
 
     Attributes:
       done: paths of the leaves that are on disk.
@@ -62,11 +65,9 @@ class LeafWriter:
         if self._directory.exists():
             raise FileExistsError(f"{self._directory} already exists")
         self._partial = self._directory.with_name(self._directory.name + _PARTIAL)
-        # What a killed writer was in the middle of has this name and was not yet moved into `_partial`.
-        for stale in self._directory.parent.glob(f"{self._partial.name}.*"):
-            shutil.rmtree(stale)
-        if not resume and self._partial.exists():
-            shutil.rmtree(self._partial)
+        if is_first_process():
+            self._remove_stale(resume)
+        wait_for_all(f"checkpoint {self._directory} begun")
         self._pending: dict[str, np.ndarray] = {}
         self._names: set[str] = set()
         self._inner: set[str] = set()
@@ -112,13 +113,20 @@ class LeafWriter:
         with _writing(self._directory), self._context:
             ocp.partial.finalize(self._directory)
 
-    def _leaves_of_interrupted(self) -> set[str]:
-        """Leaves that an interrupted writer completed. Orbax moves a group here when all of it is on disk."""
-        groups = list(self._partial.iterdir()) if self._partial.exists() else []
-        if not all(group.name.startswith(f"{self._partial.name}.pending") for group in groups):
-            # Interrupted while the groups were being merged, which cannot be taken up again.
+    def _remove_stale(self, resume: bool) -> None:
+        """Removes what an interrupted writer left, except for whole groups that are to be gone on with."""
+        # What it was in the middle of has this name. Orbax moves a group into `_partial` when all of it is on disk.
+        for stale in self._directory.parent.glob(f"{self._partial.name}.*"):
+            shutil.rmtree(stale)
+        if not self._partial.exists():
+            return
+        # Interrupted while the groups were being merged: that cannot be taken up again.
+        merging = any(not group.name.startswith(f"{self._partial.name}.pending") for group in self._partial.iterdir())
+        if merging or not resume:
             shutil.rmtree(self._partial)
-            return set()
+
+    def _leaves_of_interrupted(self) -> set[str]:
+        groups = self._partial.iterdir() if self._partial.exists() else ()
         return {path for group in groups for path in LeafReader(group).specs}
 
     def _register(self, path: str) -> None:
@@ -265,7 +273,7 @@ class TrainingCheckpoints:
 
     A state is any pytree of arrays, PRNG keys among them. It may be restored onto another mesh or another number
     of devices than it was saved from. A checkpoint that was not finished does not count and is removed.
-    With several processes every process makes the same calls.
+    With several processes every process makes the same calls; arrays lie on a mesh of all, or are equal in each.
     """
 
     def __init__(self, directory: Path, *, keep: int):
@@ -367,7 +375,7 @@ class TrainingCheckpoints:
 
     def _remove_unfinished(self) -> None:
         # Orbax renames a checkpoint when it is whole; what still has the temporary name was interrupted.
-        if jax.process_index() == 0:
+        if is_first_process():
             for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 remove_directory(path)
 
@@ -405,13 +413,15 @@ def _key_impl(leaf: jax.ShapeDtypeStruct) -> Any:
     return found[0]
 
 
-def _plain(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+def _plain(leaf: jax.Array) -> jax.Array | np.ndarray:
+    """What Orbax can save: no PRNG keys, and among several processes no array that lies in one of them."""
+    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return np.asarray(data) if jax.process_count() > 1 and data.is_fully_addressable else data
 
 
 def _plain_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 

@@ -28,6 +28,7 @@ from moe_jax.lineage import read_lineage as read_lineage
 from moe_jax.loading import leaf_specs
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.models.serialize import FORMAT
+from moe_jax.processes import is_first_process, wait_for_all
 from moe_jax.staging import (
     lock_directory,
     refuse_existing,
@@ -108,6 +109,7 @@ class ModelDirectoryWriter:
 
     All is written to `.NAME.partial` beside the target, which is renamed when the block ends without an error.
     After an error it is removed, unless the writer is resumable: then the same job can go on with it later.
+    With several processes every process makes the same calls, and the first one writes.
 
     Attributes:
       lineage: written at the end; measured figures may be put into its last entry until then.
@@ -151,13 +153,15 @@ class ModelDirectoryWriter:
         return frozenset(self._leaves.done)
 
     def __enter__(self) -> Self:
-        self._dst.parent.mkdir(parents=True, exist_ok=True)
-        self._partial.mkdir(exist_ok=True)
-        self._lock = lock_directory(self._partial, self._dst)
+        if is_first_process():
+            self._dst.parent.mkdir(parents=True, exist_ok=True)
+            self._partial.mkdir(exist_ok=True)
+            self._lock = lock_directory(self._partial, self._dst)
         try:
-            if not (self._resume and self._is_same_job()):
+            if is_first_process() and not (self._resume and self._is_same_job()):
                 remove_content(self._partial)
                 write_durably(self._partial / _JOB, self._job().encode())
+            wait_for_all(f"{self._partial} begun")
             self._leaves = LeafWriter(self._partial / _PARAMS, resume=self._resume)
         except BaseException:
             self._abandon()
@@ -201,7 +205,7 @@ class ModelDirectoryWriter:
         except BaseException:
             self._abandon()
             raise
-        os.close(self._lock)
+        self._unlock()
 
     def _complete_leaves(self) -> None:
         if (self._partial / _PARAMS).exists():
@@ -213,20 +217,26 @@ class ModelDirectoryWriter:
 
     def _complete(self) -> None:
         self._complete_leaves()
-        for file in self._files:
-            write_durably(self._partial / file.name, file.read_bytes())
-        write_durably(self._partial / LINEAGE_FILE, json.dumps(self.lineage, indent=2).encode())
-        write_durably(self._partial / _CONFIG, json.dumps(config_to_json(self._config), indent=2).encode())
-        (self._partial / _JOB).unlink()
-        os.fsync(self._lock)
-        refuse_existing(self._dst)
-        self._partial.rename(self._dst)
-        sync(self._dst.parent)
+        if is_first_process():
+            for file in self._files:
+                write_durably(self._partial / file.name, file.read_bytes())
+            write_durably(self._partial / LINEAGE_FILE, json.dumps(self.lineage, indent=2).encode())
+            write_durably(self._partial / _CONFIG, json.dumps(config_to_json(self._config), indent=2).encode())
+            (self._partial / _JOB).unlink()
+            sync(self._partial)
+            refuse_existing(self._dst)
+            self._partial.rename(self._dst)
+            sync(self._dst.parent)
+        wait_for_all(f"{self._dst} written")
 
     def _abandon(self) -> None:
-        if not self._resume:
+        if is_first_process() and not self._resume:
             remove_directory(self._partial)
-        os.close(self._lock)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if is_first_process():
+            os.close(self._lock)
 
     def _job(self) -> str:
         """Identity of what is being done; date, versions and measured figures do not belong to it."""

@@ -14,8 +14,8 @@ from moe_jax.loading import model_leaves
 from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
 from moe_jax.nn import Decoder
+from moe_jax.processes import is_first_process, wait_for_all
 from moe_jax.train import strict
-from moe_jax.train.placement import is_first_process, wait_for_all
 from moe_jax.train.recipe import Recipe
 
 
@@ -36,12 +36,6 @@ def write_model(
       measured: figures for the lineage.
     """
     target = Path(recipe.run_dir) / "model"
-    leaves = _gathered(model, recipe.model.output_dtype)
-    if not is_first_process():
-        for _ in leaves:
-            pass
-        wait_for_all("model written")
-        return target
     options = {key: value for key, value in strict.flatten(recipe).items() if value is not None}
     options["data.sources"] = [strict.flatten(section) for section in recipe.data.sources]
     continued = source is not None and recipe.model.init == "checkpoint"
@@ -49,16 +43,20 @@ def write_model(
     files = source.tokenizer_files if source else (tokenizer,)
     lineage = [*(read_lineage(source.path) if continued else []), entry]
     fresh = target.with_name("model.new")
-    for stale in (fresh, target.with_name("model.old")):
-        if stale.exists():
-            shutil.rmtree(stale)
+    if is_first_process():
+        for stale in (fresh, target.with_name("model.old")):
+            if stale.exists():
+                shutil.rmtree(stale)
+    wait_for_all("stale models removed")
+    # Orbax needs the calls of every process; only the first one writes.
     with ModelDirectoryWriter(fresh, model.config, tokenizer_files=files, lineage=lineage) as writer:
-        for path, leaf in leaves:
+        for path, leaf in _gathered(model, recipe.model.output_dtype):
             writer.write({path: leaf})
-    if target.exists():
-        target.rename(target.with_name("model.old"))
-    fresh.rename(target)
-    shutil.rmtree(target.with_name("model.old"), ignore_errors=True)
+    if is_first_process():
+        if target.exists():
+            target.rename(target.with_name("model.old"))
+        fresh.rename(target)
+        shutil.rmtree(target.with_name("model.old"), ignore_errors=True)
     wait_for_all("model written")
     return target
 

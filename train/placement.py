@@ -9,6 +9,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from moe_jax.errors import InputError
+from moe_jax.processes import is_first_process as is_first_process
+from moe_jax.processes import wait_for_all as wait_for_all
 from moe_jax.sharding import batch_spec
 
 
@@ -80,14 +82,3 @@ def any_process(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
-
-
-def is_first_process() -> bool:
-    """Whether this process writes what is written once."""
-    return jax.process_index() == 0
-
-
-def wait_for_all(name: str) -> None:
-    """Returns when every process has come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
