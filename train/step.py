@@ -115,7 +115,7 @@ def make_step(
         metrics = StepMetrics(
             loss=loss,
             auxiliary=auxiliary,
-            grad_norm=optax.global_norm(grads),
+            grad_norm=optax.tree.norm(grads),
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
             scored=scored,
             tokens=jnp.sum(batch["segment_ids"] > 0),

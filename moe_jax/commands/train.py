@@ -51,8 +51,9 @@ def run(options: Options) -> None:
     overrides = [override for group in options.set for override in group]
     recipe = load_recipe(options.recipe, overrides)
     if options.compile_only:
-        from moe_jax.train.compile_only import compile_only, print_report
+        from moe_jax.train.compile_only import compile_only, prepare_environment, print_report
 
+        prepare_environment()
         report = compile_only(recipe, _config(recipe), options.topology)
         print_report(report, as_json=options.json)
         return

@@ -1,0 +1,163 @@
+"""Recipes: strict, with every problem named; overrides; what may change between a run and its continuation."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import moe_jax.train
+from moe_jax.errors import InputError
+from moe_jax.train import strict
+from moe_jax.train.recipe import (
+    EvalSection,
+    MeshSection,
+    ModelSection,
+    Recipe,
+    SourceSection,
+    check_continues,
+    load_recipe,
+)
+from tests.train.models import recipe_of
+
+GOOD = """
+run_dir = "runs/a"
+[model]
+path = "model"
+[data]
+seq_len = 64
+[[data.sources]]
+path = "a.txt"
+weight = 2
+[[data.sources]]
+path = "b.jsonl"
+weight = 1.5
+[optimizer]
+learning_rate = 1e-3
+[eval]
+text = "held_out.txt"
+"""
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "good.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_recipe_is_read_with_defaults(good):
+    recipe = load_recipe(good)
+    assert recipe.run_dir == "runs/a"
+    assert recipe.model == ModelSection(path="model")
+    assert [source.weight for source in recipe.data.sources] == [2.0, 1.5]
+    assert recipe.data.sources[1].is_jsonl and not recipe.data.sources[0].is_jsonl
+    assert recipe.optimizer.learning_rate == 1e-3
+    assert recipe.mesh == MeshSection()
+    assert recipe.eval == EvalSection(text="held_out.txt")
+
+
+def test_a_recipe_written_as_toml_reads_back_equal(good, tmp_path):
+    recipe = load_recipe(good, ['run_dir=odd "name"\\', "optimizer.clip_norm=0", "data.epochs=2"])
+    assert recipe.run_dir == 'odd "name"\\'
+    written = tmp_path / "written.toml"
+    written.write_text(strict.to_toml(recipe))
+    assert load_recipe(written) == recipe
+
+
+def test_overrides_are_toml_values_or_bare_strings(good):
+    overrides = [
+        "run_dir=other place",
+        "train.steps=7",
+        "optimizer.weight_decay=0",
+        "data.shuffle=false",
+        'partition.freeze=["embed/.*"]',
+        'data.sources=[{path="c.txt"}]',
+        "model.remat=full",
+    ]
+    recipe = load_recipe(good, overrides)
+    assert recipe.run_dir == "other place" and recipe.train.steps == 7 and recipe.data.shuffle is False
+    assert recipe.optimizer.weight_decay == 0.0 and isinstance(recipe.optimizer.weight_decay, float)
+    assert recipe.partition.freeze == ("embed/.*",)
+    assert recipe.data.sources == (SourceSection(path="c.txt"),)
+    assert recipe.model.remat == "full"
+    assert recipe.optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stpes=3", "unknown key 'train.stpes' (did you mean 'steps'?)"),
+        ("optimiser.b1=0.5", "unknown key 'optimiser' (did you mean 'optimizer'?)"),
+        ("train.steps=many", 'train.steps: expected an integer, got the string "many"'),
+        ("train.steps=true", "train.steps: expected an integer, got the boolean true"),
+        ("train.steps=1.5", "train.steps: expected an integer, got the number 1.5"),
+        ("data.shuffle=1", "data.shuffle: expected true or false, got the integer 1"),
+        ("run_dir=5", "run_dir: expected a string, got the integer 5"),
+        ("data=5", "data: expected a table, got the integer 5"),
+        ("data.sources=a.txt", 'data.sources: expected an array, each item a table, got the string "a.txt"'),
+        ('data.sources=[{pth="a"}]', "unknown key 'data.sources[0].pth' (did you mean 'path'?)"),
+        ("model.remat=ful", "model.remat: expected one of 'none', 'full', 'dots', got the string \"ful\" (did you mean"),
+        ("model.config=c.json", "model: give either path (a model with weights) or config"),
+        ("optimizer.b1=1.0", "optimizer: b1 = 1.0 must lie in [0, 1)"),
+        ("train.accumulation=3", "train: batch_size = 8 is not a multiple of accumulation = 3"),
+        ('data.sources=[{path="a",weight=1},{path="b"}]', "data: some sources have a weight and some have none"),
+        ("train.steps", "--set train.steps: expected KEY=VALUE"),
+        ("run_dir.x=1", "run_dir is a value and holds no keys"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_key(good, override, message):
+    with pytest.raises(InputError) as error:
+        load_recipe(good, [override])
+    assert message in str(error.value)
+
+
+def test_all_problems_are_listed_together(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text('[model]\npath = 3\n[train]\nsteps = 0\nbtach_size = 2\n[data]\nseq_len = "long"\n')
+    with pytest.raises(InputError) as error:
+        load_recipe(path)
+    text = str(error.value)
+    assert text.startswith(f"{path}: 4 problems")
+    for problem in (
+        "model.path: expected a string",
+        "unknown key 'train.btach_size' (did you mean 'batch_size'?)",
+        'data.seq_len: expected an integer, got the string "long"',
+        "key 'run_dir' is missing, expected a string",
+    ):
+        assert problem in text
+
+
+def test_a_file_that_is_missing_or_not_toml_is_clear(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no recipe at .*none.toml"):
+        load_recipe(tmp_path / "none.toml")
+    (tmp_path / "a.toml").write_text("steps = = 3")
+    with pytest.raises(InputError, match="a.toml is not TOML: .*line 1"):
+        load_recipe(tmp_path / "a.toml")
+
+
+def test_only_harmless_keys_may_change_when_a_run_is_continued():
+    before = recipe_of(steps=4)
+    harmless = dataclasses.replace(
+        before,
+        train=dataclasses.replace(before.train, steps=9),
+        checkpoint=dataclasses.replace(before.checkpoint, every=3, keep=5),
+        log=dataclasses.replace(before.log, every=2),
+        mesh=MeshSection(data=-1, fsdp=1),
+        eval=EvalSection(text="t"),
+    )
+    check_continues(before, harmless)
+    harmful = dataclasses.replace(
+        before, seed=3, optimizer=dataclasses.replace(before.optimizer, learning_rate=1.0)
+    )
+    with pytest.raises(InputError) as error:
+        check_continues(before, harmful)
+    assert "optimizer.learning_rate (was 0.0003, is 1.0)" in str(error.value)
+    assert "seed (was 0, is 3)" in str(error.value)
+
+
+def test_every_recipe_that_comes_with_the_library_is_valid():
+    recipes = sorted(Path(moe_jax.train.__file__).with_name("recipes").glob("*.toml"))
+    assert len(recipes) >= 3
+    for path in recipes:
+        assert isinstance(load_recipe(path), Recipe)
+        assert path.read_text().startswith("#"), f"{path} has no header that says how to run it"

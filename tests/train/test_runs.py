@@ -1,0 +1,224 @@
+"""Whole runs through the command line, in processes of their own: killed, stopped, diverged, continued, on other meshes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.train.models import BANKS, FFN, config_of, moe, write_config
+
+STEPS = 150
+RECIPE = """
+run_dir = "run"
+[model]
+config = "config.json"
+init = "random"
+[data]
+tokenizer = "{tokenizer}"
+seq_len = 16
+[[data.sources]]
+path = "text.txt"
+[partition]
+freeze = ["layers/0/.*"]
+[optimizer]
+learning_rate = 1e-3
+[schedule]
+warmup_steps = 3
+[train]
+steps = {steps}
+batch_size = 8
+[checkpoint]
+every = 10
+[eval]
+text = "held_out.txt"
+every = 50
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory, tokenizer_path) -> Path:
+    """A directory with a recipe and what it needs."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_config(folder / "config.json", config_of(FFN, moe(BANKS["low-rank"])))
+    lines = [f"the {i}th line says {i * i} and {i % 7}\n" for i in range(600)]
+    (folder / "text.txt").write_text("".join(lines))
+    (folder / "held_out.txt").write_text("".join(lines[:20]))
+    (folder / "recipe.toml").write_text(RECIPE.format(tokenizer=tokenizer_path, steps=STEPS))
+    return folder
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "moe_jax.cli", "train", "recipe.toml", *arguments]
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+
+
+def train(folder: Path, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*arguments), cwd=folder, env=environment(devices), capture_output=True, text=True, timeout=300
+    )
+
+
+def train_until(folder: Path, run_dir: str, step: int, number: int, *arguments: str) -> tuple[int, str]:
+    """Starts a run and sends it a signal once metrics.jsonl has the given step; returns exit code and output."""
+    process = subprocess.Popen(
+        command(*arguments),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        if len(read_lines(folder / run_dir / "metrics.jsonl")) >= step:
+            process.send_signal(number)
+            break
+        time.sleep(0.002)
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def metrics(folder: Path, run_dir: str) -> list[dict]:
+    return [json.loads(line) for line in read_lines(folder / run_dir / "metrics.jsonl")]
+
+
+def losses(records: list[dict]) -> list[tuple]:
+    return [(record["step"], record["loss"], record["aux_loss"], record["grad_norm"]) for record in records]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workplace) -> list[dict]:
+    """The metrics of a run from beginning to end on one device."""
+    done = train(workplace, "--set", "run_dir=undisturbed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wrote undisturbed/model" in done.stdout
+    assert re.search(r"trained: [\d,]+ of [\d,]+ parameters", done.stdout)
+    assert "the router is among them: yes" in done.stdout
+    return metrics(workplace, "undisturbed")
+
+
+def test_a_run_leaves_metrics_of_every_step_and_a_model(workplace, undisturbed):
+    assert [record["step"] for record in undisturbed] == list(range(1, STEPS + 1))
+    record = undisturbed[-1]
+    assert record["loss"] < undisturbed[0]["loss"] - 0.5
+    keys = {"aux_loss", "balance_loss", "z_loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"}
+    assert keys | {"flops_per_second", "dropped"} <= record.keys()
+    assert list(record["expert_load"]) == ["1"]
+    assert sum(record["expert_load"]["1"]) == pytest.approx(1, abs=1e-4)
+    assert [record["step"] for record in undisturbed if "eval_loss" in record] == [50, 100, 150]
+    run = workplace / "undisturbed"
+    assert {path.name for path in run.iterdir()} == {"recipe.toml", "checkpoints", "metrics.jsonl", "tensorboard", "model"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"140", "150"}
+    assert any(path.name.startswith("events") for path in (run / "tensorboard").iterdir())
+    lineage = json.loads((run / "model" / "lineage.json").read_text())
+    assert [entry["command"] for entry in lineage] == ["train"]
+    assert lineage[0]["measured"]["steps"] == STEPS
+    assert lineage[0]["measured"]["eval_loss"] == record["eval_loss"]
+    assert (run / "model" / "tokenizer.json").is_file()
+
+
+def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bit(workplace, undisturbed):
+    arguments = ("--set", "run_dir=killed")
+    code, output = train_until(workplace, "killed", 37, signal.SIGKILL, *arguments)
+    assert code == -signal.SIGKILL, output
+    assert 37 <= len(read_lines(workplace / "killed" / "metrics.jsonl")) < STEPS
+    # A kill may also leave half a line.
+    with (workplace / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')
+    code, output = train_until(workplace, "killed", 83, signal.SIGTERM, *arguments, "--resume")
+    assert code == 0, output
+    stopped = re.search(r"SIGTERM: saved step (\d+) of 150; continue with: (.*)", output)
+    assert stopped and 83 <= int(stopped[1]) < STEPS
+    assert stopped[2] == "moe-jax train recipe.toml --set run_dir=killed --resume"
+    assert not (workplace / "killed" / "model").exists()
+    done = train(workplace, *arguments, "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"continuing after step {stopped[1]}" in done.stdout
+    resumed = metrics(workplace, "killed")
+    assert losses(resumed) == losses(undisturbed)
+    assert [r["eval_loss"] for r in resumed if "eval_loss" in r] == [
+        r["eval_loss"] for r in undisturbed if "eval_loss" in r
+    ]
+
+
+def test_a_run_moves_from_8_devices_to_1(workplace, undisturbed):
+    arguments = ("--set", "run_dir=moved", "train.steps=20")
+    mesh = ("mesh.fsdp=4", "mesh.expert=2")
+    done = train(workplace, *arguments, *mesh, devices=8)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = train(workplace, *arguments, "train.steps=30", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continuing after step 20" in done.stdout
+    moved = metrics(workplace, "moved")
+    assert [record["step"] for record in moved] == list(range(1, 31))
+    # The schedule ends earlier than that of the other run, so only the first steps are alike.
+    np.testing.assert_allclose([r["loss"] for r in moved[:4]], [r["loss"] for r in undisturbed[:4]], atol=1e-4)
+    assert moved[-1]["loss"] < moved[20]["loss"] + 0.2 < moved[0]["loss"]
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(workplace):
+    arguments = ("--set", "run_dir=diverged", "optimizer.learning_rate=1e30", "optimizer.clip_norm=0")
+    done = train(workplace, *arguments, "checkpoint.every=1", "schedule.warmup_steps=0")
+    assert done.returncode == 2, done.stdout + done.stderr
+    error = [line for line in done.stderr.splitlines() if line.startswith("moe-jax: error:")]
+    message = r"moe-jax: error: step (\d+): loss is \S+ and .*; the last good checkpoint is diverged/checkpoints/(\d+)"
+    found = re.fullmatch(message, error[0])
+    assert found, error
+    assert int(found[2]) == int(found[1]) - 1 == len(metrics(workplace, "diverged"))
+    saved = {int(path.name) for path in (workplace / "diverged" / "checkpoints").iterdir()}
+    assert max(saved) == int(found[2])
+    assert not (workplace / "diverged" / "model").exists()
+
+
+def test_an_existing_run_is_not_touched(workplace, undisturbed):
+    before = {path: path.stat().st_mtime_ns for path in (workplace / "undisturbed").rglob("*")}
+    for arguments, message in [
+        ((), "undisturbed already exists; continue it with --resume, or choose another run_dir"),
+        (("--resume", "--set", "seed=5"), "cannot continue undisturbed with a changed recipe: seed (was 0, is 5)"),
+    ]:
+        done = train(workplace, "--set", "run_dir=undisturbed", *arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("moe-jax: error: ") and message in done.stderr
+        assert "Traceback" not in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in (workplace / "undisturbed").rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--set", "train.stpes=3"), "unknown key 'train.stpes' (did you mean 'steps'?)"),
+        (("--set", 'partition.freeze=["router"]'), "'router' matches no parameter"),
+        (("--set", "data.seq_len=100000"), "text.txt is too short: "),
+        (("--set", 'data.sources=[{path="nothing.txt"}]'), "no file matches nothing.txt"),
+        (("--set", "data.tokenizer=config.json"), "config.json is not a tokenizer.json"),
+        (("--set", "mesh.data=3"), "does not fit 1 devices"),
+        (("--set", "model.init=checkpoint"), "model.config has no weights"),
+        (("--topology", "v5e:4x4"), "--compile-only and --topology go together"),
+    ],
+)
+def test_bad_input_is_one_message_and_leaves_nothing(workplace, arguments, message, capsys, monkeypatch):
+    from moe_jax import cli
+
+    monkeypatch.chdir(workplace)
+    if "mesh.data=3" in arguments:
+        message = "does not fit 8 devices"
+    assert cli.main(["train", "recipe.toml", "--set", "run_dir=bad", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("moe-jax: error:") == 1
+    assert not (workplace / "bad").exists()

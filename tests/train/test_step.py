@@ -1,0 +1,206 @@
+"""The training step: the same on every mesh, accumulated or not; frozen parameters have neither gradient nor moments."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.errors import InputError
+from moe_jax.functional.losses import token_losses
+from moe_jax.models import FFNConfig, ModelConfig
+from moe_jax.nn import Decoder
+from moe_jax.peft import split_model
+from moe_jax.sharding import path_name, state_shardings
+from moe_jax.train.placement import local_rows, place
+from moe_jax.train.program import Program, first_state, make_program
+from moe_jax.train.recipe import MeshSection, ModelSection, PartitionSection, Recipe, ScheduleSection, TrainSection
+from moe_jax.train.step import TrainState
+from tests.train.models import BANKS, FFN, config_of, moe, recipe_of
+
+
+def random_batch(seed: int, rows: int = 8, length: int = 16) -> dict[str, np.ndarray]:
+    """Packed rows of two documents, with padding at the end and some targets that are not scored."""
+    rng = np.random.default_rng(seed)
+    cut = rng.integers(3, 9, (rows, 1))
+    end = rng.integers(10, length + 1, (rows, 1))
+    index = np.arange(length)[None]
+    inside = index < end
+    return {
+        "tokens": (rng.integers(0, 256, (rows, length)) * inside).astype(np.int32),
+        "targets": (rng.integers(0, 256, (rows, length)) * inside).astype(np.int32),
+        "weights": (rng.random((rows, length)) < 0.8).astype(np.float32) * inside.astype(np.float32),
+        "segment_ids": np.where(inside, 1 + (index >= cut), 0).astype(np.int32),
+        "positions": np.where(inside, index - cut * (index >= cut), 0).astype(np.int32),
+    }
+
+
+@functools.cache
+def drawn(config: ModelConfig) -> nnx.State:
+    """Parameters of a model, drawn once: compiling that takes longer than a few steps."""
+    return jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()
+
+
+def initial_states(program: Program) -> tuple[nnx.State, nnx.State]:
+    """Trained and frozen parameters before the first step, where the program wants them."""
+    state = drawn(program.config)
+    placed = jax.tree.map(jnp.copy, jax.device_put(state, state_shardings(state, program.mesh)))
+    _, params, frozen = split_model(nnx.merge(nnx.graphdef(program.model), placed), program.trainable)
+    return params, frozen
+
+
+def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3):
+    """Losses of a few steps, with the program, the state and the frozen parameters after them."""
+    program = make_program(recipe, config, jax.devices()[:devices])
+    rows = recipe.train.batch_size
+    records = []
+    with jax.set_mesh(program.mesh):
+        params, frozen = initial_states(program)
+        state = first_state(program, params)
+        for step in range(steps):
+            batch = place(random_batch(step, rows), local_rows(program.mesh, rows), program.mesh, rows)
+            state, metrics = program.step(state, frozen, batch)
+            records.append([float(x) for x in (metrics.loss, metrics.auxiliary, metrics.grad_norm, metrics.scored)])
+    return np.array(records), program, state, frozen
+
+
+def largest_difference(a, b) -> float:
+    differences = jax.tree.map(lambda x, y: float(np.max(np.abs(np.asarray(x) - np.asarray(y)))), a, b)
+    return max(jax.tree.leaves(differences))
+
+
+PLAIN = FFNConfig(dim=32, gated=False, bias=True)
+EVERYTHING = config_of(PLAIN, *(dataclasses.replace(moe(bank), expert=PLAIN) for bank in BANKS.values()))
+TWO_LAYERS = config_of(FFN, moe())
+
+
+@pytest.fixture(scope="module")
+def two_layers():
+    return run(recipe_of(), TWO_LAYERS)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshSection(data=2, fsdp=4), MeshSection(fsdp=2, expert=2, tensor=2)],
+    ids=["data2-fsdp4", "fsdp2-expert2-tensor2"],
+)
+def test_dense_and_moe_layers_of_every_kind_train_alike_on_every_mesh(one_device, mesh):
+    records, _, state, _ = run(recipe_of(mesh=mesh), EVERYTHING, devices=8)
+    np.testing.assert_allclose(records, one_device[0], atol=1e-4)
+    assert largest_difference(state.params, one_device[2].params) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return run(recipe_of(), EVERYTHING)
+
+
+def test_the_loss_is_the_mean_over_scored_tokens_and_the_auxiliary_losses_are_reported(two_layers):
+    records, program, _, frozen = two_layers
+    batch = random_batch(0)
+    params, _ = initial_states(program)
+    model = nnx.merge(program.graphdef, params, frozen)
+    out = model(batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"])
+    losses = np.asarray(token_losses(out.logits, batch["targets"]))
+    expected = (losses * batch["weights"]).sum() / batch["weights"].sum()
+    np.testing.assert_allclose(records[0][0], expected, rtol=1e-5)
+    assert records[0][3] == batch["weights"].sum()
+    balance = sum(0.01 * float(jnp.sum(stats.balance)) for stats in out.router)
+    np.testing.assert_allclose(records[0][1], balance, rtol=1e-5)
+    assert balance > 0
+
+
+def test_without_a_score_the_router_is_trained_by_the_balance_loss_alone():
+    config = config_of(moe(balance_coef=0.5))
+    program = make_program(recipe_of(), config, jax.devices()[:1])
+    batch = random_batch(0) | {"weights": np.zeros((8, 16), np.float32)}
+    with jax.set_mesh(program.mesh):
+        params, frozen = initial_states(program)
+        before = np.asarray(params["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...])
+        state, metrics = program.step(first_state(program, params), frozen, batch)
+    assert float(metrics.loss) == 0.0 and float(metrics.auxiliary) > 0.4 and float(metrics.grad_norm) > 0
+    after = np.asarray(state.params["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...])
+    assert np.abs(after - before).max() > 1e-5
+
+
+def test_accumulation_of_4_times_2_equals_a_batch_of_8():
+    config = config_of(FFN, moe(balance_coef=0.0))
+    whole, _, state, _ = run(recipe_of(train=TrainSection(batch_size=8)), config)
+    parts, _, accumulated, _ = run(recipe_of(train=TrainSection(batch_size=8, accumulation=4)), config)
+    np.testing.assert_allclose(parts, whole, atol=1e-6, rtol=1e-6)
+    assert largest_difference(accumulated.params, state.params) < 1e-6
+
+
+def test_frozen_parameters_have_no_moments_and_do_not_move():
+    freeze = ("embed/.*", ".*/attention/.*", ".*/router/.*")
+    recipe = recipe_of(partition=PartitionSection(freeze=freeze), schedule=ScheduleSection(kind="constant"))
+    config = config_of(FFN, moe(dataclasses.replace(BANKS["sparse"], train_base=False)))
+    _, program, state, frozen = run(recipe, config, steps=2)
+    trained = names(state.params)
+    assert trained == names(program.state.params)
+    assert not any("attention/" in name or "router" in name or "embed" in name or "/base/" in name for name in trained)
+    assert any("/delta/gate/values" in name for name in trained)
+    moments = [name for name, leaf in leaves(state.opt_state) if leaf.ndim]
+    assert sorted(moments) == sorted([f"mu/{name}" for name in trained] + [f"nu/{name}" for name in trained])
+    untouched = initial_states(program)
+    assert largest_difference(frozen, untouched[1]) == 0.0
+    assert min_movement(state, untouched[0]) > 0.0
+
+
+def names(state: nnx.State) -> list[str]:
+    return [name for name, _ in leaves(state)]
+
+
+def leaves(state) -> list[tuple[str, jax.Array]]:
+    """Leaves by path; the positions inside Optax's chain are left out."""
+    found = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    return [("/".join(part for part in name.split("/")).lstrip("0123456789/"), leaf) for name, leaf in found]
+
+
+def min_movement(state: TrainState, before: nnx.State) -> float:
+    return min(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), state.params, before)))
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_a_near_loss(two_layers):
+    exact = two_layers[0]
+    model = ModelSection(config="c", init="random", compute_dtype="bfloat16")
+    rough, _, state, _ = run(recipe_of(model=model), TWO_LAYERS)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+    np.testing.assert_allclose(rough[:, 0], exact[:, 0], atol=0.02)
+    assert np.abs(rough[:, 0] - exact[:, 0]).max() > 0
+
+
+def test_rematerialisation_changes_nothing_but_memory():
+    config = config_of(FFN, FFN)
+    plain, *_ = run(recipe_of(), config)
+    for remat in ("full", "dots"):
+        model = ModelSection(config="c", init="random", remat=remat)
+        again, *_ = run(recipe_of(model=model), config)
+        np.testing.assert_allclose(again, plain, rtol=1e-5)
+
+
+def test_moments_lie_where_their_parameters_do():
+    program: Program = make_program(recipe_of(mesh=MeshSection(fsdp=2, expert=2, tensor=2)), EVERYTHING)
+    where = {name: leaf.sharding for name, leaf in leaves(program.state.params)}
+    moments = [(name, leaf) for name, leaf in leaves(program.state.opt_state) if leaf.ndim]
+    assert len(moments) == 2 * len(where)
+    for name, leaf in moments:
+        assert leaf.sharding == where[name.split("/", 1)[1]], name
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"mesh": MeshSection(fsdp=3)}, "does not fit 8 devices"),
+        ({"train": TrainSection(batch_size=12)}, "train.batch_size = 12 in 1 microbatches leaves 12 sequences for the 8"),
+        ({"train": TrainSection(batch_size=8, accumulation=2)}, "make it a multiple of 16"),
+        ({"mesh": MeshSection(fsdp=1, tensor=8)}, "mlp/experts/delta|not divisible"),
+    ],
+)
+def test_what_does_not_fit_the_mesh_is_an_error(sections, message):
+    config = config_of(dataclasses.replace(FFN, dim=12))
+    with pytest.raises(InputError, match=message):
+        make_program(recipe_of(**sections), config)

@@ -1,0 +1,132 @@
+"""The training step compiled for an accelerator that is not there.
+
+The `libtpu` wheel holds the TPU compiler and runs on any x86 CPU machine. What is compiled is the very step that
+`loop` runs, on abstract arrays: no weights are loaded or made.
+"""
+
+import json
+import os
+from typing import Any
+
+from moe_jax.errors import InputError
+from moe_jax.models import ModelConfig
+from moe_jax.train.recipe import Recipe
+
+# libtpu asks a metadata server what machine it is on unless the environment says so; any TPU will do, for the
+# topology that is compiled for is named to the compiler.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    # Two compilations at a time may use the library, for none of them uses a chip.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+# Memory of a chip in GiB, from Google's documentation of the TPU versions.
+_HBM_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32, "TPU7x": 192}
+
+
+def prepare_environment() -> None:
+    """Describes a TPU to libtpu and keeps JAX itself on the CPU; call it before JAX is imported."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str, Any]:
+    """Compiles the step of a recipe for a topology such as `v5e:4x4`.
+
+    Args:
+      recipe: the run; its data is not read.
+      config: of the model.
+      topology: generation and shape of the slice.
+
+    Returns:
+      JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
+      `temporaries`, `code`, `total`, `hbm`), `model_flops` (see `flops.py`) and `compiler_flops` (which counts a
+      loop over layers once); and `collectives` by kind with `count` and `bytes`, loops counted in full.
+
+    Raises:
+      InputError: no libtpu, an unknown topology, a step that does not fit into the chips' memory, or a mesh that
+        does not fit the slice.
+    """
+    import jax
+
+    from moe_jax.train.flops import train_flops_per_token
+    from moe_jax.train.hlo import collectives
+    from moe_jax.train.program import abstract_batch, make_program
+
+    devices = _devices(topology)
+    program = make_program(recipe, config, devices)
+    with jax.set_mesh(program.mesh):
+        lowered = program.step.lower(program.state, program.frozen, abstract_batch(recipe, program.mesh))
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise InputError(f"the step does not fit into {topology}: {_first_line(error)}") from None
+    memory = compiled.memory_analysis()
+    # Outputs that lie in the buffers of donated arguments are counted once.
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    kind = devices[0].device_kind
+    return {
+        "topology": topology,
+        "device_kind": kind,
+        "chips": len(devices),
+        "mesh": dict(program.mesh.shape),
+        "bytes": {
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes,
+            "aliased": memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+            "total": held + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
+            "hbm": _HBM_GIB[kind] << 30 if kind in _HBM_GIB else None,
+        },
+        "model_flops": train_flops_per_token(config, recipe.data.seq_len)
+        * recipe.train.batch_size
+        * recipe.data.seq_len
+        / len(devices),
+        "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
+        "collectives": {name: found._asdict() for name, found in collectives(compiled.as_text()).items()},
+    }
+
+
+def print_report(report: dict[str, Any], *, as_json: bool) -> None:
+    """Prints what `compile_only` found, as a table or as JSON and nothing else."""
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    sizes = report["bytes"]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items())
+    print(f"compiled for {report['topology']}: {report['chips']} chips ({report['device_kind']}), mesh {mesh}")
+    print("bytes per chip:")
+    for name in ("arguments", "outputs", "aliased", "temporaries", "code", "total"):
+        print(f"  {name:12} {sizes[name] / 2**30:9.3f} GiB")
+    if sizes["hbm"]:
+        print(f"  {'memory':12} {sizes['hbm'] / 2**30:9.3f} GiB   {sizes['total'] / sizes['hbm']:.0%} used")
+    print(f"model FLOPs per chip and step: {report['model_flops']:.3g}")
+    print("collectives per step and chip:" if report["collectives"] else "no collectives")
+    for name, found in report["collectives"].items():
+        print(f"  {name:18} {found['count']:6} x {found['bytes'] / 2**20:12.1f} MiB")
+
+
+def _devices(topology: str) -> list[Any]:
+    import importlib.util
+
+    if importlib.util.find_spec("libtpu") is None:
+        raise InputError("--compile-only needs the TPU compiler: pip install 'moe-jax[tpu]' (libtpu, x86 Linux)")
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:  # libtpu's own errors have no common class
+        raise InputError(
+            f"unknown topology {topology!r}, expected for example v5e:4x4, v5p:2x2x4 or v6e:8x8: {_first_line(error)}"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,114 @@
+"""Collectives in the text of a compiled program: how many of which kind, and how large they are."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+
+_BITS = {"pred": 8, "c64": 64, "c128": 128}
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+# `%name = shape kind(operands), ...`; an asynchronous collective is counted where it starts.
+_COLLECTIVE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.*?) (" + "|".join(KINDS) + r")(-start)?\(([^)]*)\)(.*)$")
+_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+_CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_LOOP = re.compile(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONSTANT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+
+
+class Collectives(NamedTuple):
+    """Of one kind: how often they run in one run of the program, and their bytes on one device, all runs together.
+
+    The bytes of a collective are those of the whole array: the result of an all-gather, the operand of a
+    reduce-scatter.
+    """
+
+    count: int
+    bytes: int
+
+
+def collectives(hlo: str) -> dict[str, Collectives]:
+    """Collectives by kind of a compiled program (`compiled.as_text()`), those in loops as often as the loops run."""
+    entry, computations = _computations(hlo)
+    totals: dict[str, Collectives] = {}
+    chains: set[tuple[str, str]] = set()
+
+    def visit(name: str, times: int) -> None:
+        for line in computations.get(name, []):
+            if found := _COLLECTIVE.match(line):
+                shape, kind, start, operands, attributes = found.groups()
+                # The TPU compiler overlaps a collective with computation by spreading it over a chain of fusions,
+                # each of which shows it once more.
+                if chain := _CHAIN.search(attributes):
+                    channel = _CHANNEL.search(attributes)
+                    key = (chain[1], channel[1] if channel else "")
+                    if key in chains:
+                        continue
+                    chains.add(key)
+                # It also writes a reduce-scatter as a fusion of all-reduce and slice.
+                kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
+                before = totals.get(kind, Collectives(0, 0))
+                size = _bytes(shape, operands, asynchronous=start is not None, scattered=found[2] == "reduce-scatter")
+                totals[kind] = Collectives(before.count + times, before.bytes + times * size)
+            for callee, trips in _calls(line, computations):
+                visit(callee, times * trips)
+
+    visit(entry, 1)
+    return {kind: totals[kind] for kind in KINDS if kind in totals}
+
+
+def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
+    """Name of the entry, and the lines of every computation."""
+    entry = name = ""
+    lines: dict[str, list[str]] = {}
+    for line in hlo.splitlines():
+        if opened := _COMPUTATION.match(line):
+            name = opened[2]
+            lines[name] = []
+            entry = name if opened[1] else entry
+        elif name:
+            lines[name].append(line)
+    return entry, lines
+
+
+def _calls(line: str, computations: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
+    """Computations that an instruction runs, and how often."""
+    if loop := _LOOP.search(line):
+        yield loop[2], _trips(line, computations.get(loop[1], []))
+    for callee in _CALLED.findall(line):
+        yield callee, 1
+    for branches in _BRANCHES.findall(line):
+        for branch in branches.split(","):
+            yield branch.strip().lstrip("%"), 1
+
+
+def _trips(line: str, condition: list[str]) -> int:
+    """How often a loop runs: as the compiler says, or by the one number its counter is compared with; else 1."""
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    bounds = [int(bound) for text in condition for bound in _CONSTANT.findall(text)]
+    return bounds[0] if len(bounds) == 1 else 1
+
+
+def _bytes(shape: str, operands: str, *, asynchronous: bool, scattered: bool) -> int:
+    sizes = [_size(kind, dims) for kind, dims in _SHAPE.findall(shape)]
+    if scattered:
+        # Operands are written with their shapes in some versions of the text and without in others.
+        written = [_size(kind, dims) for kind, dims in _SHAPE.findall(operands)]
+        return sum(written) or sum(sizes)
+    if asynchronous and len(sizes) > 1:
+        # The tuple of a start holds the operands, then the results, then what the hardware needs.
+        count = max(1, operands.count("%"))
+        return sum(sizes[count : 2 * count])
+    return sum(sizes)
+
+
+def _size(kind: str, dims: str) -> int:
+    number = re.search(r"\d+", kind)
+    bits = _BITS.get(kind) or (int(number[0]) if number else 0)
+    return math.prod(int(size) for size in dims.split(",") if size) * bits // 8
