@@ -53,34 +53,38 @@ class LowRankBank(ExpertBank):
         add_stacked_biases(self, d_model, dtype)
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing) -> Float[Array, "T d"]:
+        tokens, top_k = routing.experts.shape
         chosen = jax.nn.one_hot(routing.experts, self.num_experts, dtype=x.dtype)
+        weights = routing.weights.astype(x.dtype)
         biases = {name: bias.astype(x.dtype) for name, bias in self.stacked_biases().items()}
 
+        def masked(coefficients: Float[Array, "M e"], mask: Float[Array, "T k E"]) -> Float[Array, "T k e"]:
+            """Zeroes the coefficients of experts that `mask` leaves out; M is T, or T k."""
+            coefficients = coefficients.reshape(tokens, -1, self.num_experts, self.config.rank)
+            return (coefficients * mask[..., None]).reshape(tokens, top_k, -1)
+
         def into_hidden(name: str) -> Float[Array, "T k f"]:
-            a, b = self._factors(name, x.dtype)
-            coefficients = jnp.einsum("td,edr->ter", x, a)
-            y = jnp.einsum("tke,ter,erf->tkf", chosen, coefficients, b, optimize=[(0, 1), (0, 1)])
-            y = y + linear(x, self.base[name].kernel[...])[:, None, :]
-            return y + jnp.einsum("tke,ef->tkf", chosen, biases[name]) if name in biases else y
+            a, b = self._side_by_side(name, x.dtype)
+            y = linear(masked(linear(x, a), chosen), b) + linear(x, self.base[name].kernel[...])[:, None, :]
+            return y + linear(chosen, biases[name]) if name in biases else y
 
         gate = into_hidden("gate") if self.expert.gated else None
         h = hidden(into_hidden("up"), gate, self.expert.activation)
-        weights = routing.weights.astype(x.dtype)
-        y = linear(jnp.einsum("tkf,tk->tf", h, weights), self.base["down"].kernel[...])
-        a, b = self._factors("down", x.dtype)
+        y = linear(jnp.sum(h * weights[:, :, None], axis=1), self.base["down"].kernel[...])
+        a, b = self._side_by_side("down", x.dtype)
         weighted = chosen * weights[:, :, None]
-        coefficients = jnp.einsum("tker,tke->ter", jnp.einsum("tkf,efr->tker", h, a), weighted)
-        y = y + jnp.einsum("ter,erd->td", coefficients, b)
-        return y + jnp.einsum("tke,ed->td", weighted, biases["down"]) if "down" in biases else y
+        y = y + linear(jnp.sum(masked(linear(h.reshape(tokens * top_k, -1), a), weighted), axis=1), b)
+        return y + linear(jnp.sum(weighted, axis=1), biases["down"]) if "down" in biases else y
 
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
         return {name: self._kernel(name, expert) for name in self.expert.matrices}
 
     def _kernel(self, name: str, expert: int) -> Float[Array, "i o"]:
-        base = self.base[name].kernel[...]
-        a, b = self._factors(name, jnp.float32)
-        return (base.astype(jnp.float32) + a[expert] @ b[expert]).astype(base.dtype)
+        base, delta = self.base[name].kernel[...], self.delta[name]
+        a, b = delta.a[expert].astype(jnp.float32), delta.b[expert].astype(jnp.float32)
+        return (base.astype(jnp.float32) + a @ b).astype(base.dtype)
 
-    def _factors(self, name: str, dtype: jnp.dtype) -> tuple[Float[Array, "E i r"], Float[Array, "E r o"]]:
-        delta = self.delta[name]
-        return delta.a[...].astype(dtype), delta.b[...].astype(dtype)
+    def _side_by_side(self, name: str, dtype: jnp.dtype) -> tuple[Float[Array, "i e"], Float[Array, "e o"]]:
+        """`A` of all experts as columns of one matrix, `B` as rows of one; e = E r."""
+        a, b = self.delta[name].a[...].astype(dtype), self.delta[name].b[...].astype(dtype)
+        return jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1), b.reshape(-1, b.shape[2])
