@@ -1,0 +1,72 @@
+"""What the demo shows at the end: a table and a picture."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import rich.table
+
+from moe_jax.train.metrics import Record, read_metrics
+
+
+class Result(NamedTuple):
+    """One model of the comparison."""
+
+    name: str
+    params: int
+    added: int
+    perplexity: float
+    tokens_per_s: float
+
+
+def median_speed(records: list[Record]) -> float:
+    """Training tokens per second: the median over the steps, so that compilation does not count."""
+    speeds = sorted(record["tokens_per_s"] for record in records if "tokens_per_s" in record)
+    return speeds[len(speeds) // 2]
+
+
+def table(results: list[Result], held_out_bytes: int) -> rich.table.Table:
+    """The results, one model a row."""
+    table = rich.table.Table(
+        title=f"held-out text: {held_out_bytes:,} bytes; perplexity is per byte", title_justify="left"
+    )
+    for column in ("model", "parameters", "added", "held-out perplexity", "training tokens/s"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for result in results:
+        numbers = (f"{result.params:,}", f"{result.added:,}", f"{result.perplexity:.3f}", f"{result.tokens_per_s:,.0f}")
+        table.add_row(result.name, *numbers)
+    return table
+
+
+def plot(path: Path, dense: Path, others: dict[str, Path]) -> None:
+    """Draws loss over steps: the dense model's first, then those that continue from it.
+
+    Args:
+      path: the PNG to write.
+      dense: run directory of the dense model.
+      others: run directories by name, each begun from the trained dense model.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    first = read_metrics(dense / "metrics.jsonl")
+    begin = first[-1]["step"]
+    curves = {
+        "dense": (0, first),
+        **{name: (begin, read_metrics(run / "metrics.jsonl")) for name, run in others.items()},
+    }
+    for name, (offset, records) in curves.items():
+        left.plot([offset + r["step"] for r in records], [r["loss"] for r in records], label=name, linewidth=1)
+        held_out = [(offset + r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
+        if name != "dense":
+            held_out.insert(0, (begin, next(r["eval_loss"] for r in reversed(first) if "eval_loss" in r)))
+            right.plot(*zip(*held_out, strict=True), marker="o", markersize=3, label=name, linewidth=1.2)
+    left.set(title="training loss", xlabel="step", ylabel="nats per byte")
+    right.set(title="held-out loss after the dense model's training", xlabel="step")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

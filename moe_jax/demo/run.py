@@ -1,0 +1,186 @@
+"""The demo itself: writes text and recipes, then types commands."""
+
+import contextlib
+import io
+import json
+import shlex
+import shutil
+import time
+from pathlib import Path
+
+import rich.console
+
+from moe_jax.demo.report import Result, median_speed, plot, table
+from moe_jax.demo.text import byte_tokenizer, write_text
+from moe_jax.errors import InputError
+from moe_jax.train.metrics import read_metrics
+
+# A folder with this file in it was made by a demo, and the next demo may replace it.
+MARKER = ".made-by-moe-jax-demo"
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 258,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+
+RECIPE = """\
+# Run from the folder in which `moe-jax demo` was started: paths are relative to it.
+run_dir = "{folder}/runs/{name}"
+
+[model]
+{model}
+
+[data]
+seq_len = 256
+tokenizer = "{folder}/tokenizer.json"
+sources = [{{ path = "{folder}/text/train/*.txt" }}]
+
+[optimizer]
+learning_rate = {learning_rate}
+
+[schedule]
+warmup_steps = 10
+
+[train]
+steps = {steps}
+batch_size = 8
+
+[log]
+every = 20
+
+[eval]
+text = "{folder}/text/held-out.txt"
+every = {eval_every}
+seq_len = 256
+"""
+
+HELD_OUT_BYTES = 48 * 1024
+
+
+def run_demo(folder: Path, *, dense_steps: int, more_steps: int, console: rich.console.Console) -> None:
+    """Runs the demo.
+
+    Args:
+      folder: everything goes there; a folder made by an earlier demo is replaced.
+      dense_steps: steps of the dense model's training.
+      more_steps: steps that every model gets after it.
+      console: for what the demo itself says.
+
+    Raises:
+      InputError: if the folder holds something else, or a command fails.
+    """
+    began = time.monotonic()
+    _make_folder(folder)
+    trained, held_out = write_text(folder / "text", HELD_OUT_BYTES)
+    console.print(f"text: the standard library's source, {trained:,} bytes to train on, {held_out:,} held out")
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
+    dense_model = f'config = "{folder}/config.json"\ninit = "random"'
+    common = {"folder": folder}
+    (folder / "dense.toml").write_text(
+        RECIPE.format(**common, name="dense", model=dense_model, learning_rate=3e-3, steps=dense_steps, eval_every=20)
+    )
+    (folder / "continue.toml").write_text(
+        RECIPE.format(
+            **common,
+            name="dense-longer",
+            model=f'path = "{folder}/dense"',
+            learning_rate=1e-3,
+            steps=more_steps,
+            eval_every=10,
+        )
+    )
+    shell = _Shell(console)
+
+    console.rule("a small dense model, as a Hugging Face directory")
+    shell.type("train", folder / "dense.toml")
+    shell.type("export", folder / "runs/dense/model", folder / "hf-dense")
+
+    console.rule("convert, and upcycle it in two ways")
+    shell.type("convert", folder / "hf-dense", folder / "dense")
+    moe = ("--experts", "4", "--top-k", "2", "--every", "2")
+    shell.type("upcycle", folder / "dense", folder / "vanilla", *moe, "--delta", "full")
+    shell.type("upcycle", folder / "dense", folder / "ders-lm", *moe, "--delta", "low-rank:8")
+
+    console.rule("train all three on the same text, as long")
+    names = {"dense-longer": folder / "dense", "vanilla": folder / "vanilla", "ders-lm": folder / "ders-lm"}
+    runs = {name: folder / "runs" / name for name in names}
+    for name, model in names.items():
+        shell.type("train", folder / "continue.toml", "--set", f"model.path={model}", f"run_dir={runs[name]}")
+
+    console.rule("evaluate on held-out text")
+    models = {"dense": folder / "dense", **{name: run / "model" for name, run in runs.items()}}
+    text = ("--text", folder / "text/held-out.txt", "--seq-len", "256", "--json")
+    scores = {name: shell.json("eval", model, *text) for name, model in models.items()}
+    plans = {name: shell.json("plan", model, "--json") for name, model in models.items()}
+
+    console.rule("merge the deltas, export, reload")
+    shell.type("export", runs["ders-lm"] / "model", folder / "hf-ders-lm")
+    merged = shell.json("eval", folder / "hf-ders-lm", *text)
+    _check_equal(merged["nll"], scores["ders-lm"]["nll"])
+    console.print("the exported model (Mixtral's format) gives the same held-out loss as the one that was trained")
+    shell.type("generate", folder / "hf-ders-lm", "--prompt", "def read(self, ", "--max-new-tokens", "80")
+
+    dense_params = plans["dense"]["total_params"]
+    results = []
+    for name in models:
+        records = read_metrics(folder / "runs" / name / "metrics.jsonl")
+        params = plans[name]["total_params"]
+        results.append(Result(name, params, params - dense_params, scores[name]["perplexity"], median_speed(records)))
+    plot(folder / "curves.png", folder / "runs/dense", runs)
+    console.print()
+    console.print(table(results, held_out))
+    console.print(f"curves: {folder / 'curves.png'}   everything: {folder}/   {time.monotonic() - began:.0f} s")
+
+
+def _make_folder(folder: Path) -> None:
+    if folder.exists():
+        if not (folder / MARKER).is_file():
+            raise InputError(f"{folder} exists and was not made by a demo; choose another --dir")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / MARKER).touch()
+
+
+def _check_equal(merged: float, trained: float) -> None:
+    if abs(merged - trained) > 1e-4:
+        raise InputError(
+            f"the exported model scores {merged} nats per byte, the trained one {trained}: a fault of moe_jax"
+        )
+
+
+class _Shell:
+    """Types commands: shows each as a user would type it, and stops at the first that fails."""
+
+    def __init__(self, console: rich.console.Console):
+        self._console = console
+
+    def type(self, *words: object) -> None:
+        from moe_jax.cli import main
+
+        arguments = [str(word) for word in words]
+        self._console.print(f"\n[bold]$ moe-jax {shlex.join(arguments)}[/bold]", highlight=False, soft_wrap=True)
+        if main(arguments) != 0:
+            raise InputError(f"the demo stopped: moe-jax {arguments[0]} failed, for the reason above")
+
+    def json(self, *words: object) -> dict:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            self.type(*words)
+        result = json.loads(printed.getvalue())
+        self._console.print(printed.getvalue().strip(), highlight=False, soft_wrap=True)
+        return result
