@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import rich.console
 import rich.progress
-from tensorboardX import SummaryWriter
 
 from moe_jax.models import ModelConfig
 from moe_jax.nn.router_stats import stats_per_layer
 from moe_jax.train.placement import is_first_process
 from moe_jax.train.step import StepMetrics
+from moe_jax.train.tensorboard import EventWriter
 
 Record = dict[str, Any]
 
@@ -71,15 +71,14 @@ class MetricsWriter:
         _cut_after(path, last_step)
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
-            self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
+            self._events = EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
 
     def write(self, record: Record) -> None:
         if self._file:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         if self._events:
-            for name, value in _flat(record):
-                self._events.add_scalar(name, value, record["step"])
+            self._events.write(record["step"], _flat(record))
 
     def close(self) -> None:
         if self._file:
