@@ -308,7 +308,7 @@ class TrainingCheckpoints:
         Raises:
           OSError: if this or the checkpoint before could not be written.
         """
-        json.dumps(extra)
+        json.dumps(extra)  # fails here rather than in the background
         self.wait()
         leaves = {name: _plain(leaf) for name, leaf in _named_leaves(state).items()}
         try:
