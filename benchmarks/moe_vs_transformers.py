@@ -1,0 +1,134 @@
+"""Forward and training step of a Mixtral-shaped model, against Transformers on the same weights in the same run.
+
+    python benchmarks/moe_vs_transformers.py [--rounds 5]
+
+d 512, f 1024, 4 layers, 8 experts, top-2, vocabulary 4096, 4 x 512 tokens, float32. A training step is loss,
+gradient and AdamW update. The two take turns, so that both see the same machine; the ratio of the best rounds is
+reported beside the medians. Needs torch and transformers (`pip install -e '.[test]'`).
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+import transformers
+from flax import nnx
+
+from moe_jax.convert import HuggingFaceDirectory
+from moe_jax.functional.losses import next_token_loss
+from moe_jax.loading import load_model
+from moe_jax.nn import auxiliary_loss
+
+BATCH, LENGTH = 4, 512
+
+
+def transformers_model(folder: str) -> transformers.PreTrainedModel:
+    config = transformers.MixtralConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=LENGTH,
+        output_router_logits=True,
+        router_aux_loss_coef=0.01,
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).float()
+    model.save_pretrained(folder)
+    return model
+
+
+def transformers_steps(model: transformers.PreTrainedModel, tokens: np.ndarray) -> tuple[Callable, Callable]:
+    ids = torch.tensor(tokens).long()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def forward() -> np.ndarray:
+        with torch.no_grad():
+            return model(ids, use_cache=False, output_router_logits=False).logits.numpy()
+
+    def train() -> float:
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    return forward, train
+
+
+def moe_jax_steps(folder: str, tokens: np.ndarray) -> tuple[Callable, Callable]:
+    model = load_model(HuggingFaceDirectory(folder))
+    graphdef, params = nnx.split(model)
+    optimizer = optax.adamw(1e-4)
+    ids = jnp.asarray(tokens, jnp.int32)
+    state = {"params": params, "moments": optimizer.init(params)}
+    run = jax.jit(lambda params: nnx.merge(graphdef, params)(ids).logits)
+
+    def loss(params: nnx.State) -> jax.Array:
+        out = nnx.merge(graphdef, params)(ids)
+        total, weight = next_token_loss(out.logits[:, :-1], ids[:, 1:], jnp.ones((BATCH, LENGTH - 1)))
+        return total / weight + auxiliary_loss(model.config, out.router)
+
+    def step(params: nnx.State, moments: optax.OptState) -> tuple:
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return value, optax.apply_updates(params, updates), moments
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+
+    def train() -> float:
+        value, state["params"], state["moments"] = step(state["params"], state["moments"])
+        jax.block_until_ready(state["params"])
+        return float(value)
+
+    return lambda: np.asarray(run(state["params"])), train
+
+
+def best_and_median(seconds: list[float]) -> tuple[float, float]:
+    """Tokens per second of the fastest and of the median round."""
+    return BATCH * LENGTH / min(seconds), BATCH * LENGTH / statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    tokens = np.random.default_rng(0).integers(0, 4096, (BATCH, LENGTH))
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = transformers_steps(transformers_model(folder), tokens)
+        ours = moe_jax_steps(folder, tokens)
+    print(f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, {os.cpu_count()} cores")
+    difference = np.max(np.abs(theirs[0]() - ours[0]()))
+    print(f"largest difference of logits: {difference:.2e}")
+    assert difference < 1e-3, "the two models do not compute the same thing"
+    for name, one, other in (("forward", ours[0], theirs[0]), ("training", ours[1], theirs[1])):
+        one(), other()
+        seconds: dict[str, list[float]] = {"moe_jax": [], "transformers": []}
+        for _ in range(rounds):
+            for who, run in (("moe_jax", one), ("transformers", other)):
+                begin = time.perf_counter()
+                run()
+                seconds[who].append(time.perf_counter() - begin)
+        (our_best, our_median), (their_best, their_median) = (best_and_median(s) for s in seconds.values())
+        print(
+            f"{name:9} moe_jax {our_median:6.0f} tok/s (best {our_best:.0f})   transformers {their_median:6.0f} "
+            f"(best {their_best:.0f})   ratio of medians {our_median / their_median:.2f}, of bests {our_best / their_best:.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
