@@ -70,7 +70,9 @@ class LowRankBank(ExpertBank):
 
         gate = into_hidden("gate") if self.expert.gated else None
         h = hidden(into_hidden("up"), gate, self.expert.activation)
-        y = linear(jnp.sum(h * weights[:, :, None], axis=1), self.base["down"].kernel[...])
+        # In float32, so that equal experts combine to exactly what one of them would say.
+        combined = jnp.sum(h.astype(jnp.float32) * routing.weights[:, :, None], axis=1).astype(x.dtype)
+        y = linear(combined, self.base["down"].kernel[...])
         a, b = self._side_by_side("down", x.dtype)
         weighted = chosen * weights[:, :, None]
         y = y + linear(jnp.sum(masked(linear(h.reshape(tokens * top_k, -1), a), weighted), axis=1), b)
