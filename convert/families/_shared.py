@@ -167,7 +167,7 @@ def _read_dtype(config: ForeignConfig) -> str:
 
 def write_decoder(config: ModelConfig, *, eps: str = "rms_norm_eps") -> dict[str, Any]:
     """The keys that `read_decoder` and `read_attention` read."""
-    attention = same_in_all_layers(config, "attention heads", lambda layer: _heads(layer.attention))
+    attention = same_in_all_layers(config, "choice of heads (query, key-value, width)", _heads)
     eos = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None
     return {
         "vocab_size": config.vocab_size,
@@ -237,5 +237,6 @@ def uniform_moe(config: ModelConfig) -> MoEConfig:
     return config.layers[0].mlp
 
 
-def _heads(attention: AttentionConfig) -> tuple[int, int, int]:
+def _heads(layer: LayerConfig) -> tuple[int, int, int]:
+    attention = layer.attention
     return attention.num_heads, attention.num_kv_heads, attention.head_dim

@@ -40,7 +40,8 @@ def test_finds_all_shards(sharded: pathlib.Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/etc/passwd", "a/../../x", "..", "C:\\x.safetensors", "..\\x.safetensors", "\\\\h\\x", ""]
+    "name",
+    ["../x.safetensors", "/etc/passwd", "a/../../x", "..", "C:\\x.safetensors", "..\\x.safetensors", "\\\\h\\x", ""],
 )
 def test_an_index_may_not_leave_its_folder(sharded: pathlib.Path, name: str):
     edit_index(sharded, lambda weight_map: weight_map.update({"model.norm.weight": name}))

@@ -174,7 +174,6 @@ def test_no_corruption_gives_a_traceback(torch, state: dict, tmp_path: pathlib.P
 def test_pickles_that_poison_our_classes_have_no_effect(torch, tmp_path: pathlib.Path):
     """A pickle can set attributes of what it builds; nothing it can reach outlives the reading."""
 
-
     poison = b"ccollections\nOrderedDict\n(N}S'items'\nI1\nstb."
     with zipfile.ZipFile(tmp_path / "bad.bin", "w") as archive:
         archive.writestr("archive/data.pkl", poison)

@@ -1,0 +1,288 @@
+"""config.json in both styles, for all families: what it means, what is given back, what is refused."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from moe_jax.convert import read_hf_config, write_hf_config
+from moe_jax.convert.families import FAMILIES
+from moe_jax.errors import InputError
+from moe_jax.models import BankConfig, ModelConfig, RopeConfig
+from tests.convert.conftest import BASE, CONFIGS
+
+LLAMA = CONFIGS["llama"]
+
+
+def complaint(config: dict) -> str:
+    with pytest.raises(InputError) as error:
+        read_hf_config(config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_writing_gives_back_every_key(name: str):
+    written = write_hf_config(read_hf_config({**CONFIGS[name], "initializer_range": 0.02, "custom": {"a": [1]}}))
+    for key, value in {**CONFIGS[name], "initializer_range": 0.02, "custom": {"a": [1]}}.items():
+        if key not in ("max_window_layers", "model_type"):
+            assert written[key] == value, key
+    assert read_hf_config(written) == read_hf_config(CONFIGS[name])
+    assert json.loads(json.dumps(written)) == written
+
+
+def test_all_families_are_found_and_have_unique_files():
+    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "mixtral", "olmoe"}
+
+
+def test_what_a_left_out_key_means_is_the_family_s_default():
+    small = {key: BASE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    llama = read_hf_config({**small, "model_type": "llama", "intermediate_size": 48})
+    assert (llama.norm_eps, llama.max_positions, llama.rope.theta, llama.bos_id, llama.eos_ids) == (
+        1e-6, 2048, 10000.0, 1, (2,)
+    )  # fmt: skip
+    assert llama.layers[0].attention.num_kv_heads == 4
+    mistral = read_hf_config({**small, "model_type": "mistral", "intermediate_size": 48, "num_key_value_heads": None})
+    assert mistral.layers[0].attention.num_kv_heads == 4  # null is not the default of 8
+    assert mistral.layers[0].attention.sliding_window == 4096
+    mixtral = read_hf_config({**small, "model_type": "mixtral", "intermediate_size": 48, "num_key_value_heads": 2})
+    assert (mixtral.rope.theta, mixtral.layers[0].mlp.num_experts, mixtral.layers[0].mlp.top_k) == (1e6, 8, 2)
+
+
+def test_the_architecture_stands_in_for_a_missing_model_type():
+    config = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    assert read_hf_config({**config, "architectures": ["MistralForCausalLM"]}).family == "mistral"
+
+
+def test_gates():
+    assert read_hf_config(CONFIGS["mixtral"]).layers[0].mlp.gate == "topk_softmax"
+    assert read_hf_config(CONFIGS["olmoe"]).layers[0].mlp.gate == "softmax_topk"
+    assert read_hf_config({**CONFIGS["olmoe"], "norm_topk_prob": True}).layers[0].mlp.gate == "topk_softmax"
+
+
+def windows(**keys: object) -> list[int | None]:
+    config = read_hf_config({**BASE, "model_type": "qwen2", **keys})
+    return [layer.attention.sliding_window for layer in config.layers]
+
+
+def test_windows_of_qwen2():
+    assert windows() == [None] * 3
+    assert windows(use_sliding_window=False, sliding_window=8, max_window_layers=0) == [None] * 3
+    assert windows(use_sliding_window=True, sliding_window=8, max_window_layers=2) == [None, None, 8]
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows(use_sliding_window=True, sliding_window=8, layer_types=types) == [8, None, 8]
+    written = write_hf_config(
+        read_hf_config({**BASE, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8,
+                        "layer_types": types})
+    )  # fmt: skip
+    assert written["layer_types"] == types
+    # Keys that say nothing because windows are off come back as they were.
+    off = {**BASE, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 77, "max_window_layers": 5}
+    assert write_hf_config(read_hf_config(off)).items() >= off.items()
+
+
+ROPES = [
+    ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}, RopeConfig(theta=5e5)),
+    (
+        {"rope_theta": 1e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_theta": 1e5, "rope_type": "linear", "factor": 4.0},
+        RopeConfig(theta=1e5, scaling="linear", factor=4.0),
+    ),
+    (
+        {"rope_scaling": {"type": "dynamic", "factor": 2}},
+        {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0},
+        RopeConfig(scaling="dynamic", factor=2.0),
+    ),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}},
+        {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+         "truncate": False},
+        RopeConfig(scaling="yarn", factor=4.0, original_max_positions=32, truncate=False),
+    ),
+    (
+        # DeepSeek's keys; the factor of the lengths, 128 / 32, where none is given
+        {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 32, "mscale": 0.7,
+                          "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2}},
+        {"rope_theta": 1e4, "rope_type": "yarn", "original_max_position_embeddings": 32, "mscale": 0.7,
+         "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
+        RopeConfig(scaling="yarn", factor=4.0, original_max_positions=32, mscale=0.7, mscale_all_dim=0.7,
+                   beta_fast=16.0, beta_slow=2.0),
+    ),
+    (
+        {"original_max_position_embeddings": 64,
+         "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+        {"rope_theta": 1e4, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+         "original_max_position_embeddings": 64},
+        RopeConfig(scaling="longrope", factor=2.0, original_max_positions=64, short_factor=(1.0,) * 4,
+                   long_factor=(2.0,) * 4),
+    ),
+    (
+        {"rope_theta": 5e5, "rope_scaling": CONFIGS["llama-llama3"]["rope_scaling"]},
+        {"rope_theta": 5e5, **CONFIGS["llama-llama3"]["rope_scaling"]},
+        RopeConfig(theta=5e5, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_positions=32),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), ROPES, ids=lambda rope: getattr(rope, "scaling", ""))
+def test_rope_in_both_styles(old: dict, new: dict, expected: RopeConfig):
+    assert read_hf_config({**LLAMA, **old}).rope == expected
+    assert read_hf_config({**LLAMA, "rope_parameters": new}).rope == expected
+    assert read_hf_config(write_hf_config(read_hf_config({**LLAMA, **old}))).rope == expected
+
+
+def test_rope_parameters_may_be_given_per_layer_type_if_they_agree():
+    one = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
+    nested = {"full_attention": one, "sliding_attention": dict(one)}
+    assert read_hf_config({**LLAMA, "rope_parameters": nested}).rope == RopeConfig(
+        theta=7.0, scaling="linear", factor=2.0
+    )
+    other = {"full_attention": one, "sliding_attention": {**one, "factor": 3.0}}
+    assert "differ between layer types" in complaint({**LLAMA, "rope_parameters": other})
+
+
+def test_keys_inside_the_rope_that_mean_nothing_here_are_given_back():
+    config = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True}}
+    assert write_hf_config(read_hf_config(config))["rope_scaling"] == config["rope_scaling"]
+
+
+@pytest.mark.parametrize("style", ["torch_dtype", "dtype"])
+def test_dtype_in_both_styles(style: str):
+    config = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
+    assert read_hf_config({**config, style: "bfloat16"}).dtype == "bfloat16"
+    assert read_hf_config({**config, style: "torch.float16"}).dtype == "float16"
+    assert read_hf_config(config).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "gpt9"}, "unknown model_type 'gpt9'; known families: llama, mistral, mixtral, olmoe, qwen2"),
+        ({"model_type": None}, "has no model_type and architectures []; known: LlamaForCausalLM"),
+        ({"hidden_size": None}, "it has no 'hidden_size', which cannot be guessed"),
+        ({"hidden_size": "32"}, "'hidden_size' is '32', expected an integer"),
+        ({"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4, and there is no head_dim"),
+        ({"num_attention_heads": 0}, "not a multiple of num_attention_heads=0"),
+        ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be at least 1"),
+        ({"vocab_size": -1}, "vocab_size=-1 must be a positive integer"),
+        ({"vocab_size": True}, "'vocab_size' is True, expected an integer"),
+        ({"intermediate_size": 0}, "dim=0 must be a positive integer"),
+        ({"hidden_act": "silo"}, "unknown hidden_act 'silo' (did you mean 'silu'?); known: silu"),
+        ({"rms_norm_eps": "small"}, "'rms_norm_eps' is 'small', expected a number"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes', expected true or false"),
+        ({"eos_token_id": [1, "2"]}, "expected an integer or a list of integers"),
+        ({"torch_dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"quantization_config": {"bits": 4}}, "the checkpoint is quantised"),
+        (
+            {"rope_scaling": {"type": "lineer", "factor": 2.0}},
+            "unknown rope type 'lineer' (did you mean 'linear'?); known: default, linear, dynamic, yarn, longrope",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' needs 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope factor is 0, expected a number above 0"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "name two types, linear and yarn"),
+        ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear', expected an object"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope type 'llama3' needs 'low_freq_factor'"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "high_freq_factor=4.0 must be above low_freq_factor=4.0",
+        ),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 4}}, "rope type 'longrope' needs 'short_factor'"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}},
+            "rope short_factor has 3 entries, expected 4, one per rotated pair",
+        ),
+        ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta is 1.0, but its rope parameters say"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 3.0}},
+            "rope_scaling says factor=2.0, rope_parameters say 3.0",
+        ),
+    ],
+)
+def test_bad_configs(change: dict, expected: str):
+    message = complaint({**LLAMA, **change})
+    assert expected in message and "\n" not in message
+
+
+def test_missing_keys_are_listed_together():
+    config = {key: value for key, value in LLAMA.items() if key not in ("hidden_size", "num_attention_heads")}
+    message = complaint(config)
+    assert "'hidden_size'" in message and "'num_attention_heads'" in message
+
+
+def test_bad_configs_of_single_families():
+    assert "top_k=9 is above num_experts=4" in complaint({**CONFIGS["mixtral"], "num_experts_per_tok": 9})
+    types = {"use_sliding_window": True, "layer_types": ["full_attention"]}
+    assert "layer_types has 1 entries" in complaint({**BASE, "model_type": "qwen2", **types})
+
+
+def changed(config: ModelConfig, **attention: object) -> ModelConfig:
+    """The config with something else in the attention of its last layer."""
+    last = dataclasses.replace(
+        config.layers[-1], attention=dataclasses.replace(config.layers[-1].attention, **attention)
+    )
+    return dataclasses.replace(config, layers=(*config.layers[:-1], last))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (changed(read_hf_config(LLAMA), sliding_window=4), "layer 2: attention.sliding_window is 4"),
+        (changed(read_hf_config(LLAMA), out_bias=True), "attention.out_bias is True, the format can only say False"),
+        (changed(read_hf_config(LLAMA), head_dim=16), "layer 0 has (4, 2, 8) and layer 2 has (4, 2, 16)"),
+        (changed(read_hf_config(CONFIGS["mistral"]), sliding_window=4), "layer 0 has 8 and layer 2 has 4"),
+        (changed(read_hf_config(CONFIGS["mixtral"]), qk_norm="head"), "attention.qk_norm is 'head'"),
+        (dataclasses.replace(read_hf_config(LLAMA), norm="layer"), "norm is 'layer', the format can only say 'rms'"),
+        (dataclasses.replace(read_hf_config(LLAMA), head_bias=True), "head_bias is True"),
+        (dataclasses.replace(read_hf_config(CONFIGS["mixtral"]), family="llama"), "layer 0 is an MoE"),
+        (dataclasses.replace(read_hf_config(LLAMA), family="mixtral"), "layer 0 is dense"),
+        (dataclasses.replace(read_hf_config(LLAMA), family="gpt9"), "unknown model family 'gpt9'"),
+        (dataclasses.replace(read_hf_config(CONFIGS["olmoe"]), family="mixtral"), "mlp.gate is 'softmax_topk'"),
+    ],
+)
+def test_what_a_format_cannot_say_is_refused(config: ModelConfig, expected: str):
+    with pytest.raises(InputError) as error:
+        write_hf_config(config)
+    assert expected in str(error.value)
+
+
+def test_banks_must_be_merged_before_they_are_written():
+    config = read_hf_config(CONFIGS["mixtral"])
+    moe = dataclasses.replace(config.layers[0].mlp, bank=BankConfig(kind="low-rank", rank=2))
+    layers = tuple(dataclasses.replace(layer, mlp=moe) for layer in config.layers)
+    with pytest.raises(InputError, match="mlp.bank.kind is 'low-rank', the format can only say 'full'"):
+        write_hf_config(dataclasses.replace(config, layers=layers))
+
+
+def test_differing_numbers_of_experts():
+    config = read_hf_config(CONFIGS["mixtral"])
+    other = dataclasses.replace(config.layers[1].mlp, num_experts=8)
+    layers = (config.layers[0], dataclasses.replace(config.layers[1], mlp=other), config.layers[2])
+    with pytest.raises(InputError, match="one number of experts for all layers, but layer 0 has 4 and layer 1 has 8"):
+        write_hf_config(dataclasses.replace(config, layers=layers))
+
+
+@pytest.mark.parametrize("rope", [rope for rope, _, _ in ROPES], ids=lambda rope: str(rope.get("rope_scaling")))
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral"])
+def test_transformers_reads_what_we_write(name: str, rope: dict, tmp_path: pathlib.Path):
+    transformers = pytest.importorskip("transformers")
+    ours = {**CONFIGS[name], **rope}
+    (tmp_path / "config.json").write_text(json.dumps(write_hf_config(read_hf_config(ours))))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert type(theirs).__name__.lower() == f"{name}config"
+    again = read_hf_config(theirs.to_dict())  # in the style of the release that is installed
+    assert again == read_hf_config(ours) and str(theirs.dtype) in ("torch.float32", "float32")
+
+
+def test_configs_in_the_wild(data_dir: pathlib.Path):
+    """Every true-size config of our families is read, and loses nothing when written."""
+    seen = set()
+    for file in sorted((data_dir / "configs").glob("*/*.json")):
+        config = json.loads(file.read_text())
+        if config.get("model_type") not in FAMILIES or "tensors" in config:
+            continue
+        seen.add(file.stem)
+        written = write_hf_config(read_hf_config(config))
+        assert {key: value for key, value in written.items() if key in config} == config, file
+    assert {"01-ai__Yi-34B", "mistralai__Mixtral-8x7B-v0.1", "deepseek-ai__deepseek-coder-1.3b-base"} <= seen
