@@ -32,7 +32,7 @@ def run(options: Options) -> None:
     """Upcycles, and prints what came out.
 
     Raises:
-      InputError: see `moe_jax.upcycle.upcycle`.
+      InputError: see `moe_jax.upcycle`.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -55,7 +55,8 @@ def run(options: Options) -> None:
         "step0_check": not options.no_step0_check,
     }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    terminal = Console(stderr=True)
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bars:
         tasks: dict[str, int] = {}
 
         def progress(what: str, done: int, total: int) -> None:

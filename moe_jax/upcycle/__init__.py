@@ -6,5 +6,5 @@ from moe_jax.upcycle.options import keeps_the_function as keeps_the_function
 from moe_jax.upcycle.options import parse_delta as parse_delta
 from moe_jax.upcycle.options import upcycled_config as upcycled_config
 from moe_jax.upcycle.step0 import Step0 as Step0
-from moe_jax.upcycle.upcycle import Upcycled as Upcycled
-from moe_jax.upcycle.upcycle import upcycle as upcycle
+from moe_jax.upcycle.streaming import Upcycled as Upcycled
+from moe_jax.upcycle.streaming import upcycle as upcycle
