@@ -3,10 +3,9 @@
 import json
 import math
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -117,19 +116,36 @@ def _write_leaf(
     writer: ShardWriter,
     progress: ByteProgress,
 ) -> None:
-    """Writes the pieces of one leaf, an expert at a time."""
+    """Writes the pieces of one leaf: an expert is made while the one before is written, no more at a time."""
     with ThreadPoolExecutor(WORKERS) as pool:
+        before: list[Future[None]] = []
         for piece, (expert, part) in zip(pieces, model.parts(path), strict=True):
             assert piece.expert == expert, (piece, expert)
-            try:
-                write = partial(_write_rows, part, piece, dtype, writer)
-                list(pool.map(write, row_chunks(piece.shape, dtype.itemsize)))
-            except OverflowError as error:
-                raise InputError(f"{path}: {error}; choose bfloat16 or float32") from None
-            progress.advance(math.prod(piece.shape) * dtype.itemsize)
+            writing = [
+                pool.submit(_write_rows, part, piece, rows, dtype, writer, progress)
+                for rows in row_chunks(piece.shape, dtype.itemsize)
+            ]
+            _finish(before, path)
+            before = writing
+        _finish(before, path)
 
 
-def _write_rows(part: np.ndarray, piece: Piece, dtype: np.dtype, writer: ShardWriter, rows: tuple[int, int]) -> None:
+def _finish(writing: Iterable[Future[None]], path: str) -> None:
+    try:
+        for future in writing:
+            future.result()
+    except OverflowError as error:
+        raise InputError(f"{path}: {error}; choose bfloat16 or float32") from None
+
+
+def _write_rows(
+    part: np.ndarray,
+    piece: Piece,
+    rows: tuple[int, int],
+    dtype: np.dtype,
+    writer: ShardWriter,
+    progress: ByteProgress,
+) -> None:
     """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
     start, stop = rows
     if piece.transpose:
@@ -139,6 +155,7 @@ def _write_rows(part: np.ndarray, piece: Piece, dtype: np.dtype, writer: ShardWr
     else:
         values = np.ascontiguousarray(cast(part[start:stop], dtype))
     writer.write(piece.tensor, piece.offset + start * math.prod(piece.shape[1:]), values)
+    progress.advance(values.nbytes)
 
 
 def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.dtype]:
