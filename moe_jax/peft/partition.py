@@ -124,7 +124,7 @@ def _frozen_by_their_bank(model: Decoder) -> set[str]:
 def _group_name(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
-    layers = [int(name.split("/")[1]) for name in names]
-    step = layers[1] - layers[0]
-    shown = f"{layers[0]}-{layers[-1]}" if step == 1 else f"{layers[0]},{layers[1]}..{layers[-1]}"
+    layers = [name.split("/")[1] for name in names]
+    consecutive = int(layers[-1]) - int(layers[0]) == len(layers) - 1
+    shown = f"{layers[0]}-{layers[-1]}" if consecutive else ",".join(layers)
     return f"layers/{{{shown}}}/{names[0].split('/', 2)[2]}"

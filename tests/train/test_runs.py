@@ -1,4 +1,4 @@
-"""Whole runs through the command line, in processes of their own: killed, stopped, diverged, continued, on other meshes."""
+"""Whole runs through the command line: killed, stopped, diverged, continued, moved to other devices."""
 
 import json
 import os
@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_jax import cli
 from tests.conftest import ROOT
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
 
-STEPS = 150
+STEPS = 90
 RECIPE = """
 run_dir = "run"
 [model]
@@ -39,7 +40,7 @@ batch_size = 8
 every = 10
 [eval]
 text = "held_out.txt"
-every = 50
+every = 30
 """
 
 
@@ -121,10 +122,11 @@ def test_a_run_leaves_metrics_of_every_step_and_a_model(workplace, undisturbed):
     assert keys | {"flops_per_second", "dropped"} <= record.keys()
     assert list(record["expert_load"]) == ["1"]
     assert sum(record["expert_load"]["1"]) == pytest.approx(1, abs=1e-4)
-    assert [record["step"] for record in undisturbed if "eval_loss" in record] == [50, 100, 150]
+    assert [record["step"] for record in undisturbed if "eval_loss" in record] == [30, 60, 90]
     run = workplace / "undisturbed"
-    assert {path.name for path in run.iterdir()} == {"recipe.toml", "checkpoints", "metrics.jsonl", "tensorboard", "model"}
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {"140", "150"}
+    made = {path.name for path in run.iterdir()}
+    assert made == {"recipe.toml", "checkpoints", "metrics.jsonl", "tensorboard", "model"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"80", "90"}
     assert any(path.name.startswith("events") for path in (run / "tensorboard").iterdir())
     lineage = json.loads((run / "model" / "lineage.json").read_text())
     assert [entry["command"] for entry in lineage] == ["train"]
@@ -135,16 +137,16 @@ def test_a_run_leaves_metrics_of_every_step_and_a_model(workplace, undisturbed):
 
 def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bit(workplace, undisturbed):
     arguments = ("--set", "run_dir=killed")
-    code, output = train_until(workplace, "killed", 37, signal.SIGKILL, *arguments)
+    code, output = train_until(workplace, "killed", 27, signal.SIGKILL, *arguments)
     assert code == -signal.SIGKILL, output
-    assert 37 <= len(read_lines(workplace / "killed" / "metrics.jsonl")) < STEPS
+    assert 27 <= len(read_lines(workplace / "killed" / "metrics.jsonl")) < STEPS
     # A kill may also leave half a line.
     with (workplace / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')
-    code, output = train_until(workplace, "killed", 83, signal.SIGTERM, *arguments, "--resume")
+    code, output = train_until(workplace, "killed", 55, signal.SIGTERM, *arguments, "--resume")
     assert code == 0, output
-    stopped = re.search(r"SIGTERM: saved step (\d+) of 150; continue with: (.*)", output)
-    assert stopped and 83 <= int(stopped[1]) < STEPS
+    stopped = re.search(r"SIGTERM: saved step (\d+) of 90; continue with: (.*)", output)
+    assert stopped and 55 <= int(stopped[1]) < STEPS
     assert stopped[2] == "moe-jax train recipe.toml --set run_dir=killed --resume"
     assert not (workplace / "killed" / "model").exists()
     done = train(workplace, *arguments, "--resume")
@@ -157,26 +159,26 @@ def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bi
     ]
 
 
-def test_a_run_moves_from_8_devices_to_1(workplace, undisturbed):
-    arguments = ("--set", "run_dir=moved", "train.steps=20")
-    mesh = ("mesh.fsdp=4", "mesh.expert=2")
-    done = train(workplace, *arguments, *mesh, devices=8)
+def test_a_run_moves_from_8_devices_to_1(workplace, undisturbed, monkeypatch):
+    arguments = ("--set", "run_dir=moved", "schedule.kind=constant", "train.steps=10")
+    monkeypatch.chdir(workplace)
+    assert cli.main(["train", "recipe.toml", *arguments, "mesh.fsdp=4", "mesh.expert=2"]) == 0
+    done = train(workplace, *arguments, "train.steps=15", "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
-    done = train(workplace, *arguments, "train.steps=30", "--resume")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "continuing after step 20" in done.stdout
+    assert "continuing after step 10" in done.stdout
     moved = metrics(workplace, "moved")
-    assert [record["step"] for record in moved] == list(range(1, 31))
-    # The schedule ends earlier than that of the other run, so only the first steps are alike.
+    assert [record["step"] for record in moved] == list(range(1, 16))
+    # While the learning rate warms up, and a little longer, both runs are the same.
     np.testing.assert_allclose([r["loss"] for r in moved[:4]], [r["loss"] for r in undisturbed[:4]], atol=1e-4)
-    assert moved[-1]["loss"] < moved[20]["loss"] + 0.2 < moved[0]["loss"]
+    # A state that was not restored, moments included, would show as a jump.
+    assert abs(moved[10]["loss"] - moved[9]["loss"]) < 0.1 < moved[0]["loss"] - moved[9]["loss"]
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(workplace):
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
     arguments = ("--set", "run_dir=diverged", "optimizer.learning_rate=1e30", "optimizer.clip_norm=0")
-    done = train(workplace, *arguments, "checkpoint.every=1", "schedule.warmup_steps=0")
-    assert done.returncode == 2, done.stdout + done.stderr
-    error = [line for line in done.stderr.splitlines() if line.startswith("moe-jax: error:")]
+    assert cli.main(["train", "recipe.toml", *arguments, "checkpoint.every=1", "schedule.warmup_steps=0"]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moe-jax: error:")]
     message = r"moe-jax: error: step (\d+): loss is \S+ and .*; the last good checkpoint is diverged/checkpoints/(\d+)"
     found = re.fullmatch(message, error[0])
     assert found, error
@@ -186,16 +188,19 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     assert not (workplace / "diverged" / "model").exists()
 
 
-def test_an_existing_run_is_not_touched(workplace, undisturbed):
+def test_an_existing_run_is_not_touched(workplace, undisturbed, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
     before = {path: path.stat().st_mtime_ns for path in (workplace / "undisturbed").rglob("*")}
     for arguments, message in [
         ((), "undisturbed already exists; continue it with --resume, or choose another run_dir"),
-        (("--resume", "--set", "seed=5"), "cannot continue undisturbed with a changed recipe: seed (was 0, is 5)"),
+        (
+            ("--resume", "--set", "seed=5"),
+            "cannot continue undisturbed with a changed recipe: seed (was 0, is 5); undo the change, or choose another "
+            "run_dir",
+        ),
     ]:
-        done = train(workplace, "--set", "run_dir=undisturbed", *arguments)
-        assert done.returncode == 2
-        assert done.stderr.startswith("moe-jax: error: ") and message in done.stderr
-        assert "Traceback" not in done.stderr
+        assert cli.main(["train", "recipe.toml", "--set", "run_dir=undisturbed", *arguments]) == 2
+        assert capsys.readouterr().err == f"moe-jax: error: {message}\n"
     assert {path: path.stat().st_mtime_ns for path in (workplace / "undisturbed").rglob("*")} == before
 
 
@@ -207,17 +212,13 @@ def test_an_existing_run_is_not_touched(workplace, undisturbed):
         (("--set", "data.seq_len=100000"), "text.txt is too short: "),
         (("--set", 'data.sources=[{path="nothing.txt"}]'), "no file matches nothing.txt"),
         (("--set", "data.tokenizer=config.json"), "config.json is not a tokenizer.json"),
-        (("--set", "mesh.data=3"), "does not fit 1 devices"),
+        (("--set", "mesh.data=3"), "does not fit 8 devices"),
         (("--set", "model.init=checkpoint"), "model.config has no weights"),
         (("--topology", "v5e:4x4"), "--compile-only and --topology go together"),
     ],
 )
 def test_bad_input_is_one_message_and_leaves_nothing(workplace, arguments, message, capsys, monkeypatch):
-    from moe_jax import cli
-
     monkeypatch.chdir(workplace)
-    if "mesh.data=3" in arguments:
-        message = "does not fit 8 devices"
     assert cli.main(["train", "recipe.toml", "--set", "run_dir=bad", *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("moe-jax: error:") == 1

@@ -1,4 +1,4 @@
-"""The training step: the same on every mesh, accumulated or not; frozen parameters have neither gradient nor moments."""
+"""The step: the same on every mesh, accumulated or not; frozen parameters have neither gradient nor moments."""
 
 import dataclasses
 import functools
@@ -195,7 +195,7 @@ def test_moments_lie_where_their_parameters_do():
     ("sections", "message"),
     [
         ({"mesh": MeshSection(fsdp=3)}, "does not fit 8 devices"),
-        ({"train": TrainSection(batch_size=12)}, "train.batch_size = 12 in 1 microbatches leaves 12 sequences for the 8"),
+        ({"train": TrainSection(batch_size=12)}, "batch_size = 12 in 1 microbatches leaves 12 sequences for the 8"),
         ({"train": TrainSection(batch_size=8, accumulation=2)}, "make it a multiple of 16"),
         ({"mesh": MeshSection(fsdp=1, tensor=8)}, "mlp/experts/delta|not divisible"),
     ],

@@ -1,0 +1,73 @@
+"""`moe-jax eval MODEL --text FILE`: the perplexity of a model on a text."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+# Long enough for context to matter, short enough for any machine; a model with fewer positions gets fewer.
+_DEFAULT_SEQ_LEN = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Perplexity of a model on a text.
+
+    The text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be
+    shorter; every token but the first of each window is scored.
+    """
+
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
+    """A model directory or a Hugging Face directory."""
+    text: Path
+    """A text file."""
+    seq_len: int | None = None
+    """Length of a window; by default 1024, or what the model can do if that is less."""
+    batch_size: int = 8
+    """Windows computed at once. Does not change the result."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the matrix products."""
+    split: bool = False
+    """Splits the parameters over the devices, instead of a copy on each."""
+    json: bool = False
+    """Prints JSON and nothing else: tokens, nll (mean, natural log), perplexity, total_nll, windows, seq_len."""
+
+
+def run(options: Options) -> None:
+    """Scores the text and prints the result.
+
+    Raises:
+      FileNotFoundError, InputError: bad input.
+    """
+    from moe_jax.errors import InputError
+    from moe_jax.open_source import open_source
+
+    if options.batch_size < 1:
+        raise InputError(f"--batch-size {options.batch_size} must be at least 1")
+    source = open_source(options.model)
+    most = source.config.max_positions
+    seq_len = min(_DEFAULT_SEQ_LEN, most) if options.seq_len is None else options.seq_len
+    if seq_len > most:
+        print(f"warning: {options.model} was made for {most} positions, not {seq_len}", file=sys.stderr)
+
+    from flax import nnx
+
+    from moe_jax.loading import load_model
+    from moe_jax.sharding import make_mesh
+    from moe_jax.train.evaluation import Evaluator, read_text
+    from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
+
+    tokenizer = Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config)
+    ids = read_text(options.text, tokenizer)
+    mesh = make_mesh({"fsdp" if options.split else "data": -1})
+    graphdef, state = nnx.split(load_model(source, compute_dtype=options.compute_dtype, mesh=mesh))
+    evaluator = Evaluator(graphdef, ids, seq_len=seq_len, batch_size=options.batch_size, mesh=mesh)
+    result = evaluator(state)._asdict() | {"seq_len": seq_len, "model": str(options.model), "text": str(options.text)}
+    if options.json:
+        print(json.dumps(result))
+        return
+    print(f"{result['tokens']:,} tokens scored in {result['windows']:,} windows of {seq_len}")
+    print(f"nll {result['nll']:.6f}  perplexity {result['perplexity']:.4f}")
