@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 
 logger = logging.getLogger(__name__)
 
-# Rows of a CPU tile: long enough to keep a matrix product busy, short enough to waste little on small groups.
-TILE = 128
+# Rows of a CPU tile: long ones keep a matrix product busy, short ones at the end of a group waste little.
+TILES = (256, 64)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -56,48 +56,59 @@ grouped_matmul.defvjp(_forward, _backward)
 # ---- blocked (CPU) ----------------------------------------------------------------------------------------------
 
 
-def _tile(rows: int) -> int:
-    return min(TILE, max(8, 1 << (rows - 1).bit_length()))
+def _over_tiles(size: Array, rows: int, body: Callable[[int, Array, Array], Array], carry: Array) -> Array:
+    """Folds `body(tile, offset, carry)` over a group of `size` rows: long tiles while they fit, then short ones.
+
+    The last tile may overrun the group. `rows` is what all groups together can have.
+    """
+    long, short = (min(tile, _longest_tile(rows)) for tile in TILES)
+    full = size // long
+    carry = lax.fori_loop(0, full, lambda t, carry: body(long, t * long, carry), carry)
+    rest = size - full * long
+    return lax.fori_loop(
+        0, (rest + short - 1) // short, lambda t, carry: body(short, full * long + t * short, carry), carry
+    )
+
+
+def _longest_tile(rows: int) -> int:
+    return min(max(TILES), max(8, 1 << (rows - 1).bit_length()))
 
 
 def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:
     """Tiles overrun the end of their group; the next group, which comes later, overwrites what they spilled."""
-    rows, tile = lhs.shape[0], _tile(lhs.shape[0])
+    rows, slack = lhs.shape[0], _longest_tile(lhs.shape[0])
     width = rhs.shape[1] if contract_out else rhs.shape[2]
     starts = jnp.cumsum(group_sizes) - group_sizes
-    padded = jnp.pad(lhs, ((0, tile), (0, 0)))
+    padded = jnp.pad(lhs, ((0, slack), (0, 0)))
 
     def group(e: Array, out: Array) -> Array:
         kernel = lax.dynamic_index_in_dim(rhs, e, 0, keepdims=False)
 
-        def one_tile(t: Array, out: Array) -> Array:
-            start = starts[e] + t * tile
-            block = lax.dynamic_slice_in_dim(padded, start, tile, 0)
+        def multiply(tile: int, offset: Array, out: Array) -> Array:
+            block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
             product = lax.dot_general(block, kernel, (((1,), (1 if contract_out else 0,)), ((), ())))
-            return lax.dynamic_update_slice_in_dim(out, product, start, 0)
+            return lax.dynamic_update_slice_in_dim(out, product, starts[e] + offset, 0)
 
-        return lax.fori_loop(0, (group_sizes[e] + tile - 1) // tile, one_tile, out)
+        return _over_tiles(group_sizes[e], rows, multiply, out)
 
-    out = lax.fori_loop(0, rhs.shape[0], group, jnp.zeros((rows + tile, width), lhs.dtype))
+    out = lax.fori_loop(0, rhs.shape[0], group, jnp.zeros((rows + slack, width), lhs.dtype))
     return _zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
 
 
 def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
-    tile = _tile(lhs.shape[0])
+    rows, slack = lhs.shape[0], _longest_tile(lhs.shape[0])
     starts = jnp.cumsum(group_sizes) - group_sizes
-    lhs, dout = (jnp.pad(a, ((0, tile), (0, 0))) for a in (lhs, dout))
+    lhs, dout = (jnp.pad(a, ((0, slack), (0, 0))) for a in (lhs, dout))
 
     def group(e: Array, grads: Array) -> Array:
-        def one_tile(t: Array, total: Array) -> Array:
-            start = starts[e] + t * tile
-            left = lax.dynamic_slice_in_dim(lhs, start, tile, 0)
-            right = lax.dynamic_slice_in_dim(dout, start, tile, 0)
-            right = _zero_rows_beyond(right, group_sizes[e] - t * tile)
+        def add(tile: int, offset: Array, total: Array) -> Array:
+            left = lax.dynamic_slice_in_dim(lhs, starts[e] + offset, tile, 0)
+            right = lax.dynamic_slice_in_dim(dout, starts[e] + offset, tile, 0)
+            right = _zero_rows_beyond(right, group_sizes[e] - offset)
             product = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
             return total + product
 
-        total = jnp.zeros((lhs.shape[1], dout.shape[1]), jnp.float32)
-        total = lax.fori_loop(0, (group_sizes[e] + tile - 1) // tile, one_tile, total)
+        total = _over_tiles(group_sizes[e], rows, add, jnp.zeros((lhs.shape[1], dout.shape[1]), jnp.float32))
         return lax.dynamic_update_index_in_dim(grads, total.astype(grads.dtype), e, 0)
 
     grads = jnp.zeros((group_sizes.shape[0], lhs.shape[1], dout.shape[1]), lhs.dtype)

@@ -60,7 +60,7 @@ def test_product_and_gradients(shape, cuts, seed):
 
 
 def test_groups_longer_than_a_tile(monkeypatch):
-    monkeypatch.setattr(grouped, "TILE", 8)
+    monkeypatch.setattr(grouped, "TILES", (8, 2))
     sizes = [30, 0, 1, 17, 8]
     lhs = jax.random.normal(jax.random.key(0), (60, 5))
     rhs = jax.random.normal(jax.random.key(1), (5, 5, 7))
