@@ -65,12 +65,6 @@ def run(options: Options) -> None:
     prompts = [tokenizer.prompt(text).tolist() for text in texts] + [_parse_ids(text) for text in options.ids]
     if not prompts:
         raise InputError("nothing to continue: give --prompt, --prompts-file or --ids")
-    longest = max(map(len, prompts)) + options.max_new_tokens
-    if longest > source.config.max_positions:
-        print(
-            f"moe-jax: note: {longest} positions, but the model was trained for {source.config.max_positions}",
-            file=sys.stderr,
-        )
     results = generate(
         load_model(source, compute_dtype=options.compute_dtype),
         prompts,
@@ -81,6 +75,12 @@ def run(options: Options) -> None:
         key=jax.random.key(options.seed),
         eos_ids=(*_eos_ids(source), *options.stop_ids),
     )
+    longest = max(map(len, prompts)) + options.max_new_tokens
+    if longest > source.config.max_positions:
+        print(
+            f"moe-jax: note: {longest} positions, but the model was trained for {source.config.max_positions}",
+            file=sys.stderr,
+        )
     described = [
         _describe(tokenizer, prompt, ids, stopped=len(ids) < options.max_new_tokens)
         for prompt, ids in zip(prompts, results, strict=True)

@@ -1,0 +1,153 @@
+"""`moe-jax generate`, as a user runs it."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moe_jax import cli
+from tests.train.conftest import BOS, EOS, byte_tokenizer
+from tests.upcycle.conftest import dense_config, random_leaves, write_model
+
+
+def run(capsys, *arguments) -> str:
+    assert cli.main(["generate", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def describe(capsys, *arguments) -> list[dict]:
+    return json.loads(run(capsys, *arguments, "--json"))
+
+
+@pytest.fixture(scope="module")
+def config():
+    return dataclasses.replace(dense_config(num_layers=2, bos_id=BOS, eos_ids=(EOS,)), vocab_size=258, max_positions=64)
+
+
+@pytest.fixture(scope="module")
+def model(config, tmp_path_factory):
+    """A random model over bytes; its tokenizer puts BOS before a text."""
+    folder = tmp_path_factory.mktemp("generate")
+    tokenizer = byte_tokenizer(folder / "tokenizer.json", adds_bos=True)
+    return write_model(folder / "model", config, random_leaves(config), (tokenizer,))
+
+
+@pytest.fixture(scope="module")
+def bare_model(config, tmp_path_factory):
+    """The same without tokenizer."""
+    return write_model(tmp_path_factory.mktemp("generate") / "bare", config, random_leaves(config))
+
+
+def test_stories260k_tells_its_story(data_dir, capsys):
+    folder = data_dir / "weights" / "stories260K"
+    reference = (folder / "greedy_reference_from_upstream_doc.txt").read_text()
+    out = run(capsys, folder / "hf", "--prompt", "", "--max-new-tokens", 256, "--stop-ids", 1)
+    assert out.strip() == reference.strip()
+    prompt = "Once upon a time, there was a little girl named Lily."
+    (entry,) = describe(capsys, folder / "hf", "--prompt", prompt, "--max-new-tokens", 40)
+    assert entry["prompt"] == prompt and entry["prompt_ids"][0] == 1
+    assert len(entry["ids"]) == 40 and not entry["stopped"]
+    assert reference.startswith(prompt + entry["text"]) and entry["text"].startswith(" She")
+
+
+def test_bos_is_put_before_texts_and_not_before_ids(model, capsys):
+    texts = describe(capsys, model, "--prompt", "ab", "--prompt", "c", "--max-new-tokens", 4)
+    assert [entry["prompt_ids"] for entry in texts] == [[BOS, 97, 98], [BOS, 99]]
+    assert [entry["prompt"] for entry in texts] == ["ab", "c"]
+    (ids,) = describe(capsys, model, "--ids", f"{BOS},97,98", "--max-new-tokens", 4)
+    assert ids == texts[0]
+
+
+def test_bos_that_only_tokenizer_config_names(config, tmp_path, capsys):
+    files = (byte_tokenizer(tmp_path / "tokenizer.json"), tmp_path / "tokenizer_config.json")
+    for setting, ids in ((True, [BOS, 97]), (False, [97])):
+        files[1].write_text(json.dumps({"add_bos_token": setting}))
+        path = write_model(tmp_path / str(setting), config, random_leaves(config), files)
+        assert describe(capsys, path, "--prompt", "a", "--max-new-tokens", 1)[0]["prompt_ids"] == ids
+
+
+def test_a_model_without_tokenizer_continues_ids(bare_model, capsys):
+    out = run(capsys, bare_model, "--ids", "1,2,3", "--ids", "4 5", "--max-new-tokens", 3)
+    (first, second) = describe(capsys, bare_model, "--ids", "1,2,3", "--ids", "4 5", "--max-new-tokens", 3)
+    assert first["prompt"] is None and first["text"] is None
+    printed = [" ".join(map(str, entry["ids"])) for entry in (first, second)]
+    assert out.splitlines() == ["--- 1 ---", printed[0], "--- 2 ---", printed[1]]
+
+
+def test_prompts_from_a_file(model, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("ab\n\n  c d\n")
+    entries = describe(capsys, model, "--prompts-file", file, "--prompt", "x", "--max-new-tokens", 2)
+    assert [entry["prompt"] for entry in entries] == ["x", "ab", "  c d"]
+
+
+def test_sampling_repeats_with_the_seed(model, capsys):
+    def sampled(*options) -> list[int]:
+        return describe(capsys, model, "--ids", "1", "--max-new-tokens", 12, "--temperature", 1, *options)[0]["ids"]
+
+    assert sampled("--seed", 1) == sampled("--seed", 1) != sampled("--seed", 2)
+    greedy = describe(capsys, model, "--ids", "1", "--max-new-tokens", 12)[0]["ids"]
+    assert sampled("--top-k", 1) == sampled("--top-p", 1e-6) == greedy
+
+
+def test_a_text_ends_before_its_eos(model, config, tmp_path, capsys):
+    (entry,) = describe(capsys, model, "--ids", "1,2", "--max-new-tokens", 8)
+    third = entry["ids"][2]
+    first = entry["ids"].index(third)
+    assert not entry["stopped"]
+    (stopped,) = describe(capsys, model, "--ids", "1,2", "--max-new-tokens", 8, "--stop-ids", third)
+    assert stopped["ids"] == entry["ids"][:first] and stopped["stopped"]
+
+    settings = tmp_path / "generation_config.json"
+    for name, eos in (("one", third), ("several", [EOS, third])):
+        settings.write_text(json.dumps({"eos_token_id": eos}))
+        path = write_model(tmp_path / name, config, random_leaves(config), (settings,))
+        assert describe(capsys, path, "--ids", "1,2", "--max-new-tokens", 8)[0] == {
+            **stopped, "prompt": None, "text": None,
+        }  # fmt: skip
+
+
+def test_beyond_the_context_there_is_a_note(model, capsys):
+    assert cli.main(["generate", str(model), "--ids", "1", "--max-new-tokens", "64"]) == 0
+    assert "note: 65 positions, but the model was trained for 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "nothing to continue: give --prompt, --prompts-file or --ids"),
+        (("--ids", "1,b"), "expected token ids joined by commas"),
+        (("--ids", "258"), "[258] lie outside the vocabulary of 258"),
+        (("--ids", ""), "at least one token in every prompt"),
+        (("--ids", "1", "--max-new-tokens", "0"), "max_new_tokens=0 must be at least 1"),
+        (("--ids", "1", "--temperature", "-1"), "temperature=-1.0 must be 0"),
+        (("--ids", "1", "--top-p", "2"), "top_p=2.0 must lie in (0, 1]"),
+        (("--ids", "1", "--top-k", "0"), "top_k=0 must be at least 1"),
+        (("--prompts-file", "absent.txt"), "absent.txt: No such file"),
+    ],
+)
+def test_bad_input_is_refused(options, message, model, capsys):
+    assert cli.main(["generate", str(model), *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.startswith("moe-jax: error: ") and err.count("\n") == 1
+
+
+def test_a_text_for_a_model_without_tokenizer_is_refused(bare_model, capsys):
+    assert cli.main(["generate", str(bare_model), "--prompt", "a"]) == 2
+    err = capsys.readouterr().err
+    assert "has no tokenizer.json" in err and "--ids" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"\n \n", b"\xff\xfe"])
+def test_bad_files_of_prompts_are_refused(content, model, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_bytes(content)
+    assert cli.main(["generate", str(model), "--prompts-file", str(tmp_path / "prompts.txt")]) == 2
+    err = capsys.readouterr().err
+    assert "prompts.txt" in err and err.count("\n") == 1
+
+
+def test_a_broken_generation_config_is_refused(config, tmp_path, capsys):
+    (tmp_path / "generation_config.json").write_text("[1")
+    path = write_model(tmp_path / "model", config, random_leaves(config), (tmp_path / "generation_config.json",))
+    assert cli.main(["generate", str(path), "--ids", "1"]) == 2
+    assert "generation_config.json is not a JSON object" in capsys.readouterr().err
