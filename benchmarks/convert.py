@@ -5,7 +5,7 @@
 Writes a checkpoint with the shapes of Mixtral-8x7B but few layers (two: 6.2 GB) in bfloat16, copies it with `cp`,
 converts it, exports the result, and compares what came back with what went in. Each command is a process of its own,
 begins with nothing of its input in the page cache, and is timed until all it wrote is on the disk. Everything is
-removed at the end; meanwhile it takes three times the size of the checkpoint.
+removed at the end; meanwhile it takes four times the size of the checkpoint.
 
 Asked for: peak resident memory of at most 1.5 GB + 2 x the largest parameter of a layer, and half the speed of `cp`.
 """
@@ -67,16 +67,22 @@ def measure(folder: Path, layers: int) -> None:
     bound = 1.5 * GB + 2 * largest
     print(f"checkpoint {size / GB:.2f} GB, largest parameter of a layer {largest / GB:.2f} GB", flush=True)
 
-    cp_seconds, _ = timed(["cp", "-r", str(foreign), str(copy)], foreign)
-    print(f"{'cp':8} {cp_seconds:6.1f} s  {size / GB / cp_seconds:.2f} GB/s", flush=True)
-    shutil.rmtree(copy)
+    def cp() -> float:
+        seconds, _ = timed(["cp", "-r", str(foreign), str(copy)], foreign)
+        shutil.rmtree(copy)
+        print(f"{'cp':8} {seconds:6.1f} s  {size / GB / seconds:.2f} GB/s", flush=True)
+        return seconds
+
+    before = cp()
     for command, source, target in (("convert", foreign, ours), ("export", ours, back)):
         seconds, peak = timed([sys.executable, "-m", "moe_jax.cli", command, str(source), str(target)], source)
+        after = cp()  # disks and neighbours change their minds: each command stands between two copies
         print(
-            f"{command:8} {seconds:6.1f} s  {size / GB / seconds:.2f} GB/s = {cp_seconds / seconds:.2f} of cp (aim 0.5), "
-            f"peak memory {peak / GB:.2f} GB (bound {bound / GB:.2f})",
+            f"{command:8} {seconds:6.1f} s  {size / GB / seconds:.2f} GB/s, {(before + after) / 2 / seconds:.2f} of cp "
+            f"(aim 0.5), peak memory {peak / GB:.2f} GB (bound {bound / GB:.2f})",
             flush=True,
         )
+        before = after
     print("bit for bit the same after convert and export:", same_tensors(foreign, back))
 
 
