@@ -9,17 +9,15 @@ import math
 import re
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 
+from moe_jax.counting import count_bytes, count_parameters, is_parameter
 from moe_jax.errors import nearest, raise_if_any
 from moe_jax.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import trainable_paths
 from moe_jax.sharding import AXES, leaf_spec
 from moe_jax.train.flops import train_flops_per_token
-
-Specs = Mapping[str, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,9 +74,9 @@ class TrainingMemory:
 def make_plan(config: ModelConfig) -> Plan:
     """Counts a model. No weights are needed or made."""
     specs = leaf_specs(config)
-    params = {path: math.prod(spec.shape) for path, spec in specs.items() if _is_parameter(spec)}
+    params = {path: math.prod(spec.shape) for path, spec in specs.items() if is_parameter(spec)}
     total = sum(params.values())
-    dense = total if not config.moe_layers else _count(leaf_specs(dense_config(config)))
+    dense = total if not config.moe_layers else count_parameters(leaf_specs(dense_config(config)).values())
     routers = sum(size for path, size in params.items() if "/mlp/router/" in path)
     experts = sum(size for path, size in params.items() if "/mlp/experts/" in path)
     norms = sum(size for path, size in params.items() if path.split("/")[-2].endswith("norm"))
@@ -92,7 +90,7 @@ def make_plan(config: ModelConfig) -> Plan:
         norm_params=norms,
         active_params=sum(_active(config, path, size) for path, size in params.items()) - norms,
         trainable_params=sum(size for path, size in params.items() if path in trained),
-        param_bytes=sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values()),
+        param_bytes=count_bytes(specs.values()),
         formula_added_params=total - dense + round(sum(_rounded_away(config, layer) for layer in config.layers)),
         train_flops_per_token=train_flops_per_token(config, config.max_positions),
     )
@@ -117,7 +115,7 @@ def training_memory(config: ModelConfig, mesh: Mapping[str, int], param_dtype: s
     params = trained = 0
     for path, spec in leaf_specs(config).items():
         size = math.prod(_shard_shape(path, spec.shape, mesh, problems))
-        params += size * (itemsize if _is_parameter(spec) else spec.dtype.itemsize)
+        params += size * (itemsize if is_parameter(spec) else spec.dtype.itemsize)
         trained += size if path in trained_here else 0
     raise_if_any(problems, "mesh")
     gradients, optimizer = trained * itemsize, trained * 2 * 4
@@ -139,14 +137,6 @@ def trained_leaves(config: ModelConfig) -> frozenset[str]:
     """Leaf paths of what training changes if no recipe says otherwise."""
     model = abstract_model(config)
     return frozenset(leaf for path in trainable_paths(model) for leaf in disk_paths(config, path))
-
-
-def _count(specs: Specs) -> int:
-    return sum(math.prod(spec.shape) for spec in specs.values() if _is_parameter(spec))
-
-
-def _is_parameter(spec: jax.ShapeDtypeStruct) -> bool:
-    return jnp.issubdtype(spec.dtype, jnp.floating)
 
 
 def _active(config: ModelConfig, path: str, size: int) -> int:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from moe_jax.counting import count_parameters
+
 if TYPE_CHECKING:
     import jax
 
@@ -41,7 +43,7 @@ def run(options: Options) -> None:
     if options.json:
         described = {
             "path": str(source.path),
-            "parameters": sum(spec.size for spec in specs.values()),
+            "parameters": count_parameters(specs.values()),
             "bytes": sum(map(nbytes, specs.values())),
             "leaves": [
                 {"path": path, "shape": list(spec.shape), "dtype": str(spec.dtype), "bytes": nbytes(spec)}
@@ -108,7 +110,7 @@ def describe_experts(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeS
                 "top_k": moe.top_k,
                 "gate": moe.gate,
                 "bank": {name: value for name, value in dataclasses.asdict(moe.bank).items() if value is not None},
-                "parameters": sum(spec.size for spec in leaves),
+                "parameters": count_parameters(leaves),
                 "bytes": sum(map(nbytes, leaves)),
             }
         )
@@ -153,7 +155,7 @@ def _print(
         layers = str(count) if name.startswith("layers/") else ""
         table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, human_bytes(count * nbytes(spec)))
     console.print(table)
-    parameters = sum(spec.size for spec in specs.values())
+    parameters = count_parameters(specs.values())
     console.print(f"total: {parameters:,} parameters, {human_bytes(sum(map(nbytes, specs.values())))}")
     for line in _expert_lines(describe_experts(config, specs)):
         console.print(line, markup=False)

@@ -1,6 +1,5 @@
 """Dense model -> MoE model, on disk, layer by layer."""
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax.counting import count_bytes, count_parameters
 from moe_jax.errors import InputError
 from moe_jax.loading import leaf_specs
 from moe_jax.memory import available_memory
@@ -177,8 +177,7 @@ def _write_layers(
 
 
 def _stored(specs: Mapping[str, jax.ShapeDtypeStruct]) -> Stored:
-    params = sum(math.prod(spec.shape) for spec in specs.values() if jnp.issubdtype(spec.dtype, jnp.floating))
-    return Stored(params, sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values()))
+    return Stored(count_parameters(specs.values()), count_bytes(specs.values()))
 
 
 def _measured(result: Upcycled) -> dict[str, Any]:

@@ -86,6 +86,20 @@ def test_a_model_directory_in_bfloat16_with_biases(delta, dense_model, tmp_path)
     assert (dst / "tokenizer.json").read_text() == "{}"
 
 
+def test_all_commands_count_alike(dense_model, tmp_path, capsys):
+    assert run(dense_model, tmp_path / "moe", "--delta", "sparse:0.5", "--no-step0-check") == 0
+    measured = json.loads((tmp_path / "moe" / "lineage.json").read_text())[-1]["measured"]
+    capsys.readouterr()
+    described = {}
+    for command in ("inspect", "plan"):
+        assert cli.main([command, str(tmp_path / "moe"), "--json"]) == 0
+        described[command] = json.loads(capsys.readouterr().out)
+    assert described["inspect"]["parameters"] == described["plan"]["total_params"] == measured["total_params"]
+    assert described["inspect"]["bytes"] == described["plan"]["param_bytes"] == measured["param_bytes"]
+    assert described["plan"]["dense_params"] == measured["dense_params"]
+    assert sum(layer["parameters"] for layer in described["inspect"]["experts"]) == described["plan"]["expert_params"]
+
+
 def test_the_same_seed_writes_the_same_weights(dense_model, tmp_path):
     arguments = (dense_model, "--delta", "sparse:0.5", "--no-step0-check")
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
