@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_jax.convert.families import family_named
 from moe_jax.errors import InputError
-from moe_jax.loading import leaf_specs
+from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig
 
@@ -66,10 +66,19 @@ class MergedModel:
     """The leaves of a source as `merged_config` describes them."""
 
     def __init__(self, source: ModelSource, config: ModelConfig):
-        """Args: `source` to read from, `config` as `merged_config` returned it for the source's."""
+        """Looks at what the source holds; no weights are read.
+
+        Args:
+          source: to read from.
+          config: as `merged_config` returned it for the source's.
+
+        Raises:
+          InputError: if the source does not hold the leaves that its own config describes.
+        """
         self.config = config
         self._source = source
         self._stored = source.specs()
+        check_leaves(leaf_specs(source.config), self._stored, str(source.path))
         self._shapes = {path: spec.shape for path, spec in leaf_specs(config).items()}
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:

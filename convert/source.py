@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -104,9 +105,8 @@ class HuggingFaceDirectory:
         shape, dtype = _leaf_shape(first, len(pieces)), dtype or stored
         buffer = np.empty(math.prod(shape) * dtype.itemsize, np.uint8) if buffer is None else buffer
         out = buffer[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-        chunks = [(piece, start, stop) for piece in pieces for start, stop in row_chunks(piece.shape, stored.itemsize)]
         try:
-            list(self._pool.map(lambda chunk: self._fill(out, *chunk), chunks))
+            list(self._pool.map(lambda chunk: self._fill(out, *chunk), self._chunks(pieces)))
         except OverflowError as error:
             raise InputError(f"{path}: {error}; choose bfloat16 or float32") from None
         return out
@@ -114,6 +114,16 @@ class HuggingFaceDirectory:
     def fingerprint(self) -> str:
         """SHA-256 over config.json and the weight files: their names, sizes and samples of their contents."""
         return fingerprint_files([self.path / "config.json", *self.checkpoint.files])
+
+    def _chunks(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
+        """Runs of rows that fill a leaf. A tensor that is not row-major cannot be read in runs."""
+        for piece in pieces:
+            entry = self.weights.tensors[piece.tensor]
+            if entry.strides is None:
+                for start, stop in row_chunks(piece.shape, DTYPES[entry.dtype].itemsize):
+                    yield piece, start, stop
+            else:
+                yield piece, 0, piece.shape[0]
 
     def _fill(self, out: np.ndarray, piece: Piece, start: int, stop: int) -> None:
         """Copies rows `start:stop` of a piece into the leaf."""

@@ -75,7 +75,7 @@ def load_model(
     model = abstract_model(source.config, compute_dtype=compute_dtype, remat=remat)
     graphdef, state = nnx.split(model)
     specs = source.specs()
-    _check(leaf_specs(source.config), specs, str(source.path))
+    check_leaves(leaf_specs(source.config), specs, str(source.path))
     if mesh is None:
         shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), state)
     else:
@@ -107,7 +107,12 @@ def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array]]:
         yield name, leaf if index is None else leaf[index]
 
 
-def _check(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
+def check_leaves(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
+    """Compares what a config describes with what a source holds; both are leaf path -> anything with a `shape`.
+
+    Raises:
+      InputError: listing every leaf that is missing, unexpected or misshapen.
+    """
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in expected]
     problems += [

@@ -26,6 +26,8 @@ BANKS = {
     "sparse": BankConfig(kind="sparse", rate=0.9),
 }
 EXPERTS = 4
+LLAMA = read_hf_config(CONFIGS["llama"])
+FULL = BANKS["full"]
 
 
 def upcycled(name: str, *banks: BankConfig | None, **moe: object) -> ModelConfig:
@@ -129,6 +131,14 @@ def test_dense_layers_can_be_refused(tmp_path: pathlib.Path):
     assert not (tmp_path / "back").exists()
 
 
+def test_a_damaged_model_directory_is_named_with_its_damage(tmp_path: pathlib.Path):
+    source = write_model(tmp_path / "ours", upcycled("llama", None, FULL, None))
+    other = dataclasses.replace(source.config, layers=(*source.config.layers, source.config.layers[0]))
+    source.config = other
+    with pytest.raises(InputError, match="ours does not hold the model its config.json describes: 9 problems"):
+        export(source, tmp_path / "back", console=QUIET)
+
+
 def test_a_mixtral_with_deltas_stays_a_mixtral(tmp_path: pathlib.Path):
     config = read_hf_config(CONFIGS["mixtral"])
     moe = dataclasses.replace(config.layers[0].mlp, bank=BANKS["sparse"])
@@ -137,10 +147,6 @@ def test_a_mixtral_with_deltas_stays_a_mixtral(tmp_path: pathlib.Path):
     )
     export(write_model(tmp_path / "ours", config), tmp_path / "back", console=QUIET)
     assert HuggingFaceDirectory(tmp_path / "back").config == read_hf_config(CONFIGS["mixtral"])
-
-
-LLAMA = read_hf_config(CONFIGS["llama"])
-FULL = BANKS["full"]
 
 
 @pytest.mark.parametrize(
