@@ -98,7 +98,8 @@ class Decoder(nnx.Module):
         valid = None if segment_ids is None else segment_ids > 0
         context = Context(rope, Visibility(places, key_places, segment_ids, segment_ids), valid)
 
-        x = _shard_batch(jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.compute_dtype))
+        embedding = _whole_rows(self.embed.embedding[...])
+        x = _shard_batch(jnp.take(embedding, tokens, axis=0).astype(self.compute_dtype))
         new_caches, router = [], []
         for index, segment in enumerate(self.segments):
             x, cache, stats = segment(x, context, None if caches is None else caches[index], self.remat)
@@ -124,6 +125,18 @@ def init_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) ->
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     return tuple(tuple(cache(s, layer) for layer in s.pattern) for s in segments_of(config.layers))
+
+
+def _whole_rows(embedding: Float[Array, "V d"]) -> Float[Array, "V d"]:
+    """Over a mesh, an embedding is gathered over `fsdp` before tokens are looked up.
+
+    Looked up in slices of `d`, activations would have to change from a split width to a split batch, for which the
+    compiler knows nothing better than to copy the whole batch to every device.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return embedding
+    return jax.lax.with_sharding_constraint(embedding, P("tensor", None))
 
 
 def _shard_batch(x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
