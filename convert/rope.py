@@ -126,6 +126,9 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
             if value is not None:
                 scaling[key] = list(value) if isinstance(value, tuple) else value
         keys["rope_scaling"] = scaling
+        if rope.scaling == "longrope":
+            # Transformers 4 takes LongRoPE's original length from here only.
+            keys["original_max_position_embeddings"] = rope.original_max_positions
     return keys
 
 

@@ -132,6 +132,13 @@ def test_rope_in_both_styles(old: dict, new: dict, expected: RopeConfig):
     assert read_hf_config(write_hf_config(read_hf_config({**LLAMA, **old}))).rope == expected
 
 
+def test_the_original_length_of_longrope_is_written_where_each_release_looks_for_it():
+    longrope = next(old for old, _, rope in ROPES if rope.scaling == "longrope")
+    written = write_hf_config(read_hf_config({**LLAMA, **longrope}))
+    assert written["original_max_position_embeddings"] == 64
+    assert written["rope_scaling"]["original_max_position_embeddings"] == 64
+
+
 def test_rope_parameters_may_be_given_per_layer_type_if_they_agree():
     one = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
     nested = {"full_attention": one, "sliding_attention": dict(one)}
