@@ -10,9 +10,9 @@ class Options:
 
     dir: Path = Path("moe-jax-demo")
     """Where everything goes; a folder made by an earlier demo is replaced."""
-    dense_steps: int = 160
+    dense_steps: int = 120
     """Training steps of the dense model."""
-    more_steps: int = 80
+    more_steps: int = 60
     """Training steps that every model gets after it."""
 
 

@@ -1,5 +1,6 @@
 """What the demo shows at the end: a table and a picture."""
 
+import statistics
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +16,12 @@ class Result(NamedTuple):
     params: int
     added: int
     perplexity: float
-    tokens_per_s: float
+    tokens_per_second: float
 
 
 def median_speed(records: list[Record]) -> float:
     """Training tokens per second: the median over the steps, so that compilation does not count."""
-    speeds = sorted(record["tokens_per_s"] for record in records if "tokens_per_s" in record)
-    return speeds[len(speeds) // 2]
+    return statistics.median(record["tokens_per_second"] for record in records)
 
 
 def table(results: list[Result], held_out_bytes: int) -> rich.table.Table:
@@ -32,7 +32,12 @@ def table(results: list[Result], held_out_bytes: int) -> rich.table.Table:
     for column in ("model", "parameters", "added", "held-out perplexity", "training tokens/s"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for result in results:
-        numbers = (f"{result.params:,}", f"{result.added:,}", f"{result.perplexity:.3f}", f"{result.tokens_per_s:,.0f}")
+        numbers = (
+            f"{result.params:,}",
+            f"{result.added:,}",
+            f"{result.perplexity:.3f}",
+            f"{result.tokens_per_second:,.0f}",
+        )
         table.add_row(result.name, *numbers)
     return table
 
@@ -57,12 +62,13 @@ def plot(path: Path, dense: Path, others: dict[str, Path]) -> None:
         "dense": (0, first),
         **{name: (begin, read_metrics(run / "metrics.jsonl")) for name, run in others.items()},
     }
-    for name, (offset, records) in curves.items():
-        left.plot([offset + r["step"] for r in records], [r["loss"] for r in records], label=name, linewidth=1)
+    for index, (name, (offset, records)) in enumerate(curves.items()):
+        style = {"label": name, "linewidth": 1.2, "color": f"C{index}"}
+        left.plot([offset + r["step"] for r in records], [r["loss"] for r in records], **style)
         held_out = [(offset + r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
         if name != "dense":
             held_out.insert(0, (begin, next(r["eval_loss"] for r in reversed(first) if "eval_loss" in r)))
-            right.plot(*zip(*held_out, strict=True), marker="o", markersize=3, label=name, linewidth=1.2)
+            right.plot(*zip(*held_out, strict=True), marker="o", markersize=3, **style)
     left.set(title="training loss", xlabel="step", ylabel="nats per byte")
     right.set(title="held-out loss after the dense model's training", xlabel="step")
     for axes in (left, right):

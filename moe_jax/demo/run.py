@@ -170,17 +170,22 @@ class _Shell:
         self._console = console
 
     def type(self, *words: object) -> None:
-        from moe_jax.cli import main
-
         arguments = [str(word) for word in words]
         self._console.print(f"\n[bold]$ moe-jax {shlex.join(arguments)}[/bold]", highlight=False, soft_wrap=True)
-        if main(arguments) != 0:
-            raise InputError(f"the demo stopped: moe-jax {arguments[0]} failed, for the reason above")
+        self._run(arguments)
 
     def json(self, *words: object) -> dict:
+        """Types a command that prints JSON, shows it, and returns it."""
+        arguments = [str(word) for word in words]
+        self._console.print(f"\n[bold]$ moe-jax {shlex.join(arguments)}[/bold]", highlight=False, soft_wrap=True)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            self.type(*words)
-        result = json.loads(printed.getvalue())
+            self._run(arguments)
         self._console.print(printed.getvalue().strip(), highlight=False, soft_wrap=True)
-        return result
+        return json.loads(printed.getvalue())
+
+    def _run(self, arguments: list[str]) -> None:
+        from moe_jax.cli import main
+
+        if main(arguments) != 0:
+            raise InputError(f"the demo stopped: moe-jax {arguments[0]} failed, for the reason above")

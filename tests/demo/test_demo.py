@@ -1,0 +1,64 @@
+"""Pieces of the demo; the whole of it is `make demo`."""
+
+import json
+
+import pytest
+import rich.console
+
+from moe_jax.cli import main
+from moe_jax.demo.report import Result, median_speed, plot, table
+from moe_jax.demo.text import byte_tokenizer, write_text
+
+
+def test_text_is_split_by_file(tmp_path):
+    trained, held_out = write_text(tmp_path / "text", 20_000)
+    files = list((tmp_path / "text" / "train").glob("*.txt"))
+    assert len(files) > 50
+    assert sum(file.stat().st_size for file in files) == trained
+    assert (tmp_path / "text" / "held-out.txt").stat().st_size == held_out >= 20_000
+    held_out_text = (tmp_path / "text" / "held-out.txt").read_text()
+    assert not any(file.read_text() in held_out_text for file in files if file.stat().st_size > 500)
+
+
+def test_byte_tokenizer_gives_one_token_per_byte_and_back():
+    tokenizer, text = byte_tokenizer(), "def é():\n\treturn '→'\n"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(ids) == len(text.encode()) and len(set(ids)) <= 256
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode(text).ids == [0, *ids]
+    assert tokenizer.get_vocab_size() == 258
+
+
+def test_a_folder_that_no_demo_made_is_left_alone(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("precious")
+    assert main(["demo", "--dir", str(tmp_path)]) == 2
+    assert "was not made by a demo; choose another --dir" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_steps_below_one_are_refused(tmp_path, capsys):
+    assert main(["demo", "--dir", str(tmp_path / "d"), "--more-steps", "0"]) == 2
+    assert "steps must be at least 1" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name, losses in {"dense": [5.0, 4.0], "ders-lm": [3.9, 3.8]}.items():
+        (tmp_path / name).mkdir()
+        lines = [
+            {"step": i + 1, "loss": loss, "tokens_per_second": 10.0 * (i + 1), "eval_loss": loss}
+            for i, loss in enumerate(losses)
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path
+
+
+def test_picture_and_table(runs):
+    plot(runs / "curves.png", runs / "dense", {"ders-lm": runs / "ders-lm"})
+    assert (runs / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert median_speed([{"tokens_per_second": x} for x in (1.0, 9.0, 2.0)]) == 2.0
+    console = rich.console.Console(width=120, record=True)
+    console.print(table([Result("ders-lm", 864640, 93184, 9.5, 1234.0)], 49152))
+    text = console.export_text()
+    assert "864,640" in text and "93,184" in text and "9.500" in text and "1,234" in text
