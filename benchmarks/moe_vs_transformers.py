@@ -65,7 +65,7 @@ def transformers_steps(model: transformers.PreTrainedModel, tokens: np.ndarray) 
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return forward, train
 
@@ -111,7 +111,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         theirs = transformers_steps(transformers_model(folder), tokens)
         ours = moe_jax_steps(folder, tokens)
-    print(f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, {os.cpu_count()} cores")
+    versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (jax, torch, transformers))
+    print(f"{versions}, {os.cpu_count()} cores")
     difference = np.max(np.abs(theirs[0]() - ours[0]()))
     print(f"largest difference of logits: {difference:.2e}")
     assert difference < 1e-3, "the two models do not compute the same thing"
@@ -124,10 +125,10 @@ def main() -> None:
                 run()
                 seconds[who].append(time.perf_counter() - begin)
         (our_best, our_median), (their_best, their_median) = (best_and_median(s) for s in seconds.values())
-        print(
-            f"{name:9} moe_jax {our_median:6.0f} tok/s (best {our_best:.0f})   transformers {their_median:6.0f} "
-            f"(best {their_best:.0f})   ratio of medians {our_median / their_median:.2f}, of bests {our_best / their_best:.2f}"
-        )
+        print(f"{name}: tokens/s, median (best) of {rounds} rounds")
+        print(f"  moe_jax      {our_median:6.0f} ({our_best:.0f})")
+        print(f"  transformers {their_median:6.0f} ({their_best:.0f})")
+        print(f"  ratio        {our_median / their_median:6.2f} ({our_best / their_best:.2f})")
 
 
 if __name__ == "__main__":
