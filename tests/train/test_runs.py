@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
 
 STEPS = 90
+FLAGS = "--xla_backend_optimization_level=0"
 RECIPE = """
 run_dir = "run"
 [model]
@@ -61,7 +62,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
 
 
@@ -186,6 +187,31 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     saved = {int(path.name) for path in (workplace / "diverged" / "checkpoints").iterdir()}
     assert max(saved) == int(found[2])
     assert not (workplace / "diverged" / "model").exists()
+
+
+def test_two_processes_train_like_one(workplace, monkeypatch, tmp_path):
+    """Two processes of four devices, started by the launch script, and one process of eight."""
+    program = tmp_path / "moe-jax"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m moe_jax.cli "$@"\n')
+    program.chmod(0o755)
+    arguments = ["recipe.toml", "--set", "train.steps=4", "mesh.fsdp=4", "mesh.expert=2", "eval.every=2"]
+    done = subprocess.run(
+        [str(ROOT / "train" / "launch" / "local.sh"), "2", *arguments, "run_dir=two"],
+        cwd=workplace,
+        env=environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XLA_FLAGS": FLAGS},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("wrote two/model") == 1
+    monkeypatch.chdir(workplace)
+    assert cli.main(["train", *arguments, "run_dir=one"]) == 0
+    two, one = metrics(workplace, "two"), metrics(workplace, "one")
+    assert [record["step"] for record in two] == [1, 2, 3, 4]
+    for key in ("loss", "aux_loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose([r[key] for r in two], [r[key] for r in one], atol=1e-5)
+    assert two[-1]["eval_loss"] == pytest.approx(one[-1]["eval_loss"], abs=1e-5)
 
 
 def test_an_existing_run_is_not_touched(workplace, undisturbed, monkeypatch, capsys):

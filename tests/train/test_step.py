@@ -127,7 +127,7 @@ def test_without_a_score_the_router_is_trained_by_the_balance_loss_alone():
 
 
 def test_accumulation_of_4_times_2_equals_a_batch_of_8():
-    config = config_of(FFN, moe(balance_coef=0.0))
+    config = config_of(FFN)
     whole, _, state, _ = run(recipe_of(train=TrainSection(batch_size=8)), config)
     parts, _, accumulated, _ = run(recipe_of(train=TrainSection(batch_size=8, accumulation=4)), config)
     np.testing.assert_allclose(parts, whole, atol=1e-6, rtol=1e-6)
