@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.bank import ExpertBank, Weights, add_stacked_biases, normal_kernel
 from moe_jax.experts.config import BankConfig, FFNConfig
+from moe_jax.functional.dispatch import weighted_sum
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.linear import linear
 from moe_jax.functional.routing import Routing
@@ -70,9 +71,7 @@ class LowRankBank(ExpertBank):
 
         gate = into_hidden("gate") if self.expert.gated else None
         h = hidden(into_hidden("up"), gate, self.expert.activation)
-        # In float32, so that equal experts combine to exactly what one of them would say.
-        combined = jnp.sum(h.astype(jnp.float32) * routing.weights[:, :, None], axis=1).astype(x.dtype)
-        y = linear(combined, self.base["down"].kernel[...])
+        y = linear(weighted_sum(h, routing.weights), self.base["down"].kernel[...])
         a, b = self._side_by_side("down", x.dtype)
         weighted = chosen * weights[:, :, None]
         y = y + linear(jnp.sum(masked(linear(h.reshape(tokens * top_k, -1), a), weighted), axis=1), b)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert
+from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert, weighted_sum
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -48,3 +48,37 @@ def test_order_and_gradients(shape, seed):
     arrays = experts, draw(tokens, 3), draw(tokens, top_k), draw(tokens, 3), draw(flat.size, 1)
     got, expected = (values_and_gradients(*arrays, num_experts=num_experts, plain=plain) for plain in (False, True))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_weighted_sum_and_its_gradients(top_k, dtype):
+    rng = np.random.default_rng(top_k)
+    choices = jnp.asarray(rng.standard_normal((6, top_k, 7)), dtype)
+    weights, target = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((6, top_k), (6, 7)))
+
+    def value(total):
+        def scored(choices, weights):
+            y = total(choices, weights)
+            return jnp.sum(y.astype(jnp.float32) * target), y
+
+        (_, y), gradients = jax.jit(jax.value_and_grad(scored, argnums=(0, 1), has_aux=True))(choices, weights)
+        return y, *gradients
+
+    def plain(choices, weights):
+        return jnp.sum(choices.astype(jnp.float32) * weights[:, :, None], axis=1).astype(dtype)
+
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    for got, expected in zip(value(weighted_sum), value(plain), strict=True):
+        assert got.dtype == expected.dtype
+        got, expected = (np.asarray(a, np.float32) for a in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_equal_choices_add_up_to_the_last_bit(dtype):
+    rng = np.random.default_rng(0)
+    one = jnp.asarray(rng.standard_normal((500, 1, 9)), dtype)
+    first = jnp.asarray(rng.uniform(0.5, 1, (500, 1)), jnp.float32)
+    y = jax.jit(weighted_sum)(jnp.concatenate([one, one], axis=1), jnp.concatenate([first, 1 - first], axis=1))
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(one[:, 0], np.float32))
