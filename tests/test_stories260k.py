@@ -1,10 +1,13 @@
 """A real pretrained Llama: its published greedy story, and Transformers' logits."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
 
+from moe_jax.cli import main
 from moe_jax.convert import HuggingFaceDirectory
 from moe_jax.generation import generate
 from moe_jax.loading import load_model
@@ -39,3 +42,45 @@ def test_logits_equal_transformers(folder, model, data_dir):
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(model(jnp.asarray(tokens, jnp.int32)).logits, expected, atol=1e-4, rtol=0)
+
+
+RECIPE = """
+run_dir = "{folder}/run"
+[model]
+path = "{folder}/moe"
+[data]
+seq_len = 128
+sources = [{{ path = "{folder}/train.txt" }}]
+[optimizer]
+learning_rate = 1e-3
+[train]
+steps = 12
+batch_size = 8
+[mesh]
+fsdp = 8
+"""
+
+
+@pytest.mark.parametrize("delta", ["full", "low-rank:4", "sparse:0.9"])
+def test_upcycled_and_trained_it_beats_the_dense_model_it_came_from(delta, folder, data_dir, tmp_path, capsys):
+    text = (data_dir / "text" / "tinyshakespeare" / "input.txt").read_text()
+    (tmp_path / "train.txt").write_text(text[:200_000])
+    (tmp_path / "held-out.txt").write_text(text[-4000:])
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(folder=tmp_path))
+
+    def command(*words):
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 0
+        return capsys.readouterr().out
+
+    def held_out_loss(model):
+        return json.loads(command("eval", model, "--text", tmp_path / "held-out.txt", "--seq-len", 128, "--json"))[
+            "nll"
+        ]
+
+    moe = ("--experts", 4, "--top-k", 2, "--every", 2, "--delta", delta)
+    command("upcycle", folder / "hf", tmp_path / "moe", *moe)
+    dense = held_out_loss(folder / "hf")
+    assert abs(held_out_loss(tmp_path / "moe") - dense) < 1e-5
+    command("train", tmp_path / "recipe.toml")
+    assert held_out_loss(tmp_path / "run" / "model") < dense - 0.5

@@ -1,0 +1,86 @@
+"""stories260K upcycled with every delta kind and tuned to TinyShakespeare, beside the dense model tuned as long.
+
+    python benchmarks/upcycle_stories260k.py DATA [--steps 300]
+
+DATA is a folder with `weights/stories260K/hf` and `text/tinyshakespeare/input.txt`; the last tenth of the text is held
+out. Every model has 4 experts, top-2, in every layer. Everything is done with the commands that a user would type.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from moe_jax.cli import main as moe_jax
+
+DELTAS = {"vanilla": "full", "DeRS-LM r=4": "low-rank:4", "DeRS-SM 0.9": "sparse:0.9"}
+
+RECIPE = """
+run_dir = "unset"
+[model]
+path = "unset"
+[data]
+seq_len = 256
+sources = [{{ path = "{folder}/train.txt" }}]
+[optimizer]
+learning_rate = 1e-3
+[schedule]
+warmup_steps = 10
+[train]
+steps = {steps}
+batch_size = 8
+[log]
+every = 1000
+"""
+
+
+def run(*words: object) -> str:
+    """Runs a command; returns what it printed on standard output."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = moe_jax([str(word) for word in words])
+    if code:
+        raise SystemExit(f"moe-jax {words[0]} failed with exit code {code}")
+    return printed.getvalue()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    dense = options.data / "weights" / "stories260K" / "hf"
+    text = (options.data / "text" / "tinyshakespeare" / "input.txt").read_text()
+    cut = len(text) * 9 // 10
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "train.txt").write_text(text[:cut])
+        (folder / "held-out.txt").write_text(text[cut:])
+        recipe = folder / "recipe.toml"
+        recipe.write_text(RECIPE.format(folder=folder, steps=options.steps))
+
+        def held_out(model: Path) -> float:
+            return json.loads(run("eval", model, "--text", folder / "held-out.txt", "--seq-len", 256, "--json"))["nll"]
+
+        print(f"dense, before: held-out loss {held_out(dense):.4f}")
+        models = {"dense, trained as long": dense}
+        for kind, delta in DELTAS.items():
+            models[kind] = folder / delta
+            run("upcycle", dense, models[kind], "--experts", 4, "--top-k", 2, "--every", 1, "--delta", delta)
+            step0 = json.loads((models[kind] / "lineage.json").read_text())[-1]["measured"]
+            print(f"{kind}: step-0 {step0}")
+        for index, (kind, model) in enumerate(models.items()):
+            run_dir = folder / f"run{index}"
+            run("train", recipe, "--set", f"model.path={model}", f"run_dir={run_dir}")
+            added = json.loads(run("plan", run_dir / "model", "--json"))["added_params"] or 0
+            loss = held_out(run_dir / "model")
+            print(f"{kind}: held-out loss {loss:.4f} after {options.steps} steps, {added:,} parameters added")
+
+
+if __name__ == "__main__":
+    main()
