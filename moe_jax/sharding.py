@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -72,7 +73,9 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
         raise InputError(
             f"mesh {dict(axes)} does not fit {len(devices)} devices; the product of its sizes must be that"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    # A mesh axis of 8 on a torus of 4 x 4 x 4 chips is laid over parts of two of its sides.
+    placed = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def batch_spec() -> P:
