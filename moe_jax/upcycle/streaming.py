@@ -17,7 +17,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.upcycle.leaves import MATRICES, moe_leaves
 from moe_jax.upcycle.options import UpcycleOptions, keeps_the_function, upcycled_config
-from moe_jax.upcycle.step0 import PROBE_SHAPE, Step0, StreamedModel, compare_logits, probe_tokens
+from moe_jax.upcycle.step0 import Step0, StreamedModel, compare_logits, probe_tokens
 
 Specs = dict[str, jax.ShapeDtypeStruct]
 Progress = Callable[[str, int, int], None]
@@ -192,6 +192,6 @@ def _measured(result: Upcycled) -> dict[str, Any]:
             "step0_max_abs_difference": result.step0.difference,
             "step0_max_abs_logit": result.step0.largest,
             "step0_allowed": result.step0.allowed,
-            "step0_probe_tokens": list(PROBE_SHAPE),
+            "step0_probe_tokens": list(probe_tokens(result.config, seed=0).shape),
         }
     return measured
