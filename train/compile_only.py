@@ -6,6 +6,8 @@ The `libtpu` wheel holds the TPU compiler and runs on any x86 CPU machine. What 
 
 import json
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from moe_jax.errors import InputError
@@ -59,14 +61,17 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
 
     devices = _devices(topology)
     program = make_program(recipe, config, devices)
-    with jax.set_mesh(program.mesh):
+    # The compiler writes the program's text itself: `compiled.as_text()` has to parse what may be newer than JAX.
+    with jax.set_mesh(program.mesh), tempfile.TemporaryDirectory() as folder:
         lowered = program.step.lower(program.state, program.frozen, abstract_batch(recipe, program.mesh))
         try:
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise InputError(f"the step does not fit into {topology}: {_first_line(error)}") from None
+        (text,) = Path(folder).glob("*.after_optimizations.txt")
+        found = collectives(text.read_text())
     memory = compiled.memory_analysis()
     # Outputs that lie in the buffers of donated arguments are counted once.
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -90,7 +95,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
         * recipe.data.seq_len
         / len(devices),
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
-        "collectives": {name: found._asdict() for name, found in collectives(compiled.as_text()).items()},
+        "collectives": {kind: counted._asdict() for kind, counted in found.items()},
     }
 
 

@@ -53,7 +53,9 @@ def collectives(hlo: str) -> dict[str, Collectives]:
                 # It also writes a reduce-scatter as a fusion of all-reduce and slice.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
                 before = totals.get(kind, Collectives(0, 0))
-                size = _bytes(shape, operands, asynchronous=start is not None, scattered=found[2] == "reduce-scatter")
+                if found[2] == "reduce-scatter":
+                    shape = operands if _SHAPE.search(operands) else _shape_of(operands, computations[name])
+                size = _bytes(shape, operands, asynchronous=start is not None)
                 totals[kind] = Collectives(before.count + times, before.bytes + times * size)
             for callee, trips in _calls(line, computations):
                 visit(callee, times * trips)
@@ -95,12 +97,16 @@ def _trips(line: str, condition: list[str]) -> int:
     return bounds[0] if len(bounds) == 1 else 1
 
 
-def _bytes(shape: str, operands: str, *, asynchronous: bool, scattered: bool) -> int:
+def _shape_of(operands: str, computation: list[str]) -> str:
+    """Shapes of operands that are written without them: those they are defined with."""
+    names = re.findall(r"%([\w.-]+)", operands)
+    definitions = [re.compile(rf"\s*(?:ROOT )?%{re.escape(name)} = (.*?) [\w-]+\(") for name in names]
+    defined = (definition.match(line) for definition in definitions for line in computation)
+    return " ".join(found[1] for found in defined if found)
+
+
+def _bytes(shape: str, operands: str, *, asynchronous: bool) -> int:
     sizes = [_size(kind, dims) for kind, dims in _SHAPE.findall(shape)]
-    if scattered:
-        # Operands are written with their shapes in some versions of the text and without in others.
-        written = [_size(kind, dims) for kind, dims in _SHAPE.findall(operands)]
-        return sum(written) or sum(sizes)
     if asynchronous and len(sizes) > 1:
         # The tuple of a start holds the operands, then the results, then what the hardware needs.
         count = max(1, operands.count("%"))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 if TYPE_CHECKING:
-    from moe_jax.model_source import ModelSource
     from moe_jax.models import ModelConfig
     from moe_jax.train.recipe import Recipe
 
@@ -27,6 +26,8 @@ class Options:
     """Compiles the training step for --topology and prints bytes per chip and collectives; needs no weights."""
     topology: str | None = None
     """The accelerator to compile for, such as v5e:4x4 or v5p:2x2x4."""
+    config: Path | None = None
+    """With --compile-only: a config.json (of this library or Hugging Face's) instead of that of the recipe's model."""
     json: bool = False
     """With --compile-only: prints JSON and nothing else."""
 
@@ -46,15 +47,15 @@ def run(options: Options) -> None:
 
     if options.compile_only != (options.topology is not None):
         raise InputError("--compile-only and --topology go together, as in --compile-only --topology v5e:4x4")
-    if options.json and not options.compile_only:
-        raise InputError("--json goes with --compile-only; metrics of a run are in metrics.jsonl")
+    if not options.compile_only and (options.json or options.config):
+        raise InputError("--json and --config go with --compile-only")
     overrides = [override for group in options.set for override in group]
     recipe = load_recipe(options.recipe, overrides)
     if options.compile_only:
         from moe_jax.train.compile_only import compile_only, prepare_environment, print_report
 
         prepare_environment()
-        report = compile_only(recipe, _config(recipe), options.topology)
+        report = compile_only(recipe, _config(recipe, options.config), options.topology)
         print_report(report, as_json=options.json)
         return
 
@@ -70,7 +71,7 @@ def run(options: Options) -> None:
     try:
         train(
             recipe,
-            _config(recipe, source),
+            source.config if source else _config(recipe),
             source,
             resume=options.resume,
             continue_command=shlex.join(command),
@@ -80,17 +81,15 @@ def run(options: Options) -> None:
             raise KeyboardInterrupt from None
 
 
-def _config(recipe: "Recipe", source: "ModelSource | None" = None) -> "ModelConfig":
-    """The config of the recipe's model: the source's, or that of the file or directory the recipe names."""
+def _config(recipe: "Recipe", file: Path | None = None) -> "ModelConfig":
+    """The config in a file: the one given, or the one that the recipe names or that its model holds."""
     import json
 
     from moe_jax.errors import InputError
     from moe_jax.models import config_from_json
     from moe_jax.models.serialize import FORMAT
 
-    if source is not None:
-        return source.config
-    path = Path(recipe.model.config or Path(recipe.model.path) / "config.json")
+    path = Path(file or recipe.model.config or Path(recipe.model.path) / "config.json")
     if not path.is_file():
         raise FileNotFoundError(f"no config at {path}")
     try:

@@ -133,6 +133,8 @@ def test_the_tpu_compilers_way_of_writing_collectives_is_understood():
   %fusion.1 = bf16[16,8]{1,0} fusion(%arg), kind=kCustom, calls=%overlapped.1
   %fusion.2 = bf16[16,8]{1,0} fusion(%arg), kind=kCustom, calls=%overlapped.2
   %fusion.3 = bf16[128,256]{1,0} fusion(%arg), kind=kCustom, calls=%all-reduce-scatter.1
+  %sums = f32[64,2]{1,0:T(8,128)} fusion(%arg), kind=kLoop, calls=%sum
+  %reduce_scatter.9 = f32[16,2]{1,0} reduce-scatter(%sums), channel_id=1, dimensions={0}, to_apply=%add
 }
 
 %condition (arg: (s32[], bf16[4,8])) -> pred[] {
@@ -148,6 +150,6 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
 """
     assert collectives(text) == {
         "all-gather": Collectives(6, 6 * 16 * 8 * 2),
-        "reduce-scatter": Collectives(6, 6 * 512 * 256 * 2),
+        "reduce-scatter": Collectives(12, 6 * (512 * 256 * 2 + 64 * 2 * 4)),
         "collective-permute": Collectives(1, 40),
     }
