@@ -1,7 +1,7 @@
 # `make demo` and `make test` set everything up themselves; the second time they start at once.
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto
 
 .PHONY: demo test lint clean
 
