@@ -369,9 +369,14 @@ class TrainingCheckpoints:
         return jax.tree.unflatten(jax.tree.structure(like), leaves), dict(metadata.custom_metadata or {})
 
     def close(self) -> None:
-        """Waits for the last checkpoint and ends the background threads."""
+        """Waits for the last checkpoint and ends the background threads.
+
+        Raises:
+          OSError: if a checkpoint could not be written, also if that was raised before.
+        """
         self.wait()
-        self._checkpointer.close()
+        with _writing(self._directory):
+            self._checkpointer.close()
 
     def _remove_unfinished(self) -> None:
         # Orbax renames a checkpoint when it is whole; what still has the temporary name was interrupted.

@@ -14,7 +14,7 @@ import rich.progress
 
 from moe_jax.models import ModelConfig
 from moe_jax.nn.router_stats import stats_per_layer
-from moe_jax.train.placement import is_first_process
+from moe_jax.processes import is_first_process
 from moe_jax.train.step import StepMetrics
 from moe_jax.train.tensorboard import EventWriter
 

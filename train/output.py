@@ -1,6 +1,7 @@
 """The trained model as a model directory."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def write_model(
     return target
 
 
-def _gathered(model: Decoder, dtype: str | None):
+def _gathered(model: Decoder, dtype: str | None) -> Iterator[tuple[str, np.ndarray]]:
     """Whole leaves; every process takes part in gathering what lies on several hosts."""
     for path, leaf in model_leaves(model):
         if dtype and jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -1,4 +1,4 @@
-"""Batches on the devices of a mesh, and small facts shared between processes."""
+"""Batches on the devices of a mesh, and what processes tell each other about them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +9,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from moe_jax.errors import InputError
-from moe_jax.processes import is_first_process as is_first_process
-from moe_jax.processes import wait_for_all as wait_for_all
 from moe_jax.sharding import batch_spec
 
 

@@ -12,11 +12,12 @@ from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.errors import InputError
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
+from moe_jax.processes import is_first_process, wait_for_all
 from moe_jax.train.data import open_data
 from moe_jax.train.evaluation import Evaluator, read_text
 from moe_jax.train.loop import Loop
 from moe_jax.train.output import write_model
-from moe_jax.train.placement import is_first_process, local_rows, wait_for_all
+from moe_jax.train.placement import local_rows
 from moe_jax.train.program import Program, first_state, initial_states, make_program
 from moe_jax.train.recipe import Recipe
 from moe_jax.train.report import print_partition

@@ -9,6 +9,7 @@ import pytest
 
 from moe_jax.errors import InputError
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
+from moe_jax.train import sources
 from moe_jax.train.data import open_data
 from moe_jax.train.recipe import DataSection, SourceSection
 from moe_jax.train.sources import Example
@@ -26,8 +27,8 @@ CONFIG = ModelConfig(
 )
 
 
-def data(tokenizer_path, *sources, batch_size=2, seed=0, config=CONFIG, **options):
-    section = DataSection(sources=sources, **{"seq_len": 8, "prefetch": 0, **options})
+def data(tokenizer_path, *source_sections, batch_size=2, seed=0, config=CONFIG, **options):
+    section = DataSection(sources=source_sections, **{"seq_len": 8, "prefetch": 0, **options})
     return open_data(section, config, tokenizer_path, seed=seed, batch_size=batch_size, rows=range(batch_size))
 
 
@@ -148,6 +149,16 @@ def test_a_bad_line_far_into_a_file_is_found_before_training(tmp_path, tokenizer
     path.write_text((json.dumps({"text": "long enough for a sequence"}) + "\n") * 50 + "oops\n")
     with pytest.raises(InputError, match="line 51: expected"):
         data(tokenizer_path, SourceSection(path=str(path)))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_bad_line_behind_what_is_checked_is_named_when_it_is_read(tmp_path, tokenizer_path, monkeypatch, prefetch):
+    monkeypatch.setattr(sources, "CHECKED_BYTES", 10)
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"text": "long enough for a sequence"}) + "\n") * 50 + "oops\n")
+    iterator = data(tokenizer_path, SourceSection(path=str(path)), epochs=1, prefetch=prefetch)
+    with pytest.raises(InputError, match="line 51: expected"):
+        read_all(iterator)
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path, tokenizer_path):

@@ -14,6 +14,7 @@ import pytest
 
 from moe_jax import cli
 from tests.conftest import ROOT
+from tests.disks import small_disk
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
 
 STEPS = 90
@@ -212,6 +213,33 @@ def test_two_processes_train_like_one(workplace, monkeypatch, tmp_path):
     for key in ("loss", "aux_loss", "grad_norm", "tokens"):
         np.testing.assert_allclose([r[key] for r in two], [r[key] for r in one], atol=1e-5)
     assert two[-1]["eval_loss"] == pytest.approx(one[-1]["eval_loss"], abs=1e-5)
+
+
+def test_a_run_ends_when_the_data_does(workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    source = 'data.sources=[{path="held_out.txt"}]'
+    arguments = ("--set", "run_dir=short", "data.epochs=1", source, "log.tensorboard=false")
+    assert cli.main(["train", "recipe.toml", *arguments]) == 0
+    output = capsys.readouterr().out
+    records = metrics(workplace, "short")
+    assert 3 < len(records) < 15
+    assert f"the data ended after {len(records)} of {STEPS} steps" in output
+    # One document, cut into pieces of which every token but the first is fed in once, and an end token.
+    text = (workplace / "held_out.txt").read_text()
+    assert len(text) - 8 <= sum(record["tokens"] for record in records) <= len(text)
+    assert (workplace / "short" / "checkpoints" / str(len(records))).is_dir()
+    assert (workplace / "short" / "model" / "config.json").is_file()
+    assert not (workplace / "short" / "tensorboard").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_model(workplace, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    with small_disk(tmp_path / "small", 1) as disk:
+        arguments = ("--set", f"run_dir={disk}/run", "checkpoint.every=2", "checkpoint.keep=50")
+        assert cli.main(["train", "recipe.toml", *arguments]) == 2
+        error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moe-jax: error:")]
+        assert len(error) == 1 and "No space left on device" in error[0]
+        assert not (disk / "run" / "model").exists()
 
 
 def test_an_existing_run_is_not_touched(workplace, undisturbed, monkeypatch, capsys):
