@@ -8,8 +8,13 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 # Test models are tiny: compiling them dominates, and unoptimised machine code compiles in half the time.
 os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+# The same examples in every run: what passes here passes on another machine.
+hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("reproducible")
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
