@@ -12,7 +12,7 @@ class Options:
     """Where everything goes; a folder made by an earlier demo is replaced."""
     dense_steps: int = 120
     """Training steps of the dense model."""
-    more_steps: int = 60
+    more_steps: int = 50
     """Training steps that every model gets after it."""
 
 

@@ -68,7 +68,7 @@ every = {eval_every}
 seq_len = 256
 """
 
-HELD_OUT_BYTES = 48 * 1024
+HELD_OUT_BYTES = 24 * 1024
 
 
 def run_demo(folder: Path, *, dense_steps: int, more_steps: int, console: rich.console.Console) -> None:
@@ -92,7 +92,7 @@ def run_demo(folder: Path, *, dense_steps: int, more_steps: int, console: rich.c
     dense_model = f'config = "{folder}/config.json"\ninit = "random"'
     common = {"folder": folder}
     (folder / "dense.toml").write_text(
-        RECIPE.format(**common, name="dense", model=dense_model, learning_rate=3e-3, steps=dense_steps, eval_every=20)
+        RECIPE.format(**common, name="dense", model=dense_model, learning_rate=3e-3, steps=dense_steps, eval_every=40)
     )
     (folder / "continue.toml").write_text(
         RECIPE.format(
