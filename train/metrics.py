@@ -143,8 +143,13 @@ def _line(record: Record) -> str:
     parts.append(f"lr {record['learning_rate']:.2e}")
     if "tokens_per_second" in record:
         parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-        parts.append(f"{record['flops_per_second'] / 1e12:.3g} TFLOP/s")
+        parts.append(_flops(record["flops_per_second"]))
     return "  ".join(parts)
+
+
+def _flops(rate: float) -> str:
+    unit, size = ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
+    return f"{rate / size:.3g} {unit}"
 
 
 def _duration(seconds: float) -> str:

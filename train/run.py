@@ -1,5 +1,6 @@
 """A training run from beginning to end, or from its last checkpoint on."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def train(
         write_recipe(recipe)
     wait_for_all("run directory written")
     checkpoints = TrainingCheckpoints(Path(recipe.run_dir) / "checkpoints", keep=recipe.checkpoint.keep)
-    try:
+    with contextlib.closing(data), contextlib.closing(checkpoints):
         fingerprint = source.fingerprint() if source else None
         step = checkpoints.latest_step() if continues else None
         if step is None:
@@ -96,14 +97,12 @@ def train(
             continue_command=continue_command,
         )
         state, last = loop.run(state)
-        model = nnx.merge(program.graphdef, state.params, frozen)
-        model.config = dataclasses.replace(config, dtype=recipe.model.output_dtype or recipe.model.param_dtype)
-        measured = {"steps": int(state.step)} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
-        path = write_model(model, recipe, source, tokenizer, measured)
-        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
-        return path
-    finally:
-        checkpoints.close()
+    model = nnx.merge(program.graphdef, state.params, frozen)
+    model.config = dataclasses.replace(config, dtype=recipe.model.output_dtype or recipe.model.param_dtype)
+    measured = {"steps": int(state.step)} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
+    path = write_model(model, recipe, source, tokenizer, measured)
+    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    return path
 
 
 def _restore(
