@@ -10,9 +10,9 @@ class Options:
 
     dir: Path = Path("moe-jax-demo")
     """Where everything goes; a folder made by an earlier demo is replaced."""
-    dense_steps: int = 120
+    dense_steps: int = 180
     """Training steps of the dense model."""
-    more_steps: int = 50
+    more_steps: int = 70
     """Training steps that every model gets after it."""
 
 
