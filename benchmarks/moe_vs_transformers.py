@@ -103,6 +103,18 @@ def best_and_median(seconds: list[float]) -> tuple[float, float]:
     return BATCH * LENGTH / min(seconds), BATCH * LENGTH / statistics.median(seconds)
 
 
+def product_speed(size: int = 2048) -> float:
+    """GFLOP/s of one float32 matrix product: what no step on this machine can exceed."""
+    matrix = jnp.ones((size, size))
+    product = jax.jit(lambda a: a @ a)
+    seconds = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        jax.block_until_ready(product(matrix))
+        seconds.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(seconds) / 1e9
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
@@ -113,11 +125,14 @@ def main() -> None:
         ours = moe_jax_steps(folder, tokens)
     versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (jax, torch, transformers))
     print(f"{versions}, {os.cpu_count()} cores")
+    print(f"one float32 product of 2048 x 2048: {product_speed():.0f} GFLOP/s")
     difference = np.max(np.abs(theirs[0]() - ours[0]()))
     print(f"largest difference of logits: {difference:.2e}")
     assert difference < 1e-3, "the two models do not compute the same thing"
     for name, one, other in (("forward", ours[0], theirs[0]), ("training", ours[1], theirs[1])):
-        one(), other()
+        # Twice: the second step's arrays are already on the device, for which JAX compiles once more.
+        for _ in range(2):
+            one(), other()
         seconds: dict[str, list[float]] = {"moe_jax": [], "transformers": []}
         for _ in range(rounds):
             for who, run in (("moe_jax", one), ("transformers", other)):
