@@ -33,6 +33,11 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
     """
     if not config.moe_layers:
         return config
+    if any(config.layers[i].mlp.universal != "none" for i in config.moe_layers):
+        raise InputError(
+            "a model with a universal FFN has no Hugging Face format that would give the same logits; keep it as a "
+            "model directory"
+        )
     family = family_named(config.family)
     layers = [_full(layer) for layer in config.layers]
     foreign = dict(config.foreign)

@@ -31,13 +31,15 @@ class Plan:
       added_params: `total_params - dense_params`.
       router_params: of all routers.
       expert_params: of all expert banks: kernels or shared bases and deltas, and per-expert biases.
+      universal_params: of universal FFNs beside the banks; one that is a bank's last delta counts as an expert.
       norm_params: of all norms.
       active_params: parameters that one token meets, norms left out, as PERFT counts them (METHODS 8): embedding and
-        head, attention, dense FFNs, routers, shared bases, and `top_k` of E of what experts have of their own.
+        head, attention, dense and universal FFNs, routers, shared bases, and `top_k` of E of what experts have of their
+        own.
       trainable_params: parameters that training changes if no recipe says otherwise: all but frozen bases.
       param_bytes: everything a checkpoint holds, positions included, in the dtype of the config.
-      formula_added_params: `added_params` without rounding the entries of a sparse delta per matrix:
-        `N*P*(1-p)` per layer, which is how published counts of DeRS-SM are made. Equal to it for other deltas.
+      formula_added_params: `added_params` as published counts of DeRS are made: without `universal_params`, and
+        without rounding the entries of a sparse delta per matrix, `N*P*(1-p)` per layer.
       train_flops_per_token: of one training step at the full context length (see `train.flops`).
     """
 
@@ -46,6 +48,7 @@ class Plan:
     added_params: int
     router_params: int
     expert_params: int
+    universal_params: int
     norm_params: int
     active_params: int
     trainable_params: int
@@ -79,7 +82,9 @@ def make_plan(config: ModelConfig) -> Plan:
     dense = total if not config.moe_layers else count_parameters(leaf_specs(dense_config(config)).values())
     routers = sum(size for path, size in params.items() if "/mlp/router/" in path)
     experts = sum(size for path, size in params.items() if "/mlp/experts/" in path)
+    universal = sum(size for path, size in params.items() if "/mlp/universal/" in path)
     norms = sum(size for path, size in params.items() if path.split("/")[-2].endswith("norm"))
+    rounded_away = sum(_rounded_away(config, layer) for layer in config.layers)
     trained = trained_leaves(config)
     return Plan(
         dense_params=dense,
@@ -87,11 +92,12 @@ def make_plan(config: ModelConfig) -> Plan:
         added_params=total - dense,
         router_params=routers,
         expert_params=experts,
+        universal_params=universal,
         norm_params=norms,
         active_params=sum(_active(config, path, size) for path, size in params.items()) - norms,
         trainable_params=sum(size for path, size in params.items() if path in trained),
         param_bytes=count_bytes(specs.values()),
-        formula_added_params=total - dense + round(sum(_rounded_away(config, layer) for layer in config.layers)),
+        formula_added_params=total - dense - universal + round(rounded_away),
         train_flops_per_token=train_flops_per_token(config, config.max_positions),
     )
 
@@ -144,7 +150,7 @@ def _active(config: ModelConfig, path: str, size: int) -> int:
     if "/mlp/experts/" not in path or "/mlp/experts/base/" in path:
         return size
     moe = config.layers[int(path.split("/")[1])].mlp
-    return size // moe.num_experts * moe.top_k
+    return size // moe.bank_experts * moe.bank_top_k
 
 
 def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
@@ -153,7 +159,7 @@ def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
         return 0.0
     bank, shapes = layer.mlp.bank, layer.mlp.expert.shapes(config.d_model).values()
     exact = sum(math.prod(shape) * (1.0 - bank.rate) - bank.nonzeros(shape) for shape in shapes)
-    return layer.mlp.num_experts * exact
+    return layer.mlp.bank_experts * exact
 
 
 def _shard_shape(path: str, shape: tuple[int, ...], mesh: Mapping[str, int], problems: list[str]) -> tuple[int, ...]:

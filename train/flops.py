@@ -2,7 +2,7 @@
 
 import math
 
-from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
+from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
 
 def active_matmul_params(config: ModelConfig) -> int:
@@ -37,15 +37,25 @@ def _mlp_params(layer: LayerConfig, config: ModelConfig) -> int:
     mlp = layer.mlp
     if isinstance(mlp, FFNConfig):
         return _kernels(mlp, config.d_model)
-    router = config.d_model * mlp.num_experts
+    beside = _kernels(mlp.expert, config.d_model) if mlp.universal_beside else 0
+    return _router_params(mlp, config.d_model) + beside + _bank_params(mlp, config)
+
+
+def _router_params(mlp: MoEConfig, d_model: int) -> int:
+    """Of a linear router; or of a `coder` router's two matrices and that of its noise, which training needs."""
+    linear = d_model * mlp.num_experts
+    return 2 * linear + mlp.num_experts**2 if mlp.universal == "coder" else linear
+
+
+def _bank_params(mlp: MoEConfig, config: ModelConfig) -> int:
     if mlp.bank.kind == "full":
-        return router + mlp.top_k * _kernels(mlp.expert, config.d_model)
+        return mlp.bank_top_k * _kernels(mlp.expert, config.d_model)
     shapes = mlp.expert.shapes(config.d_model).values()
     if mlp.bank.kind == "low-rank":
         delta = sum(mlp.bank.rank * sum(shape) for shape in shapes)
     else:
         delta = sum(mlp.bank.nonzeros(shape) for shape in shapes)
-    return router + _kernels(mlp.expert, config.d_model) + mlp.top_k * delta
+    return _kernels(mlp.expert, config.d_model) + mlp.bank_top_k * delta
 
 
 def _kernels(ffn: FFNConfig, d_model: int) -> int:

@@ -25,8 +25,8 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
     """One step as JSON: waits until the step is computed.
 
     Keys: `step`, `loss`, `aux_loss` (what is added to the loss), `grad_norm`, `learning_rate`, `tokens`,
-    `scored_tokens`; for a model with MoE layers also `balance_loss` and `z_loss` (means over the layers, without
-    coefficients), `expert_load` and `dropped` (by layer index).
+    `scored_tokens`; for a model with MoE layers also `balance_loss`, `z_loss` and `cv_loss` (means over the layers,
+    without coefficients), `expert_load` and `dropped` (by layer index).
     """
     metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
     record: Record = {
@@ -42,6 +42,7 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
     if layers:
         record["balance_loss"] = float(np.mean([stats.balance for stats in layers.values()]))
         record["z_loss"] = float(np.mean([stats.z for stats in layers.values()]))
+        record["cv_loss"] = float(np.mean([stats.cv for stats in layers.values()]))
         record["expert_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in layers.items()}
         record["dropped"] = {str(i): float(stats.dropped) for i, stats in layers.items()}
     return record

@@ -76,7 +76,7 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     frozen = _with_shardings(frozen, state_shardings(frozen, mesh))
     replicated = NamedSharding(mesh, P())
     step = jax.jit(
-        make_step(graphdef, config, optimizer, schedule, accumulation=recipe.train.accumulation),
+        make_step(graphdef, config, optimizer, schedule, seed=recipe.seed, accumulation=recipe.train.accumulation),
         donate_argnums=0,
         in_shardings=(_shardings(state), _shardings(frozen), batch_sharding(mesh)),
         out_shardings=(_shardings(state), replicated),

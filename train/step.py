@@ -20,6 +20,10 @@ Batch = dict[str, Array]
 """tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `packing.PackedBatches`."""
 
 
+# Keys of steps are folded from another key than those that parameters are drawn with from the same seed.
+_STEPS = 0x57E95
+
+
 class TrainState(NamedTuple):
     """All that a step changes.
 
@@ -67,6 +71,7 @@ def make_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
+    seed: int = 0,
     accumulation: int = 1,
 ) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, StepMetrics]]:
     """Makes the step; jit it with the state donated.
@@ -74,17 +79,23 @@ def make_step(
     The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed
     in, plus the auxiliary losses (their mean over the microbatches). Gradients are added up in float32.
 
+    What is random follows from the seed, the step's number and that of the microbatch alone: it is the same after an
+    interruption and on every mesh.
+
     Args:
       graphdef: from `peft.split_model`.
       config: of the model.
       optimizer: over the trained parameters.
       schedule: learning rate by steps done, as the optimizer uses it (reported only).
+      seed: of what is random in a step (the noise of routers).
       accumulation: number of microbatches, a divisor of B.
     """
 
-    def microbatch_loss(params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array) -> tuple[Array, tuple]:
+    def microbatch_loss(
+        params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array
+    ) -> tuple[Array, tuple]:
         model = nnx.merge(graphdef, params, frozen)
-        out = model(batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"])
+        out = model(batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], key=key)
         total, _ = next_token_loss(out.logits, batch["targets"], batch["weights"])
         loss, auxiliary = total / scored, auxiliary_loss(config, out.router) / accumulation
         return loss + auxiliary, (loss, auxiliary, out.router)
@@ -95,20 +106,24 @@ def make_step(
         scored = jnp.sum(batch["weights"])
         # A batch of nothing but prompts has no loss and no gradient, rather than 0/0.
         divisor = jnp.maximum(scored, 1.0)
+        key = step_key(seed, state.step)
 
-        def add_microbatch(sums: tuple, micro: Batch) -> tuple[tuple, StackedStats]:
-            grads, (loss, auxiliary, router) = grad(state.params, frozen, micro, divisor)
+        def add_microbatch(sums: tuple, scanned: tuple[Batch, Array]) -> tuple[tuple, StackedStats]:
+            micro, index = scanned
+            key_of_micro = jax.random.fold_in(key, index)
+            grads, (loss, auxiliary, router) = grad(state.params, frozen, micro, divisor, key_of_micro)
             summed = jax.tree.map(lambda total, one: total + one.astype(jnp.float32), sums, (grads, loss, auxiliary))
             return summed, router
 
         if accumulation == 1:
-            grads, (loss, auxiliary, router) = grad(state.params, frozen, batch, divisor)
+            grads, (loss, auxiliary, router) = grad(state.params, frozen, batch, divisor, jax.random.fold_in(key, 0))
             grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
         else:
             zero = jnp.zeros((), jnp.float32)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.params)
             microbatches = {key: split_batch(array, accumulation) for key, array in batch.items()}
-            (grads, loss, auxiliary), router = jax.lax.scan(add_microbatch, (zeros, zero, zero), microbatches)
+            scanned = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
+            (grads, loss, auxiliary), router = jax.lax.scan(add_microbatch, (zeros, zero, zero), scanned)
             router = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), router)
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -125,6 +140,11 @@ def make_step(
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
+
+
+def step_key(seed: int, step: int | Int[Array, ""]) -> Array:
+    """The random key of the step after `step` others; the seed is a recipe's."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)
 
 
 def split_batch(array: Array, parts: int) -> Array:

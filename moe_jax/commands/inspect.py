@@ -108,7 +108,9 @@ def describe_experts(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeS
                 "layer": layer,
                 "num_experts": moe.num_experts,
                 "top_k": moe.top_k,
-                "gate": moe.gate,
+                "gate": moe.gate if moe.universal == "none" else None,
+                "universal": moe.universal,
+                "extended": moe.extended,
                 "bank": {name: value for name, value in dataclasses.asdict(moe.bank).items() if value is not None},
                 "parameters": count_parameters(leaves),
                 "bytes": sum(map(nbytes, leaves)),
@@ -178,11 +180,17 @@ def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
     for entry in experts:
         bank = ", ".join(f"{name} {value}" for name, value in entry["bank"].items())
         line = (
-            f"{entry['num_experts']} experts, top {entry['top_k']}, gate {entry['gate']}; {bank}; "
+            f"{entry['num_experts']} experts, top {entry['top_k']}, {_weighting(entry)}; {bank}; "
             f"{entry['parameters']:,} parameters, {human_bytes(entry['bytes'])} per layer"
         )
         kinds.setdefault(line, []).append(entry["layer"])
     return [f"experts of layers/{index_set(layers)}: {line}" for line, layers in kinds.items()]
+
+
+def _weighting(entry: Mapping[str, Any]) -> str:
+    if entry["universal"] == "none":
+        return f"gate {entry['gate']}"
+    return f"universal {entry['universal']} ({'in the bank' if entry['extended'] else 'beside the bank'})"
 
 
 def _lineage_line(entry: Mapping[str, Any]) -> str:

@@ -79,7 +79,9 @@ def _print(path: Path, config: "ModelConfig", plan: "Plan", memory: "TrainingMem
     console.print(f"[bold]{escape(str(path))}[/bold]: {config.family}, d={config.d_model}, {kind}")
     if moe:
         first = config.layers[moe[0]].mlp
-        console.print(f"{first.num_experts} experts, {first.top_k} per token, {first.bank.kind}")
+        universal = "" if first.universal == "none" else f"; universal FFN: {first.universal}"
+        extended = ", extended" if first.extended else ""
+        console.print(f"{first.num_experts} experts, {first.top_k} per token, {first.bank.kind}{universal}{extended}")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -90,13 +92,14 @@ def _print(path: Path, config: "ModelConfig", plan: "Plan", memory: "TrainingMem
         ("  added", plan.added_params, ""),
         ("  routers", plan.router_params, ""),
         ("  experts", plan.expert_params, "kernels or bases and deltas; positions are not parameters"),
+        ("  universal FFNs", plan.universal_params, "beside the experts"),
         ("active per token", plan.active_params, "norms left out"),
         ("trainable", plan.trainable_params, "all but frozen bases"),
     ]
     for name, count, note in rows:
         table.add_row(name, f"{count:,}", note)
     if plan.formula_added_params != plan.added_params:
-        table.add_row("  added, by formula", f"{plan.formula_added_params:,}", "sparse entries not rounded per matrix")
+        table.add_row("  added, by formula", f"{plan.formula_added_params:,}", "as DeRS counts")
     table.add_row("bytes", human_bytes(plan.param_bytes), f"in {config.dtype}, positions included")
     flops = f"of a training step per token, context {config.max_positions}"
     table.add_row("FLOP", f"{plan.train_flops_per_token:,.0f}", flops)

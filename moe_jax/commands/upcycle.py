@@ -48,9 +48,12 @@ def run(options: Options) -> None:
         "layers": chosen.layers,
         "delta": options.delta or "full",
         "freeze_base": options.freeze_base,
-        "gate": chosen.gate,
+        "gate": chosen.gate if chosen.universal == "none" else None,
+        "universal": chosen.universal,
+        "extended": chosen.extended,
         "balance_coef": chosen.balance_coef,
         "z_coef": chosen.z_coef,
+        "cv_coef": chosen.cv_coef,
         "seed": seed,
         "step0_check": not options.no_step0_check,
     }
@@ -84,6 +87,8 @@ def _summary(dst: Path, result: "Upcycled") -> "Table":
     table = Table(title=str(dst), title_justify="left", show_header=False)
     table.add_row("MoE layers", f"{len(moe_layers)} of {result.config.num_layers}: {', '.join(map(str, moe_layers))}")
     table.add_row("experts", f"{moe.num_experts}, {moe.top_k} per token, {moe.bank.kind}")
+    if moe.universal != "none":
+        table.add_row("universal FFN", f"{moe.universal}, {'one more delta' if moe.extended else 'beside the experts'}")
     table.add_row("parameters", f"{result.dense.params:,} -> {result.upcycled.params:,}")
     table.add_row("added", f"{result.upcycled.params - result.dense.params:,}")
     table.add_row("bytes", f"{result.dense.bytes:,} -> {result.upcycled.bytes:,}")

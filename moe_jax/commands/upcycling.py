@@ -36,10 +36,17 @@ class Upcycling:
         _arg("topk_softmax", "topk_softmax|softmax_topk|top1"),
     ] = None
     """Weights of the chosen experts: softmax over these, their share of the softmax over all, or that of the first."""
+    universal: Annotated[Literal["none", "coder", "med"] | None, _arg("none", "none|coder|med")] = None
+    """A copy of the FFN that sees every token. coder (XFT): its weight is 1 - p of the best expert, so that all weights
+    sum to 1; med (Med-MoE): its weight is 1, and the MoE does not start as the dense model."""
+    extended: bool = False
+    """The universal FFN is one more delta over the FFN that the experts share (low-rank and sparse)."""
     balance_coef: Annotated[float | None, _arg("0.01", "FLOAT")] = None
     """Coefficient of the load-balancing loss in training."""
     z_coef: Annotated[float | None, _arg("0", "FLOAT")] = None
     """Coefficient of the router's z-loss in training."""
+    cv_coef: Annotated[float | None, _arg("0", "FLOAT")] = None
+    """Coefficient of the squared variation of importance and load, XFT's balance loss, in training."""
     seed: Annotated[int | None, _arg("0", "INT")] = None
     """Of routers, low-rank factors and sparse positions."""
     no_step0_check: bool = False
@@ -49,10 +56,13 @@ class Upcycling:
         """What to do, defaults filled in.
 
         Raises:
-          InputError: for a delta that cannot be read or does not go with --freeze-base.
+          InputError: for a delta that cannot be read or does not go with --freeze-base, or a gate beside --universal.
         """
+        from moe_jax.errors import InputError
         from moe_jax.upcycle import UpcycleOptions, parse_delta
 
+        if self.gate is not None and self.universal not in (None, "none"):
+            raise InputError(f"--gate does not go with --universal {self.universal}, which weights the experts itself")
         given = {
             "num_experts": self.experts,
             "top_k": self.top_k,
@@ -61,9 +71,12 @@ class Upcycling:
             "gate": self.gate,
             "balance_coef": self.balance_coef,
             "z_coef": self.z_coef,
+            "cv_coef": self.cv_coef,
+            "universal": self.universal,
         }
         bank = parse_delta(self.delta or "full", freeze_base=self.freeze_base)
-        return UpcycleOptions(bank=bank, **{name: value for name, value in given.items() if value is not None})
+        options = UpcycleOptions(bank=bank, extended=self.extended)
+        return dataclasses.replace(options, **{name: value for name, value in given.items() if value is not None})
 
     def any_given(self) -> bool:
         """Whether the user said anything about upcycling."""

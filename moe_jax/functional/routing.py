@@ -1,6 +1,6 @@
 """Routing: which experts a token goes to and with what weight. Always float32 (METHODS 1).
 
-Deterministic: no noise, no capacity unless one is asked for.
+Deterministic: no noise, no capacity unless one is asked for. What a universal FFN adds is in `universal`.
 """
 
 import math
@@ -33,12 +33,15 @@ class RouterStats(NamedTuple):
       z: mean squared logsumexp of the logits.
       load: share f_i of the assignments per expert; sums to 1.
       dropped: share of the assignments beyond the capacity.
+      cv: squared coefficient of variation of the importance (an expert's sum of probabilities over the tokens that
+        chose it) plus that of the load, as XFT adds them; 0 for uniform routing.
     """
 
     balance: Float[Array, ""]
     z: Float[Array, ""]
     load: Float[Array, " E"]
     dropped: Float[Array, ""]
+    cv: Float[Array, ""]
 
 
 def route(
@@ -55,7 +58,8 @@ def route(
       logits: router logits, float32.
       top_k: experts per token.
       gate: `softmax_topk`: probabilities of the full softmax, not renormalised (OLMoE; DeRS eq. 1);
-        `topk_softmax`: softmax over the kept logits (Mixtral, PESC); `top1`: p_1 of the full softmax (Switch).
+        `topk_softmax`: softmax over the kept logits (Mixtral, PESC); `top1`: p_1 of the full softmax (Switch);
+        `coder`: softmax over the kept probabilities, times p_1 (XFT, beside a universal FFN).
       valid: tokens that count in the statistics; padding does not. None: all.
       capacity_factor: None is dropless; otherwise at most `ceil(factor * T * k / E)` assignments per
         expert, earlier tokens first.
@@ -64,23 +68,20 @@ def route(
     num_experts = logits.shape[-1]
     probabilities = jax.nn.softmax(logits, axis=-1)
     top_logits, experts = jax.lax.top_k(logits, top_k)
-    if gate == "topk_softmax":
-        weights = jax.nn.softmax(top_logits, axis=-1)
-        if top_k == 2:
-            # Rounded each on its own, the two sum to 1 only nearly. So two equal experts add up to one of them to the
-            # last bit, and an upcycled model starts as the dense one (METHODS 2.5).
-            weights = jnp.stack([weights[:, 0], 1.0 - weights[:, 0]], axis=1)
-    else:
-        weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+    top_probabilities = jnp.take_along_axis(probabilities, experts, axis=-1)
+    weights = _weights(gate, top_logits, top_probabilities)
 
     counted = jnp.ones(logits.shape[:1], jnp.float32) if valid is None else valid.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(counted), 1.0)
-    assigned = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=1)
+    chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
+    assigned = jnp.sum(chosen, axis=1)
     load = jnp.sum(assigned * counted[:, None], axis=0) / (total * top_k)
     mean_probability = jnp.sum(probabilities * counted[:, None], axis=0) / total
     # The load is a count: it has no gradient, which reaches the router through the probabilities alone.
     balance = num_experts * jnp.sum(jax.lax.stop_gradient(load) * mean_probability)
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted) / total
+    importance = jnp.sum(chosen * (top_probabilities * counted[:, None])[:, :, None], axis=(0, 1)) / total
+    cv = squared_cv(importance) + squared_cv(jax.lax.stop_gradient(load))
 
     dropped = jnp.zeros((), jnp.float32)
     if capacity_factor is not None:
@@ -88,7 +89,31 @@ def route(
         kept = _position_in_expert(experts, num_experts) < capacity
         weights = jnp.where(kept, weights, 0.0)
         dropped = 1.0 - jnp.sum(kept.astype(jnp.float32) * counted[:, None]) / (total * top_k)
-    return Routing(experts, weights), RouterStats(balance, z, load, dropped)
+    return Routing(experts, weights), RouterStats(balance, z, load, dropped, cv)
+
+
+def squared_cv(x: Float[Array, " E"]) -> Float[Array, ""]:
+    """Squared coefficient of variation: variance over squared mean, the variance that of a sample as in XFT.
+
+    0 where all are equal, as a single one is; E/k * (E - k)/(E - 1) where k of E share everything evenly.
+    """
+    mean = jnp.mean(x)
+    variance = jnp.sum(jnp.square(x - mean)) / max(1, x.size - 1)
+    return variance / (jnp.square(mean) + 1e-10)
+
+
+def _weights(gate: str, top_logits: Float[Array, "T k"], top_probabilities: Float[Array, "T k"]) -> Float[Array, "T k"]:
+    """Weights of the kept experts, best first."""
+    if gate == "topk_softmax":
+        weights = jax.nn.softmax(top_logits, axis=-1)
+        if top_logits.shape[1] == 2:
+            # Rounded each on its own, the two sum to 1 only nearly. So two equal experts add up to one of them to the
+            # last bit, and an upcycled model starts as the dense one (METHODS 2.5).
+            weights = jnp.stack([weights[:, 0], 1.0 - weights[:, 0]], axis=1)
+        return weights
+    if gate == "coder":
+        return jax.nn.softmax(top_probabilities, axis=-1) * top_probabilities[:, :1]
+    return top_probabilities
 
 
 def _position_in_expert(experts: Int[Array, "T k"], num_experts: int) -> Int[Array, "T k"]:

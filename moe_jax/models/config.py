@@ -13,6 +13,7 @@ from moe_jax.errors import InputError, check_member, check_positive
 from moe_jax.experts.config import BankConfig, FFNConfig
 from moe_jax.functional.rope import RopeConfig
 from moe_jax.functional.routing import GATES
+from moe_jax.functional.universal import GATE_BESIDE, UNIVERSAL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +58,15 @@ class MoEConfig:
       expert: shape of one expert.
       num_experts: E.
       top_k: experts per token k.
-      gate: one of `GATES` (METHODS 1).
+      gate: one of `GATES` (METHODS 1); a universal FFN brings its own, and this then stays at its default.
       bank: what the experts are made of.
-      balance_coef, z_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
+      balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
       capacity_factor: None is dropless; otherwise an expert takes at most
         `ceil(capacity_factor * T * k / E)` assignments and the rest pass through the residual only.
+      universal: an FFN that sees every token (METHODS 2.4). `coder`: all weights sum to 1, and the router is XFT's
+        gate network; `med`: its weight is 1; `none`: there is none.
+      extended: the universal FFN shares the base of the experts and is the last delta of their bank, not a
+        separate FFN.
     """
 
     expert: FFNConfig
@@ -71,7 +76,10 @@ class MoEConfig:
     bank: BankConfig = BankConfig()
     balance_coef: float = 0.01
     z_coef: float = 0.0
+    cv_coef: float = 0.0
     capacity_factor: float | None = None
+    universal: Literal["none", "coder", "med"] = "none"
+    extended: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self, "num_experts", "top_k")
@@ -82,6 +90,38 @@ class MoEConfig:
             raise InputError(f"gate 'top1' routes to one expert, top_k={self.top_k}")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise InputError(f"capacity_factor={self.capacity_factor} must be above 0, or null for dropless")
+        self._check_universal()
+
+    def _check_universal(self) -> None:
+        check_member("universal", self.universal, UNIVERSAL)
+        if self.universal != "none" and self.gate != MoEConfig.gate:
+            raise InputError(
+                f"gate {self.gate!r} does not go with universal {self.universal!r}, which weights the experts itself"
+            )
+        if self.extended and self.universal == "none":
+            raise InputError("extended needs a universal FFN ('coder' or 'med') to extend the bank by")
+        if self.extended and self.bank.kind == "full":
+            raise InputError("extended needs experts over a shared base, and full experts have none; use another delta")
+
+    @property
+    def weighting(self) -> str:
+        """What `route` weights the experts by: the gate, or what stands beside a universal FFN."""
+        return GATE_BESIDE.get(self.universal, self.gate)
+
+    @property
+    def universal_beside(self) -> bool:
+        """Whether the universal FFN is a module of its own."""
+        return self.universal != "none" and not self.extended
+
+    @property
+    def bank_experts(self) -> int:
+        """Experts in the bank: E, and one more if the universal FFN is its last."""
+        return self.num_experts + self.extended
+
+    @property
+    def bank_top_k(self) -> int:
+        """Experts of the bank that a token goes to: k, and the universal FFN if it is among them."""
+        return self.top_k + self.extended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.segments import Segment
 from moe_jax.nn.attention import Attention, KVCache
+from moe_jax.nn.keys import fold_in
 from moe_jax.nn.layers import FFN, Norm
 from moe_jax.nn.moe import MoE
 
@@ -46,12 +47,13 @@ class Block(nnx.Module):
         self.mlp = (MoE if self.is_moe else FFN)(config.mlp, model.d_model, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "B T d"], context: Context, cache: KVCache | None
+        self, x: Float[Array, "B T d"], context: Context, cache: KVCache | None, key: Array | None = None
     ) -> tuple[Float[Array, "B T d"], KVCache | None, RouterStats | None]:
+        """Applies the layer; `key` is its own random key in training."""
         y, cache = self.attention(self.attention_norm(x), context.rope, context.visible, cache)
         x = x + y
         if self.is_moe:
-            y, stats = self.mlp(self.mlp_norm(x), context.valid)
+            y, stats = self.mlp(self.mlp_norm(x), context.valid, key)
             return x + y, cache, stats
         return x + self.mlp(self.mlp_norm(x)), cache, None
 
@@ -60,11 +62,17 @@ class BlockStack(nnx.Module):
     """A segment: every parameter of its pattern of blocks carries a leading axis [repeats]."""
 
     def __init__(self, segment: Segment, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.start = segment.start
         self.repeats = segment.repeats
         self.blocks = nnx.List([_stack(layer, model, segment.repeats, rngs, dtype) for layer in segment.pattern])
 
     def __call__(
-        self, x: Float[Array, "B T d"], context: Context, caches: tuple[KVCache, ...] | None, remat: str
+        self,
+        x: Float[Array, "B T d"],
+        context: Context,
+        caches: tuple[KVCache, ...] | None,
+        remat: str,
+        key: Array | None = None,
     ) -> tuple[Float[Array, "B T d"], tuple[KVCache, ...] | None, tuple[RouterStats, ...]]:
         """Applies the pattern `repeats` times.
 
@@ -73,6 +81,7 @@ class BlockStack(nnx.Module):
           context: of the forward pass.
           caches: one per block of the pattern, arrays stacked over the repeats, or None.
           remat: `none`, or a key of `REMAT_POLICIES`: what the backward pass finds saved.
+          key: random key of the forward pass in training; None: deterministic.
 
         Returns:
           Activations, caches, and stacked statistics of every MoE position.
@@ -80,11 +89,12 @@ class BlockStack(nnx.Module):
         graphdef, params = nnx.split(self.blocks)
 
         def repeat(x: Array, scanned: tuple) -> tuple[Array, tuple]:
-            params, caches = scanned
+            params, caches, first_layer = scanned
             blocks = nnx.merge(graphdef, params)
             new_caches, stats = [], []
             for position, block in enumerate(blocks):
-                x, cache, router = block(x, context, None if caches is None else caches[position])
+                layer_key = fold_in(key, first_layer + position)
+                x, cache, router = block(x, context, None if caches is None else caches[position], layer_key)
                 new_caches.append(cache)
                 stats.extend([] if router is None else [router])
             return x, (None if caches is None else tuple(new_caches), tuple(stats))
@@ -92,7 +102,8 @@ class BlockStack(nnx.Module):
         if remat != "none":
             # Inside scan the loop itself keeps the compiler from merging the two forward passes.
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[remat], prevent_cse=False)
-        x, (caches, stats) = jax.lax.scan(repeat, x, (params, caches), length=self.repeats)
+        first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
+        x, (caches, stats) = jax.lax.scan(repeat, x, (params, caches, first_layers))
         return x, caches, stats
 
 

@@ -70,6 +70,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         caches: Caches | None = None,
         last_only: Int[Array, " B"] | None = None,
+        key: Array | None = None,
     ) -> DecoderOutput:
         """Next-token logits.
 
@@ -81,6 +82,7 @@ class Decoder(nnx.Module):
             document and 0 marks padding. Not with caches.
           caches: from `init_cache`, to continue a row.
           last_only: index of the one position per row whose logits are wanted; None: all.
+          key: of all that is random in training (the noise of `coder` routers); None, as at evaluation: nothing is.
         """
         batch, length = tokens.shape
         places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], (batch, length))
@@ -102,7 +104,7 @@ class Decoder(nnx.Module):
         x = _shard_batch(jnp.take(embedding, tokens, axis=0).astype(self.compute_dtype))
         new_caches, router = [], []
         for index, segment in enumerate(self.segments):
-            x, cache, stats = segment(x, context, None if caches is None else caches[index], self.remat)
+            x, cache, stats = segment(x, context, None if caches is None else caches[index], self.remat, key)
             x = _shard_batch(x)
             new_caches.append(cache)
             router.extend(stats)

@@ -1,35 +1,57 @@
-"""The Mixture-of-Experts module: a router and a bank."""
+"""The Mixture-of-Experts module: a router, a bank, and perhaps a universal FFN."""
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from moe_jax.experts.make import make_bank
-from moe_jax.functional.linear import linear
 from moe_jax.functional.routing import RouterStats, route
+from moe_jax.functional.universal import add_choice, add_weighted, universal_weight
 from moe_jax.models.config import MoEConfig
-from moe_jax.nn.layers import Linear
+from moe_jax.nn.keys import ROUTER_NOISE, fold_in
+from moe_jax.nn.layers import FFN
+from moe_jax.nn.router import CoderRouter, LinearRouter
 
 
 class MoE(nnx.Module):
-    """Routes every token to `top_k` experts of a bank."""
+    """Routes every token to `top_k` experts of a bank, and to the universal FFN where there is one (METHODS 2.4).
+
+    The universal FFN stands beside the bank, or with `extended` is the bank's last expert.
+    """
 
     def __init__(self, config: MoEConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
-        self.router = Linear((d_model, config.num_experts), rngs=rngs, dtype=dtype)
-        self.experts = make_bank(config.bank, config.expert, config.num_experts, d_model, rngs=rngs, dtype=dtype)
+        make_router = CoderRouter if config.universal == "coder" else LinearRouter
+        self.router = make_router(d_model, config.num_experts, rngs=rngs, dtype=dtype)
+        self.experts = make_bank(config.bank, config.expert, config.bank_experts, d_model, rngs=rngs, dtype=dtype)
+        if config.universal_beside:
+            self.universal = FFN(config.expert, d_model, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "B T d"], valid: Bool[Array, "B T"] | None = None
+        self, x: Float[Array, "B T d"], valid: Bool[Array, "B T"] | None = None, key: Array | None = None
     ) -> tuple[Float[Array, "B T d"], RouterStats]:
-        """Returns the layer's output and what its router did; tokens not `valid` are left out of the latter."""
+        """Applies the layer.
+
+        Args:
+          x: activations.
+          valid: tokens that count in the statistics; None: all.
+          key: the layer's random key in training; None: deterministic.
+
+        Returns:
+          The layer's output and what its router did.
+        """
         tokens = x.reshape(-1, x.shape[-1])
-        logits = linear(tokens.astype(jnp.float32), self.router.kernel[...])
+        logits = self.router(tokens, fold_in(key, ROUTER_NOISE))
         routing, stats = route(
             logits,
             self.config.top_k,
-            self.config.gate,
+            self.config.weighting,
             valid=None if valid is None else valid.reshape(-1),
             capacity_factor=self.config.capacity_factor,
         )
-        return self.experts(tokens, routing).reshape(x.shape), stats
+        if self.config.extended:
+            routing = add_choice(routing, self.config.num_experts, universal_weight(logits, self.config.universal))
+        y = self.experts(tokens, routing)
+        if self.config.universal_beside:
+            y = add_weighted(y, self.universal(tokens), universal_weight(logits, self.config.universal))
+        return y.reshape(x.shape), stats

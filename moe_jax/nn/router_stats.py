@@ -12,10 +12,11 @@ StackedStats = tuple[RouterStats, ...]
 
 
 def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""]:
-    """Sum over the layers of `balance_coef * balance + z_coef * z` (METHODS 1), float32."""
+    """Sum over the layers of `balance_coef * balance + z_coef * z + cv_coef * cv` (METHODS 1), float32."""
     total = jnp.zeros((), jnp.float32)
     for (moe, _), stats in zip(_positions(config), router, strict=True):
-        total = total + jnp.sum(moe.balance_coef * stats.balance + moe.z_coef * stats.z)
+        losses = moe.balance_coef * stats.balance + moe.z_coef * stats.z + moe.cv_coef * stats.cv
+        total = total + jnp.sum(losses)
     return total
 
 

@@ -1,4 +1,4 @@
-"""From the leaves of a dense FFN to those of an MoE layer (METHODS 2.1-2.3), one leaf at a time.
+"""From the leaves of a dense FFN to those of an MoE layer (METHODS 2.1-2.4), one leaf at a time.
 
 Everything random is drawn with NumPy on the host, from a Philox stream of its own for every leaf (and expert, where
 a draw is large): files are made from files, and the same seed must give the same bits on any machine and mesh.
@@ -21,7 +21,7 @@ Leaves = Iterator[tuple[str, np.ndarray]]
 
 
 def moe_leaves(ffn: Mapping[str, np.ndarray], moe: MoEConfig, *, seed: int, layer: int) -> Leaves:
-    """Yields the leaves of an MoE layer that computes what a dense FFN does.
+    """Yields the leaves of an MoE layer whose experts, and universal FFN, compute what a dense FFN does.
 
     Args:
       ffn: leaves of the FFN by path below the layer's `mlp`: `up/kernel` [in, out], `up/bias` [out], ...
@@ -38,19 +38,21 @@ def moe_leaves(ffn: Mapping[str, np.ndarray], moe: MoEConfig, *, seed: int, laye
     """
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")
-    num_experts, up = moe.num_experts, ffn["up/kernel"]
-    yield "router/kernel", draw_router(_stream(seed, layer, _ROUTER), up.shape[0], num_experts).astype(up.dtype)
+    yield from _router(ffn["up/kernel"], moe, seed, layer)
     for index, name in enumerate(MATRICES):
         if f"{name}/kernel" not in ffn:
             continue
         yield from _KERNELS[moe.bank.kind](name, ffn[f"{name}/kernel"], moe, (seed, layer, index))
         if f"{name}/bias" in ffn:
-            yield f"experts/{name}/bias", _repeat(ffn[f"{name}/bias"], num_experts)
+            yield f"experts/{name}/bias", _repeat(ffn[f"{name}/bias"], moe.bank_experts)
+    if moe.universal_beside:
+        for path, leaf in ffn.items():
+            yield f"universal/{path}", leaf
 
 
-def draw_router(random: np.random.Generator, d_model: int, num_experts: int) -> np.ndarray:
-    """A fresh router: normal with standard deviation 0.02; float32[d, E]."""
-    return random.normal(0.0, INIT_STD, (d_model, num_experts)).astype(np.float32)
+def draw_router(random: np.random.Generator, fan_in: int, num_experts: int) -> np.ndarray:
+    """A fresh matrix of a router: normal with standard deviation 0.02; float32[fan_in, E]."""
+    return random.normal(0.0, INIT_STD, (fan_in, num_experts)).astype(np.float32)
 
 
 def draw_factor(random: np.random.Generator, fan_in: int, rank: int) -> np.ndarray:
@@ -76,12 +78,24 @@ Draws = tuple[int, int, int]
 """Seed, layer, matrix."""
 
 
+def _router(up: np.ndarray, moe: MoEConfig, seed: int, layer: int) -> Leaves:
+    """A linear router, or XFT's gate network, whose noise begins at zero."""
+    d_model, num_experts = up.shape[0], moe.num_experts
+    first = draw_router(_stream(seed, layer, _ROUTER), d_model, num_experts).astype(up.dtype)
+    if moe.universal != "coder":
+        yield "router/kernel", first
+        return
+    yield "router/hidden/kernel", first
+    yield "router/out/kernel", draw_router(_stream(seed, layer, _ROUTER, 1), num_experts, num_experts).astype(up.dtype)
+    yield "router/noise/kernel", np.zeros_like(first)
+
+
 def _full(name: str, kernel: np.ndarray, moe: MoEConfig, draws: Draws) -> Leaves:
-    yield f"experts/{name}/kernel", _repeat(kernel, moe.num_experts)
+    yield f"experts/{name}/kernel", _repeat(kernel, moe.bank_experts)
 
 
 def _low_rank(name: str, kernel: np.ndarray, moe: MoEConfig, draws: Draws) -> Leaves:
-    (fan_in, fan_out), rank, experts = kernel.shape, moe.bank.rank, moe.num_experts
+    (fan_in, fan_out), rank, experts = kernel.shape, moe.bank.rank, moe.bank_experts
     a = np.empty((experts, fan_in, rank), kernel.dtype)
     for e in range(experts):
         a[e] = draw_factor(_expert_stream(draws, _FACTOR, e), fan_in, rank)

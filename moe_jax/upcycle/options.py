@@ -21,8 +21,10 @@ class UpcycleOptions:
         1, 3, 5, ... counted from 0; with 1 it is all of them.
       layers: indices (from 0) of the layers to turn into MoEs, instead of `every`.
       bank: what the experts are made of.
-      gate: how experts are weighted; one of `functional.routing.GATES`.
-      balance_coef, z_coef: coefficients of the auxiliary losses.
+      gate: how experts are weighted; one of `functional.routing.GATES`. Not with a universal FFN.
+      balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses.
+      universal: a copy of the FFN that sees every token beside the experts: `none`, `coder` or `med` (METHODS 2.4).
+      extended: the universal FFN is one more delta over the base that the experts share.
     """
 
     num_experts: int = 8
@@ -33,6 +35,9 @@ class UpcycleOptions:
     gate: str = "topk_softmax"
     balance_coef: float = 0.01
     z_coef: float = 0.0
+    cv_coef: float = 0.0
+    universal: str = "none"
+    extended: bool = False
 
 
 def parse_delta(text: str, *, freeze_base: bool = False) -> BankConfig:
@@ -87,7 +92,9 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
 
 
 def keeps_the_function(options: UpcycleOptions) -> bool:
-    """Whether the weights of the chosen experts sum to 1: equal experts then add up to the dense FFN (METHODS 2.5)."""
+    """Whether the weights that a token's FFNs have sum to 1: equal FFNs then add up to the dense one (METHODS 2.5)."""
+    if options.universal != "none":
+        return options.universal == "coder"
     return options.gate == "topk_softmax" or options.top_k == options.num_experts
 
 
@@ -115,6 +122,9 @@ def _moe(dense: ModelConfig, layer: int, options: UpcycleOptions) -> MoEConfig:
         bank=options.bank,
         balance_coef=options.balance_coef,
         z_coef=options.z_coef,
+        cv_coef=options.cv_coef,
+        universal=options.universal,
+        extended=options.extended,
     )
     options.bank.check_fits(expert.shapes(dense.d_model))
     return moe

@@ -75,11 +75,7 @@ def upcycle(
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")
     if check and not keeps_the_function(options):
-        raise InputError(
-            f"gate {options.gate!r} with top_k={options.top_k} of {options.num_experts} experts has weights that do "
-            "not sum to 1, so the MoE cannot equal the dense model at step 0; use gate 'topk_softmax', or "
-            "--no-step0-check if that is meant"
-        )
+        raise InputError(_why_not_equal(options))
     dense_specs = source.specs()
     specs = upcycled_specs(config, dense_specs)
     entry = new_lineage_entry("upcycle", described, [source])
@@ -95,6 +91,18 @@ def upcycle(
         result = Upcycled(config, _stored(dense_specs), _stored(specs), step0)
         writer.lineage[-1]["measured"] = _measured(result)
     return result
+
+
+def _why_not_equal(options: UpcycleOptions) -> str:
+    if options.universal == "none":
+        what = f"gate {options.gate!r} with top_k={options.top_k} of {options.num_experts} experts"
+        instead = "gate 'topk_softmax'"
+    else:
+        what, instead = f"universal {options.universal!r}", "universal 'coder'"
+    return (
+        f"{what} has weights that do not sum to 1, so the MoE cannot equal the dense model at step 0; use {instead}, "
+        "or --no-step0-check if that is meant"
+    )
 
 
 def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct]) -> Specs:

@@ -1,0 +1,36 @@
+"""Routers: modules that own the parameters of logits. Float32 whatever the compute dtype (METHODS 1)."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from moe_jax.experts.bank import Weights
+from moe_jax.functional.linear import linear
+from moe_jax.functional.universal import add_noise, coder_logits
+from moe_jax.nn.layers import Linear
+
+
+class LinearRouter(Linear):
+    """`x W`; kernel [d, E]."""
+
+    def __init__(self, d_model: int, num_experts: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        super().__init__((d_model, num_experts), rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "T d"], key: Array | None = None) -> Float[Array, "T E"]:
+        """Logits, float32; nothing is drawn with the key."""
+        return linear(x.astype(jnp.float32), self.kernel[...])
+
+
+class CoderRouter(nnx.Module):
+    """The gate network of XFT (METHODS 2.4): `hidden` [d, E], tanh, `out` [E, E]; `noise` [d, E], zero at first."""
+
+    def __init__(self, d_model: int, num_experts: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.hidden = Linear((d_model, num_experts), rngs=rngs, dtype=dtype)
+        self.out = Linear((num_experts, num_experts), rngs=rngs, dtype=dtype)
+        self.noise = Weights(jnp.zeros((d_model, num_experts), dtype))
+
+    def __call__(self, x: Float[Array, "T d"], key: Array | None = None) -> Float[Array, "T E"]:
+        """Logits, float32; with a key, that is in training, noise of a learned size is added."""
+        x = x.astype(jnp.float32)
+        logits = coder_logits(x, self.hidden.kernel[...], self.out.kernel[...])
+        return logits if key is None else add_noise(logits, x, self.noise.kernel[...], key)
