@@ -111,6 +111,12 @@ class HuggingFaceDirectory:
             raise InputError(f"{path}: {error}; choose bfloat16 or float32") from None
         return out
 
+    def stored_bytes(self, path: str) -> int:
+        """What one leaf takes on the disk: these files hold the elements of their tensors as they are."""
+        pieces = self.weights.pieces[path]
+        itemsize = DTYPES[self.weights.tensors[pieces[0].tensor].dtype].itemsize
+        return sum(math.prod(piece.shape) for piece in pieces) * itemsize
+
     def fingerprint(self) -> str:
         """SHA-256 over config.json and the weight files: their names, sizes and samples of their contents."""
         return fingerprint_files([self.path / "config.json", *self.checkpoint.files])

@@ -223,6 +223,13 @@ class LeafReader:
         """Reads several leaves; memory holds all of them."""
         return {path: self.read(path) for path in paths}
 
+    def stored_bytes(self, path: str) -> int:
+        """What a leaf takes on the disk: its file and Zarr's few hundred bytes about it."""
+        array = self._directory / _STATE / path.replace("/", ".")
+        files = [file.stat().st_size for file in array.rglob("*") if file.is_file()]
+        # Orbax's database keeps many leaves in one file.
+        return sum(files) if files else math.prod(self.specs[path].shape) * self.specs[path].dtype.itemsize
+
     def fingerprint(self) -> str:
         """Identity of the weights: a SHA-256 over names, shapes, dtypes, and samples of the content."""
         digest = hashlib.sha256()

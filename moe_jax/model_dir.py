@@ -11,6 +11,7 @@ A directory is written beside its target and renamed when it is whole.
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,7 @@ from moe_jax.staging import (
 _CONFIG = "config.json"
 _PARAMS = "params"
 _JOB = "job.sha256"
+_NOTES = "notes"
 
 
 def is_model_directory(path: Path) -> bool:
@@ -93,6 +95,10 @@ class ModelDirectory:
         """Reads one leaf, in the dtype it is stored in."""
         return self._reader.read(path)
 
+    def stored_bytes(self, path: str) -> int:
+        """What a leaf takes on the disk, as its files say."""
+        return self._reader.stored_bytes(path)
+
     def fingerprint(self) -> str:
         """Identity of config and weights: a SHA-256."""
         digest = hashlib.sha256(_identity(config_to_json(self.config)))
@@ -108,7 +114,8 @@ class ModelDirectoryWriter:
                 writer.write({path: source.read(path)})
 
     All is written to `.NAME.partial` beside the target, which is renamed when the block ends without an error.
-    After an error it is removed, unless the writer is resumable: then the same job can go on with it later.
+    After an error it is removed, unless the writer is resumable: then the same job can go on with it later, which it
+    cannot after an `InputError`.
     With several processes every process makes the same calls, and the first one writes.
 
     Attributes:
@@ -151,6 +158,18 @@ class ModelDirectoryWriter:
     def done(self) -> frozenset[str]:
         """Leaves that need not be written any more. Some, when a job is resumed."""
         return frozenset(self._leaves.done)
+
+    def note(self, name: str, data: Any) -> None:
+        """Keeps JSON-able data until the directory is whole: what a resumed job cannot find in the leaves."""
+        if is_first_process():
+            (self._partial / _NOTES).mkdir(exist_ok=True)
+            file = self._partial / _NOTES / f"{name}.json"
+            write_durably(file.with_suffix(".new"), json.dumps(data).encode())
+            file.with_suffix(".new").rename(file)
+
+    def notes(self) -> dict[str, Any]:
+        """What was noted, by name; also what an interrupted writer of the same job noted."""
+        return {file.stem: json.loads(file.read_bytes()) for file in (self._partial / _NOTES).glob("*.json")}
 
     def __enter__(self) -> Self:
         if is_first_process():
@@ -198,7 +217,7 @@ class ModelDirectoryWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._abandon()
+            self._abandon(resumable=not isinstance(error, InputError))
             return
         try:
             self._complete()
@@ -223,14 +242,15 @@ class ModelDirectoryWriter:
             write_durably(self._partial / LINEAGE_FILE, json.dumps(self.lineage, indent=2).encode())
             write_durably(self._partial / _CONFIG, json.dumps(config_to_json(self._config), indent=2).encode())
             (self._partial / _JOB).unlink()
+            shutil.rmtree(self._partial / _NOTES, ignore_errors=True)
             sync(self._partial)
             refuse_existing(self._dst)
             self._partial.rename(self._dst)
             sync(self._dst.parent)
         wait_for_all(f"{self._dst} written")
 
-    def _abandon(self) -> None:
-        if is_first_process() and not self._resume:
+    def _abandon(self, *, resumable: bool = True) -> None:
+        if is_first_process() and not (self._resume and resumable):
             remove_directory(self._partial)
         self._unlock()
 

@@ -30,6 +30,10 @@ class ModelSource(Protocol):
         """Reads one leaf, in the dtype it is stored in."""
         ...
 
+    def stored_bytes(self, path: str) -> int:
+        """What one leaf takes on the disk."""
+        ...
+
     def fingerprint(self) -> str:
         """Identity of the contents, for the lineage."""
         ...

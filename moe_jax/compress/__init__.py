@@ -1,0 +1,8 @@
+"""Trained MoE -> base and light deltas (METHODS 4)."""
+
+from moe_jax.compress.job import compress as compress
+from moe_jax.compress.methods import METHODS as METHODS
+from moe_jax.compress.methods import Method as Method
+from moe_jax.compress.methods import make_method as make_method
+from moe_jax.compress.report import LayerReport as LayerReport
+from moe_jax.compress.report import Report as Report

@@ -1,0 +1,75 @@
+"""What a compression did, to be printed, recorded and judged."""
+
+import dataclasses
+from typing import Any
+
+from moe_jax.compress.figures import LayerFigures
+
+# Experts that came from one FFN and were trained: 0.98 and more, measured on stories260K (benchmarks/ders_quality.py).
+# Independent ones have 1/sqrt(E) to their own mean, at most 0.71, and 0 to a base that is not theirs.
+LOW_COSINE = 0.8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerReport(LayerFigures):
+    """Figures of one layer.
+
+    Attributes:
+      layer: its index.
+      base: what the deltas were taken from.
+      bytes_before, bytes_after: of its experts and universal FFN on the disk.
+    """
+
+    layer: int
+    base: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Figures of a model.
+
+    Attributes:
+      layers: those that were compressed.
+      bytes_before, bytes_after: of all weights on the disk.
+    """
+
+    layers: tuple[LayerReport, ...]
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def expert_bytes_before(self) -> int:
+        """Of the experts of the compressed layers."""
+        return sum(layer.bytes_before for layer in self.layers)
+
+    @property
+    def expert_bytes_after(self) -> int:
+        """Of the experts of the compressed layers."""
+        return sum(layer.bytes_after for layer in self.layers)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know, one line each."""
+        low = [layer for layer in self.layers if layer.cosine_mean < LOW_COSINE]
+        if not low:
+            return ()
+        least = min(layer.cosine_mean for layer in low)
+        where = ", ".join(str(layer.layer) for layer in low[:4]) + (", ..." if len(low) > 4 else "")
+        return (
+            f"the experts seem to have no common origin: cosine to the base {least:.2f} in layers {where}, where "
+            f"upcycled experts have above {LOW_COSINE}; deltas from one base are the wrong tool for such a model, the "
+            "right one is ResMoE (arXiv 2503.06881)",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For the lineage and for programs."""
+        return {
+            "expert_bytes_before": self.expert_bytes_before,
+            "expert_bytes_after": self.expert_bytes_after,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "warnings": list(self.warnings),
+            "layers": [dataclasses.asdict(layer) for layer in self.layers],
+        }

@@ -1,0 +1,88 @@
+"""The experts of one MoE layer of a model on disk, whatever its bank; kernels are made one at a time."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from moe_jax.experts.materialise import expert_kernels
+from moe_jax.model_source import ModelSource
+from moe_jax.models import BankConfig, MoEConfig
+
+
+class SourceLayer:
+    """What a method sees of a layer.
+
+    Attributes:
+      index: of the layer.
+      moe: the layer as it is stored.
+      shapes: [in, out] of an expert's kernels, by name.
+      num_experts: experts, the universal FFN included if it counts as one.
+    """
+
+    def __init__(self, source: ModelSource, index: int, *, with_universal: bool = False):
+        """Looks at the config; nothing is read.
+
+        Args:
+          source: the model.
+          index: of one of its MoE layers.
+          with_universal: the universal FFN beside the bank counts as its last expert.
+        """
+        self.index = index
+        self.moe: MoEConfig = source.config.layers[index].mlp
+        self.shapes = self.moe.expert.shapes(source.config.d_model)
+        self.num_experts = self.moe.bank_experts + with_universal
+        self._source = source
+        self._with_universal = with_universal
+        self._stored = source.specs()
+        self._last: tuple[str, np.ndarray] | None = None
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the bank has a base already."""
+        return self.moe.bank.kind != "full"
+
+    def target(self, bank: BankConfig) -> MoEConfig:
+        """The layer with its experts, all `num_experts` of them, in another bank."""
+        bank = dataclasses.replace(bank, train_base=self.moe.bank.train_base)
+        return dataclasses.replace(self.moe, bank=bank, extended=self.moe.extended or self._with_universal)
+
+    def dtype(self, name: str) -> np.dtype:
+        """What the kernels of a matrix are stored in; of a bank with deltas, its base."""
+        below = f"base/{name}/kernel" if self.has_base else f"{name}/kernel"
+        return np.dtype(self._stored[self._path(f"experts/{below}")].dtype)
+
+    def base(self, name: str) -> np.ndarray:
+        """The bank's own base, [in, out]."""
+        return self._read(self._path(f"experts/base/{name}/kernel"))
+
+    def kernels(self, name: str) -> Iterator[np.ndarray]:
+        """One matrix of all experts, [in, out] each; the universal FFN comes last if it counts as one.
+
+        Full kernels have the dtype they are stored in. Those made of a base and a delta are float32: rounded to a
+        bfloat16 base, most of a small delta would be lost.
+        """
+        dtype = np.dtype(np.float32) if self.has_base else None
+        yield from expert_kernels(self._read, self.moe.bank, self._path("experts"), name, dtype=dtype)
+        if self._with_universal:
+            yield self._read(self._path(f"universal/{name}/kernel"))
+
+    def biases(self, name: str) -> np.ndarray | None:
+        """Biases of all experts, [E, out]; None where the FFN has none."""
+        if not self.moe.expert.bias:
+            return None
+        biases = self._read(self._path(f"experts/{name}/bias"))
+        if self._with_universal:
+            universal = self._read(self._path(f"universal/{name}/bias"))
+            biases = np.concatenate([biases, universal[None].astype(biases.dtype)])
+        return biases
+
+    def _read(self, path: str) -> np.ndarray:
+        """Reads a leaf, and keeps it until the next one: the kernels of a full bank are gone through twice."""
+        if self._last is None or self._last[0] != path:
+            self._last = None
+            self._last = path, self._source.read(path)
+        return self._last[1]
+
+    def _path(self, below: str) -> str:
+        return f"layers/{self.index}/mlp/{below}"
