@@ -1,0 +1,1 @@
+"""The parts of `ders_quality.py`: settings, training, compression, the file of results, and the report."""

@@ -1,0 +1,33 @@
+"""From runs to what tables and plots say. Spread is the standard deviation over seeds (n - 1)."""
+
+import statistics
+from collections.abc import Sequence
+
+from ders.results import Results
+from ders.settings import DENSE
+
+
+def losses(results: Results, kind: str) -> dict[str, float]:
+    """Held-out loss by seed; empty if there are no runs of the kind."""
+    return {seed: run["loss"] for seed, run in (results.get("training", kind) or {}).items()}
+
+
+def difference(these: dict[str, float], those: dict[str, float]) -> list[float]:
+    """What these have more than those, seed by seed: the order of the text is then no part of the spread."""
+    return [loss - those[seed] for seed, loss in these.items() if seed in those]
+
+
+def spread(values: Sequence[float]) -> float:
+    """Standard deviation; 0 for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def added_params(results: Results, kind: str) -> int:
+    """Parameters that the kind has and the dense model has not."""
+    params = [next(iter(results.get("training", name).values()))["params"] for name in (kind, DENSE)]
+    return params[0] - params[1]
+
+
+def added_losses(results: Results, base: str, method: str, value: str) -> list[float]:
+    """Loss that a compression adds to the vanilla model of the same seed."""
+    return [run["added_loss"] for run in (results.get("compression", base, method, value) or {}).values()]

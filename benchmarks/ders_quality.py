@@ -1,0 +1,73 @@
+"""Quality of DeRS on a real model: every delta kind trained, and a trained MoE compressed.
+
+    python benchmarks/ders_quality.py DATA [--seeds 3] [--steps 200] [--out benchmarks/results]
+
+DATA is a folder with `weights/stories260K/hf` and `text/tinyshakespeare/input.txt`; the last tenth of the text is held
+out. stories260K becomes an MoE (4 experts, top-2, in every layer) of every kind and is tuned to TinyShakespeare; the
+dense model is tuned as long. A seed decides the order of the text, the routers, the low-rank factors, the sparse
+positions and the entries that compression drops; within a seed every kind sees the same batches. The trained vanilla
+models are then compressed (DeRS), once with the dense model from before upcycling as base and once with the mean of
+the experts.
+
+OUT receives `ders_quality.json` (every number), `ders_quality.md` (the tables) and `ders_quality_*.png`. Each run is
+kept in the JSON as soon as it is done: a benchmark that was killed goes on where it was when it is started again.
+`--report-only` draws tables and plots from the JSON alone. It takes about half an hour on two CPU threads.
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from ders.results import Results
+from ders.settings import KINDS, Settings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("data", type=Path, metavar="DATA")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "moe_jax_ders_quality",
+        help="folder of the trained models, some MB (default %(default)s)",
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default %(default)s)")
+    defaults = Settings()
+    parser.add_argument("--steps", type=int, default=defaults.steps, help="(default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=defaults.batch_size, help="sequences (default %(default)s)")
+    parser.add_argument("--seq-len", type=int, default=defaults.seq_len, help="tokens (default %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate, help="(default %(default)s)")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", choices=KINDS, default=list(KINDS), help="only these")
+    parser.add_argument("--report-only", action="store_true", help="run nothing, draw what there is")
+    options = parser.parse_args()
+    settings = Settings(
+        steps=options.steps,
+        batch_size=options.batch_size,
+        seq_len=options.seq_len,
+        learning_rate=options.learning_rate,
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = Results(options.out / "ders_quality.json", None if options.report_only else settings)
+    if not options.report_only:
+        from ders.training import Task, train_kinds
+
+        task = Task(options.data, options.work, settings, seeds=range(options.seeds))
+        train_kinds(task, results, options.kinds)
+        if "vanilla" in options.kinds:
+            from ders.compression import compress_models
+
+            compress_models(task, results)
+
+    from ders.report import write_report
+
+    print(write_report(results, options.out))
+
+
+if __name__ == "__main__":
+    main()
