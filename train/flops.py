@@ -48,7 +48,7 @@ def _router_params(mlp: MoEConfig, d_model: int) -> int:
 
 
 def _bank_params(mlp: MoEConfig, config: ModelConfig) -> int:
-    if mlp.bank.kind == "full":
+    if mlp.bank.kind in ("full", "quantized"):  # a quantised delta is as dense as the kernel it belongs to
         return mlp.bank_top_k * _kernels(mlp.expert, config.d_model)
     shapes = mlp.expert.shapes(config.d_model).values()
     if mlp.bank.kind == "low-rank":

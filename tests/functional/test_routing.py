@@ -78,6 +78,46 @@ def test_descending_the_balance_loss_recovers_a_collapsed_router():
     assert balance(kernel) < 1.3
 
 
+@pytest.mark.parametrize("gate", [*GATES, "coder"])
+def test_variation_of_uniform_routing_is_zero(gate):
+    # Token t prefers expert t (mod E): every expert has the same importance and load.
+    logits = 2.0 * jnp.tile(jnp.eye(4), (5, 1))
+    np.testing.assert_allclose(jitted_route(logits, 1, gate)[1].cv, 0.0, atol=1e-6)
+    assert jitted_route(jnp.ones((3, 1)), 1, gate)[1].cv == 0.0
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_variation_when_collapsed_onto_k_experts(top_k):
+    logits = jnp.where(jnp.arange(8)[None, :] < top_k, 30.0, -30.0) * jnp.ones((16, 1))
+    _, stats = jitted_route(logits.astype(jnp.float32), top_k, "softmax_topk")
+    share = np.array([8 / top_k] * top_k + [0.0] * (8 - top_k))
+    np.testing.assert_allclose(stats.cv, 2 * share.var(ddof=1), rtol=1e-5)
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([*GATES, "coder"]), st.integers(0, 10**6))
+def test_variation_is_that_of_importance_and_load(top_k, gate, seed):
+    top_k = 1 if gate == "top1" else top_k
+    rng = np.random.default_rng(seed)
+    logits, valid = rng.standard_normal((16, 4)).astype(np.float32), rng.random(16) < 0.7
+    _, stats = jitted_route(jnp.asarray(logits), top_k, gate, valid=jnp.asarray(valid))
+    p = np.exp(logits.astype(np.float64))
+    p /= p.sum(-1, keepdims=True)
+    chosen = p >= -np.sort(-p, axis=-1)[:, top_k - 1 : top_k]
+    importance, load = (p * chosen)[valid].sum(0), chosen[valid].sum(0)
+    expected = sum(x.var(ddof=1) / x.mean() ** 2 if x.sum() else 0.0 for x in (importance, load))
+    np.testing.assert_allclose(stats.cv, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("gate", [*GATES, "coder"])
+def test_variation_has_a_gradient_that_pushes_towards_balance(gate):
+    """Also with one expert per token, whose renormalised weight is 1 whatever the router says."""
+    logits = jax.random.normal(jax.random.key(0), (64, 4)) + jnp.array([[2.0, 0.0, 0.0, 0.0]])
+    gradient = jax.jit(jax.grad(lambda x: route(x, 1, gate)[1].cv))(logits)
+    assert jnp.all(jnp.isfinite(gradient))
+    assert jnp.mean(gradient, axis=0)[0] > 1e-4
+
+
 def test_padding_does_not_count():
     logits = jax.random.normal(jax.random.key(0), (12, 4))
     valid = jnp.arange(12) < 7

@@ -1,0 +1,91 @@
+"""The random key of a forward pass: none at evaluation, every layer its own, however layers are stacked."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.loading import disk_paths, model_leaves
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.nn import Decoder
+from moe_jax.nn.keys import fold_in
+from moe_jax.nn.router_stats import stats_per_layer
+from moe_jax.sharding import path_name
+
+ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
+FFN = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=16))
+CODER = MoEConfig(expert=FFNConfig(dim=16), num_experts=4, top_k=1, universal="coder")
+MOE = LayerConfig(attention=ATTENTION, mlp=CODER)
+TOKENS = jax.random.randint(jax.random.key(0), (4, 12), 0, 50, jnp.int32)
+
+
+def decoder(*layers, seed=0, **options) -> Decoder:
+    config = ModelConfig(family="llama", vocab_size=64, d_model=16, max_positions=32, layers=layers)
+    return Decoder(config, rngs=nnx.Rngs(seed), **options)
+
+
+def with_leaves(model: Decoder, change) -> Decoder:
+    """The model with every leaf replaced by `change(name on disk, leaf)`, for leaves that stand for one layer."""
+    graphdef, state = nnx.split(model)
+    replaced = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: change(disk_paths(model.config, path_name(path)), leaf), state
+    )
+    return nnx.merge(graphdef, replaced)
+
+
+def test_no_key_no_randomness(strict_numerics):
+    model = decoder(FFN, MOE)
+    calm = model(TOKENS).logits
+    np.testing.assert_array_equal(calm, model(TOKENS).logits)
+    noisy = model(TOKENS, key=jax.random.key(1)).logits
+    np.testing.assert_array_equal(noisy, model(TOKENS, key=jax.random.key(1)).logits)
+    assert jnp.max(jnp.abs(noisy - calm)) > 1e-4
+    assert jnp.max(jnp.abs(noisy - model(TOKENS, key=jax.random.key(2)).logits)) > 1e-4
+
+
+def test_every_layer_draws_differently():
+    """Equal layers that leave their input as it is: without noise their routers do the same."""
+    model = decoder(MOE, MOE, MOE)
+
+    def equal_and_idle(paths, leaf):
+        leaf = jnp.broadcast_to(leaf[:1], leaf.shape) if len(paths) == 3 else leaf
+        return leaf * 0 if "/attention/o/" in paths[0] or "/down/" in paths[0] else leaf
+
+    model = with_leaves(model, equal_and_idle)
+
+    def z_of_layers(key):
+        return [float(stats.z) for stats in stats_per_layer(model.config, model(TOKENS, key=key).router).values()]
+
+    calm, noisy = z_of_layers(None), z_of_layers(jax.random.key(0))
+    assert calm[0] == pytest.approx(calm[1], rel=1e-5) == pytest.approx(calm[2], rel=1e-5)
+    assert min(abs(a - b) for a, b in ((noisy[0], noisy[1]), (noisy[1], noisy[2]), (noisy[0], noisy[2]))) > 1e-3
+
+
+def test_noise_does_not_depend_on_how_layers_are_stacked(strict_numerics):
+    scanned = decoder(FFN, MOE, FFN, MOE)
+    # A capacity so large that nothing is dropped makes the last layer a different description of the same thing.
+    last = dataclasses.replace(MOE, mlp=dataclasses.replace(CODER, capacity_factor=1e6))
+    cut = decoder(FFN, MOE, FFN, last, seed=1)
+    assert [s.repeats for s in scanned.segments] == [2] and [s.repeats for s in cut.segments] == [1, 1, 1, 1]
+    leaves = dict(model_leaves(scanned))
+    cut = with_leaves(cut, lambda paths, leaf: leaves[paths[0]].reshape(leaf.shape))
+    key = jax.random.key(3)
+    np.testing.assert_allclose(cut(TOKENS, key=key).logits, scanned(TOKENS, key=key).logits, atol=1e-5)
+
+
+def test_rematerialisation_draws_the_same_noise_again():
+    def gradient(remat):
+        graphdef, state = nnx.split(decoder(MOE, MOE, remat=remat))
+        key = jax.random.key(0)
+        return jax.jit(jax.grad(lambda s: jnp.mean(nnx.merge(graphdef, s)(TOKENS, key=key).logits ** 2)))(state)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient("full"), gradient("none"))
+
+
+def test_folding_nothing_is_nothing():
+    assert fold_in(None, 3) is None
+    key = jax.random.key(0)
+    assert fold_in(key, 3) == jax.random.fold_in(key, 3) != fold_in(key, 4)

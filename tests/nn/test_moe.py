@@ -1,0 +1,185 @@
+"""The MoE module with a universal FFN against one FFN per expert, forward and gradient, also over meshes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.functional.ffn import ffn
+from moe_jax.models import BankConfig, FFNConfig, MoEConfig
+from moe_jax.nn.moe import MoE
+from moe_jax.sharding import leaf_spec, make_mesh, path_name
+
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+D_MODEL = 8
+GATED, PLAIN = FFNConfig(dim=16), FFNConfig(dim=16, gated=False, activation="gelu", bias=True)
+LOW_RANK, SPARSE = BankConfig(kind="low-rank", rank=3), BankConfig(kind="sparse", rate=0.8)
+
+
+def config(universal, expert, bank=LOW_RANK, *, top_k=2, extended=False):
+    """Three experts and the universal FFN: four in an extended bank."""
+    return MoEConfig(expert=expert, num_experts=3, top_k=top_k, bank=bank, universal=universal, extended=extended)
+
+
+CONFIGS = {
+    "coder-full": config("coder", PLAIN, BankConfig()),
+    "coder-low-rank-extended": config("coder", PLAIN, extended=True),
+    "coder-sparse-extended": config("coder", GATED, SPARSE, extended=True),
+    "med-sparse": config("med", PLAIN, SPARSE),
+    "med-low-rank-extended": config("med", GATED, extended=True),
+}
+
+
+@functools.cache
+def random_moe(moe_config):
+    """A layer whose every parameter is random."""
+    moe = MoE(moe_config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
+    keys = iter(jax.random.split(jax.random.key(1), 64))
+    return graphdef, jax.tree.map(lambda a: 0.5 * jax.random.normal(next(keys), a.shape), params), rest
+
+
+def per_ffn_reference(moe, x):
+    """METHODS 2.4 word by word: every FFN materialised and applied to every token."""
+    tokens, bank = x.reshape(-1, D_MODEL), moe.experts
+    if moe.config.universal == "coder":
+        logits = jnp.tanh(tokens @ moe.router.hidden.kernel[...]) @ moe.router.out.kernel[...]
+    else:
+        logits = tokens @ moe.router.kernel[...]
+    p = jax.nn.softmax(logits, axis=-1)
+    best, chosen = jax.lax.top_k(p, moe.config.top_k)
+    coder = moe.config.universal == "coder"
+    routed = jax.nn.softmax(best, axis=-1) * best[:, :1] if coder else best
+    weight = 1.0 - best[:, 0] if coder else jnp.ones(len(tokens))
+    outputs = [ffn(tokens, bank.kernels(i), bank.biases(i), bank.expert.activation) for i in range(bank.num_experts)]
+    universal = outputs.pop() if moe.config.extended else moe.universal(tokens)
+    member = jax.nn.one_hot(chosen, 3, dtype=jnp.float32) * routed[..., None]
+    y = jnp.einsum("ted,tke->td", jnp.stack(outputs, axis=1), member) + weight[:, None] * universal
+    return y.reshape(x.shape)
+
+
+@functools.cache
+def gradients_and_output(moe_config, reference):
+    graphdef, _, rest = random_moe(moe_config)
+
+    def value(params, x, target):
+        moe = nnx.merge(graphdef, params, rest)
+        y = per_ffn_reference(moe, x) if reference else moe(x)[0]
+        return jnp.sum(y * target), y
+
+    return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
+
+
+def assert_close(got, expected, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        scale = max(1.0, float(np.max(np.abs(b))))
+        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "top_k"),
+    [
+        ("coder-full", 1),
+        ("coder-full", 2),
+        ("coder-full", 3),
+        ("coder-low-rank-extended", 1),
+        ("coder-low-rank-extended", 3),
+        ("coder-sparse-extended", 2),
+        ("med-sparse", 1),
+        ("med-sparse", 2),
+        ("med-low-rank-extended", 3),
+    ],
+)
+def test_a_layer_equals_one_ffn_per_expert(name, top_k):
+    moe_config = dataclasses.replace(CONFIGS[name], top_k=top_k)
+
+    @settings(max_examples=5)
+    @given(st.integers(0, 999))
+    def check(seed):
+        x, target = jax.random.normal(jax.random.key(seed), (2, 2, 5, D_MODEL))
+        params = random_moe(moe_config)[1]
+        got, expected = (gradients_and_output(moe_config, ref)(params, x, target) for ref in (False, True))
+        assert_close(got, expected)
+
+    check()
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("name", ["coder-low-rank-extended", "med-sparse"])
+def test_a_layer_over_a_mesh_equals_one_device(name, axes):
+    """With noise in the router, which must not depend on the mesh."""
+    moe_config = CONFIGS[name]
+    if not moe_config.extended:  # the bank then has all four
+        moe_config = dataclasses.replace(moe_config, num_experts=4)
+    graphdef, params, rest = random_moe(moe_config)
+    x, target = jax.random.normal(jax.random.key(0), (2, 8, 2, D_MODEL))
+
+    def value(params, rest, x, target):
+        y, stats = nnx.merge(graphdef, params, rest)(x, None, jax.random.key(5))
+        return jnp.sum(y * target), (y, stats)
+
+    program = jax.grad(value, argnums=(0, 2), has_aux=True)
+    expected = jax.jit(program)(params, rest, x, target)
+    mesh = make_mesh(axes)
+
+    def put(path, leaf):
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, leaf_spec(f"layers/0/mlp/{path_name(path)}")))
+
+    params, rest = (jax.tree_util.tree_map_with_path(put, state) for state in (params, rest))
+    with jax.set_mesh(mesh):
+        got = jax.jit(program)(params, rest, x, target)
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize("universal", ["coder", "med"])
+def test_equal_ffns_add_up_to_one_where_the_weights_do(universal, extended):
+    moe_config = config(universal, GATED, extended=extended)
+    graphdef, params, rest = random_moe(moe_config)
+    zero = jax.tree_util.tree_map_with_path(lambda path, a: a * 0 if "delta" in path_name(path) else a, params)
+    moe = nnx.merge(graphdef, zero, rest)
+    kernels = moe.experts.kernels(0)
+    if not extended:
+        for name, kernel in kernels.items():
+            getattr(moe.universal, name).kernel[...] = kernel
+    x = jax.random.normal(jax.random.key(0), (1, 9, D_MODEL))
+    dense = ffn(x, kernels, {}, GATED.activation)
+    difference = float(jnp.max(jnp.abs(moe(x)[0] - dense)))
+    assert difference < 1e-5 if universal == "coder" else difference > 1e-2
+
+
+def test_a_key_adds_noise_to_the_coder_router_and_to_nothing_else():
+    graphdef, params, rest = random_moe(CONFIGS["coder-full"])
+    moe = nnx.merge(graphdef, params, rest)
+    x = jax.random.normal(jax.random.key(0), (1, 9, D_MODEL))
+    calm, again, noisy, same, other = (moe(x, None, key)[0] for key in (None, None, *map(jax.random.key, (0, 0, 1))))
+    np.testing.assert_array_equal(calm, again)
+    np.testing.assert_array_equal(noisy, same)
+    assert jnp.max(jnp.abs(noisy - calm)) > 1e-3 and jnp.max(jnp.abs(noisy - other)) > 1e-3
+    med = nnx.merge(*random_moe(CONFIGS["med-sparse"]))
+    np.testing.assert_array_equal(med(x)[0], med(x, None, jax.random.key(0))[0])
+
+
+def test_bfloat16_is_within_its_rounding():
+    moe = nnx.merge(*random_moe(CONFIGS["coder-full"]))
+    x = jax.random.normal(jax.random.key(0), (1, 32, D_MODEL)).astype(jnp.bfloat16)
+    got, exact = moe(x)[0], moe(x.astype(jnp.float32))[0]
+    assert got.dtype == jnp.bfloat16
+    error = jnp.linalg.norm(got.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
+    assert 0 < error < 0.03
+
+
+def test_capacity_drops_routed_experts_and_not_the_universal_ffn():
+    moe_config = dataclasses.replace(config("med", GATED, BankConfig()), capacity_factor=1e-3)
+    moe = nnx.merge(*random_moe(moe_config))
+    x = jax.random.normal(jax.random.key(0), (1, 9, D_MODEL))
+    y, stats = moe(x)
+    assert stats.dropped > 0.6
+    np.testing.assert_allclose(y[:, -1], moe.universal(x)[:, -1], atol=1e-6)
