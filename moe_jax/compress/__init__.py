@@ -4,5 +4,10 @@ from moe_jax.compress.job import compress as compress
 from moe_jax.compress.methods import METHODS as METHODS
 from moe_jax.compress.methods import Method as Method
 from moe_jax.compress.methods import make_method as make_method
+from moe_jax.compress.methods import make_swept_methods as make_swept_methods
+from moe_jax.compress.methods import option_names as option_names
 from moe_jax.compress.report import LayerReport as LayerReport
 from moe_jax.compress.report import Report as Report
+from moe_jax.compress.sweeping import Score as Score
+from moe_jax.compress.sweeping import Sweep as Sweep
+from moe_jax.compress.sweeping import sweep as sweep

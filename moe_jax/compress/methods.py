@@ -1,7 +1,7 @@
 """What a method of compression is, and the table of those there are. Nothing else knows a method by name."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from moe_jax.compress.base import Base
@@ -45,9 +45,9 @@ class Method(Protocol):
 METHODS: dict[str, type[Method]] = {"ders-sparsify": Sparsify, "ders-quantize": Quantize}
 
 
-def option_names(method: str) -> tuple[str, ...]:
-    """Options that a method takes."""
-    return tuple(field.name for field in dataclasses.fields(METHODS[method]))
+def option_names() -> tuple[str, ...]:
+    """Options of all methods."""
+    return tuple(dict.fromkeys(name for method in METHODS for name in _options_of(method)))
 
 
 def make_method(name: str, options: Mapping[str, Any]) -> Method:
@@ -61,15 +61,50 @@ def make_method(name: str, options: Mapping[str, Any]) -> Method:
       InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
     """
     check_member("method", name, tuple(METHODS))
-    known = option_names(name)
-    for option in options:
-        if option not in known:
-            others = [method for method in METHODS if option in option_names(method)]
-            raise InputError(f"{_flag(option)} does not go with {name}: it belongs to {', '.join(others)}")
+    _check_options([name], options)
     for field in dataclasses.fields(METHODS[name]):
         if field.default is dataclasses.MISSING and field.name not in options:
             raise InputError(f"{name} needs {_flag(field.name)}")
     return METHODS[name](**options)
+
+
+def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[str, Method]]:
+    """Makes the methods that a sweep tries.
+
+    Args:
+      names: keys of `METHODS`; none: those whose swept option is given, or else all.
+      options: by name; of a swept option all the values to try, by default the method's own.
+
+    Returns:
+      One for every method and value, by name.
+
+    Raises:
+      InputError: see `make_method`.
+    """
+    for name in names:
+        check_member("method", name, tuple(METHODS))
+    names = names or [name for name, method in METHODS.items() if method.swept[0] in options] or list(METHODS)
+    _check_options(names, options)
+    made = []
+    for name in dict.fromkeys(names):
+        swept, values = METHODS[name].swept
+        fixed = {option: value for option, value in options.items() if option in _options_of(name)}
+        for value in dict.fromkeys(fixed.pop(swept, values)):
+            made.append((name, make_method(name, fixed | {swept: value})))
+    return made
+
+
+def _check_options(names: Sequence[str], options: Iterable[str]) -> None:
+    """Raises `InputError` for an option that none of the methods takes."""
+    for option in options:
+        takers = [method for method in METHODS if option in _options_of(method)]
+        if not set(takers) & set(names):
+            belongs = f"it belongs to {', '.join(takers)}" if takers else "no method takes it"
+            raise InputError(f"{_flag(option)} does not go with {', '.join(names)}: {belongs}")
+
+
+def _options_of(method: str) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(METHODS[method]))
 
 
 def _flag(option: str) -> str:
