@@ -18,7 +18,7 @@ from moe_jax.sharding import path_name, state_shardings
 from moe_jax.train.placement import local_rows, place
 from moe_jax.train.program import Program, first_state, make_program
 from moe_jax.train.recipe import MeshSection, ModelSection, PartitionSection, Recipe, ScheduleSection, TrainSection
-from moe_jax.train.step import TrainState
+from moe_jax.train.step import TrainState, step_key
 from tests.train.models import BANKS, FFN, config_of, moe, recipe_of
 
 
@@ -132,6 +132,69 @@ def test_accumulation_of_4_times_2_equals_a_batch_of_8():
     parts, _, accumulated, _ = run(recipe_of(train=TrainSection(batch_size=8, accumulation=4)), config)
     np.testing.assert_allclose(parts, whole, atol=1e-6, rtol=1e-6)
     assert largest_difference(accumulated.params, state.params) < 1e-6
+
+
+NOISY = config_of(moe(BANKS["low-rank"], universal="coder", extended=True, cv_coef=0.01))
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    """Three steps with noise in the router, and the state before the last of them as a checkpoint would keep it."""
+    program = make_program(recipe_of(), NOISY, jax.devices()[:1])
+    records = []
+    with jax.set_mesh(program.mesh):
+        params, frozen = initial_states(program)
+        state = first_state(program, params)
+        for step in range(3):
+            before = jax.tree.map(np.array, state)
+            state, metrics = program.step(state, frozen, random_batch(step))
+            records.append([float(x) for x in (metrics.loss, metrics.auxiliary, metrics.grad_norm, metrics.scored)])
+    return np.array(records), program, before, state
+
+
+def test_noise_is_the_same_on_every_mesh(noisy):
+    records, *_ = run(recipe_of(mesh=MeshSection(data=2, fsdp=2, tensor=2)), NOISY, devices=8)
+    np.testing.assert_allclose(records, noisy[0], atol=1e-4)
+
+
+def test_noise_is_the_same_after_an_interruption(noisy):
+    records, program, before, state = noisy
+    with jax.set_mesh(program.mesh):
+        restored = jax.device_put(before, jax.tree.map(lambda leaf: leaf.sharding, program.state))
+        continued, metrics = program.step(restored, initial_states(program)[1], random_batch(2))
+    assert float(metrics.loss) == records[2][0] and float(metrics.grad_norm) == records[2][2]
+    assert largest_difference(continued.params, state.params) == 0.0
+
+
+def test_every_seed_and_step_has_its_own_key():
+    keys = {tuple(jax.random.key_data(step_key(seed, step)).tolist()) for seed in (0, 1) for step in (0, 1, 2)}
+    assert len(keys) == 6
+
+
+def test_noise_differs_between_steps_and_microbatches():
+    """A router of zeros has no logits but the noise, whose size shows in the z-loss."""
+    config = config_of(moe(universal="coder"))
+
+    def z_of(accumulation: int, *steps: int) -> list[float]:
+        # Microbatches take every other row: here they are equal.
+        batch = {name: np.repeat(array, accumulation, axis=0) for name, array in random_batch(0, rows=4).items()}
+        train = TrainSection(batch_size=4 * accumulation, accumulation=accumulation)
+        program = make_program(recipe_of(train=train), config, jax.devices()[:1])
+        found = []
+        with jax.set_mesh(program.mesh):
+            for step in steps:
+                params, frozen = initial_states(program)
+                zeroed = jax.tree_util.tree_map_with_path(
+                    lambda path, leaf: leaf * 0 if "router" in path_name(path) else leaf, params
+                )
+                state = first_state(program, zeroed)._replace(step=jnp.int32(step))
+                found.append(float(program.step(state, frozen, batch)[1].router[0].z[0]))
+        return found
+
+    first, second = z_of(1, 0, 1)
+    assert abs(first - second) > 1e-4
+    (mean,) = z_of(2, 0)
+    assert abs(first - mean) > 1e-4  # of the same draw and another
 
 
 def test_frozen_parameters_have_no_moments_and_do_not_move():
