@@ -11,11 +11,10 @@ import numpy as np
 
 from moe_jax.convert.families import family_named
 from moe_jax.errors import InputError
+from moe_jax.experts.materialise import expert_kernels
 from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig
-
-_ROWS = 1024  # rows of W + A B that are computed in float32 at a time
 
 
 def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
@@ -93,7 +92,7 @@ class MergedModel:
     def parts(self, path: str) -> Iterator[tuple[int | None, np.ndarray]]:
         """Yields (None, leaf), or for experts (e, leaf[e]) one expert after another.
 
-        Shapes and dtypes are those of `specs`; low-rank deltas are added in float32.
+        Shapes and dtypes are those of `specs`; deltas are added in float32.
         """
         if "/experts/" not in path:
             yield None, self._router(path) if path not in self._stored else self._source.read(path)
@@ -113,15 +112,8 @@ class MergedModel:
             for expert in range(self._num_experts(path)):
                 yield expert, base
             return
-        delta = f"{block}/experts/delta/{name.removesuffix('/kernel')}"
-        if layer.mlp.bank.kind == "low-rank":
-            a, b = self._source.read(f"{delta}/a"), self._source.read(f"{delta}/b")
-            for expert in range(a.shape[0]):
-                yield expert, add_low_rank(base, a[expert], b[expert])
-        else:
-            positions, values = self._source.read(f"{delta}/positions"), self._source.read(f"{delta}/values")
-            for expert in range(values.shape[0]):
-                yield expert, add_sparse(base, positions[expert], values[expert])
+        bank, matrix = f"{block}/experts", name.removesuffix("/kernel")
+        yield from enumerate(expert_kernels(self._source.read, layer.mlp.bank, bank, matrix))
 
     def _router(self, path: str) -> np.ndarray:
         """The router of a layer that was dense: all experts are equal, so any router will do."""
@@ -145,36 +137,6 @@ class MergedModel:
 
     def _num_experts(self, path: str) -> int:
         return self.config.layers[int(path.split("/")[1])].mlp.num_experts
-
-
-def add_low_rank(base: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`base + a @ b` in float32, returned in the dtype of the base.
-
-    Args:
-      base: [m, n].
-      a: [m, r].
-      b: [r, n].
-    """
-    out = np.empty_like(base)
-    right = b.astype(np.float32)
-    for i in range(0, base.shape[0], _ROWS):
-        rows = slice(i, i + _ROWS)
-        out[rows] = base[rows].astype(np.float32) + a[rows].astype(np.float32) @ right
-    return out
-
-
-def add_sparse(base: np.ndarray, positions: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Adds `values` at flat `positions`, which are distinct, in float32; returned in the dtype of the base.
-
-    Args:
-      base: [m, n].
-      positions: [k], into the flattened base.
-      values: [k].
-    """
-    out = base.copy()
-    flat = out.reshape(-1)
-    flat[positions] = flat[positions].astype(np.float32) + values.astype(np.float32)
-    return out
 
 
 def _full(layer: LayerConfig) -> LayerConfig:

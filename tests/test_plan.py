@@ -132,7 +132,8 @@ def test_the_model_agrees_with_the_formulas(gated, bias, kind, freeze, num_exper
         + routers
     )
     assert plan.trainable_params == plan.total_params - (layers * base if freeze else 0)
-    assert plan.param_bytes == 2 * plan.total_params + 4 * n * layers * kept
+    places = (2 * kept + 4 * ((m - 1) * d + f)) if kind == "sparse" else 0  # uint16 columns, int32 ends of rows
+    assert plan.param_bytes == 2 * plan.total_params + n * layers * places
     exact = n * layers * m * d * f * (1 - rate) if kind == "sparse" else n * layers * delta
     assert plan.formula_added_params == round(added - n * layers * delta + exact)
 
@@ -148,8 +149,8 @@ def test_the_dense_model_of_an_upcycled_one_is_its_source():
 def test_memory_of_training_on_one_chip():
     config = upcycled(dense_model(16, 24, 2), every=1, bank=BankConfig(kind="sparse", rate=0.5, train_base=False))
     plan, memory = make_plan(config), training_memory(config, {})
-    positions = 2 * 8 * 3 * 16 * 24 // 2
-    assert memory.params == 4 * (plan.total_params + positions)
+    places = 2 * 8 * (3 * 16 * 24 // 2 * 2 + (16 + 16 + 24) * 4)  # uint16 columns and int32 ends of rows
+    assert memory.params == 4 * plan.total_params + places
     assert memory.gradients == 4 * plan.trainable_params and memory.optimizer == 8 * plan.trainable_params
     assert memory.total == memory.params + memory.gradients + memory.optimizer
 

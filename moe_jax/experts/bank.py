@@ -15,10 +15,6 @@ from moe_jax.functional.routing import Routing
 INIT_STD = 0.02
 
 
-class Positions(nnx.Variable):
-    """Fixed integer positions of a sparse delta: saved with the model, never trained."""
-
-
 class Weights(nnx.Module):
     """A kernel and a bias under their usual names; either may be absent."""
 
@@ -66,11 +62,11 @@ class ExpertBank(nnx.Module, abc.ABC):
         return re.compile("^base/" if not self.config.train_base else "^$")
 
     def num_parameters(self) -> int:
-        """Parameters of the bank; positions of sparse deltas are not counted (METHODS 8)."""
+        """Parameters of the bank; positions and codes, which are integers, are not counted (METHODS 8)."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
 
     def num_bytes(self) -> int:
-        """Bytes of everything the bank holds, positions included."""
+        """Bytes of everything the bank holds, integers included."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(self)))
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.bank import ExpertBank, Weights, normal_kernel
 from moe_jax.experts.config import BankConfig, FFNConfig
-from moe_jax.experts.parallel import apply_experts
+from moe_jax.experts.parallel import FullKernels, apply_experts
 from moe_jax.functional.routing import Routing
 
 
@@ -22,7 +22,7 @@ class FullBank(ExpertBank):
             setattr(self, name, Weights(normal_kernel(rngs, (num_experts, *shape), dtype), bias))
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing) -> Float[Array, "T d"]:
-        kernels = {name: getattr(self, name).kernel[...] for name in self.expert.matrices}
+        kernels = {name: FullKernels(getattr(self, name).kernel[...]) for name in self.expert.matrices}
         return apply_experts(x, routing, kernels, self.stacked_biases(), self.expert.activation)
 
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:

@@ -6,10 +6,7 @@ from flax import nnx
 from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.config import BankConfig, FFNConfig
 from moe_jax.experts.full import FullBank
-from moe_jax.experts.low_rank import LowRankBank
-from moe_jax.experts.sparse import SparseBank
-
-BANKS: dict[str, type[ExpertBank]] = {"full": FullBank, "low-rank": LowRankBank, "sparse": SparseBank}
+from moe_jax.experts.shared_base import SharedBaseBank
 
 
 def make_bank(
@@ -25,4 +22,5 @@ def make_bank(
       rngs: random keys, stream `params`.
       dtype: dtype of the parameters.
     """
-    return BANKS[config.kind](config, expert, num_experts, d_model, rngs=rngs, dtype=dtype)
+    bank = FullBank if config.kind == "full" else SharedBaseBank
+    return bank(config, expert, num_experts, d_model, rngs=rngs, dtype=dtype)

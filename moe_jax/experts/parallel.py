@@ -6,8 +6,10 @@ the `expert` axis and return by a reduce-scatter, which exists on every platform
 capacity; kernels are split over `expert` and, inside an expert, over `tensor`.
 """
 
+import abc
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,47 +17,111 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert
+from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.grouped import grouped_matmul
 from moe_jax.functional.routing import Routing
+from moe_jax.functional.synthesis import synthesised_matmul
+
+if TYPE_CHECKING:
+    from moe_jax.experts.deltas import Delta
 
 BATCH_AXES = ("data", "fsdp", "expert")
+
+
+class Kernels(abc.ABC):
+    """One matrix of all experts, in whatever form: arrays, how they are split, and the grouped product with them."""
+
+    @abc.abstractmethod
+    def arrays(self) -> dict[str, Array]:
+        """All arrays by name."""
+
+    @abc.abstractmethod
+    def specs(self, split: str) -> dict[str, P]:
+        """How each lies on the mesh; `tensor` splits the axis `in` or `out` of the kernel."""
+
+    @abc.abstractmethod
+    def product(
+        self, rows: Float[Array, "M i"], arrays: dict[str, Array], group_sizes: Int[Array, " E"], origin: Array | None
+    ) -> Float[Array, "M o"]:
+        """Rows sorted by expert times the kernels that (a shard of) the arrays stand for.
+
+        `origin` is the row and the column of the whole kernel at which the shard begins; None: it is whole.
+        """
+
+
+class FullKernels(Kernels):
+    """Kernels stacked over the experts, [E, in, out]."""
+
+    def __init__(self, kernel: Float[Array, "E i o"]):
+        self._kernel = kernel
+
+    def arrays(self) -> dict[str, Array]:
+        return {"kernel": self._kernel}
+
+    def specs(self, split: str) -> dict[str, P]:
+        return {"kernel": P("expert", "tensor", None) if split == "in" else P("expert", None, "tensor")}
+
+    def product(self, rows: Array, arrays: dict[str, Array], group_sizes: Array, origin: Array | None) -> Array:
+        return grouped_matmul(rows, arrays["kernel"].astype(rows.dtype), group_sizes)
+
+
+class SynthesisedKernels(Kernels):
+    """A base [in, out] and deltas; a kernel exists only while it is multiplied."""
+
+    def __init__(self, base: Float[Array, "i o"], delta: "Delta"):
+        self._base, self._delta = base, delta
+        self._trained = frozenset(delta.trained())
+
+    def arrays(self) -> dict[str, Array]:
+        return {"base": self._base} | self._delta.trained() | self._delta.fixed()
+
+    def specs(self, split: str) -> dict[str, P]:
+        base = P("tensor", None) if split == "in" else P(None, "tensor")
+        return {"base": base} | self._delta.specs(split)
+
+    def product(self, rows: Array, arrays: dict[str, Array], group_sizes: Array, origin: Array | None) -> Array:
+        base = arrays["base"]
+        trained = {name: array for name, array in arrays.items() if name in self._trained}
+        fixed = {name: array for name, array in arrays.items() if name not in self._trained and name != "base"}
+        if origin is not None:
+            fixed["origin"] = jnp.broadcast_to(origin[None, :], (group_sizes.shape[0], 2))
+        return synthesised_matmul(rows, base, trained, fixed, group_sizes, self._delta.form(base.shape))
 
 
 def apply_experts(
     x: Float[Array, "T d"],
     routing: Routing,
-    kernels: Mapping[str, Float[Array, "E i o"]],
+    kernels: Mapping[str, Kernels],
     biases: Mapping[str, Float[Array, "E o"]],
     activation: str,
 ) -> Float[Array, "T d"]:
-    """Applies stacked FFN experts.
+    """Applies FFN experts to the tokens routed to them.
 
     Args:
       x: tokens.
       routing: chosen experts and weights.
-      kernels: `up` [E, d, f], `down` [E, f, d], and `gate` [E, d, f] if gated.
+      kernels: `up`, `down`, and `gate` if gated.
       biases: any of them by the same names.
       activation: of the FFN.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    kernels = {name: kernel.astype(x.dtype) for name, kernel in kernels.items()}
+    arrays = {name: kernel.arrays() for name, kernel in kernels.items()}
     biases = {name: bias.astype(x.dtype) for name, bias in biases.items()}
     if mesh.empty or mesh.size == 1:
-        return grouped_ffn(x, routing, kernels, biases, activation)
+        return grouped_ffn(x, routing, kernels, arrays, biases, activation, {})
 
     split_tokens = x.shape[0] % _size(mesh, *BATCH_AXES) == 0
     tokens = P(BATCH_AXES, None) if split_tokens else P(None, None)
-    kernel_specs = {n: P("expert", "tensor", None) if n == "down" else P("expert", None, "tensor") for n in kernels}
+    array_specs = {name: kernel.specs("in" if name == "down" else "out") for name, kernel in kernels.items()}
     bias_specs = {n: P("expert", None) if n == "down" else P("expert", "tensor") for n in biases}
     return jax.shard_map(
-        partial(_local_experts, activation=activation, split_tokens=split_tokens),
-        in_specs=(tokens, Routing(tokens, tokens), kernel_specs, bias_specs),
+        partial(_local_experts, kernels, activation=activation, split_tokens=split_tokens),
+        in_specs=(tokens, Routing(tokens, tokens), array_specs, bias_specs),
         out_specs=tokens,
         # The loops of the blocked product carry values whose replication the checker cannot follow.
         check_vma=False,
-    )(x, routing, kernels, biases)
+    )(x, routing, arrays, biases)
 
 
 def _size(mesh: jax.sharding.AbstractMesh, *axes: str) -> int:
@@ -66,9 +132,10 @@ def _size(mesh: jax.sharding.AbstractMesh, *axes: str) -> int:
 
 
 def _local_experts(
+    kernels: Mapping[str, Kernels],
     x: Float[Array, "t d"],
     routing: Routing,
-    kernels: dict[str, Array],
+    arrays: dict[str, dict[str, Array]],
     biases: dict[str, Array],
     *,
     activation: str,
@@ -77,41 +144,44 @@ def _local_experts(
     """What one device does: gather tokens, apply its own experts, give back its share of the sums."""
     if split_tokens:
         x, routing = jax.tree.map(lambda a: lax.all_gather(a, "expert", axis=0, tiled=True), (x, routing))
-    mine = kernels["up"].shape[0]
+    mine = _num_experts(arrays)
+    width = next(array for name, array in arrays["up"].items() if name in ("kernel", "base")).shape[-1]
+    begin = lax.axis_index("tensor") * width
+    origins = {name: jnp.stack([begin, 0] if name == "down" else [0, begin]) for name in arrays}
     local = routing._replace(experts=routing.experts - lax.axis_index("expert") * mine)
     if "down" in biases:
         # The down projection is summed over `tensor`: its bias must be counted once.
         biases = {**biases, "down": jnp.where(lax.axis_index("tensor") == 0, biases["down"], 0)}
-    y = lax.psum(grouped_ffn(x, local, kernels, biases, activation), "tensor")
+    y = lax.psum(grouped_ffn(x, local, kernels, arrays, biases, activation, origins), "tensor")
     return lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True) if split_tokens else lax.psum(y, "expert")
 
 
 def grouped_ffn(
     x: Float[Array, "T d"],
     routing: Routing,
-    kernels: Mapping[str, Float[Array, "E i o"]],
+    kernels: Mapping[str, Kernels],
+    arrays: Mapping[str, dict[str, Array]],
     biases: Mapping[str, Float[Array, "E o"]],
     activation: str,
+    origins: Mapping[str, Int[Array, "2"]],
 ) -> Float[Array, "T d"]:
     """Sorts tokens by expert, applies every expert to its group, and adds up the weighted outputs.
 
-    Assignments to experts outside [0, E) contribute nothing.
+    Assignments to experts outside [0, E) contribute nothing. `arrays` are those of `kernels` or shards of them, which
+    begin at `origins`.
     """
-    num_experts, top_k = kernels["up"].shape[0], routing.experts.shape[1]
+    num_experts, top_k = _num_experts(arrays), routing.experts.shape[1]
     order = sort_by_expert(routing.experts, num_experts)
     rows = dispatch(x, order, top_k)
 
     def project(rows: Array, name: str) -> Array:
-        y = grouped_matmul(rows, kernels[name], order.group_sizes)
-        return y + _row_biases(biases[name], order.group_sizes, rows.shape[0]) if name in biases else y
+        y = kernels[name].product(rows, arrays[name], order.group_sizes, origins.get(name))
+        return y + row_biases(biases[name], order.group_sizes, rows.shape[0]) if name in biases else y
 
     gate = project(rows, "gate") if "gate" in kernels else None
     h = hidden(project(rows, "up"), gate, activation)
     return combine(project(h, "down"), order, routing.weights)
 
 
-def _row_biases(biases: Float[Array, "E o"], group_sizes: Int[Array, " E"], rows: int) -> Float[Array, "M o"]:
-    """The bias of every sorted row; rows in no group get zeros."""
-    ends = jnp.cumsum(group_sizes)
-    group = jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right")
-    return jnp.take(biases, group, axis=0, mode="fill", fill_value=0)
+def _num_experts(arrays: Mapping[str, dict[str, Array]]) -> int:
+    return next(array for name, array in arrays["up"].items() if name != "base").shape[0]

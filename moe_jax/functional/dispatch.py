@@ -103,3 +103,10 @@ def _weighted_sum_bwd(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Arr
 
 
 weighted_sum.defvjp(_weighted_sum_fwd, _weighted_sum_bwd)
+
+
+def row_biases(biases: Float[Array, "E o"], group_sizes: Int[Array, " E"], rows: int) -> Float[Array, "M o"]:
+    """The bias of the expert of every sorted row; rows in no group get zeros."""
+    ends = jnp.cumsum(group_sizes)
+    group = jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right")
+    return jnp.take(biases, group, axis=0, mode="fill", fill_value=0)

@@ -56,12 +56,12 @@ grouped_matmul.defvjp(_forward, _backward)
 # ---- blocked (CPU) ----------------------------------------------------------------------------------------------
 
 
-def _over_tiles(size: Array, rows: int, body: Callable[[int, Array, Array], Array], carry: Array) -> Array:
+def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Array], Array], carry: Array) -> Array:
     """Folds `body(tile, offset, carry)` over a group of `size` rows: long tiles while they fit, then short ones.
 
     The last tile may overrun the group. `rows` is what all groups together can have.
     """
-    long, short = (min(tile, _longest_tile(rows)) for tile in TILES)
+    long, short = (min(tile, longest_tile(rows)) for tile in TILES)
     full = size // long
     carry = lax.fori_loop(0, full, lambda t, carry: body(long, t * long, carry), carry)
     rest = size - full * long
@@ -70,13 +70,13 @@ def _over_tiles(size: Array, rows: int, body: Callable[[int, Array, Array], Arra
     )
 
 
-def _longest_tile(rows: int) -> int:
+def longest_tile(rows: int) -> int:
     return min(max(TILES), max(8, 1 << (rows - 1).bit_length()))
 
 
 def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:
     """Tiles overrun the end of their group; the next group, which comes later, overwrites what they spilled."""
-    rows, slack = lhs.shape[0], _longest_tile(lhs.shape[0])
+    rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     width = rhs.shape[1] if contract_out else rhs.shape[2]
     starts = jnp.cumsum(group_sizes) - group_sizes
     padded = jnp.pad(lhs, ((0, slack), (0, 0)))
@@ -89,14 +89,14 @@ def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out
             product = lax.dot_general(block, kernel, (((1,), (1 if contract_out else 0,)), ((), ())))
             return lax.dynamic_update_slice_in_dim(out, product, starts[e] + offset, 0)
 
-        return _over_tiles(group_sizes[e], rows, multiply, out)
+        return over_tiles(group_sizes[e], rows, multiply, out)
 
     out = lax.fori_loop(0, rhs.shape[0], group, jnp.zeros((rows + slack, width), lhs.dtype))
-    return _zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
+    return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
 
 
 def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
-    rows, slack = lhs.shape[0], _longest_tile(lhs.shape[0])
+    rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts = jnp.cumsum(group_sizes) - group_sizes
     lhs, dout = (jnp.pad(a, ((0, slack), (0, 0))) for a in (lhs, dout))
 
@@ -104,18 +104,18 @@ def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
         def add(tile: int, offset: Array, total: Array) -> Array:
             left = lax.dynamic_slice_in_dim(lhs, starts[e] + offset, tile, 0)
             right = lax.dynamic_slice_in_dim(dout, starts[e] + offset, tile, 0)
-            right = _zero_rows_beyond(right, group_sizes[e] - offset)
+            right = zero_rows_beyond(right, group_sizes[e] - offset)
             product = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
             return total + product
 
-        total = _over_tiles(group_sizes[e], rows, add, jnp.zeros((lhs.shape[1], dout.shape[1]), jnp.float32))
+        total = over_tiles(group_sizes[e], rows, add, jnp.zeros((lhs.shape[1], dout.shape[1]), jnp.float32))
         return lax.dynamic_update_index_in_dim(grads, total.astype(grads.dtype), e, 0)
 
     grads = jnp.zeros((group_sizes.shape[0], lhs.shape[1], dout.shape[1]), lhs.dtype)
     return lax.fori_loop(0, group_sizes.shape[0], group, grads)
 
 
-def _zero_rows_beyond(rows: Array, count: Array) -> Array:
+def zero_rows_beyond(rows: Array, count: Array) -> Array:
     inside = lax.broadcasted_iota(jnp.int32, rows.shape, 0) < count
     return jnp.where(inside, rows, jnp.zeros((), rows.dtype))
 
@@ -128,7 +128,7 @@ _OUTER = lax.RaggedDotDimensionNumbers(
 
 
 def _ragged_product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    return _zero_rows_beyond(lax.ragged_dot(lhs, rhs, group_sizes), jnp.sum(group_sizes))
+    return zero_rows_beyond(lax.ragged_dot(lhs, rhs, group_sizes), jnp.sum(group_sizes))
 
 
 def _ragged_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
@@ -141,7 +141,7 @@ def _ragged_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
 def _tokamax_product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     import tokamax
 
-    return _zero_rows_beyond(tokamax.ragged_dot(lhs, rhs, group_sizes), jnp.sum(group_sizes))
+    return zero_rows_beyond(tokamax.ragged_dot(lhs, rhs, group_sizes), jnp.sum(group_sizes))
 
 
 def _transposed(product: Callable[..., Array], dout: Array, rhs: Array, group_sizes: Array) -> Array:

@@ -1,8 +1,8 @@
 """Symmetric quantisation: codes of 8, 4, 2 or 1 bits packed into bytes, and a scale per group (METHODS 4).
 
-A kernel [i, o] is packed along its input axis: byte j of column c holds the rows `j * n ... j * n + n - 1`, n = 8 / bits,
+A kernel [i, o] is packed along its input axis: byte j of column c holds the n = 8 / bits rows from j * n on,
 the first in the lowest bits. Groups lie along the same axis. Where i is no multiple, the last byte or group is cut off.
-A code q stands for `(q - offset) * scale`, offset = 2^(bits-1) - 1, so that the levels -offset ... offset are symmetric;
+A code q stands for `(q - offset) * scale`, offset = 2^(bits-1) - 1: the levels -offset ... offset are symmetric;
 with one bit, the codes 0 and 1 stand for -scale and +scale.
 """
 

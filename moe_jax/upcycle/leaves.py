@@ -11,6 +11,7 @@ import numpy as np
 
 from moe_jax.errors import InputError
 from moe_jax.experts.bank import INIT_STD
+from moe_jax.experts.csr import columns_dtype, to_csr
 from moe_jax.models import MoEConfig
 
 # What a stream of random numbers is for. Part of every stream's key: changing one changes what a seed gives.
@@ -105,12 +106,15 @@ def _low_rank(name: str, kernel: np.ndarray, moe: MoEConfig, draws: Draws) -> Le
 
 
 def _sparse(name: str, kernel: np.ndarray, moe: MoEConfig, draws: Draws) -> Leaves:
-    count, experts = moe.bank.nonzeros(kernel.shape), moe.num_experts
-    positions = np.empty((experts, count), np.int32)
+    count, experts = moe.bank.nonzeros(kernel.shape), moe.bank_experts
+    columns = np.empty((experts, count), columns_dtype(kernel.shape))
+    row_ends = np.empty((experts, kernel.shape[0]), np.int32)
     for e in range(experts):
-        positions[e] = draw_positions(_expert_stream(draws, _POSITIONS, e), kernel.size, count)
+        positions = draw_positions(_expert_stream(draws, _POSITIONS, e), kernel.size, count)
+        columns[e], row_ends[e] = to_csr(positions, kernel.shape)
     yield f"experts/base/{name}/kernel", kernel
-    yield f"experts/delta/{name}/positions", positions
+    yield f"experts/delta/{name}/columns", columns
+    yield f"experts/delta/{name}/row_ends", row_ends
     yield f"experts/delta/{name}/values", np.zeros((experts, count), kernel.dtype)
 
 

@@ -1,5 +1,6 @@
 """Every bank against one FFN per expert, forward and gradient; on one device and over meshes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,11 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.experts import BankConfig, FFNConfig, make_bank
+from moe_jax.errors import InputError
+from moe_jax.experts import BankConfig, FFNConfig, make_bank, use_strategy
+from moe_jax.experts.csr import to_csr, to_positions
+from moe_jax.experts.strategy import choose_strategy
+from moe_jax.functional.deltas import entry_rows
 from moe_jax.functional.ffn import ffn
 from moe_jax.functional.routing import Routing
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
@@ -21,7 +26,21 @@ KINDS = {
     "full": BankConfig(),
     "low-rank": BankConfig(kind="low-rank", rank=3),
     "sparse": BankConfig(kind="sparse", rate=0.8),
+    "quantized-2": BankConfig(kind="quantized", bits=2, group_size=8),
+    "quantized-1": BankConfig(kind="quantized", bits=1),
 }
+STRATEGIES = [
+    ("full", "auto"),
+    ("low-rank", "factored-side-by-side"),
+    ("low-rank", "factored-grouped"),
+    ("low-rank", "synthesised"),
+    ("sparse", "factored-grouped"),
+    ("sparse", "factored-entrywise"),
+    ("sparse", "synthesised"),
+    ("quantized-2", "factored-grouped"),
+    ("quantized-2", "synthesised"),
+    ("quantized-1", "synthesised"),
+]
 FFNS = {
     "gated": FFNConfig(dim=16),
     "plain-biases": FFNConfig(dim=16, gated=False, activation="gelu", bias=True),
@@ -37,6 +56,13 @@ def random_bank(kind, ffn_kind):
     graphdef, params, rest = nnx.split(bank, nnx.Param, ...)
     keys = iter(jax.random.split(jax.random.key(1), 64))
     params = jax.tree.map(lambda a: 0.5 * jax.random.normal(next(keys), a.shape), params)
+
+    def random_codes(path, leaf):
+        if path_name(path).endswith("codes"):
+            return jax.random.bits(next(keys), leaf.shape, jnp.uint8)
+        return leaf
+
+    rest = jax.tree_util.tree_map_with_path(random_codes, rest)
     return graphdef, params, rest
 
 
@@ -50,13 +76,14 @@ def per_expert_reference(bank, x, routing):
 
 
 @functools.cache
-def gradients_and_output(kind, ffn_kind, reference):
+def gradients_and_output(kind, ffn_kind, reference, strategy="auto"):
     graphdef, _, rest = random_bank(kind, ffn_kind)
 
     def value(params, x, weights, experts, target):
         bank = nnx.merge(graphdef, params, rest)
         routing = Routing(experts, weights)
-        y = per_expert_reference(bank, x, routing) if reference else bank(x, routing)
+        with use_strategy(strategy):
+            y = per_expert_reference(bank, x, routing) if reference else bank(x, routing)
         return jnp.sum(y * target), y
 
     # The output itself is compared, and not only the sum, in which large terms cancel.
@@ -79,26 +106,30 @@ def assert_close(got, expected, tolerance=1e-5):
         np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
 
 
-@pytest.mark.parametrize("ffn_kind", FFNS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_bank_equals_one_ffn_per_expert(kind, ffn_kind):
+@pytest.mark.parametrize("ffn_kind", ["gated-biases", "plain-biases"])
+@pytest.mark.parametrize(("kind", "strategy"), STRATEGIES)
+def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     # The shapes are few, so that programs are compiled once; routing, which is data, is drawn freely.
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=12, deadline=None)
     @given(st.sampled_from([(1, 1), (9, 2), (9, EXPERTS)]), st.sampled_from([0.05, 5.0]), st.integers(0, 999))
     def check(shape, concentration, seed):
         data = draw(np.random.default_rng(seed), *shape, concentration)
         params = random_bank(kind, ffn_kind)[1]
-        got, expected = (gradients_and_output(kind, ffn_kind, ref)(params, *data) for ref in (False, True))
+        got = gradients_and_output(kind, ffn_kind, False, strategy)(params, *data)
+        expected = gradients_and_output(kind, ffn_kind, True)(params, *data)
         assert_close(got, expected)
 
     check()
 
 
-@pytest.mark.parametrize("ffn_kind", ["gated", "plain-biases"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("tokens", [16, 5], ids=["split", "indivisible"])
-def test_bank_over_a_mesh_equals_one_device(kind, ffn_kind, axes, tokens):
+@pytest.mark.parametrize("kind", ["full", "low-rank", "sparse", "quantized-2"])
+@pytest.mark.parametrize(
+    ("axes", "tokens"),
+    [({"data": 2, "fsdp": 2, "expert": 2}, 16), ({"expert": 4, "tensor": 2}, 16), ({"expert": 4, "tensor": 2}, 5)],
+    ids=str,
+)
+def test_bank_over_a_mesh_equals_one_device(kind, axes, tokens):
+    ffn_kind = "gated-biases"
     graphdef, params, rest = random_bank(kind, ffn_kind)
     data = draw(np.random.default_rng(0), tokens, 2, 1.0)
     expected = gradients_and_output(kind, ffn_kind, False)(params, *data)
@@ -130,16 +161,49 @@ def test_bfloat16_is_within_its_rounding(kind):
     assert 0 < error < 0.03
 
 
-def test_low_rank_never_forms_a_kernel_per_expert():
-    bank = make_bank(KINDS["low-rank"], FFNConfig(dim=512), 8, 256, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    graphdef, state = nnx.split(bank)
-    x, routing = jnp.ones((16, 256)), Routing(jnp.zeros((16, 2), jnp.int32), jnp.ones((16, 2)))
+@pytest.mark.parametrize(("kind", "strategy"), [pair for pair in STRATEGIES if pair[0] != "full"])
+def test_no_strategy_holds_a_kernel_per_expert(kind, strategy):
+    d_model, hidden, experts = 128, 1024, 32
+    config = dataclasses.replace(KINDS[kind], rate=0.98) if kind == "sparse" else KINDS[kind]
+    bank = make_bank(config, FFNConfig(dim=hidden), experts, d_model, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    graphdef, params, rest = nnx.split(bank, nnx.Param, ...)
+    x, routing = jnp.ones((16, d_model)), Routing(jnp.zeros((16, 2), jnp.int32), jnp.ones((16, 2)))
 
-    def loss(state):
-        return jnp.sum(nnx.merge(graphdef, state)(x, routing))
+    def loss(params, rest):
+        with use_strategy(strategy):
+            return jnp.sum(nnx.merge(graphdef, params, rest)(x, routing))
 
-    compiled = jax.jit(jax.grad(loss)).lower(state).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 8 * 256 * 512 * 4
+    compiled = jax.jit(jax.grad(loss)).lower(params, rest).compile()
+    kernels = experts * d_model * hidden * 4
+    # One kernel, its gradient and the base's are allowed for each matrix; all experts of one matrix are not.
+    assert compiled.memory_analysis().temp_size_in_bytes < kernels
+
+
+def test_cost_model_chooses_and_says_so_once(caplog):
+    def chosen(config, tokens, experts=8):
+        return choose_strategy(config, FFNConfig(dim=2816), experts, tokens, 1024, 2)
+
+    with caplog.at_level("INFO", "moe_jax.experts.strategy"):
+        assert chosen(BankConfig(kind="low-rank", rank=4), 4096) == "factored-side-by-side"
+        assert chosen(BankConfig(kind="low-rank", rank=4), 4096) == "factored-side-by-side"
+    assert len(caplog.records) <= 1
+    assert chosen(BankConfig(kind="low-rank", rank=256), 4096, experts=64) == "factored-grouped"
+    assert chosen(BankConfig(kind="sparse", rate=0.9), 4096) == "synthesised"
+    assert chosen(BankConfig(kind="sparse", rate=0.9999), 4096) == "factored-entrywise"
+    assert chosen(BankConfig(kind="quantized", bits=2, group_size=128), 4096) == "synthesised"
+    # A few tokens: reading the base once is what counts.
+    assert chosen(BankConfig(kind="quantized", bits=2, group_size=128), 8) == "factored-grouped"
+
+
+def test_strategy_can_be_overruled(monkeypatch):
+    arguments = BankConfig(kind="low-rank", rank=4), FFNConfig(dim=16), 4, 8, 8, 2
+    monkeypatch.setenv("MOE_JAX_STRATEGY", "synthesised")
+    assert choose_strategy(*arguments) == "synthesised"
+    with use_strategy("factored-grouped"):
+        assert choose_strategy(*arguments) == "factored-grouped"
+    monkeypatch.setenv("MOE_JAX_STRATEGY", "synthesized")
+    with pytest.raises(InputError, match="MOE_JAX_STRATEGY.*synthesised"):
+        choose_strategy(*arguments)
 
 
 def test_counts_bytes_and_frozen_leaves():
@@ -147,17 +211,39 @@ def test_counts_bytes_and_frozen_leaves():
         BankConfig(kind="sparse", rate=0.5, train_base=False), FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.bfloat16
     )
     assert sparse.num_parameters() == 3 * 8 * 16 + 4 * 3 * 64  # base and values
-    assert sparse.num_bytes() == 2 * sparse.num_parameters() + 4 * (4 * 3 * 64)  # and int32 positions
+    places = 4 * (3 * 64 * 2 + (8 + 8 + 16) * 4)  # uint16 columns and int32 ends of rows
+    assert sparse.num_bytes() == 2 * sparse.num_parameters() + places
     assert sparse.frozen_leaves().search("base/gate/kernel")
     assert not sparse.frozen_leaves().search("delta/gate/values")
     full = make_bank(KINDS["full"], FFNS["plain-biases"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
     assert full.num_parameters() == 4 * (2 * 8 * 16 + 16 + 8)
     assert not full.frozen_leaves().search("gate/kernel")
+    quantized = make_bank(KINDS["quantized-2"], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    codes, scales = 4 * 3 * 8 * 16 * 2 // 8, 2 * 4 * (16 + 16 + 2 * 8)
+    assert quantized.num_bytes() == 4 * 3 * 8 * 16 + codes + scales
 
 
-def test_sparse_positions_are_distinct_and_differ_between_experts():
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("full", "quantized-1")])
+def test_a_fresh_delta_changes_nothing(kind):
+    bank = make_bank(KINDS[kind], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    for name, kernel in bank.kernels(2).items():
+        np.testing.assert_array_equal(kernel, bank.base[name].kernel[...])
+
+
+def test_sparse_places_are_distinct_and_differ_between_experts():
     bank = make_bank(KINDS["sparse"], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    positions = np.asarray(bank.delta["up"].positions[...])
-    assert positions.dtype == np.int32 and positions.shape == (4, round(8 * 16 * 0.2))
-    assert np.all(np.diff(positions, axis=1) > 0) and positions.min() >= 0 and positions.max() < 128
-    assert len({tuple(row) for row in positions}) == 4
+    columns, row_ends = (np.asarray(bank.delta["up"].fixed()[name]) for name in ("columns", "row_ends"))
+    assert columns.dtype == np.uint16 and columns.shape == (4, round(8 * 16 * 0.2))
+    places = [to_positions(columns[e], row_ends[e], (8, 16)) for e in range(4)]
+    assert all(np.all(np.diff(place) > 0) and place.min() >= 0 and place.max() < 128 for place in places)
+    assert len({tuple(place) for place in places}) == 4
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 7), st.integers(1, 9), st.floats(0, 1), st.integers(0, 99))
+def test_csr_gives_the_positions_back(rows, columns, share, seed):
+    count = max(1, round(share * rows * columns))
+    positions = np.sort(np.random.default_rng(seed).choice(rows * columns, count, replace=False))
+    packed = to_csr(positions, (rows, columns))
+    np.testing.assert_array_equal(to_positions(*packed, (rows, columns)), positions)
+    np.testing.assert_array_equal(entry_rows(jnp.asarray(packed[1]), count), positions // columns)

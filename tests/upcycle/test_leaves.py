@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import InputError
+from moe_jax.experts.csr import to_positions
 from moe_jax.models import ModelConfig
 from moe_jax.upcycle import UpcycleOptions, moe_leaves, parse_delta, upcycled_config
 from moe_jax.upcycle.leaves import draw_positions
@@ -27,7 +28,7 @@ def upcycle_layer(dense: ModelConfig, delta: str, *, seed=0, layer=0, dtype=None
 
 
 def is_random(path: str) -> bool:
-    return path.startswith("router") or path.endswith(("/a", "/positions"))
+    return path.startswith("router") or path.endswith(("/a", "/columns"))
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -56,12 +57,14 @@ def test_the_base_is_the_ffn_and_the_delta_is_zero(delta, gated):
             assert np.abs(a).max() <= 1 / math.sqrt(leaf.shape[0]) and len(np.unique(a)) > 0.99 * a.size
             assert not b.any()
         else:
-            positions, values = moe[f"experts/delta/{name}/positions"], moe[f"experts/delta/{name}/values"]
-            assert positions.shape == values.shape == (EXPERTS, round(leaf.size * 0.3))
-            assert positions.dtype == np.int32 and positions.min() >= 0 and positions.max() < leaf.size
-            assert (np.diff(positions) > 0).all()
+            columns, ends, values = (moe[f"experts/delta/{name}/{part}"] for part in ("columns", "row_ends", "values"))
+            assert columns.shape == values.shape == (EXPERTS, round(leaf.size * 0.3))
+            assert columns.dtype == np.uint16 and ends.dtype == np.int32
+            for e in range(EXPERTS):
+                positions = to_positions(columns[e], ends[e], leaf.shape)
+                assert (np.diff(positions) > 0).all() and positions[0] >= 0 and positions[-1] < leaf.size
             assert not values.any()
-    assert len(moe) == 1 + {"low-rank:5": 3, "sparse:0.7": 3}[delta] * (2 + gated) + (2 + gated)
+    assert len(moe) == 1 + {"low-rank:5": 3, "sparse:0.7": 4}[delta] * (2 + gated) + (2 + gated)
 
 
 def test_the_router_is_normal_with_a_small_deviation():
@@ -75,7 +78,8 @@ def test_the_router_is_normal_with_a_small_deviation():
 def test_dtypes_are_those_of_the_ffn(delta):
     _, moe = upcycle_layer(dense_config(bias=True), delta, dtype="bfloat16")
     for path, leaf in moe.items():
-        assert leaf.dtype == (np.int32 if path.endswith("positions") else ml_dtypes.bfloat16), path
+        places = {"columns": np.uint16, "row_ends": np.int32}
+        assert leaf.dtype == places.get(path.rsplit("/", 1)[-1], ml_dtypes.bfloat16), path
 
 
 @pytest.mark.parametrize("delta", ["full", "low-rank:5", "sparse:0.7"])
@@ -100,7 +104,12 @@ def test_what_a_seed_gives_never_changes():
     for delta in ("full", "low-rank:5", "sparse:0.7", "sparse:0.99"):
         _, moe = upcycle_layer(dense_config(), delta, seed=3, layer=2)
         for path in filter(is_random, moe):
-            digest.update(moe[path].tobytes())
+            drawn = moe[path]
+            if path.endswith("/columns"):
+                shape = moe[path.replace("/delta/", "/base/").replace("/columns", "/kernel")].shape
+                places = zip(drawn, moe[path.replace("/columns", "/row_ends")], strict=True)
+                drawn = np.stack([to_positions(columns, ends, shape) for columns, ends in places]).astype(np.int32)
+            digest.update(drawn.tobytes())
     assert digest.hexdigest() == "1772b5ff6a3a416b0e160e7c071c9392c93eebd04436fc5f95f0c52f8c7c838c"
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.experts.csr import to_csr
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
@@ -34,8 +35,11 @@ def test_a_streamed_model_gives_the_decoders_logits(name, tmp_path):
     config = dataclasses.replace(MODELS[name], layers=MODELS[name].layers[:1] + LAYERS[name])
     leaves = random_leaves(config)
     for path, spec in leaves.items():
-        if path.endswith("positions"):
-            leaves[path] = np.stack([np.arange(spec.shape[1], dtype=np.int32)] * spec.shape[0])
+        if path.endswith(("columns", "row_ends")):
+            at, part = path.rsplit("/", 1)
+            positions = np.arange(leaves[f"{at}/values"].shape[1])
+            places = to_csr(positions, leaves[at.replace("/delta/", "/base/") + "/kernel"].shape)
+            leaves[path] = np.broadcast_to(places[part == "row_ends"], spec.shape)
     source = ModelDirectory(write_model(tmp_path / "model", config, leaves))
     tokens = probe_tokens(config, 0)
     streamed = StreamedModel(config, source.specs(), tokens)

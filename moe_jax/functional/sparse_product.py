@@ -1,0 +1,90 @@
+"""Grouped product with very sparse deltas, entry by entry: `out[m] += lhs[m, row] * value` at every entry's column.
+
+A matrix unit does a dense kernel faster than this does more than some 0.3 % of its entries (see
+`experts.strategy`); below that it is the cheapest.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moe_jax.functional.deltas import SparseForm
+from moe_jax.functional.grouped import longest_tile, over_tiles, zero_rows_beyond
+
+Fixed = dict[str, Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def grouped_sparse_matmul(
+    lhs: Float[Array, "M i"], values: Float[Array, "E n"], fixed: Fixed, group_sizes: Int[Array, " E"], form: SparseForm
+) -> Float[Array, "M o"]:
+    """`out[m] = lhs[m] @ delta[group of row m]`.
+
+    Args:
+      lhs: rows sorted by group.
+      values: entries of every delta.
+      fixed: `columns` [E, n] and `row_ends` [E, i].
+      group_sizes: rows per group, int32. Rows beyond their sum give zeros.
+      form: of the deltas; a whole kernel, not a shard.
+    """
+    rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
+    starts = jnp.cumsum(group_sizes) - group_sizes
+    padded = jnp.pad(lhs, ((0, slack), (0, 0)))
+
+    def group(e: Array, out: Array) -> Array:
+        places = _places(form, fixed, e)
+
+        def multiply(tile: int, offset: Array, out: Array) -> Array:
+            block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
+            product = _product(block, values[e], *places, form.shape[1])
+            return lax.dynamic_update_slice_in_dim(out, product, starts[e] + offset, 0)
+
+        return over_tiles(group_sizes[e], rows, multiply, out)
+
+    out = lax.fori_loop(0, group_sizes.shape[0], group, jnp.zeros((rows + slack, form.shape[1]), lhs.dtype))
+    return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
+
+
+def _forward(lhs: Array, values: Array, fixed: Fixed, group_sizes: Array, form: SparseForm) -> tuple:
+    return grouped_sparse_matmul(lhs, values, fixed, group_sizes, form), (lhs, values, fixed, group_sizes)
+
+
+def _backward(form: SparseForm, residuals: tuple, dout: Array) -> tuple:
+    lhs, values, fixed, group_sizes = residuals
+    rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
+    starts = jnp.cumsum(group_sizes) - group_sizes
+    lhs_padded, dout_padded = (jnp.pad(a, ((0, slack), (0, 0))) for a in (lhs, dout))
+
+    def group(e: Array, sums: tuple) -> tuple:
+        places = _places(form, fixed, e)
+
+        def rows_of_group(tile: int, offset: Array, sums: tuple) -> tuple:
+            dlhs, dvalues = sums
+            left = lax.dynamic_slice_in_dim(lhs_padded, starts[e] + offset, tile, 0)
+            right = lax.dynamic_slice_in_dim(dout_padded, starts[e] + offset, tile, 0)
+            right = zero_rows_beyond(right, group_sizes[e] - offset)
+            _, vjp = jax.vjp(lambda block, values: _product(block, values, *places, form.shape[1]), left, values[e])
+            dleft, new = vjp(right)
+            return lax.dynamic_update_slice_in_dim(dlhs, dleft, starts[e] + offset, 0), dvalues.at[e].add(new)
+
+        return over_tiles(group_sizes[e], rows, rows_of_group, sums)
+
+    zeros = jnp.zeros_like(lhs_padded), jnp.zeros_like(values)
+    dlhs, dvalues = lax.fori_loop(0, group_sizes.shape[0], group, zeros)
+    return zero_rows_beyond(dlhs[:rows], jnp.sum(group_sizes)), dvalues, None, None
+
+
+grouped_sparse_matmul.defvjp(_forward, _backward)
+
+
+def _places(form: SparseForm, fixed: Fixed, e: Array) -> tuple[Array, Array]:
+    return form.places({name: lax.dynamic_index_in_dim(array, e, 0, keepdims=False) for name, array in fixed.items()})
+
+
+def _product(block: Array, values: Array, rows: Array, columns: Array, width: int) -> Array:
+    """`block @ delta`. Transposed, so that what is read and added for an entry lies in one piece."""
+    terms = jnp.take(block.T, rows, axis=0) * values.astype(block.dtype)[:, None]
+    return jnp.zeros((width, block.shape[0]), block.dtype).at[columns].add(terms).T
