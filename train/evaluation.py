@@ -72,8 +72,7 @@ class Evaluator:
     def __init__(
         self, graphdef: nnx.GraphDef, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh | None = None
     ):
-        if seq_len < 2:
-            raise InputError(f"seq_len = {seq_len} must be at least 2, for the first token of a window is never scored")
+        check_seq_len(seq_len)
         self._ids = ids
         self._seq_len = min(seq_len, len(ids))
         self._mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
@@ -95,21 +94,33 @@ class Evaluator:
         rows = local_rows(self._mesh, self._batch_size)
         total = 0.0
         with jax.set_mesh(self._mesh):
-            for batch in self._batches():
+            for batch in text_windows(self._ids, seq_len=self._seq_len, batch_size=self._batch_size):
                 placed = place({key: array[rows] for key, array in batch.items()}, rows, self._mesh, self._batch_size)
                 total += float(np.asarray(self._row_losses(states, placed), np.float64).sum())
         tokens = len(self._ids) - self._windows
         nll = total / tokens
         return Evaluation(tokens, nll, _exp(nll), total, self._windows)
 
-    def _batches(self) -> Iterator[dict[str, np.ndarray]]:
-        for start in range(0, self._windows, self._batch_size):
-            tokens = np.zeros((self._batch_size, self._seq_len), np.int32)
-            inside = np.zeros((self._batch_size, self._seq_len), np.int32)
-            chunk = self._ids[start * self._seq_len : (start + self._batch_size) * self._seq_len]
-            tokens.reshape(-1)[: len(chunk)] = chunk
-            inside.reshape(-1)[: len(chunk)] = 1
-            yield {"tokens": tokens, "segment_ids": inside}
+
+def check_seq_len(seq_len: int) -> None:
+    """Raises `InputError` for windows of which nothing could be scored."""
+    if seq_len < 2:
+        raise InputError(f"seq_len = {seq_len} must be at least 2, for the first token of a window is never scored")
+
+
+def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields batches of consecutive windows of a text: `tokens` and `segment_ids`, Int32[batch_size, seq_len] both.
+
+    What is missing in the last one is padding, of segment 0.
+    """
+    size = batch_size * seq_len
+    for start in range(0, len(ids), size):
+        chunk = ids[start : start + size]
+        tokens, inside = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        tokens[: len(chunk)] = chunk
+        inside[: len(chunk)] = 1
+        shape = (batch_size, seq_len)
+        yield {"tokens": tokens.reshape(shape), "segment_ids": inside.reshape(shape)}
 
 
 def _exp(value: float) -> float:

@@ -15,7 +15,7 @@ def write_report(results: Results, out: Path) -> str:
     sections = [_training_table(results), _compression_tables(results), _origin_line(results)]
     text = "\n\n".join(section for section in sections if section) + "\n"
     (out / "ders_quality.md").write_text(text)
-    if results.get("training"):
+    if losses(results, DENSE):
         plot_training(results, out / "ders_quality_training.png")
     if results.get("compression"):
         plot_compression(results, out / "ders_quality_compression.png")
@@ -72,7 +72,7 @@ def _compression_tables(results: Results) -> str:
     vanilla = losses(results, VANILLA)
     note = (
         "What compression adds to the held-out loss of the trained vanilla model "
-        f"({_mean_and_spread(vanilla.values())}), seed by seed. Bytes are on disk, in parts of those of the float32 experts."
+        f"({_mean_and_spread(vanilla.values())}), seed by seed. Bytes are on disk, in parts of float32 experts."
     )
     return "\n".join([*rows, "", note])
 
@@ -99,8 +99,12 @@ def _kept(results: Results, method: str, value: str) -> str:
 
 def _mean_and_spread(values: Iterable[float]) -> str:
     values = list(values)
-    return f"{statistics.mean(values):.4f} ± {spread(values):.4f}"
+    return f"{statistics.mean(values):.4f}{_deviation(values)}"
 
 
 def _signed(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):+.4f} ± {spread(values):.4f}" if values else ""
+    return f"{statistics.mean(values):+.4f}{_deviation(values)}" if values else ""
+
+
+def _deviation(values: Sequence[float]) -> str:
+    return f" ± {spread(values):.4f}" if len(values) > 1 else ""

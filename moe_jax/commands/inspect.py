@@ -1,4 +1,4 @@
-"""`moe-jax inspect MODEL`: what a model consists of, and how it came to be. No weights are read."""
+"""`moe-jax inspect MODEL`: what a model consists of, and how it came to be. Weights are read for --plots alone."""
 
 import dataclasses
 import json
@@ -24,20 +24,34 @@ class Options:
     """A model directory or a Hugging Face directory."""
     json: bool = False
     """Prints JSON and nothing else; every leaf on its own."""
+    plots: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Makes a folder of pictures, and their numbers as figures.json: how alike experts and their base are in every
+    layer, and with --text how often each is chosen. Must not exist."""
+    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """With --plots: a text file that the model is run on."""
+    seq_len: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 1024, or what the model can do)")
+    ] = None
+    """With --text: tokens that the model sees at a time."""
 
 
 def run(options: Options) -> None:
-    """Prints the description of a model.
+    """Prints the description of a model; draws its experts first, if asked for.
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
-      InputError: if it is not a model that can be read.
+      InputError: if it is not a model that can be read, or cannot be drawn.
     """
+    from moe_jax.commands.plotting import check_options, draw
     from moe_jax.lineage import read_lineage
     from moe_jax.models import config_to_json
     from moe_jax.open_source import open_source
 
+    check_options(options.plots, options.text, options.seq_len)
     source = open_source(options.model)
+    plots = []
+    if options.plots is not None:
+        plots = draw(source, options.plots, text=options.text, seq_len=options.seq_len)
     specs = source.specs()
     lineage = read_lineage(source.path)
     if options.json:
@@ -52,10 +66,15 @@ def run(options: Options) -> None:
             "experts": describe_experts(source.config, specs),
             "config": config_to_json(source.config),
             "lineage": lineage,
+            **({"plots": [str(file) for file in plots]} if plots else {}),
         }
         print(json.dumps(described, indent=2))
         return
     _print(source.path, source.config, specs, lineage)
+    for file in plots:
+        print(f"wrote {file}")
+    if plots and options.text is None:
+        print("no load of the experts: that takes a text to run the model on; give --text FILE")
 
 
 def nbytes(spec: "jax.ShapeDtypeStruct") -> int:

@@ -1,0 +1,80 @@
+"""`moe-jax inspect MODEL --plots DIR`: measures the experts of a model and draws what it finds."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_jax.model_source import ModelSource
+    from moe_jax.train.expert_load import ExpertLoad
+
+_DEFAULT_SEQ_LEN = 1024
+_BATCH_SIZE = 8
+
+
+def check_options(plots: Path | None, text: Path | None, seq_len: int | None) -> None:
+    """Raises `InputError` for options that do not go together, or a folder that exists."""
+    from moe_jax.staging import refuse_existing
+
+    if plots is None and (text is not None or seq_len is not None):
+        raise InputError(f"--{'text' if text is not None else 'seq-len'} belongs to --plots DIR")
+    if text is None and seq_len is not None:
+        raise InputError("--seq-len belongs to --text FILE")
+    if plots is not None:
+        refuse_existing(plots)
+
+
+def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | None) -> list[Path]:
+    """Measures and writes the pictures; without a text those that need no forward pass.
+
+    Args:
+      source: the model.
+      dst: the folder to make.
+      text: what the load of the experts is measured on.
+      seq_len: tokens of a window of it; None: 1024, or what the model can do if that is less.
+
+    Returns:
+      The files.
+
+    Raises:
+      FileNotFoundError, InputError: bad input, a dense model among them. Nothing is left behind.
+    """
+    from moe_jax.commands.progress import progress_bars
+    from moe_jax.figures import measure_similarity, write_figures
+
+    config = source.config
+    if not config.moe_layers:
+        raise InputError(f"{source.path} is dense: --plots draws experts, and it has none")
+    most = config.max_positions
+    seq_len = min(_DEFAULT_SEQ_LEN, most) if seq_len is None else seq_len
+    if seq_len > most:
+        print(f"warning: {source.path} was made for {most} positions, not {seq_len}", file=sys.stderr)
+    layers = []
+    with progress_bars() as progress:
+        # First, because it finds what is wrong with the text.
+        load = None if text is None else _measure_load(source, text, seq_len)
+        for done, layer in enumerate(config.moe_layers, start=1):
+            layers.append(measure_similarity(source, layer))
+            progress("comparing experts", done, len(config.moe_layers))
+    described: dict[str, Any] = {}
+    if load is not None:
+        tried_on = {"path": str(text), "tokens": load.tokens, "seq_len": seq_len}
+        described = {"shares": load.shares, "text": tried_on}
+    return write_figures(dst, layers, name="/".join(source.path.resolve().parts[-2:]), **described)
+
+
+def _measure_load(source: "ModelSource", text: Path, seq_len: int) -> "ExpertLoad":
+    from moe_jax.loading import load_model
+    from moe_jax.sharding import make_mesh
+    from moe_jax.train.evaluation import check_seq_len, read_text
+    from moe_jax.train.expert_load import measure_load
+    from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
+
+    check_seq_len(seq_len)
+    ids = read_text(text, Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config))
+    # Split over the devices, for a model that needs them all.
+    mesh = make_mesh({"fsdp": -1})
+    model = load_model(source, mesh=mesh)
+    return measure_load(model, ids, seq_len=seq_len, batch_size=_BATCH_SIZE, mesh=mesh)

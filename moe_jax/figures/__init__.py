@@ -1,0 +1,5 @@
+"""What the experts of a model look like: how alike they are, and how often each is chosen."""
+
+from moe_jax.figures.similarity import LayerSimilarity as LayerSimilarity
+from moe_jax.figures.similarity import measure_similarity as measure_similarity
+from moe_jax.figures.write import write_figures as write_figures

@@ -1,0 +1,176 @@
+"""The pictures. Matplotlib is imported when one is drawn: the command line answers --help without it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+
+from moe_jax.figures.similarity import MEAN, LayerSimilarity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+_DPI = 130
+# As many heat maps as one can still look at side by side, and numbers in them while they can be read.
+_MOST_MAPS = 12
+_MOST_NUMBERED = 8
+
+
+def plot_to_base(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -> None:
+    """Cosine to the base over the layers: per matrix the mean over the experts, and from the least to the greatest.
+
+    Args:
+      layers: what was measured.
+      file: the PNG to write.
+      title: says which model it is.
+    """
+    figure = _figure(7.5, 4.5)
+    axes = figure.add_subplot()
+    index = [layer.layer for layer in layers]
+    matrices = list(dict.fromkeys(name for layer in layers for name in layer.to_base))
+    for number, name in enumerate(matrices):
+        cosines = [layer.to_base[name] for layer in layers]
+        color = f"C{number}"
+        axes.plot(index, [values.mean() for values in cosines], marker="osD"[number], color=color, label=name)
+        axes.fill_between(
+            index, [values.min() for values in cosines], [values.max() for values in cosines], color=color, alpha=0.15
+        )
+    whole = [layer.whole_to_base.mean() for layer in layers]
+    axes.plot(index, whole, color="black", linestyle="--", linewidth=1, label="whole expert")
+    _cosine_axis(axes, np.concatenate([layer.all_to_base() for layer in layers]))
+    _layer_ticks(axes, index)
+    bases = list(dict.fromkeys(layer.base for layer in layers))
+    axes.set_ylabel("cosine to the base")
+    axes.set_title(f"{title}: experts and their base ({', '.join(bases)})", fontsize=10)
+    axes.legend(title="mean, least and greatest of the experts", title_fontsize=8, fontsize=8, ncols=2)
+    if MEAN in bases:
+        counts = {len(layer.whole_to_base) for layer in layers if layer.base == MEAN}
+        unrelated = ", ".join(f"{1 / math.sqrt(count):.2f} for E = {count}" for count in sorted(counts))
+        note = f"To their own mean even unrelated experts have a cosine of 1/√E: {unrelated}."
+        figure.text(0.01, 0.005, note, fontsize=7)
+        figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
+    figure.savefig(file, dpi=_DPI)
+
+
+def plot_between(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -> None:
+    """Cosine between whole experts, a heat map per layer; of many layers, some evenly apart. U: the universal FFN.
+
+    Args:
+      layers: what was measured.
+      file: the PNG to write.
+      title: says which model it is.
+    """
+    shown = [layers[i] for i in np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _MOST_MAPS)).round())
+             .astype(int)]  # fmt: skip
+    columns = math.ceil(math.sqrt(len(shown)))
+    rows = -(-len(shown) // columns)
+    figure = _figure(2.4 * columns + 1.2, 2.4 * rows + 0.7)
+    grid = figure.subplots(rows, columns, squeeze=False).reshape(-1)
+    for axes in grid[len(shown) :]:
+        axes.set_axis_off()
+    others = np.concatenate([_off_diagonal(layer.between) for layer in layers])
+    low, high = (float(others.min()), float(others.max())) if len(others) else (1.0, 1.0)
+    low = min(low, high - 1e-6)
+    for axes, layer in zip(grid, shown, strict=False):
+        masked = np.ma.masked_where(np.eye(len(layer.between), dtype=bool), layer.between)
+        image = axes.imshow(masked, vmin=low, vmax=high, cmap="viridis")
+        axes.set_title(f"layer {layer.layer}", fontsize=9)
+        names = [*map(str, range(len(layer.between) - layer.universal)), *["U"] * layer.universal]
+        _expert_ticks(axes.xaxis, names)
+        _expert_ticks(axes.yaxis, names)
+        if len(layer.between) <= _MOST_NUMBERED:
+            digits = 2 if high - low > 0.05 else 4
+            _numbers(axes, masked, lambda value, digits=digits: f"{value:.{digits}f}", (low + high) / 2)
+    figure.colorbar(image, ax=grid.tolist(), label="cosine between experts", shrink=0.8, format="%.6g")
+    some = "" if len(shown) == len(layers) else f" ({len(shown)} of {len(layers)} layers)"
+    figure.suptitle(f"{title}: experts and each other{some}", fontsize=10)
+    figure.savefig(file, dpi=_DPI)
+
+
+def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: Path, *, title: str) -> None:
+    """How often experts were chosen: a heat map of layers and experts, relative to an even share.
+
+    Args:
+      shares: by layer index, the share of the assignments per expert.
+      file: the PNG to write.
+      title: says which model and text it is.
+    """
+    from matplotlib.colors import TwoSlopeNorm
+
+    most = max(map(len, shares.values()))
+    relative = np.ma.masked_all((len(shares), most))
+    percent = np.ma.masked_all((len(shares), most))
+    for row, share in enumerate(shares.values()):
+        relative[row, : len(share)] = share * len(share)
+        percent[row, : len(share)] = 100 * share
+    numbered = most <= 2 * _MOST_NUMBERED
+    figure = _figure(min(12, 2.5 + (0.55 if numbered else 0.16) * most), min(12, 1.6 + 0.32 * len(shares)))
+    axes = figure.add_subplot()
+    norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=max(2.0, float(relative.max())))
+    image = axes.imshow(relative, norm=norm, cmap="RdBu_r", aspect="auto")
+    if len(shares) <= 40:
+        axes.set_yticks(range(len(shares)), list(shares))
+    axes.set_ylabel("layer")
+    axes.set_xlabel("expert")
+    _expert_ticks(axes.xaxis, list(map(str, range(most))))
+    if numbered:
+        for (row, expert), value in np.ndenumerate(percent):
+            if not percent.mask[row, expert]:
+                dark = norm(relative[row, expert]) < 0.15 or norm(relative[row, expert]) > 0.85
+                axes.text(expert, row, f"{value:.0f}%", ha="center", va="center", fontsize=8,
+                          color="white" if dark else "black")  # fmt: skip
+    figure.colorbar(image, label="assignments (1: an even share)")
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(file, dpi=_DPI)
+
+
+def _figure(width: float, height: float) -> "Figure":
+    # Not pyplot: it has global state, and picks a backend that may need a screen.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _cosine_axis(axes: "Axes", cosines: np.ndarray) -> None:
+    """Limits around what there is; experts that are all equal get some room as well."""
+    low, high = float(cosines.min()), float(cosines.max())
+    margin = max(0.06 * (high - low), 1e-6)
+    axes.set_ylim(low - margin, high + margin)
+    axes.ticklabel_format(axis="y", useOffset=False, style="plain")
+    axes.grid(alpha=0.3)
+
+
+def _layer_ticks(axes: "Axes", index: Sequence[int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("layer")
+    if len(index) <= 16:
+        axes.set_xticks(index)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _expert_ticks(axis: "Axis", names: Sequence[str]) -> None:
+    """Names of experts; of many, some."""
+    step = -(-len(names) // 16)
+    axis.set_ticks(range(0, len(names), step), names[::step], fontsize=7)
+
+
+def _numbers(axes: "Axes", values: np.ma.MaskedArray, text: Callable[[float], str], middle: float) -> None:
+    """Writes them into their cells."""
+    for (row, column), value in np.ndenumerate(values):
+        if row != column:
+            color = "white" if value < middle else "black"
+            axes.text(column, row, text(value), ha="center", va="center", fontsize=6, color=color)
+
+
+def _off_diagonal(matrix: Float[np.ndarray, "E E"]) -> Float[np.ndarray, " n"]:
+    return matrix[~np.eye(len(matrix), dtype=bool)]

@@ -1,0 +1,118 @@
+"""Cosines between the experts of a layer and their base, and between each other: the redundancy that DeRS lives on.
+
+Only dot products are kept, added up block by block in float64: cosines of upcycled experts differ from 1 in digits
+that float32 does not have.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from moe_jax.errors import InputError
+from moe_jax.experts.materialise import expert_kernels
+from moe_jax.model_source import ModelSource
+from moe_jax.models import MoEConfig
+
+SHARED = "shared base"
+MEAN = "mean of the experts"
+
+# Numbers of one block in float64, over all experts: 32 MB.
+_BLOCK = 1 << 22
+
+
+class LayerSimilarity(NamedTuple):
+    """Cosines of one layer; weights of a matrix, or of all matrices of an expert, are taken as one vector.
+
+    Attributes:
+      layer: its index.
+      base: `SHARED`, or `MEAN` where the bank has no base of its own.
+      to_base: per matrix, between every expert and the base; float64[E].
+      whole_to_base: the same for whole experts.
+      between: between whole experts; float64[E, E].
+      universal: whether the last expert is the universal FFN, which sees every token.
+    """
+
+    layer: int
+    base: str
+    to_base: dict[str, Float[np.ndarray, " E"]]
+    whole_to_base: Float[np.ndarray, " E"]
+    between: Float[np.ndarray, "E E"]
+    universal: bool
+
+    def all_to_base(self) -> Float[np.ndarray, " n"]:
+        """Of all experts and matrices."""
+        return np.concatenate(list(self.to_base.values()))
+
+
+def measure_similarity(source: ModelSource, layer: int) -> LayerSimilarity:
+    """Measures one MoE layer. Memory holds one matrix of its experts.
+
+    Args:
+      source: the model; one leaf is read at a time.
+      layer: index of one of its MoE layers.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    moe = source.config.layers[layer].mlp
+    assert isinstance(moe, MoEConfig)
+    has_base = moe.bank.kind != "full"
+    grams = {}
+    for name in moe.expert.matrices:
+        grams[name] = gram_matrix(_vectors(source, layer, name, has_base))
+        if not np.isfinite(grams[name]).all():
+            raise InputError(f"the {name} kernels of the experts in layer {layer} have entries that are not finite")
+    to_base = {name: _cosines_to_base(gram, has_base) for name, gram in grams.items()}
+    whole = np.sum(list(grams.values()), axis=0)
+    experts = whole[1:, 1:] if has_base else whole
+    norms = np.sqrt(np.diag(experts))
+    return LayerSimilarity(
+        layer=layer,
+        base=SHARED if has_base else MEAN,
+        to_base=to_base,
+        whole_to_base=_cosines_to_base(whole, has_base),
+        between=_cosine(experts, np.outer(norms, norms)),
+        universal=moe.extended,
+    )
+
+
+def gram_matrix(vectors: Sequence[np.ndarray]) -> Float[np.ndarray, "n n"]:
+    """Dot products between arrays of one shape, each taken as a vector; float64."""
+    rows, width = len(vectors[0]), vectors[0][0].size
+    step = max(1, _BLOCK // (len(vectors) * width))
+    gram = np.zeros((len(vectors), len(vectors)))
+    for start in range(0, rows, step):
+        block = np.stack([vector[start : start + step].reshape(-1).astype(np.float64) for vector in vectors])
+        gram += block @ block.T
+    return gram
+
+
+def _vectors(source: ModelSource, layer: int, name: str, has_base: bool) -> list[np.ndarray]:
+    """The base, if there is one, and then one matrix of every expert."""
+    experts = list(_experts(source, layer, name))
+    if not has_base:
+        return experts
+    return [source.read(f"layers/{layer}/mlp/experts/base/{name}/kernel"), *experts]
+
+
+def _experts(source: ModelSource, layer: int, name: str) -> Iterator[np.ndarray]:
+    # In float32: rounded to a bfloat16 base, most of a small delta would be lost.
+    bank = source.config.layers[layer].mlp.bank
+    return expert_kernels(source.read, bank, f"layers/{layer}/mlp/experts", name, dtype=np.dtype(np.float32))
+
+
+def _cosines_to_base(gram: Float[np.ndarray, "n n"], has_base: bool) -> Float[np.ndarray, " E"]:
+    """From dot products, those with the base first if there is one; else the base is the mean of all."""
+    if has_base:
+        dots, base, experts = gram[0, 1:], gram[0, 0], np.diag(gram)[1:]
+    else:
+        dots, base, experts = gram.mean(axis=1), gram.mean(), np.diag(gram)
+    return _cosine(dots, np.sqrt(np.maximum(base, 0.0) * experts))
+
+
+def _cosine(dots: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """Quotient; nothing but zeros points nowhere, and counts as equal."""
+    cosines = np.divide(dots, norms, out=np.ones_like(dots), where=norms > 0)
+    return np.clip(cosines, -1.0, 1.0)

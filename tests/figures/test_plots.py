@@ -1,0 +1,46 @@
+"""Pictures of models that are not like the usual one: a single layer, many layers, many experts, layers that differ."""
+
+import pathlib
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
+from moe_jax.figures.similarity import MEAN, SHARED, LayerSimilarity
+
+
+def layer_of(index: int, experts: int, *, base: str = MEAN, noise: float = 0.1) -> LayerSimilarity:
+    random = np.random.default_rng(index)
+    to_base = {name: 1 - noise * random.random(experts) for name in ("up", "down")}
+    between = 1 - noise * random.random((experts, experts))
+    np.fill_diagonal(between, 1.0)
+    return LayerSimilarity(index, base, to_base, to_base["up"], between, universal=base == SHARED)
+
+
+CASES = {
+    "one layer of one expert": [layer_of(0, 1)],
+    "equal experts": [layer_of(i, 4, noise=0.0) for i in range(3)],
+    "many layers of many experts": [layer_of(i, 64) for i in range(48)],
+    "layers that differ": [layer_of(1, 4), layer_of(3, 8, base=SHARED)],
+}
+
+
+@pytest.mark.parametrize("layers", CASES.values(), ids=CASES.keys())
+def test_any_model_can_be_drawn(layers, tmp_path: pathlib.Path):
+    plot_to_base(layers, tmp_path / "to_base.png", title="a model")
+    plot_between(layers, tmp_path / "between.png", title="a model")
+    shares = {layer.layer: np.full(len(layer.between), 1 / len(layer.between)) for layer in layers}
+    plot_load(shares, tmp_path / "load.png", title="a model")
+    for name in ("to_base", "between", "load"):
+        height, width = matplotlib.image.imread(tmp_path / f"{name}.png").shape[:2]
+        assert 150 < height < 2000 and 200 < width < 2000
+
+
+def test_a_share_that_changes_changes_the_picture(tmp_path: pathlib.Path):
+    plot_load({0: np.array([0.5, 0.5]), 1: np.array([0.5, 0.5])}, tmp_path / "even.png", title="load")
+    plot_load({0: np.array([0.5, 0.5]), 1: np.array([0.9, 0.1])}, tmp_path / "uneven.png", title="load")
+    even, uneven = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("even", "uneven"))
+    changed = np.abs(even - uneven).sum(axis=(1, 2)) > 0
+    # Only the lower one of the two layers.
+    assert changed.any() and not changed[: len(changed) // 3].any()

@@ -1,0 +1,48 @@
+"""How often experts are chosen on a text."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.errors import InputError
+from moe_jax.nn import Decoder, load_per_layer
+from moe_jax.sharding import make_mesh
+from moe_jax.train.expert_load import measure_load
+from tests.train.models import BANKS, FFN, config_of, moe
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Decoder(config_of(FFN, moe(), FFN, moe(BANKS["low-rank"])), rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return np.random.default_rng(0).integers(0, 256, 41).astype(np.int32)
+
+
+def test_the_load_is_that_of_every_window_on_its_own(model, ids):
+    router = nnx.jit(lambda model, tokens: model(tokens).router)
+    expected = {1: np.zeros(4), 3: np.zeros(4)}
+    for window in (ids[:16], ids[16:32], ids[32:]):
+        for layer, share in load_per_layer(model.config, router(model, jnp.asarray(window)[None])).items():
+            expected[layer] += len(window) * np.asarray(share) / len(ids)
+    load = measure_load(model, ids, seq_len=16, batch_size=2, mesh=make_mesh({}, jax.devices()[:1]))
+    assert load.tokens == 41 and load.shares.keys() == expected.keys()
+    for layer, share in load.shares.items():
+        np.testing.assert_allclose(share, expected[layer], atol=1e-6)
+        assert share.sum() == pytest.approx(1.0) and np.ptp(share) > 0.01
+
+
+def test_a_mesh_does_not_change_it(model, ids):
+    one = measure_load(model, ids, seq_len=8, batch_size=2, mesh=make_mesh({}, jax.devices()[:1]))
+    many = measure_load(model, ids, seq_len=8, batch_size=2, mesh=make_mesh({"fsdp": -1}))
+    for layer, share in one.shares.items():
+        np.testing.assert_allclose(many.shares[layer], share, atol=1e-6)
+
+
+def test_windows_of_one_token_are_refused(model, ids):
+    with pytest.raises(InputError, match="seq_len = 1 must be at least 2"):
+        measure_load(model, ids, seq_len=1, batch_size=1, mesh=make_mesh({}, jax.devices()[:1]))
