@@ -45,8 +45,8 @@ KINDS = {
 class Settings:
     """Equal for every run; results of other settings are not mixed.
 
-    The learning rate is the best of 1e-3, 3e-3 and 1e-2 for the dense model, for vanilla and for DeRS-LM alike. There
-    is no weight decay: it would pull deltas towards the base, and full experts towards nothing.
+    The learning rate is the best of 1e-3, 3e-3 and 1e-2 for the dense model, for vanilla and for DeRS-LM alike (one
+    seed). There is no weight decay: it would pull deltas towards the base, and full experts towards nothing.
     """
 
     steps: int = 200

@@ -81,8 +81,8 @@ def plot_between(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -
         image = axes.imshow(masked, vmin=low, vmax=high, cmap="viridis")
         axes.set_title(f"layer {layer.layer}", fontsize=9)
         names = [*map(str, range(len(layer.between) - layer.universal)), *["U"] * layer.universal]
-        _expert_ticks(axes.xaxis, names)
-        _expert_ticks(axes.yaxis, names)
+        _expert_ticks(axes.xaxis, names, most=8)
+        _expert_ticks(axes.yaxis, names, most=8)
         if len(layer.between) <= _MOST_NUMBERED:
             digits = 2 if high - low > 0.05 else 4
             _numbers(axes, masked, lambda value, digits=digits: f"{value:.{digits}f}", (low + high) / 2)
@@ -117,14 +117,14 @@ def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: Path, *, titl
         axes.set_yticks(range(len(shares)), list(shares))
     axes.set_ylabel("layer")
     axes.set_xlabel("expert")
-    _expert_ticks(axes.xaxis, list(map(str, range(most))))
+    _expert_ticks(axes.xaxis, list(map(str, range(most))), most=16)
     if numbered:
         for (row, expert), value in np.ndenumerate(percent):
             if not percent.mask[row, expert]:
                 dark = norm(relative[row, expert]) < 0.15 or norm(relative[row, expert]) > 0.85
                 axes.text(expert, row, f"{value:.0f}%", ha="center", va="center", fontsize=8,
                           color="white" if dark else "black")  # fmt: skip
-    figure.colorbar(image, label="assignments (1: an even share)")
+    figure.colorbar(image, label="× an even share")
     figure.suptitle(title, fontsize=9)
     figure.savefig(file, dpi=_DPI)
 
@@ -158,9 +158,9 @@ def _layer_ticks(axes: "Axes", index: Sequence[int]) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _expert_ticks(axis: "Axis", names: Sequence[str]) -> None:
-    """Names of experts; of many, some."""
-    step = -(-len(names) // 16)
+def _expert_ticks(axis: "Axis", names: Sequence[str], most: int) -> None:
+    """Names of experts; of more than `most`, some."""
+    step = -(-len(names) // most)
     axis.set_ticks(range(0, len(names), step), names[::step], fontsize=7)
 
 

@@ -10,12 +10,12 @@ from moe_jax.errors import InputError
 from moe_jax.nn import Decoder, load_per_layer
 from moe_jax.sharding import make_mesh
 from moe_jax.train.expert_load import measure_load
-from tests.train.models import BANKS, FFN, config_of, moe
+from tests.train.models import FFN, config_of, moe
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Decoder(config_of(FFN, moe(), FFN, moe(BANKS["low-rank"])), rngs=nnx.Rngs(0))
+    return Decoder(config_of(FFN, moe(), FFN, moe()), rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
