@@ -25,24 +25,30 @@ def compress_deltas(layer: SourceLayer, base: Base, encode: Encode, write: Write
     """
     measure = Measure(layer.num_experts)
     for name in layer.shapes:
-        shared = base.kernel(name)
-        write(f"experts/base/{name}/kernel", shared)
-        stacked: dict[str, np.ndarray] = {}
-        for expert, kernel in enumerate(layer.kernels(name)):
-            delta = kernel.astype(np.float32, copy=False) - shared.astype(np.float32, copy=False)
-            _check_finite(delta, layer, name, expert)
-            leaves, approximation = encode(name, expert, delta)
-            for leaf, array in leaves.items():
-                if leaf not in stacked:
-                    stacked[leaf] = np.empty((layer.num_experts, *array.shape), array.dtype)
-                stacked[leaf][expert] = array
-            measure.add(expert, kernel, shared, approximation)
-        for leaf, array in stacked.items():
-            write(f"experts/delta/{name}/{leaf}", array)
+        _compress_matrix(layer, name, base.kernel(name), encode, write, measure)
         biases = layer.biases(name)
         if biases is not None:
             write(f"experts/{name}/bias", biases)
     return measure.figures()
+
+
+def _compress_matrix(
+    layer: SourceLayer, name: str, base: np.ndarray, encode: Encode, write: Write, measure: Measure
+) -> None:
+    """A function of its own, so that nothing of one matrix is held while the next one is read."""
+    write(f"experts/base/{name}/kernel", base)
+    stacked: dict[str, np.ndarray] = {}
+    for expert, kernel in enumerate(layer.kernels(name)):
+        delta = kernel.astype(np.float32, copy=False) - base.astype(np.float32, copy=False)
+        _check_finite(delta, layer, name, expert)
+        leaves, approximation = encode(name, expert, delta)
+        for leaf, array in leaves.items():
+            if leaf not in stacked:
+                stacked[leaf] = np.empty((layer.num_experts, *array.shape), array.dtype)
+            stacked[leaf][expert] = array
+        measure.add(expert, kernel, base, approximation)
+    for leaf, array in stacked.items():
+        write(f"experts/delta/{name}/{leaf}", array)
 
 
 def _check_finite(delta: np.ndarray, layer: SourceLayer, name: str, expert: int) -> None:

@@ -1,7 +1,7 @@
 """Trained MoE -> smaller MoE, on disk, layer by layer."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from moe_jax.checkpoint import LeafReader
 from moe_jax.compress.base import Base, check_base
+from moe_jax.compress.deltas import Write
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.methods import Method
 from moe_jax.compress.report import LayerReport, Report
@@ -17,7 +18,7 @@ from moe_jax.errors import InputError
 from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry, read_lineage
 from moe_jax.model_source import ModelSource
-from moe_jax.models import ModelConfig
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.staging import refuse_existing
 
 Progress = Callable[[str, int, int], None]
@@ -62,9 +63,12 @@ def compress(
     check_leaves(leaf_specs(source.config), source.specs(), str(source.path))
     if extended:
         _check_universal(source.config, indices)
-    chosen = {i: SourceLayer(source, i, with_universal=source.config.layers[i].mlp.universal_beside and extended)
-              for i in indices}  # fmt: skip
-    config = _compressed_config(source.config, method, chosen)
+
+    def open_layer(i: int) -> SourceLayer:
+        return SourceLayer(source, i, with_universal=extended and source.config.layers[i].mlp.universal_beside)
+
+    planned = method.plan([open_layer(i) for i in indices])
+    config = dataclasses.replace(source.config, layers=_replaced(source.config.layers, planned))
     entry = new_lineage_entry("compress", described, [source] if base is None else [source, base])
     writer = ModelDirectoryWriter(
         dst,
@@ -73,11 +77,16 @@ def compress(
         lineage=[*read_lineage(source.path), entry],
         resume=True,
     )
+
+    def compress_layer(i: int, write: Write) -> LayerFigures:
+        layer = open_layer(i)  # anew, and let go of at the end: it keeps what it read last
+        return method.compress(layer, Base(layer, base), config.layers[i].mlp, write)
+
     with writer:
-        bases = {i: Base(layer, base) for i, layer in chosen.items()}
-        figures = _write(source, config, method, chosen, bases, writer, progress)
+        figures = _write(source, config, indices, compress_layer, writer, progress)
         written = writer.read_back()
-        report = _report(source, written, bases, figures)
+        origins = {i: Base(open_layer(i), base).origin for i in indices}
+        report = _report(source, written, origins, figures)
         writer.lineage[-1]["measured"] = report.to_json()
     return report
 
@@ -107,68 +116,62 @@ def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:
         raise InputError(f"--extended: there is no universal FFN in layers {some}; leave it out")
 
 
-def _compressed_config(config: ModelConfig, method: Method, chosen: Mapping[int, SourceLayer]) -> ModelConfig:
-    planned = method.plan(tuple(chosen.values()))
-    layers = list(config.layers)
-    for i, moe in planned.items():
-        layers[i] = dataclasses.replace(layers[i], mlp=moe)
-    return dataclasses.replace(config, layers=tuple(layers))
+def _replaced(layers: tuple[LayerConfig, ...], planned: Mapping[int, MoEConfig]) -> tuple[LayerConfig, ...]:
+    return tuple(
+        dataclasses.replace(layer, mlp=planned[i]) if i in planned else layer for i, layer in enumerate(layers)
+    )
 
 
 def _write(
     source: ModelSource,
     config: ModelConfig,
-    method: Method,
-    chosen: Mapping[int, SourceLayer],
-    bases: Mapping[int, Base],
+    indices: Container[int],
+    compress_layer: Callable[[int, Write], LayerFigures],
     writer: ModelDirectoryWriter,
     progress: Progress,
 ) -> dict[int, LayerFigures]:
     """Writes all leaves that are not on the disk yet, and returns the figures of every compressed layer."""
     stored = source.specs()
-    by_layer: dict[str, list[str]] = {}
+    by_layer: dict[int, list[str]] = {}
     for path in leaf_specs(config):
-        by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "", []).append(path)
+        by_layer.setdefault(int(path.split("/")[1]) if path.startswith("layers/") else -1, []).append(path)
     figures = {int(i): LayerFigures(**noted) for i, noted in writer.notes().items()}
-    for path in by_layer.pop(""):
-        _put(writer, path, source.read)
-    for done, (layer, paths) in enumerate(by_layer.items(), start=1):
-        i = int(layer)
+
+    def put(path: str, leaf: np.ndarray) -> None:
+        if path not in writer.done:
+            writer.write({path: leaf})
+
+    for i, paths in by_layer.items():
         made: set[str] = set()
-        if i in chosen and not (i in figures and writer.done.issuperset(paths)):
-            prefix = f"layers/{i}/mlp/"
+        # Figures are noted before the last leaves of a layer are on the disk, or after: both have to be there.
+        if i in indices and not (i in figures and writer.done.issuperset(paths)):
 
-            def write(below: str, leaf: np.ndarray, prefix: str = prefix, made: set[str] = made) -> None:
-                made.add(prefix + below)
-                if prefix + below not in writer.done:
-                    writer.write({prefix + below: leaf})
+            def write(below: str, leaf: np.ndarray, i: int = i, made: set[str] = made) -> None:
+                made.add(f"layers/{i}/mlp/{below}")
+                put(f"layers/{i}/mlp/{below}", leaf)
 
-            figures[i] = method.compress(chosen[i], bases[i], config.layers[i].mlp, write)
-            writer.note(layer, dataclasses.asdict(figures[i]))
+            figures[i] = compress_layer(i, write)
+            writer.note(str(i), dataclasses.asdict(figures[i]))
         for path in paths:
-            if path in stored and path not in made:
-                _put(writer, path, source.read)
-        progress("compressing", done, len(by_layer))
+            if path in stored and path not in made and path not in writer.done:
+                writer.write({path: source.read(path)})
+        if i >= 0:
+            progress("compressing", i + 1, config.num_layers)
     return figures
 
 
-def _put(writer: ModelDirectoryWriter, path: str, read: Callable[[str], np.ndarray]) -> None:
-    if path not in writer.done:
-        writer.write({path: read(path)})
-
-
 def _report(
-    source: ModelSource, written: LeafReader, bases: Mapping[int, Base], figures: Mapping[int, LayerFigures]
+    source: ModelSource, written: LeafReader, origins: Mapping[int, str], figures: Mapping[int, LayerFigures]
 ) -> Report:
     layers = tuple(
         LayerReport(
             layer=i,
-            base=base.origin,
+            base=origin,
             bytes_before=_expert_bytes(source, i),
             bytes_after=_expert_bytes(written, i),
             **dataclasses.asdict(figures[i]),
         )
-        for i, base in bases.items()
+        for i, origin in origins.items()
     )
     return Report(
         layers=layers,

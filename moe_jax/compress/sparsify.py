@@ -76,7 +76,8 @@ class Sparsify:
         def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
             entries = target.bank.nonzeros(delta.shape)
             chosen = self._choose(layer.index, name, expert, delta, entries)
-            values = (delta.reshape(-1)[chosen.positions] * chosen.factors).astype(layer.dtype(name))
+            with np.errstate(over="ignore"):  # said in our own words below
+                values = (delta.reshape(-1)[chosen.positions] * chosen.factors).astype(layer.dtype(name))
             if not np.isfinite(values).all():
                 raise InputError(
                     f"values of the {name} delta of expert {expert} in layer {layer.index} are too large for "

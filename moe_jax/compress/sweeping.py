@@ -116,7 +116,7 @@ def sweep(
         )
         entry = new_lineage_entry("compress --sweep", described, sources, dataclasses.asdict(result))
         write_durably(folder / "sweep.json", json.dumps(entry, indent=2).encode())
-        plot_sweep(result, folder / "sweep.png", title=source.path.resolve().name)
+        plot_sweep(result, folder / "sweep.png", title=str(source.path))
     return result
 
 

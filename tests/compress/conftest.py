@@ -1,0 +1,95 @@
+"""Small MoEs whose experts came from one dense model, in memory and on disk."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.loading import leaf_specs
+from moe_jax.model_dir import ModelDirectory
+from moe_jax.models import BankConfig, ModelConfig, MoEConfig
+from moe_jax.upcycle.leaves import moe_leaves
+from tests.upcycle.conftest import dense_config, random_leaves, write_model
+
+EXPERTS = 3
+
+
+class MemorySource:
+    """A `ModelSource` of arrays."""
+
+    def __init__(self, config: ModelConfig, leaves: dict[str, np.ndarray]):
+        self.config = config
+        self.leaves = leaves
+        self.path = Path("in-memory")
+        self.tokenizer_files = ()
+
+    def specs(self):
+        return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in self.leaves.items()}
+
+    def read(self, path):
+        return self.leaves[path]
+
+    def stored_bytes(self, path):
+        return self.leaves[path].nbytes
+
+    def fingerprint(self):
+        return "of arrays"
+
+
+def moe_config(dense: ModelConfig, *banks: BankConfig | None, **moe) -> ModelConfig:
+    """`dense` with an MoE of the given bank in some layers; None leaves a layer dense."""
+    moe = {"num_experts": EXPERTS, "top_k": 2, **moe}
+    layers = tuple(
+        layer if bank is None else dataclasses.replace(layer, mlp=MoEConfig(expert=layer.mlp, bank=bank, **moe))
+        for layer, bank in zip(dense.layers, banks, strict=True)
+    )
+    return dataclasses.replace(dense, layers=layers)
+
+
+def trained_leaves(config: ModelConfig, dense: dict[str, np.ndarray], *, noise: float = 0.1) -> dict[str, np.ndarray]:
+    """Leaves of an MoE upcycled from `dense`, after something like training: everything in the MoE layers has moved."""
+    random = np.random.default_rng(1)
+    leaves = {path: leaf for path, leaf in dense.items() if path in leaf_specs(config)}
+    for i in config.moe_layers:
+        prefix = f"layers/{i}/mlp/"
+        ffn = {path.removeprefix(prefix): leaf for path, leaf in dense.items() if path.startswith(prefix)}
+        for name, leaf in moe_leaves(ffn, config.layers[i].mlp, seed=0, layer=i):
+            moved = leaf
+            if leaf.dtype.kind not in "iu":
+                moved = leaf.astype(np.float32) + noise * random.standard_normal(leaf.shape).astype(np.float32)
+            leaves[prefix + name] = moved.astype(leaf.dtype)
+    return leaves
+
+
+def memory_moe(*banks: BankConfig | None, noise=0.1, dtype=None, shape=None, **moe) -> MemorySource:
+    """An MoE in memory, one layer per bank."""
+    dense = dense_config(num_layers=len(banks), **(shape or {}))
+    config = moe_config(dense, *banks, **moe)
+    return MemorySource(config, trained_leaves(config, random_leaves(dense, dtype=dtype), noise=noise))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """`dense`, and `moe` whose layers 0, 2 and 3 are MoEs of full experts; float32, with biases."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "tokenizer.json").write_text("{}")
+    dense = dense_config(bias=True)
+    leaves = random_leaves(dense)
+    full = BankConfig()
+    moe = moe_config(dense, full, None, full, full)
+    return {
+        "dense": write_model(folder / "dense", dense, leaves),
+        "moe": write_model(folder / "moe", moe, trained_leaves(moe, leaves), (folder / "tokenizer.json",)),
+    }
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two model directories hold the same bits."""
+    a, b = ModelDirectory(one), ModelDirectory(other)
+    return (
+        a.config == b.config
+        and a.specs() == b.specs()
+        and all(a.read(path).tobytes() == b.read(path).tobytes() for path in a.specs())
+    )
