@@ -112,7 +112,10 @@ def _weights(gate: str, top_logits: Float[Array, "T k"], top_probabilities: Floa
             weights = jnp.stack([weights[:, 0], 1.0 - weights[:, 0]], axis=1)
         return weights
     if gate == "coder":
-        return jax.nn.softmax(top_probabilities, axis=-1) * top_probabilities[:, :1]
+        first = top_probabilities[:, :1]
+        others = (jax.nn.softmax(top_probabilities, axis=-1) * first)[:, 1:]
+        # The best one takes what the others leave of p_1, for the same reason: with 1 - p_1 it makes 1.
+        return jnp.concatenate([first - jnp.sum(others, axis=1, keepdims=True), others], axis=1)
     return top_probabilities
 
 
