@@ -182,7 +182,8 @@ class TrainSection:
     Attributes:
       steps: optimizer steps.
       batch_size: sequences per step, over all devices.
-      accumulation: parts that a batch is computed in, one after another; memory shrinks, the result is the same.
+      accumulation: parts that a batch is computed in, one after another; memory shrinks, the result is the same but
+        for noise (of `coder` routers), which every part draws for itself.
     """
 
     steps: int = 1000
