@@ -12,6 +12,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Rows of a CPU tile: long ones keep a matrix product busy, short ones at the end of a group waste little.
 TILES = (256, 64)
+# Entries of a tile of a kernel. With many rows it is used often and may be long; for a few it should stay in the cache.
+TILE_ENTRIES = 1 << 22
+FEW_ROWS, TILE_ENTRIES_FOR_FEW = 64, 1 << 18
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -70,6 +74,26 @@ def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Array], Array
     )
 
 
+def over_columns(tile: int, columns: int, body: Callable[[Array, int, Any], Any], carry: Any) -> Any:
+    """Folds `body(start, tile, carry)` over tiles of columns, all equal; `tile` divides `columns`."""
+    if tile == columns:
+        return body(jnp.zeros((), jnp.int32), tile, carry)
+    return lax.fori_loop(0, columns // tile, lambda t, carry: body(t * tile, tile, carry), carry)
+
+
+def tile_width(shape: tuple[int, int], rows: int) -> int:
+    """Columns of a tile of a kernel: the largest divisor of all columns that keeps the tile small."""
+    limit = TILE_ENTRIES_FOR_FEW if rows <= FEW_ROWS else TILE_ENTRIES
+    fitting = [w for w in range(1, shape[1] + 1) if shape[1] % w == 0 and w * shape[0] <= limit]
+    # A kernel with a prime number of columns is taken whole rather than column by column.
+    return fitting[-1] if fitting and fitting[-1] >= min(64, shape[1]) else shape[1]
+
+
+def when(condition: Array, body: Callable[[Any], Any], carry: Any) -> Any:
+    """`body(carry)` where the condition holds. A loop of no or one turn: XLA updates its carry in place."""
+    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: body(carry), carry)
+
+
 def longest_tile(rows: int) -> int:
     return min(max(TILES), max(8, 1 << (rows - 1).bit_length()))
 
@@ -81,15 +105,23 @@ def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out
     starts = jnp.cumsum(group_sizes) - group_sizes
     padded = jnp.pad(lhs, ((0, slack), (0, 0)))
 
-    def group(e: Array, out: Array) -> Array:
-        kernel = lax.dynamic_index_in_dim(rhs, e, 0, keepdims=False)
+    def column_tile(e: Array, start: Array, columns: int, out: Array) -> Array:
+        zero = jnp.zeros((), starts.dtype)
+        at, size = (e, start, zero) if contract_out else (e, zero, start), list(rhs.shape)
+        size[0], size[1 if contract_out else 2] = 1, columns
+        kernel = lax.dynamic_slice(rhs, at, size)[0]
 
         def multiply(tile: int, offset: Array, out: Array) -> Array:
             block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
             product = lax.dot_general(block, kernel, (((1,), (1 if contract_out else 0,)), ((), ())))
-            return lax.dynamic_update_slice_in_dim(out, product, starts[e] + offset, 0)
+            return lax.dynamic_update_slice(out, product, (starts[e] + offset, start))
 
         return over_tiles(group_sizes[e], rows, multiply, out)
+
+    def group(e: Array, out: Array) -> Array:
+        # For a few rows a kernel that is sliced whole would be read, written and read again.
+        columns = tile_width((lhs.shape[1], width), rows) if rows <= FEW_ROWS else width
+        return when(group_sizes[e] > 0, partial(over_columns, columns, width, partial(column_tile, e)), out)
 
     out = lax.fori_loop(0, rhs.shape[0], group, jnp.zeros((rows + slack, width), lhs.dtype))
     return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))

@@ -5,7 +5,6 @@ its stored form, multiplied with the rows of its group, and forgotten; the gradi
 a time is one tile, never an [E, i, o] array (METHODS 3). Plain XLA on every platform.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.deltas import DeltaForm
-from moe_jax.functional.grouped import longest_tile, over_tiles, zero_rows_beyond
-
-# Entries of a tile. With many rows a tile is used often and may be long; with few the tile should stay in the cache.
-TILE_ENTRIES = 1 << 22
-FEW_ROWS, TILE_ENTRIES_FOR_FEW = 64, 1 << 18
+from moe_jax.functional.grouped import longest_tile, over_columns, over_tiles, tile_width, when, zero_rows_beyond
 
 Stacked = dict[str, Array]
 
@@ -46,24 +41,24 @@ def synthesised_matmul(
       form: what the arrays mean.
     """
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
-    starts = jnp.cumsum(group_sizes) - group_sizes
+    starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(form.shape, rows)
     padded = jnp.pad(lhs, ((0, slack), (0, 0)))
 
-    def multiply(e: Array, start: Array | int, kernel: Array, out: Array) -> Array:
+    def multiply(e: Array, start: Array, kernel: Array, out: Array) -> Array:
         def rows_of_group(tile: int, offset: Array, out: Array) -> Array:
             block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
             # Rows beyond the group are overwritten by the groups they belong to, which come later.
-            return lax.dynamic_update_slice(out, block @ kernel, (starts[e] + offset, _like(start, starts)))
+            return lax.dynamic_update_slice(out, block @ kernel, (starts[e] + offset, start))
 
         return over_tiles(group_sizes[e], rows, rows_of_group, out)
 
     def group(e: Array, out: Array) -> Array:
         leaves = _expert(trained, e) | _expert(fixed, e)
 
-        def column_tile(start: Array | int, width: int, out: Array) -> Array:
+        def column_tile(start: Array, width: int, out: Array) -> Array:
             return multiply(e, start, _kernel(base, leaves, form, start, width, lhs.dtype), out)
 
-        return when(group_sizes[e] > 0, partial(_over_columns, form.shape, rows, column_tile), out)
+        return when(group_sizes[e] > 0, partial(over_columns, columns, form.shape[1], column_tile), out)
 
     out = lax.fori_loop(0, group_sizes.shape[0], group, jnp.zeros((rows + slack, form.shape[1]), lhs.dtype))
     return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
@@ -77,13 +72,13 @@ def _forward(lhs: Array, base: Any, trained: Stacked, fixed: Stacked, group_size
 def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
     lhs, base, trained, fixed, group_sizes = residuals
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
-    starts = jnp.cumsum(group_sizes) - group_sizes
+    starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(form.shape, rows)
     lhs_padded, dout_padded = (jnp.pad(a, ((0, slack), (0, 0))) for a in (lhs, dout))
 
     def group(e: Array, sums: tuple) -> tuple:
         mine, others = _expert(trained, e), _expert(fixed, e)
 
-        def column_tile(start: Array | int, width: int, sums: tuple) -> tuple:
+        def column_tile(start: Array, width: int, sums: tuple) -> tuple:
             dlhs, dbase, dtrained = sums
             tile, tile_vjp = jax.vjp(lambda leaves: form.tile(leaves | others, start, width), mine)
             kernel = _plus_base(base, tile, start, lhs.dtype)
@@ -92,7 +87,7 @@ def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
                 dlhs, dkernel = sums
                 at = starts[e] + offset
                 left = lax.dynamic_slice_in_dim(lhs_padded, at, count, 0)
-                right = lax.dynamic_slice(dout_padded, (at, _like(start, starts)), (count, width))
+                right = lax.dynamic_slice(dout_padded, (at, start), (count, width))
                 right = zero_rows_beyond(right, group_sizes[e] - offset)
                 before = lax.dynamic_slice_in_dim(dlhs, at, count, 0)
                 dlhs = lax.dynamic_update_slice_in_dim(dlhs, before + right @ kernel.T, at, 0)
@@ -108,7 +103,7 @@ def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
                 dbase = lax.dynamic_update_slice_in_dim(dbase, columns, start, 1)
             return dlhs, dbase, dtrained
 
-        return when(group_sizes[e] > 0, partial(_over_columns, form.shape, rows, column_tile), sums)
+        return when(group_sizes[e] > 0, partial(over_columns, columns, form.shape[1], column_tile), sums)
 
     dbase = None if base is None else jnp.zeros(form.shape, jnp.float32)
     zeros = jnp.zeros(lhs_padded.shape, lhs.dtype), dbase, jax.tree.map(jnp.zeros_like, trained)
@@ -123,7 +118,7 @@ def _kernel(base: Array | None, leaves: Stacked, form: DeltaForm, start: Any, wi
     return _plus_base(base, form.tile(leaves, start, width), start, dtype)
 
 
-def _plus_base(base: Array | None, tile: Float[Array, "i w"], start: Array | int, dtype: jnp.dtype) -> Array:
+def _plus_base(base: Array | None, tile: Float[Array, "i w"], start: Array, dtype: jnp.dtype) -> Array:
     if base is not None:
         tile = lax.dynamic_slice_in_dim(base, start, tile.shape[1], 1).astype(jnp.float32) + tile
     return tile.astype(dtype)
@@ -131,28 +126,3 @@ def _plus_base(base: Array | None, tile: Float[Array, "i w"], start: Array | int
 
 def _expert(stacked: Stacked, e: Array) -> Stacked:
     return {name: lax.dynamic_index_in_dim(array, e, 0, keepdims=False) for name, array in stacked.items()}
-
-
-def _over_columns(shape: tuple[int, int], rows: int, body: Callable[[Any, int, Any], Any], carry: Any) -> Any:
-    """Folds `body(start, width, carry)` over tiles of columns, as wide as they may be and all equal."""
-    width = tile_width(shape, rows)
-    if width == shape[1]:
-        return body(0, width, carry)
-    return lax.fori_loop(0, shape[1] // width, lambda t, carry: body(t * width, width, carry), carry)
-
-
-def tile_width(shape: tuple[int, int], rows: int) -> int:
-    """Columns of a tile: the largest divisor of all columns that keeps the tile small."""
-    limit = TILE_ENTRIES_FOR_FEW if rows <= FEW_ROWS else TILE_ENTRIES
-    fitting = [w for w in range(1, shape[1] + 1) if shape[1] % w == 0 and w * shape[0] <= limit]
-    # A kernel with a prime number of columns is taken whole rather than column by column.
-    return fitting[-1] if fitting and fitting[-1] >= min(64, shape[1]) else shape[1]
-
-
-def when(condition: Array, body: Callable[[Any], Any], carry: Any) -> Any:
-    """`body(carry)` where the condition holds. A loop of no or one turn: XLA updates its carry in place."""
-    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: body(carry), carry)
-
-
-def _like(start: Array | int, starts: Array) -> Array:
-    return jnp.asarray(start, starts.dtype)
