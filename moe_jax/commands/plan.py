@@ -92,10 +92,11 @@ def _print(path: Path, config: "ModelConfig", plan: "Plan", memory: "TrainingMem
         ("  added", plan.added_params, ""),
         ("  routers", plan.router_params, ""),
         ("  experts", plan.expert_params, "kernels or bases and deltas; positions are not parameters"),
-        ("  universal FFNs", plan.universal_params, "beside the experts"),
         ("active per token", plan.active_params, "norms left out"),
         ("trainable", plan.trainable_params, "all but frozen bases"),
     ]
+    if plan.universal_params:
+        rows.insert(5, ("  universal FFNs", plan.universal_params, "beside the experts"))
     for name, count, note in rows:
         table.add_row(name, f"{count:,}", note)
     if plan.formula_added_params != plan.added_params:
