@@ -215,8 +215,13 @@ def _weighting(entry: Mapping[str, Any]) -> str:
 def _lineage_line(entry: Mapping[str, Any]) -> str:
     options = " ".join(f"{name}={value}" for name, value in entry.get("options", {}).items())
     sources = ", ".join(f"{source['path']} ({source['fingerprint'][:12]})" for source in entry.get("sources", ()))
-    measured = ", ".join(f"{name} {value}" for name, value in entry.get("measured", {}).items())
+    measured = ", ".join(f"{name} {_short(value)}" for name, value in entry.get("measured", {}).items())
     parts = [f"{entry.get('date', '')}  {entry['command']} {options}".rstrip()]
     parts += [f"    from {sources}"] if sources else []
     parts += [f"    measured: {measured}"] if measured else []
     return "\n".join(parts)
+
+
+def _short(value: Any) -> str:
+    """A figure; of figures per layer only how many there are (lineage.json and --json have them all)."""
+    return f"[{len(value)}]" if isinstance(value, list | dict) else str(value)

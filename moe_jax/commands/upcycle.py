@@ -35,8 +35,8 @@ def run(options: Options) -> None:
       InputError: see `moe_jax.upcycle`.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from moe_jax.commands.progress import progress_bars
     from moe_jax.open_source import open_source
     from moe_jax.upcycle import upcycle
 
@@ -57,16 +57,7 @@ def run(options: Options) -> None:
         "seed": seed,
         "step0_check": not options.no_step0_check,
     }
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    terminal = Console(stderr=True)
-    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bars:
-        tasks: dict[str, int] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
+    with progress_bars() as progress:
         result = upcycle(
             open_source(options.src),
             options.dst,

@@ -121,5 +121,5 @@ def sweep(
 
 
 def perplexity(nll: float) -> float:
-    """exp(nll), at most 1e300: a model that is destroyed must not overflow, nor JSON hold an infinity."""
-    return math.exp(min(nll, math.log(1e300)))
+    """exp(nll), at most 1e30, and that for what is not a number: a model that is destroyed must still fit a picture."""
+    return math.exp(min(nll, math.log(1e30))) if math.isfinite(nll) else 1e30

@@ -11,6 +11,7 @@ from moe_jax.loading import leaf_specs
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, ModelConfig, MoEConfig
 from moe_jax.upcycle.leaves import moe_leaves
+from tests.train.conftest import BOS, EOS, byte_tokenizer
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 EXPERTS = 3
@@ -72,16 +73,15 @@ def memory_moe(*banks: BankConfig | None, noise=0.1, dtype=None, shape=None, **m
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """`dense`, and `moe` whose layers 0, 2 and 3 are MoEs of full experts; float32, with biases."""
+    """`dense`, and `moe` whose layers 0 and 2 of 3 are MoEs of full experts; float32, tokens are bytes."""
     folder = tmp_path_factory.mktemp("models")
-    (folder / "tokenizer.json").write_text("{}")
-    dense = dense_config(bias=True)
+    tokenizer = byte_tokenizer(folder / "tokenizer.json")
+    dense = dataclasses.replace(dense_config(num_layers=3), vocab_size=264, bos_id=BOS, eos_ids=(EOS,))
     leaves = random_leaves(dense)
-    full = BankConfig()
-    moe = moe_config(dense, full, None, full, full)
+    moe = moe_config(dense, BankConfig(), None, BankConfig())
     return {
-        "dense": write_model(folder / "dense", dense, leaves),
-        "moe": write_model(folder / "moe", moe, trained_leaves(moe, leaves), (folder / "tokenizer.json",)),
+        "dense": write_model(folder / "dense", dense, leaves, (tokenizer,)),
+        "moe": write_model(folder / "moe", moe, trained_leaves(moe, leaves), (tokenizer,)),
     }
 
 
