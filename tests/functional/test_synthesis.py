@@ -1,0 +1,133 @@
+"""Products with kernels that are made tile by tile, against kernels that are stored; and packed codes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.experts.csr import to_csr
+from moe_jax.functional import grouped
+from moe_jax.functional.deltas import LowRankForm, QuantizedForm, SparseForm
+from moe_jax.functional.packing import codes_shape, dequantize, largest_level, pack, scales_shape, unpack
+from moe_jax.functional.sparse_product import grouped_sparse_matmul
+from moe_jax.functional.synthesis import synthesised_matmul
+
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+GROUPS, SHAPE, ROWS, ENTRIES = 3, (16, 128), 21, 70
+
+
+def random(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def delta(kind):
+    """Form, trained and fixed arrays of random deltas."""
+    rng = np.random.default_rng(0)
+    if kind == "low-rank":
+        arrays = {"a": random(rng, GROUPS, SHAPE[0], 3), "b": random(rng, GROUPS, 3, SHAPE[1])}
+        return LowRankForm(SHAPE), arrays, {}
+    if kind == "sparse":
+        positions = [np.sort(rng.choice(SHAPE[0] * SHAPE[1], ENTRIES, replace=False)) for _ in range(GROUPS)]
+        columns, ends = (jnp.asarray(np.stack(part)) for part in zip(*(to_csr(p, SHAPE) for p in positions), strict=True))
+        return SparseForm(SHAPE), {"values": random(rng, GROUPS, ENTRIES)}, {"columns": columns, "row_ends": ends}
+    codes = jnp.asarray(rng.integers(0, 256, (GROUPS, *codes_shape(SHAPE, 4))), jnp.uint8)
+    return QuantizedForm(SHAPE, 4, 8), {"scales": random(rng, GROUPS, *scales_shape(SHAPE, 8))}, {"codes": codes}
+
+
+def stored(form, trained, fixed, base):
+    """All kernels, and a last one of zeros for rows in no group."""
+    kernels = [form.tile({n: a[e] for n, a in (trained | fixed).items()}, 0, SHAPE[1]) for e in range(GROUPS)]
+    kernels = [kernel if base is None else base + kernel for kernel in kernels]
+    return jnp.stack([*kernels, jnp.zeros(SHAPE, jnp.float32)])
+
+
+@functools.cache
+def program(kind, tiled, reference):
+    form, _, fixed = delta(kind)
+
+    def value(lhs, base, trained, sizes, target):
+        if reference:
+            group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(ROWS, dtype=jnp.int32), side="right")
+            y = jnp.einsum("mi,mio->mo", lhs, stored(form, trained, fixed, base)[group])
+        else:
+            y = synthesised_matmul(lhs, base, trained, fixed, sizes, form)
+        return jnp.sum(y * target), y
+
+    return jax.jit(jax.grad(value, argnums=(0, 1, 2), has_aux=True))
+
+
+def assert_close(got, expected):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.max(jnp.abs(b)))))
+
+
+group_sizes = st.lists(st.integers(0, ROWS // GROUPS), min_size=GROUPS, max_size=GROUPS)
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["one tile", "tiles of columns"])
+@pytest.mark.parametrize("kind", ["low-rank", "sparse", "quantized"])
+def test_synthesised_product_and_gradient(kind, tiled, monkeypatch):
+    if tiled:
+        monkeypatch.setattr(grouped, "TILE_ENTRIES_FOR_FEW", SHAPE[0] * 64)
+        assert grouped.tile_width(SHAPE, ROWS) == 64
+    trained = delta(kind)[1]
+
+    @settings(max_examples=10)
+    @given(group_sizes, st.integers(0, 99))
+    def check(sizes, seed):
+        rng = np.random.default_rng(seed)
+        data = random(rng, ROWS, SHAPE[0]), random(rng, *SHAPE), trained, jnp.asarray(sizes, jnp.int32)
+        target = random(rng, ROWS, SHAPE[1])
+        got, expected = (program(kind, tiled, reference)(*data, target) for reference in (False, True))
+        assert_close(got, expected)
+
+    check()
+
+
+@settings(max_examples=10)
+@given(group_sizes, st.integers(0, 99))
+def test_entrywise_product_and_gradient(sizes, seed):
+    form, trained, fixed = delta("sparse")
+    rng = np.random.default_rng(seed)
+    lhs, target = random(rng, ROWS, SHAPE[0]), random(rng, ROWS, SHAPE[1])
+    got = entrywise()(lhs, trained["values"], jnp.asarray(sizes, jnp.int32), target)
+    gradients, y = program("sparse", False, True)(
+        lhs, jnp.zeros(SHAPE, jnp.float32), trained, jnp.asarray(sizes, jnp.int32), target
+    )
+    assert_close(got, ((gradients[0], gradients[2]["values"]), y))
+
+
+@functools.cache
+def entrywise():
+    form, _, fixed = delta("sparse")
+
+    def value(lhs, values, sizes, target):
+        y = grouped_sparse_matmul(lhs, values, fixed, sizes, form)
+        return jnp.sum(y * target), y
+
+    return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([8, 4, 2, 1]), st.integers(1, 20), st.integers(1, 5), st.integers(0, 99))
+def test_packing_loses_nothing(bits, rows, columns, seed):
+    rng, most = np.random.default_rng(seed), largest_level(bits)
+    levels = rng.choice([-1, 1], (rows, columns)) if bits == 1 else rng.integers(-most, most + 1, (rows, columns))
+    codes = pack(jnp.asarray(levels, jnp.int32), bits)
+    assert codes.dtype == jnp.uint8 and codes.shape == codes_shape((rows, columns), bits)
+    np.testing.assert_array_equal(unpack(codes, rows, bits, jnp.float32), levels)
+
+
+@pytest.mark.parametrize("group_size", [8, None])
+def test_scales_belong_to_their_group(group_size):
+    rows, columns = 19, 3  # the last group is cut off
+    scales = jnp.arange(1, 1 + np.prod(scales_shape((rows, columns), group_size)), dtype=jnp.bfloat16)
+    scales = scales.reshape(scales_shape((rows, columns), group_size))
+    got = dequantize(pack(jnp.ones((rows, columns), jnp.int32), 2), scales, rows, 2, group_size, jnp.float32)
+    expected = np.asarray(scales, np.float32)[np.arange(rows) // (group_size or rows)] * np.ones((rows, columns))
+    np.testing.assert_array_equal(got, expected)
