@@ -33,7 +33,8 @@ def delta(kind):
         return LowRankForm(SHAPE), arrays, {}
     if kind == "sparse":
         positions = [np.sort(rng.choice(SHAPE[0] * SHAPE[1], ENTRIES, replace=False)) for _ in range(GROUPS)]
-        columns, ends = (jnp.asarray(np.stack(part)) for part in zip(*(to_csr(p, SHAPE) for p in positions), strict=True))
+        places = zip(*(to_csr(p, SHAPE) for p in positions), strict=True)
+        columns, ends = (jnp.asarray(np.stack(part)) for part in places)
         return SparseForm(SHAPE), {"values": random(rng, GROUPS, ENTRIES)}, {"columns": columns, "row_ends": ends}
     codes = jnp.asarray(rng.integers(0, 256, (GROUPS, *codes_shape(SHAPE, 4))), jnp.uint8)
     return QuantizedForm(SHAPE, 4, 8), {"scales": random(rng, GROUPS, *scales_shape(SHAPE, 8))}, {"codes": codes}
