@@ -182,6 +182,38 @@ def test_another_job_does_not_go_on_with_it(killed):
     assert done_of(killed, [ENTRY | {"options": {"seed": 1}}]) == frozenset()
 
 
+def test_notes_are_there_until_the_directory_is_whole(tmp_path, leaves):
+    def begin(lineage):
+        return ModelDirectoryWriter(tmp_path / "model", CONFIG, tokenizer_files=[], lineage=lineage, resume=True)
+
+    with pytest.raises(ZeroDivisionError):
+        with begin([ENTRY]) as writer:
+            writer.note("3", {"error": 0.5})
+            writer.note("3", {"error": 0.25})
+            raise ZeroDivisionError
+    with begin([ENTRY]) as writer:
+        assert writer.notes() == {"3": {"error": 0.25}}
+        writer.write(leaves)
+    assert sorted(os.listdir(tmp_path / "model")) == ["config.json", "lineage.json", "params"]
+
+
+def test_what_cannot_be_gone_on_with_is_removed(tmp_path, leaves):
+    with pytest.raises(InputError):
+        with ModelDirectoryWriter(tmp_path / "m", CONFIG, tokenizer_files=[], lineage=[ENTRY], resume=True) as writer:
+            writer.write(leaves)
+            raise InputError("weights that will be no better next time")
+    assert not os.listdir(tmp_path)
+
+
+def test_stored_bytes_are_those_of_the_files(tmp_path, leaves):
+    write(tmp_path / "model", leaves)
+    model = ModelDirectory(tmp_path / "model")
+    for path, leaf in leaves.items():
+        assert leaf.nbytes < model.stored_bytes(path) < leaf.nbytes + 1000
+    files = sum(file.stat().st_size for file in (tmp_path / "model" / "params").rglob("*") if file.is_file())
+    assert 0 < files - sum(map(model.stored_bytes, leaves)) < 50_000
+
+
 def test_fingerprint_is_that_of_the_content(tmp_path, leaves):
     path = "layers/0/mlp/up/kernel"
     changed = leaves[path].copy()

@@ -113,7 +113,7 @@ def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:
     without = [i for i in layers if config.layers[i].mlp.universal == "none"]
     if without:
         some = ", ".join(map(str, without[:4])) + (", ..." if len(without) > 4 else "")
-        raise InputError(f"--extended: there is no universal FFN in layers {some}; leave it out")
+        raise InputError(f"--extended: there is no universal FFN in layers {some}; leave it out, or choose --layers")
 
 
 def _replaced(layers: tuple[LayerConfig, ...], planned: Mapping[int, MoEConfig]) -> tuple[LayerConfig, ...]:
@@ -136,19 +136,16 @@ def _write(
     for path in leaf_specs(config):
         by_layer.setdefault(int(path.split("/")[1]) if path.startswith("layers/") else -1, []).append(path)
     figures = {int(i): LayerFigures(**noted) for i, noted in writer.notes().items()}
-
-    def put(path: str, leaf: np.ndarray) -> None:
-        if path not in writer.done:
-            writer.write({path: leaf})
-
     for i, paths in by_layer.items():
         made: set[str] = set()
         # Figures are noted before the last leaves of a layer are on the disk, or after: both have to be there.
         if i in indices and not (i in figures and writer.done.issuperset(paths)):
 
             def write(below: str, leaf: np.ndarray, i: int = i, made: set[str] = made) -> None:
-                made.add(f"layers/{i}/mlp/{below}")
-                put(f"layers/{i}/mlp/{below}", leaf)
+                path = f"layers/{i}/mlp/{below}"
+                made.add(path)
+                if path not in writer.done:
+                    writer.write({path: leaf})
 
             figures[i] = compress_layer(i, write)
             writer.note(str(i), dataclasses.asdict(figures[i]))

@@ -77,5 +77,7 @@ class Report:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "warnings": list(self.warnings),
-            "layers": [dataclasses.asdict(layer) for layer in self.layers],
+            "layers": [
+                {"layer": layer.layer, "base": layer.base, **dataclasses.asdict(layer)} for layer in self.layers
+            ],
         }
