@@ -4,8 +4,8 @@
 
 d 1024, f 2816 (gated), 8 experts, 4096 tokens, float32.
 
-- time: forward and backward of the layer, gradients of input and parameters, at top-1, 2 and 4: plain dense FFN, vanilla
-  (full experts), DeRS-LM of rank 4, DeRS-SM. All take turns, so that they see the same machine; ratios are of medians.
+- time: forward and backward of the layer, gradients of input and parameters, at top-1, 2 and 4: plain dense FFN,
+  vanilla (full experts), DeRS-LM, DeRS-SM. All take turns, so that they see the same machine; ratios are of medians.
 - memory: what the compiled training step (gradient and AdamW) of the layer holds, from the compiler.
 - decode: one step of 1 and of 8 tokens, top-2: full experts against a base with quantised deltas; the bytes of
   parameters that have to be read, and the time.
@@ -120,14 +120,16 @@ def measure_memory() -> None:
 def randomised(bank: ExpertBank) -> ExpertBank:
     """With deltas that are not zero: zeros could be faster than numbers."""
 
-    def draw(path: tuple, leaf: jax.Array) -> jax.Array:
-        key = jax.random.key(hash(jax.tree_util.keystr(path)) & 0xFFFF)
+    keys = iter(jax.random.split(jax.random.key(3), 64))
+
+    def draw(leaf: jax.Array) -> jax.Array:
+        key = next(keys)
         if leaf.dtype == jnp.uint8:
             return jax.random.bits(key, leaf.shape, jnp.uint8)
         return (0.01 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
 
     graphdef, state = nnx.split(bank)
-    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(draw, state))
+    return nnx.merge(graphdef, jax.tree.map(draw, state))
 
 
 def bytes_read(bank: ExpertBank, experts_used: int) -> int:
