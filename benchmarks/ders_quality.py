@@ -22,7 +22,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from ders.results import Results
-from ders.settings import KINDS, Settings
+from ders.settings import KINDS, VANILLA, Settings
 
 
 def main() -> None:
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=defaults.seq_len, help="tokens (default %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate, help="(default %(default)s)")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", choices=KINDS, default=list(KINDS), help="only these")
+    parser.add_argument("--training-only", action="store_true", help="compress nothing")
     parser.add_argument("--report-only", action="store_true", help="run nothing, draw what there is")
     options = parser.parse_args()
     settings = Settings(
@@ -59,7 +60,7 @@ def main() -> None:
 
         task = Task(options.data, options.work, settings, seeds=range(options.seeds))
         train_kinds(task, results, options.kinds)
-        if "vanilla" in options.kinds:
+        if VANILLA in options.kinds and not options.training_only:
             from ders.compression import compress_models
 
             compress_models(task, results)

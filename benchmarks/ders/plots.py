@@ -35,8 +35,8 @@ def plot_training(results: Results, file: Path) -> None:
             if not frozen:
                 for x, y, kind in points:
                     text = kind.removeprefix(family).strip()
-                    place = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-                    axes[0].annotate(text, (x, statistics.mean(y)), color=color, **place)
+                    place = {"xytext": (0, -22 if family == "DeRS-LM" else 16), "textcoords": "offset points"}
+                    axes[0].annotate(text, (x, statistics.mean(y)), color=color, ha="center", fontsize=8, **place)
     if vanilla:
         y = difference(vanilla, dense)
         _error_bars(axes[0], [added_params(results, VANILLA)], [y], "black", "D", "-", label="vanilla")
@@ -52,6 +52,7 @@ def plot_training(results: Results, file: Path) -> None:
 def plot_compression(results: Results, file: Path) -> None:
     """Loss that compression adds, by drop rate and by bits."""
     figure, (drops, bits) = _figure(2)
+    drops.set_yscale("symlog", linthresh=1e-3)
     for base, color in _BASE_COLORS.items():
         for method, style, marker in (("drop", "-", "o"), ("drop, largest kept", "--", "s")):
             values = [value for value in DROPS if added_losses(results, base, method, value)]
@@ -71,8 +72,8 @@ def plot_compression(results: Results, file: Path) -> None:
         axes.axhline(0, color="black", linewidth=1)
         if gain is not None:
             axes.axhline(gain, color="grey", linestyle="-.", linewidth=1, label="dense, trained as long")
-        axes.set_yscale("symlog", linthresh=1e-3)
-        axes.legend(fontsize=7)
+        # Below: the lines fill the panels.
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     drops.set_xlabel("share of the entries of every delta left out")
     bits.set_xticks(range(len(BITS)), BITS)
     bits.set_xlabel("bits of an entry of a delta")
@@ -83,7 +84,7 @@ def plot_compression(results: Results, file: Path) -> None:
 
 def _figure(panels: int) -> tuple[Figure, list[Axes]]:
     # Not pyplot: it has global state, and picks a backend that may need a screen.
-    figure = Figure(figsize=(7 if panels == 1 else 11, 4.6), layout="constrained")
+    figure = Figure(figsize=(7, 4.6) if panels == 1 else (11, 5.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
     for one in axes:

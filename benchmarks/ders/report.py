@@ -61,7 +61,7 @@ def _compression_tables(results: Results) -> str:
     methods = (
         ("drop", DROPS, "drop {}, random"),
         ("drop, largest kept", DROPS, "drop {}, largest kept"),
-        ("bits", BITS, "{} bits"),
+        ("bits", BITS, "bits: {}"),
         (NO_DELTAS, ("",), "no deltas"),
     )
     for method, values, label in methods:
