@@ -33,6 +33,8 @@ class Options:
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 1024, or what the model can do)")
     ] = None
     """With --text: tokens that the model sees at a time."""
+    split: bool = False
+    """With --text: splits the parameters over the devices, instead of a copy on each."""
 
 
 def run(options: Options) -> None:
@@ -47,11 +49,11 @@ def run(options: Options) -> None:
     from moe_jax.models import config_to_json
     from moe_jax.open_source import open_source
 
-    check_options(options.plots, options.text, options.seq_len)
+    check_options(options.plots, options.text, options.seq_len, options.split)
     source = open_source(options.model)
     plots = []
     if options.plots is not None:
-        plots = draw(source, options.plots, text=options.text, seq_len=options.seq_len)
+        plots = draw(source, options.plots, text=options.text, seq_len=options.seq_len, split=options.split)
     specs = source.specs()
     lineage = read_lineage(source.path)
     if options.json:

@@ -14,19 +14,19 @@ _DEFAULT_SEQ_LEN = 1024
 _BATCH_SIZE = 8
 
 
-def check_options(plots: Path | None, text: Path | None, seq_len: int | None) -> None:
+def check_options(plots: Path | None, text: Path | None, seq_len: int | None, split: bool) -> None:
     """Raises `InputError` for options that do not go together, or a folder that exists."""
     from moe_jax.staging import refuse_existing
 
     if plots is None and (text is not None or seq_len is not None):
         raise InputError(f"--{'text' if text is not None else 'seq-len'} belongs to --plots DIR")
-    if text is None and seq_len is not None:
-        raise InputError("--seq-len belongs to --text FILE")
+    if text is None and (seq_len is not None or split):
+        raise InputError(f"--{'split' if split else 'seq-len'} belongs to --text FILE")
     if plots is not None:
         refuse_existing(plots)
 
 
-def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | None) -> list[Path]:
+def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | None, split: bool) -> list[Path]:
     """Measures and writes the pictures; without a text those that need no forward pass.
 
     Args:
@@ -34,6 +34,7 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
       dst: the folder to make.
       text: what the load of the experts is measured on.
       seq_len: tokens of a window of it; None: 1024, or what the model can do if that is less.
+      split: whether the model's parameters are split over the devices.
 
     Returns:
       The files.
@@ -54,7 +55,7 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
     layers = []
     with progress_bars() as progress:
         # First, because it finds what is wrong with the text.
-        load = None if text is None else _measure_load(source, text, seq_len)
+        load = None if text is None else _measure_load(source, text, seq_len, split)
         for done, layer in enumerate(config.moe_layers, start=1):
             layers.append(measure_similarity(source, layer))
             progress("comparing experts", done, len(config.moe_layers))
@@ -65,7 +66,7 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
     return write_figures(dst, layers, name="/".join(source.path.resolve().parts[-2:]), **described)
 
 
-def _measure_load(source: "ModelSource", text: Path, seq_len: int) -> "ExpertLoad":
+def _measure_load(source: "ModelSource", text: Path, seq_len: int, split: bool) -> "ExpertLoad":
     from moe_jax.loading import load_model
     from moe_jax.sharding import make_mesh
     from moe_jax.train.evaluation import check_seq_len, read_text
@@ -74,7 +75,6 @@ def _measure_load(source: "ModelSource", text: Path, seq_len: int) -> "ExpertLoa
 
     check_seq_len(seq_len)
     ids = read_text(text, Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config))
-    # Split over the devices, for a model that needs them all.
-    mesh = make_mesh({"fsdp": -1})
+    mesh = make_mesh({"fsdp" if split else "data": -1})
     model = load_model(source, mesh=mesh)
     return measure_load(model, ids, seq_len=seq_len, batch_size=_BATCH_SIZE, mesh=mesh)
