@@ -12,6 +12,7 @@ d 1024, f 2816 (gated), 8 experts, 4096 tokens, float32.
 """
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -39,6 +40,7 @@ KINDS = {
 }
 
 
+@functools.cache
 def fresh_bank(config: BankConfig) -> ExpertBank:
     return make_bank(config, FFN, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
 
@@ -99,7 +101,7 @@ def measure_memory() -> None:
     optimizer = optax.adamw(1e-4)
     x, routing = inputs(TOKENS, 2)
     for name, config in KINDS.items():
-        bank = nnx.eval_shape(lambda config=config: fresh_bank(config))
+        bank = fresh_bank(config)
         graphdef, params, rest = nnx.split(bank, nnx.Param, ...)
 
         def step(params, moments, rest, x, routing, graphdef=graphdef):

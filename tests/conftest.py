@@ -33,3 +33,10 @@ def strict_numerics():
     """No implicit dtype or rank promotion: wrap tests of our own numerics in it (Optax and OTT fail under it)."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_forgotten():
+    """Compiled programs would otherwise pile up to several GB per process; modules share hardly any."""
+    yield
+    jax.clear_caches()
