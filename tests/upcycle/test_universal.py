@@ -137,9 +137,7 @@ def test_a_frozen_base_leaves_the_universal_ffn_to_be_trained():
 @pytest.mark.parametrize(
     "options",
     [
-        ("--delta", "full", "--top-k", 1),
         ("--delta", "full", "--top-k", 3),
-        ("--delta", "low-rank:4", "--extended"),
         ("--delta", "sparse:0.9", "--extended", "--freeze-base"),
     ],
     ids=str,
