@@ -12,34 +12,19 @@ from flax import nnx
 
 from ders.results import Results
 from ders.settings import BASES, BITS, DROPS, NO_DELTAS, VANILLA
-from ders.training import Task, make_evaluator
+from ders.training import Task
 from moe_jax.compress import Method, compress, make_method
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
-from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.sharding import path_name
-from moe_jax.train.evaluation import Evaluator
-
-
-class Scorer:
-    """Held-out loss of models; one program for all models of the same config that follow each other."""
-
-    def __init__(self, task: Task):
-        self._task = task
-        self._compiled: tuple[ModelConfig, Evaluator] | None = None
-
-    def __call__(self, model: Decoder) -> float:
-        graphdef, state = nnx.split(model)
-        if self._compiled is None or self._compiled[0] != model.config:
-            self._compiled = model.config, make_evaluator(self._task, graphdef)
-        return self._compiled[1](state).nll
+from quality.scoring import Scorer
 
 
 def compress_models(task: Task, results: Results) -> None:
     """Does the compressions that are not in the results yet. The trained vanilla models must be there."""
-    score = Scorer(task)
+    score = Scorer(task.held_out, task.settings.seq_len)
     jobs = [
         (name, value, base, seed)
         for name, values in all_methods().items()

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 from ders.results import Results
 from ders.settings import BASES, BITS, DENSE, DROPS, FROZEN, KINDS, NO_DELTAS, VANILLA
-from ders.summary import added_losses, added_params, difference, losses, spread
+from ders.summary import added_losses, added_params, difference, losses
+from quality.spread import spread
 
 _FAMILIES = {"DeRS-LM": ("C0", "o"), "DeRS-SM": ("C1", "s")}
 _BASE_COLORS = dict(zip(BASES, ("C0", "C1"), strict=True))

@@ -1,13 +1,14 @@
 """The report, made from the results alone."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ders.plots import plot_compression, plot_training
 from ders.results import Results
 from ders.settings import BASES, BITS, DENSE, DROPS, FROZEN, KINDS, NO_DELTAS, VANILLA
-from ders.summary import added_losses, added_params, difference, losses, spread
+from ders.summary import added_losses, added_params, difference, losses
+from quality.spread import mean_and_spread
 
 
 def write_report(results: Results, out: Path) -> str:
@@ -37,9 +38,9 @@ def _training_table(results: Results) -> str:
         cells = [
             kind,
             f"{added_params(results, kind):,}",
-            _mean_and_spread(free.values()),
+            mean_and_spread(free.values()),
             "" if kind == VANILLA else _signed(difference(free, vanilla)),
-            _mean_and_spread(frozen.values()) if frozen else "",
+            mean_and_spread(frozen.values()) if frozen else "",
             _signed(difference(frozen, free)) if frozen else "",
         ]
         rows.append(f"| {' | '.join(cells)} |")
@@ -72,7 +73,7 @@ def _compression_tables(results: Results) -> str:
     vanilla = losses(results, VANILLA)
     note = (
         "What compression adds to the held-out loss of the trained vanilla model "
-        f"({_mean_and_spread(vanilla.values())}), seed by seed. Bytes are on disk, in parts of float32 experts."
+        f"({mean_and_spread(vanilla.values())}), seed by seed. Bytes are on disk, in parts of float32 experts."
     )
     return "\n".join([*rows, "", note])
 
@@ -97,14 +98,5 @@ def _kept(results: Results, method: str, value: str) -> str:
     return f"{statistics.mean(shares):.0%}"
 
 
-def _mean_and_spread(values: Iterable[float]) -> str:
-    values = list(values)
-    return f"{statistics.mean(values):.4f}{_deviation(values)}"
-
-
 def _signed(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):+.4f}{_deviation(values)}" if values else ""
-
-
-def _deviation(values: Sequence[float]) -> str:
-    return f" ± {spread(values):.4f}" if len(values) > 1 else ""
+    return mean_and_spread(values, "+.4f")

@@ -1,7 +1,4 @@
-"""From runs to what tables and plots say. Spread is the standard deviation over seeds (n - 1)."""
-
-import statistics
-from collections.abc import Sequence
+"""From runs to what tables and plots say."""
 
 from ders.results import Results
 from ders.settings import DENSE
@@ -15,11 +12,6 @@ def losses(results: Results, kind: str) -> dict[str, float]:
 def difference(these: dict[str, float], those: dict[str, float]) -> list[float]:
     """What these have more than those, seed by seed: the order of the text is then no part of the spread."""
     return [loss - those[seed] for seed, loss in these.items() if seed in those]
-
-
-def spread(values: Sequence[float]) -> float:
-    """Standard deviation; 0 for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def added_params(results: Results, kind: str) -> int:

@@ -18,7 +18,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.nn.router_stats import load_per_layer
 from moe_jax.open_source import open_source
 from moe_jax.train.data import open_data
-from moe_jax.train.evaluation import Evaluator, read_text
+from moe_jax.train.evaluation import read_text
 from moe_jax.train.output import write_model
 from moe_jax.train.placement import place
 from moe_jax.train.program import first_state, initial_states, make_program
@@ -33,8 +33,8 @@ from moe_jax.train.recipe import (
 )
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.upcycle import UpcycleOptions, parse_delta, upcycle
-
-_EVAL_BATCH = 16
+from quality.scoring import Scorer
+from quality.text import split_text
 
 
 class Task:
@@ -55,11 +55,7 @@ class Task:
         self.tokenizer = find_tokenizer(self.dense.tokenizer_files, self.dense.path)
         self._work = work
         work.mkdir(parents=True, exist_ok=True)
-        text = (data / "text" / "tinyshakespeare" / "input.txt").read_text()
-        cut = round(len(text) * (1 - settings.held_out_share))
-        self._train_text, held_out = work / "train.txt", work / "held-out.txt"
-        self._train_text.write_text(text[:cut])
-        held_out.write_text(text[cut:])
+        self._train_text, held_out = split_text(data, work, settings.held_out_share)
         self.held_out = read_text(held_out, Tokenizer(self.tokenizer, self.dense.config))
         self.batches = cache(self._batches)
 
@@ -118,11 +114,6 @@ class Task:
         return self._work / name / "model"
 
 
-def make_evaluator(task: Task, graphdef: nnx.GraphDef) -> Evaluator:
-    """Scores the held-out text."""
-    return Evaluator(graphdef, task.held_out, seq_len=task.settings.seq_len, batch_size=_EVAL_BATCH)
-
-
 class Trainer:
     """The compiled programs of one kind."""
 
@@ -130,7 +121,7 @@ class Trainer:
         self._task = task
         recipe = task.recipe(model, Path("unused"), seed=0)
         self._program = make_program(recipe, model.config, jax.devices()[:1])
-        self._evaluator = make_evaluator(task, self._program.graphdef)
+        self._evaluator = Scorer(task.held_out, task.settings.seq_len).evaluator(self._program.graphdef)
 
     def run(self, model: ModelSource, seed: int, keep: Path | None) -> dict[str, Any]:
         """Trains from a model.

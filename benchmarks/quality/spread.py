@@ -1,0 +1,18 @@
+"""Mean and spread over seeds. Spread is the standard deviation (n - 1)."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+
+def spread(values: Sequence[float]) -> float:
+    """Standard deviation; 0 for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def mean_and_spread(values: Iterable[float], form: str = ".4f") -> str:
+    """Such as `2.7163 ± 0.0101`; nothing if there are no values, no spread if there is one."""
+    values = list(values)
+    if not values:
+        return ""
+    mean = f"{statistics.mean(values):{form}}"
+    return f"{mean} ± {spread(values):{form.removeprefix('+')}}" if len(values) > 1 else mean
