@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from moe_jax.experts.config import PLACES
-from moe_jax.experts.csr import columns_dtype
+from moe_jax.experts.places import columns_dtype
 
 INDEX_BYTES = 4
 """Of an int32: ends of rows, flat positions."""
@@ -27,10 +27,8 @@ def places_bytes(places: str, shape: tuple[int, int], entries: int) -> int:
     return entries * INDEX_BYTES
 
 
-def fewest_bytes_places(
-    shapes: Iterable[tuple[int, int]], entries: Sequence[int]
-) -> Literal["csr", "bitmap", "coo"]:
-    """The form of the places that takes the fewest bytes for all kernels of an expert together; of equal ones the first.
+def fewest_bytes_places(shapes: Iterable[tuple[int, int]], entries: Sequence[int]) -> Literal["csr", "bitmap", "coo"]:
+    """The form of the places that takes the fewest bytes for all kernels of an expert; of equal ones the first.
 
     The values take the same room in all of them, whatever their dtype.
 

@@ -1,0 +1,74 @@
+"""One candidate for every layer, so that the bytes of all keep within a budget and their errors add up to little.
+
+A multiple-choice knapsack. Its linear relaxation is solved by walking down the lower convex hulls of (bytes, error) of
+all layers, always along the steepest (Sinha and Zoltners, "The multiple-choice knapsack problem", 1979): the Lagrangian
+solution for the budgets at which a walk ends on a vertex. Between those, what no longer fits is put aside and the walk
+goes on with the rest.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moe_jax.errors import InputError
+
+
+class Candidate(NamedTuple):
+    """What a layer can become.
+
+    Attributes:
+      nbytes: that it then takes.
+      error: that it then has; errors of layers are added up.
+      choice: what it stands for.
+    """
+
+    nbytes: int
+    error: float
+    choice: Any = None
+
+
+def allocate(candidates: Mapping[int, Sequence[Candidate]], budget_bytes: int) -> dict[int, Candidate]:
+    """Chooses one candidate per layer.
+
+    The sum of errors is above the least possible by at most what the one step gains that first did not fit: with many
+    layers that is next to nothing. It never grows with the budget.
+
+    Args:
+      candidates: by layer, in any order.
+      budget_bytes: for all layers together.
+
+    Returns:
+      By layer, in the order of `candidates`; their bytes are at most the budget.
+
+    Raises:
+      InputError: if even the smallest candidates of all layers are too large.
+    """
+    chosen = {layer: min(some, key=lambda c: (c.nbytes, c.error)) for layer, some in candidates.items()}
+    left = budget_bytes - sum(candidate.nbytes for candidate in chosen.values())
+    if left < 0:
+        raise InputError(
+            f"a budget of {budget_bytes:,} bytes is too small for the experts of {len(chosen)} layers: "
+            f"they take at least {budget_bytes - left:,} bytes"
+        )
+    better = {layer: list(some) for layer, some in candidates.items()}
+    steps: list[tuple[float, int, Candidate]] = []
+
+    def push_steepest(layer: int) -> None:
+        """The step to the next vertex of the hull, among what is better than the present choice and fits."""
+        now = chosen[layer]
+        better[layer] = [c for c in better[layer] if c.error < now.error and 0 < c.nbytes - now.nbytes <= left]
+        if better[layer]:
+            slopes = [(now.error - c.error) / (c.nbytes - now.nbytes) for c in better[layer]]
+            steepest = max(slopes)
+            heapq.heappush(steps, (-steepest, layer, better[layer][slopes.index(steepest)]))
+
+    for layer in candidates:
+        push_steepest(layer)
+    while steps:
+        _, layer, to = heapq.heappop(steps)
+        cost = to.nbytes - chosen[layer].nbytes
+        if cost <= left:
+            chosen[layer] = to
+            left -= cost
+        push_steepest(layer)
+    return chosen
