@@ -1,9 +1,6 @@
 """Compresses the trained vanilla models in every way, and scores what comes out."""
 
-import shutil
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,12 +10,13 @@ from flax import nnx
 from ders.results import Results
 from ders.settings import BASES, BITS, DROPS, NO_DELTAS, VANILLA
 from ders.training import Task
-from moe_jax.compress import Method, compress, make_method
+from moe_jax.compress import Method, make_method
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
 from moe_jax.nn import Decoder
 from moe_jax.sharding import path_name
+from quality.compression import compressed
 from quality.scoring import Scorer
 
 
@@ -64,12 +62,9 @@ def _method(name: str, value: str, seed: int) -> Method:
 
 
 def _compressed(source: ModelSource, dense: ModelSource | None, method: Method, score: Scorer) -> dict[str, Any]:
-    """Writes a compressed model, scores it from what was written, and removes it."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "model"
-        report = compress(source, folder, method, base=dense, described={})
-        loss = score(load_model(ModelDirectory(folder)))
-        shutil.rmtree(folder)
+    """What is kept of one compressed model, which is scored from what was written."""
+    with compressed(source, method, base=dense) as (model, report):
+        loss = score(load_model(model))
     return {
         "loss": loss,
         "expert_bytes_before": report.expert_bytes_before,

@@ -33,8 +33,8 @@ class Settings:
     used least.
     """
 
-    upcycled_steps: int = 1000
-    random_steps: int = 1500
+    upcycled_steps: int = 600
+    random_steps: int = 1200
     batch_size: int = 8
     seq_len: int = 128
     learning_rate: float = 3e-3
