@@ -1,0 +1,86 @@
+"""Exact transport between two point clouds of equal size: one matrix product, one linear assignment.
+
+Both clouds have uniform weights, so an optimal plan is a permutation (Birkhoff). `align` is what merging methods need
+to bring the neurons of one expert into the order of another; `barycenter.py` is built on the same two steps.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from scipy.optimize import linear_sum_assignment
+
+from moe_jax.errors import InputError
+
+# Up to so many multiplications, products are made in float64: near-ties are then decided as any exact solver decides
+# them. Beyond, float32 on the device: a single one of these products takes a second in float64.
+_FLOAT64_PRODUCT = 2**36
+# Rows that are converted, gathered or moved to the device at a time: this many values.
+_BLOCK_VALUES = 2**24
+
+
+def align(points: Float[np.ndarray, "n D"], target: Float[np.ndarray, "n D"]) -> Int[np.ndarray, " n"]:
+    """Finds the order of points that is nearest to the target: one exact assignment.
+
+    Args:
+      points: the cloud to be ordered, float32, float64 or bfloat16.
+      target: what it is compared with.
+
+    Returns:
+      int32; `points[permutation]` has the least ||points[permutation] - target||_F. Among equal ones the order in which
+      the points are is preferred.
+
+    Raises:
+      InputError: for clouds of different shapes or with values that are not finite.
+    """
+    if points.ndim != 2 or points.shape != target.shape:
+        raise InputError(f"clouds of shapes {points.shape} and {target.shape}; expected two equal ones, [n, D]")
+    for name, cloud in (("points", points), ("target", target)):
+        if not all(np.isfinite(block).all() for block in _row_blocks(cloud, working_dtype(*cloud.shape))):
+            raise InputError(f"the {name} hold values that are not finite")
+    dtype = working_dtype(*points.shape)
+    return assign(inner_products(target.astype(dtype, copy=False), points.astype(dtype, copy=False)))
+
+
+def assign(scores: Float[np.ndarray, "n n"]) -> Int[np.ndarray, " n"]:
+    """For every row a column, all different, with the greatest sum of scores (SciPy's shortest augmenting paths)."""
+    costs = np.negative(scores, dtype=np.float64)
+    return linear_sum_assignment(costs)[1].astype(np.int32)
+
+
+def working_dtype(n: int, dim: int) -> np.dtype:
+    """float64 for clouds that are small enough, else float32."""
+    return np.dtype(np.float64 if n * n * dim <= _FLOAT64_PRODUCT else np.float32)
+
+
+def inner_products(target: Float[np.ndarray, "n D"], points: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n n"]:
+    """<target_i, points_j>: all that an assignment needs of |target_i - points_j|^2, norms being the same for any.
+
+    Args:
+      target, points: both float64, or both float32; the latter are multiplied on the default device.
+    """
+    if target.dtype == np.float64:
+        return target @ points.T
+    on_device = jnp.asarray(points)
+    blocks = [np.asarray(_product(jnp.asarray(block), on_device)) for block in _row_blocks(target, target.dtype)]
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+
+
+@jax.jit
+def _product(target: Float[Array, "b D"], points: Float[Array, "n D"]) -> Float[Array, "b n"]:
+    # In full float32: TPUs would round to bfloat16 and GPUs to TF32, coarser than the differences that decide.
+    return jnp.einsum("id,jd->ij", target, points, precision="highest")
+
+
+def row_blocks(n: int, dim: int) -> Iterator[slice]:
+    """Slices of rows that are small enough to be copied."""
+    size = max(1, _BLOCK_VALUES // max(dim, 1))
+    for begin in range(0, n, size):
+        yield slice(begin, min(begin + size, n))
+
+
+def _row_blocks(cloud: Float[np.ndarray, "n D"], dtype: np.dtype) -> Iterator[np.ndarray]:
+    for rows in row_blocks(*cloud.shape):
+        yield cloud[rows].astype(dtype, copy=False)
