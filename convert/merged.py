@@ -107,13 +107,14 @@ class MergedModel:
         """Experts that are stored as something else than full kernels."""
         block, _, name = path.partition("/experts/")
         layer = self._layer(path)
-        base = self._source.read(self._base(path))
         if not isinstance(layer.mlp, MoEConfig):
+            base = self._source.read(self._base(path))
             for expert in range(self._num_experts(path)):
                 yield expert, base
             return
         bank, matrix = f"{block}/experts", name.removesuffix("/kernel")
-        yield from enumerate(expert_kernels(self._source.read, layer.mlp.bank, bank, matrix))
+        shape = layer.mlp.expert.shapes(self.config.d_model)[matrix]
+        yield from enumerate(expert_kernels(self._source.read, layer.mlp.bank, bank, matrix, shape))
 
     def _router(self, path: str) -> np.ndarray:
         """The router of a layer that was dense: all experts are equal, so any router will do."""

@@ -35,7 +35,7 @@ class Plan:
       norm_params: of all norms.
       active_params: parameters that one token meets, norms left out, as PERFT counts them (METHODS 8): embedding and
         head, attention, dense and universal FFNs, routers, shared bases, and `top_k` of E of what experts have of their
-        own.
+        own (all of them where fewer are left after merging).
       trainable_params: parameters that training changes if no recipe says otherwise: all but frozen bases.
       param_bytes: everything a checkpoint holds, positions included, in the dtype of the config.
       formula_added_params: `added_params` as published counts of DeRS are made: without `universal_params`, and
@@ -150,7 +150,7 @@ def _active(config: ModelConfig, path: str, size: int) -> int:
     if "/mlp/experts/" not in path or "/mlp/experts/base/" in path:
         return size
     moe = config.layers[int(path.split("/")[1])].mlp
-    return size // moe.bank_experts * moe.bank_top_k
+    return size // moe.bank_experts * min(moe.bank_top_k, moe.bank_experts)
 
 
 def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
@@ -158,8 +158,8 @@ def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
     if not isinstance(layer.mlp, MoEConfig) or layer.mlp.bank.rate is None:
         return 0.0
     bank, shapes = layer.mlp.bank, layer.mlp.expert.shapes(config.d_model).values()
-    exact = sum(math.prod(shape) * (1.0 - bank.rate) - bank.nonzeros(shape) for shape in shapes)
-    return layer.mlp.bank_experts * exact
+    kept = sum(bank.for_matrix(index).nonzeros(shape) for index, shape in enumerate(shapes))
+    return layer.mlp.bank_experts * (sum(map(math.prod, shapes)) * (1.0 - bank.rate) - kept)
 
 
 def _shard_shape(path: str, shape: tuple[int, ...], mesh: Mapping[str, int], problems: list[str]) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def _mlp_params(layer: LayerConfig, config: ModelConfig) -> int:
     mlp = layer.mlp
     if isinstance(mlp, FFNConfig):
         return _kernels(mlp, config.d_model)
-    beside = _kernels(mlp.expert, config.d_model) if mlp.universal_beside else 0
+    beside = _kernels(mlp.universal_ffn, config.d_model) if mlp.universal_beside else 0
     return _router_params(mlp, config.d_model) + beside + _bank_params(mlp, config)
 
 
@@ -48,14 +48,17 @@ def _router_params(mlp: MoEConfig, d_model: int) -> int:
 
 
 def _bank_params(mlp: MoEConfig, config: ModelConfig) -> int:
-    if mlp.bank.kind in ("full", "quantized"):  # a quantised delta is as dense as the kernel it belongs to
-        return mlp.bank_top_k * _kernels(mlp.expert, config.d_model)
+    bank, kernels = mlp.bank, _kernels(mlp.expert, config.d_model)
+    if bank.kind in ("full", "quantized"):  # a quantised delta is as dense as the kernel it belongs to
+        return mlp.bank_top_k * kernels
     shapes = mlp.expert.shapes(config.d_model).values()
-    if mlp.bank.kind == "low-rank":
-        delta = sum(mlp.bank.rank * sum(shape) for shape in shapes)
+    if bank.kind == "low-rank":
+        delta = sum(bank.rank * sum(shape) for shape in shapes)
+    elif bank.kind == "joint-low-rank":
+        delta = bank.rank * (mlp.expert.dim + len(shapes) * config.d_model)
     else:
-        delta = sum(mlp.bank.nonzeros(shape) for shape in shapes)
-    return _kernels(mlp.expert, config.d_model) + mlp.bank_top_k * delta
+        delta = sum(bank.for_matrix(index).nonzeros(shape) for index, shape in enumerate(shapes))
+    return (kernels if bank.has_base else 0) + mlp.bank_top_k * delta
 
 
 def _kernels(ffn: FFNConfig, d_model: int) -> int:

@@ -13,6 +13,8 @@ from moe_jax.models import ModelConfig, MoEConfig
 DENSE = "dense model"
 OWN = "base of the bank"
 MEAN = "mean of the experts"
+BARYCENTER = "barycenter of the experts"
+NO_BASE = "experts themselves"
 
 
 class Base:

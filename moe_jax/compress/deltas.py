@@ -23,7 +23,7 @@ def compress_deltas(layer: SourceLayer, base: Base, encode: Encode, write: Write
     Raises:
       InputError: if a kernel, or what it becomes, is not finite.
     """
-    measure = Measure(layer.num_experts)
+    measure = Measure(layer.num_experts, layer.moe.expert.dim)
     for name in layer.shapes:
         _compress_matrix(layer, name, base.kernel(name), encode, write, measure)
         biases = layer.biases(name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,46 +12,79 @@ from jaxtyping import Array, Float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerFigures:
-    """Over all matrices of a layer's experts, W as it was and W^ as it is now.
+    """Over all matrices of a layer's experts, W as it was and W^ as it is now. None where a figure has no meaning.
 
     Attributes:
       relative_error: ||W^ - W|| / ||W||, of all experts together.
-      delta_error: ||W^ - W|| / ||W - base||; None where every expert equals the base. It is 1 where nothing of the
-        deltas is left, and sqrt(p / (1 - p)) for DARE, whose rescaled entries are right only on average.
+      error_per_neuron: (1/E) sum_k ||W^_k - W_k||^2 / f, the error of a layer in METHODS 5.
+      delta_error: ||W^ - W|| / ||W - base||; None also where every expert equals the base. It is 1 where nothing of
+        the deltas is left, and sqrt(p / (1 - p)) for DARE, whose rescaled entries are right only on average.
       cosine_mean, cosine_min: between an expert and the base, mean and least over the experts.
+      objective: of the barycenter, (1/E) sum_k ||T_k W_k - W_base||^2.
+      rounds: until the experts were aligned.
+      converged: whether their alignment had stopped to change.
+      seconds: that the layer took.
+      choice: what was chosen for the layer where not all are treated alike, in words.
     """
 
     relative_error: float
-    delta_error: float | None
-    cosine_mean: float
-    cosine_min: float
+    error_per_neuron: float
+    delta_error: float | None = None
+    cosine_mean: float | None = None
+    cosine_min: float | None = None
+    objective: float | None = None
+    rounds: int | None = None
+    converged: bool | None = None
+    seconds: float | None = None
+    choice: str | None = None
 
 
 class Measure:
     """Adds up the figures of a layer, one kernel after another, in the order in which a method comes to them."""
 
-    def __init__(self, num_experts: int):
+    def __init__(self, num_experts: int, num_neurons: int):
+        """Nothing yet.
+
+        Args:
+          num_experts: E.
+          num_neurons: f, the hidden width of an expert as it was.
+        """
         # Per expert: |W|^2, |base|^2, W.base, |W - base|^2, |W^ - W|^2.
         self._sums = np.zeros((num_experts, 5))
+        self._num_neurons = num_neurons
+        self._has_base = True
 
-    def add(self, expert: int, kernel: np.ndarray, base: np.ndarray, approximation: np.ndarray | Array) -> None:
+    def add(
+        self, expert: int, kernel: np.ndarray, base: np.ndarray | None, approximation: np.ndarray | Array
+    ) -> None:
         """Counts one matrix of one expert.
 
         Args:
           expert: its index.
-          kernel, base: [in, out] as they were; `base` as it is stored now.
+          kernel, base: [in, out] as they were; `base` as it is stored now, None: there is none.
           approximation: [in, out], what is added to the base now. As it is stored, not rounded to the base's dtype.
         """
+        if base is None:
+            self._has_base = False
+            base = np.zeros((1, 1), np.float32)
         columns = np.asarray(_column_sums(kernel, base, approximation), np.float64)
         self._sums[expert] += columns.sum(axis=1)
 
-    def figures(self) -> LayerFigures:
+    def figures(self, **others: Any) -> LayerFigures:
+        """What was added up, and `others` of the figures as they are."""
         weight, base, dot, delta, error = self._sums.T
+        figures = LayerFigures(
+            relative_error=_ratio(error.sum(), weight.sum()) or 0.0,
+            error_per_neuron=float(error.mean()) / self._num_neurons,
+            **others,
+        )
+        if not self._has_base:
+            return figures
         norms = np.sqrt(weight * base)
         # An expert of zeros points nowhere; it is no sign of another origin.
         cosines = np.divide(dot, norms, out=np.ones_like(dot), where=norms > 0)
-        return LayerFigures(
-            relative_error=_ratio(error.sum(), weight.sum()) or 0.0,
+        return dataclasses.replace(
+            figures,
             delta_error=_ratio(error.sum(), delta.sum()),
             cosine_mean=float(cosines.mean()),
             cosine_min=float(cosines.min()),
@@ -59,10 +93,11 @@ class Measure:
 
 @jax.jit
 def _column_sums(
-    kernel: Float[Array, "i o"], base: Float[Array, "i o"], approximation: Float[Array, "i o"]
+    kernel: Float[Array, "i o"], base: Float[Array, "#i #o"], approximation: Float[Array, "i o"]
 ) -> Float[Array, "5 o"]:
     """Sums over rows in float32; the host adds them up in float64, for float32 would lose most of 10^8 terms."""
     kernel, base = kernel.astype(jnp.float32), base.astype(jnp.float32)
+    base = jnp.broadcast_to(base, kernel.shape)
     delta = kernel - base
     terms = (kernel * kernel, base * base, kernel * base, delta * delta, (approximation - delta) ** 2)
     return jnp.stack([jnp.sum(term, axis=0) for term in terms])

@@ -1,17 +1,19 @@
 """Trained MoE -> smaller MoE, on disk, layer by layer."""
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_jax.checkpoint import LeafReader
+from moe_jax.compress.analyses import AnalysisStore
 from moe_jax.compress.base import Base, check_base
+from moe_jax.compress.calibration import Calibration
 from moe_jax.compress.deltas import Write
 from moe_jax.compress.figures import LayerFigures
-from moe_jax.compress.methods import Method
+from moe_jax.compress.method import Analysis, Method
 from moe_jax.compress.report import LayerReport, Report
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
@@ -24,6 +26,9 @@ from moe_jax.staging import refuse_existing
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and how much of it is done: `progress("compressing", 3, 32)`."""
 
+OnLayer = Callable[[int, LayerFigures, int], None]
+"""Called with a layer that is done, its figures, and the bytes of its experts now."""
+
 
 def compress(
     source: ModelSource,
@@ -33,8 +38,10 @@ def compress(
     base: ModelSource | None = None,
     extended: bool = False,
     layers: Iterable[int] | None = None,
+    statistics: Calibration | None = None,
     described: Mapping[str, Any],
     progress: Progress = lambda what, done, total: None,
+    on_layer: OnLayer = lambda layer, figures, nbytes: None,
 ) -> Report:
     """Writes a model with its experts compressed. Memory holds one layer at a time.
 
@@ -47,8 +54,10 @@ def compress(
       base: the dense model that the experts came from. Without it, a bank's own base, or the mean of the experts.
       extended: the universal FFN beside each bank becomes one more of its deltas.
       layers: the MoE layers to compress; None: all. The others stay as they are.
+      statistics: of the routers on a text; None: methods that use them take all experts to be used alike.
       described: the options as the user gave them: for the lineage, and to know the job again.
       progress: called after every layer.
+      on_layer: called for every compressed layer in turn, also for those that a killed job had done.
 
     Raises:
       InputError: if the model has no experts, an option does not go with it, weights are not finite, or `dst` exists.
@@ -63,32 +72,56 @@ def compress(
     check_leaves(leaf_specs(source.config), source.specs(), str(source.path))
     if extended:
         _check_universal(source.config, indices)
+    if method.origin is not None and base is not None:
+        raise InputError(f"--base does not go with this method: it takes the {method.origin}")
 
-    def open_layer(i: int) -> SourceLayer:
-        return SourceLayer(source, i, with_universal=extended and source.config.layers[i].mlp.universal_beside)
+    def open_layer(i: int) -> SourceLayer:  # anew every time: it keeps what it read last
+        universal = extended and source.config.layers[i].mlp.universal_beside
+        return SourceLayer(source, i, with_universal=universal, statistics=statistics and statistics.layers[i])
 
-    planned = method.plan([open_layer(i) for i in indices])
-    config = dataclasses.replace(source.config, layers=_replaced(source.config.layers, planned))
-    entry = new_lineage_entry("compress", described, [source] if base is None else [source, base])
-    writer = ModelDirectoryWriter(
-        dst,
-        config,
-        tokenizer_files=source.tokenizer_files,
-        lineage=[*read_lineage(source.path), entry],
-        resume=True,
-    )
+    read = [source, *([base] if base is not None else []), *([statistics.text] if statistics is not None else [])]
+    entry = new_lineage_entry("compress", described, read)
+    with AnalysisStore(dst, {name: entry[name] for name in ("options", "sources")}) as store:
+        analyses = _analyse(method, open_layer, indices, store, progress)
+        planned = method.plan([open_layer(i) for i in indices], analyses)
+        config = dataclasses.replace(source.config, layers=_replaced(source.config.layers, planned))
+        writer = ModelDirectoryWriter(
+            dst,
+            config,
+            tokenizer_files=source.tokenizer_files,
+            lineage=[*read_lineage(source.path), entry],
+            resume=True,
+        )
 
-    def compress_layer(i: int, write: Write) -> LayerFigures:
-        layer = open_layer(i)  # anew, and let go of at the end: it keeps what it read last
-        return method.compress(layer, Base(layer, base), config.layers[i].mlp, write)
+        def compress_layer(i: int, write: Write) -> LayerFigures:
+            layer = open_layer(i)
+            return method.compress(layer, Base(layer, base), config.layers[i].mlp, write, analyses[i])
 
-    with writer:
-        figures = _write(source, config, indices, compress_layer, writer, progress)
-        written = writer.read_back()
-        origins = {i: Base(open_layer(i), base).origin for i in indices}
-        report = _report(source, written, origins, figures)
-        writer.lineage[-1]["measured"] = report.to_json()
+        with writer:
+            figures = _write(source, config, indices, compress_layer, writer, progress, on_layer)
+            written = writer.read_back()
+            origins = {i: method.origin or Base(open_layer(i), base).origin for i in indices}
+            report = _report(source, written, origins, figures)
+            writer.lineage[-1]["measured"] = report.to_json()
     return report
+
+
+def _analyse(
+    method: Method,
+    open_layer: Callable[[int], SourceLayer],
+    indices: Sequence[int],
+    store: AnalysisStore,
+    progress: Progress,
+) -> dict[int, Analysis]:
+    analyses: dict[int, Analysis] = {}
+    for done, i in enumerate(indices, start=1):
+        known = store.get(i)
+        analyses[i] = method.analyse(open_layer(i)) if known is None else known
+        if known is None and analyses[i]:
+            store.put(i, analyses[i])
+        if analyses[i]:
+            progress("analysing", done, len(indices))
+    return analyses
 
 
 def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
@@ -129,29 +162,37 @@ def _write(
     compress_layer: Callable[[int, Write], LayerFigures],
     writer: ModelDirectoryWriter,
     progress: Progress,
+    on_layer: OnLayer,
 ) -> dict[int, LayerFigures]:
     """Writes all leaves that are not on the disk yet, and returns the figures of every compressed layer."""
     stored = source.specs()
     by_layer: dict[int, list[str]] = {}
     for path in leaf_specs(config):
         by_layer.setdefault(int(path.split("/")[1]) if path.startswith("layers/") else -1, []).append(path)
-    figures = {int(i): LayerFigures(**noted) for i, noted in writer.notes().items()}
+    notes = writer.notes()
+    figures = {int(i): LayerFigures(**noted["figures"]) for i, noted in notes.items()}
+    nbytes = {int(i): noted["nbytes"] for i, noted in notes.items()}
     for i, paths in by_layer.items():
         made: set[str] = set()
+        size = 0
         # Figures are noted before the last leaves of a layer are on the disk, or after: both have to be there.
         if i in indices and not (i in figures and writer.done.issuperset(paths)):
 
             def write(below: str, leaf: np.ndarray, i: int = i, made: set[str] = made) -> None:
+                nonlocal size
                 path = f"layers/{i}/mlp/{below}"
                 made.add(path)
+                size += leaf.nbytes
                 if path not in writer.done:
                     writer.write({path: leaf})
 
-            figures[i] = compress_layer(i, write)
-            writer.note(str(i), dataclasses.asdict(figures[i]))
+            figures[i], nbytes[i] = compress_layer(i, write), size
+            writer.note(str(i), {"figures": dataclasses.asdict(figures[i]), "nbytes": size})
         for path in paths:
             if path in stored and path not in made and path not in writer.done:
                 writer.write({path: source.read(path)})
+        if i in indices:
+            on_layer(i, figures[i], nbytes[i])
         if i >= 0:
             progress("compressing", i + 1, config.num_layers)
     return figures

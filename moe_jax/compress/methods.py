@@ -1,46 +1,13 @@
-"""What a method of compression is, and the table of those there are. Nothing else knows a method by name."""
+"""The table of the methods of compression. Nothing else knows a method by name."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-from moe_jax.compress.base import Base
-from moe_jax.compress.deltas import Write
-from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.method import Method
 from moe_jax.compress.quantize import Quantize
-from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.compress.sparsify import Sparsify
 from moe_jax.errors import InputError, check_member
-from moe_jax.models import MoEConfig
-
-
-class Method(Protocol):
-    """A frozen dataclass: its fields are its options, and also the command's.
-
-    Attributes:
-      swept: name of the option that says how much is kept, and the values that a sweep tries.
-    """
-
-    swept: ClassVar[tuple[str, tuple[Any, ...]]]
-
-    def plan(self, layers: Sequence[SourceLayer]) -> dict[int, MoEConfig]:
-        """What the layers to compress become, by index: from their configs alone, before a weight is read."""
-        ...
-
-    def compress(self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write) -> LayerFigures:
-        """Makes the leaves of one layer.
-
-        Args:
-          layer: its experts as they are.
-          base: what deltas may be taken from.
-          target: what `plan` said the layer becomes.
-          write: takes leaves by their paths below `mlp`. What is not given to it stays as it is.
-
-        Raises:
-          InputError: if weights are not finite.
-        """
-        ...
-
 
 METHODS: dict[str, type[Method]] = {"ders-sparsify": Sparsify, "ders-quantize": Quantize}
 

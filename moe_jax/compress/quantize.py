@@ -1,7 +1,7 @@
 """`ders-quantize`: every delta as codes of a few bits and a scale per group (METHODS 4)."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, UInt8
 from moe_jax.compress.base import Base
 from moe_jax.compress.deltas import Write, compress_deltas
 from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import check_member
 from moe_jax.experts.config import BITS, BankConfig
@@ -29,7 +30,7 @@ CLIP_FACTORS = (*(n / 20 for n in range(20, 1, -1)), 0.07, 0.05, 0.035, 0.025)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantize:
+class Quantize(Method):
     """Quantised deltas over a shared base.
 
     Attributes:
@@ -50,12 +51,14 @@ class Quantize:
         check_member("scale", self.scale, SCALES)
         self._bank()  # checks bits and group size
 
-    def plan(self, layers: Sequence[SourceLayer]) -> dict[int, MoEConfig]:
-        """See `methods.Method`."""
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        """See `Method`."""
         return {layer.index: layer.target(self._bank()) for layer in layers}
 
-    def compress(self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write) -> LayerFigures:
-        """See `methods.Method`."""
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        """See `Method`."""
         bank = target.bank
 
         def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], Array]:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from moe_jax.compress.base import DENSE, MEAN, OWN
 from moe_jax.compress.figures import LayerFigures
 
 # Measured on stories260K, upcycled and trained for 300 steps: 0.995 at a learning rate of 1e-3, 0.89 at 6e-3.
@@ -53,14 +54,14 @@ class Report:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know, one line each."""
         found = []
-        low = [layer for layer in self.layers if layer.cosine_mean < LOW_COSINE]
+        low = [layer for layer in self.layers if layer.base in (DENSE, OWN, MEAN) and layer.cosine_mean < LOW_COSINE]
         if low:
             least = min(layer.cosine_mean for layer in low)
             where = ", ".join(str(layer.layer) for layer in low[:4]) + (", ..." if len(low) > 4 else "")
             found.append(
                 f"the experts seem to have no common origin: cosine to the base {least:.2f} in layers {where}, where "
                 f"upcycled experts have above {LOW_COSINE}; deltas from one base are the wrong tool for such a model, "
-                "the right one is ResMoE (arXiv 2503.06881)"
+                "the right one is --method resmoe"
             )
         if self.expert_bytes_after > self.expert_bytes_before:
             found.append(

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moe_jax.experts.materialise import expert_kernels
+from moe_jax.compress.calibration import RouterStatistics
+from moe_jax.counting import is_parameter
+from moe_jax.experts.materialise import delta_leaves, expert_kernels
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig
 
@@ -18,20 +20,30 @@ class SourceLayer:
       moe: the layer as it is stored.
       shapes: [in, out] of an expert's kernels, by name.
       num_experts: experts, the universal FFN included if it counts as one.
+      statistics: of its router on a text; None: not known.
     """
 
-    def __init__(self, source: ModelSource, index: int, *, with_universal: bool = False):
+    def __init__(
+        self,
+        source: ModelSource,
+        index: int,
+        *,
+        with_universal: bool = False,
+        statistics: RouterStatistics | None = None,
+    ):
         """Looks at the config; nothing is read.
 
         Args:
           source: the model.
           index: of one of its MoE layers.
           with_universal: the universal FFN beside the bank counts as its last expert.
+          statistics: of its router.
         """
         self.index = index
         self.moe: MoEConfig = source.config.layers[index].mlp
         self.shapes = self.moe.expert.shapes(source.config.d_model)
         self.num_experts = self.moe.bank_experts + with_universal
+        self.statistics = statistics
         self._source = source
         self._with_universal = with_universal
         self._stored = source.specs()
@@ -40,7 +52,7 @@ class SourceLayer:
     @property
     def has_base(self) -> bool:
         """Whether the bank has a base already."""
-        return self.moe.bank.kind != "full"
+        return self.moe.bank.has_base
 
     def target(self, bank: BankConfig) -> MoEConfig:
         """The layer with its experts, all `num_experts` of them, in another bank."""
@@ -48,9 +60,15 @@ class SourceLayer:
         return dataclasses.replace(self.moe, bank=bank, extended=self.moe.extended or self._with_universal)
 
     def dtype(self, name: str) -> np.dtype:
-        """What the kernels of a matrix are stored in; of a bank with deltas, its base."""
-        below = f"base/{name}/kernel" if self.has_base else f"{name}/kernel"
-        return np.dtype(self._stored[self._path(f"experts/{below}")].dtype)
+        """What the kernels of a matrix are stored in; of a bank with deltas, its base, or what its deltas have."""
+        bank = self.moe.bank
+        if bank.kind == "full":
+            leaf = f"{name}/kernel"
+        elif bank.has_base:
+            leaf = f"base/{name}/kernel"
+        else:
+            leaf = next(path for path in delta_leaves(bank, name) if self._is_float(path))
+        return np.dtype(self._stored[self._path(f"experts/{leaf}")].dtype)
 
     def base(self, name: str) -> np.ndarray:
         """The bank's own base, [in, out]."""
@@ -62,8 +80,9 @@ class SourceLayer:
         Full kernels have the dtype they are stored in. Those made of a base and a delta are float32: rounded to a
         bfloat16 base, most of a small delta would be lost.
         """
-        dtype = np.dtype(np.float32) if self.has_base else None
-        yield from expert_kernels(self._read, self.moe.bank, self._path("experts"), name, dtype=dtype)
+        dtype = None if self.moe.bank.kind == "full" else np.dtype(np.float32)
+        bank, shape = self._path("experts"), self.shapes[name]
+        yield from expert_kernels(self._read, self.moe.bank, bank, name, shape, dtype=dtype)
         if self._with_universal:
             yield self._read(self._path(f"universal/{name}/kernel"))
 
@@ -83,6 +102,9 @@ class SourceLayer:
             self._last = None
             self._last = path, self._source.read(path)
         return self._last[1]
+
+    def _is_float(self, leaf: str) -> bool:
+        return is_parameter(self._stored[self._path(f"experts/{leaf}")])
 
     def _path(self, below: str) -> str:
         return f"layers/{self.index}/mlp/{below}"

@@ -6,7 +6,7 @@ the result does not depend on the order in which these are come to, and so neith
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -14,10 +14,11 @@ import numpy as np
 from moe_jax.compress.base import Base
 from moe_jax.compress.deltas import Write, compress_deltas
 from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import BankConfig, FFNConfig
-from moe_jax.experts.csr import to_csr
+from moe_jax.experts.places import to_csr
 from moe_jax.models import MoEConfig
 
 KEEP = ("random", "exact", "magnitude")
@@ -28,7 +29,7 @@ _MATRICES = ("gate", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sparsify:
+class Sparsify(Method):
     """Sparse deltas over a shared base.
 
     Attributes:
@@ -52,8 +53,8 @@ class Sparsify:
         if self.seed < 0:
             raise InputError(f"seed={self.seed} must not be negative")
 
-    def plan(self, layers: Sequence[SourceLayer]) -> dict[int, MoEConfig]:
-        """See `methods.Method`. Storage has one size: room for the largest count in layers of equal shape."""
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        """See `Method`. Storage has one size: room for the largest count in layers of equal shape."""
         entries: dict[FFNConfig, int] = {}
         if self.keep == "random":
             for layer in layers:
@@ -70,8 +71,10 @@ class Sparsify:
             for layer in layers
         }
 
-    def compress(self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write) -> LayerFigures:
-        """See `methods.Method`."""
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        """See `Method`."""
 
         def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
             entries = target.bank.nonzeros(delta.shape)

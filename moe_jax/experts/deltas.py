@@ -13,9 +13,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.config import BankConfig
-from moe_jax.experts.csr import check_addressable, columns_dtype
+from moe_jax.experts.places import check_addressable, columns_dtype, index_dtype
 from moe_jax.functional.deltas import DeltaForm, LowRankForm, QuantizedForm, SparseForm
 from moe_jax.functional.packing import SCALE_DTYPE, codes_shape, pack, scales_shape
+
+# Under this name lie the factors over the neurons of joint low-rank deltas.
+NEURONS = "neurons"
 
 
 class FixedIntegers(nnx.Variable):
@@ -66,21 +69,66 @@ class LowRankDelta(Delta):
         return {"a": P("expert", None, None), "b": P("expert", None, "tensor")}
 
 
+class JointFactor(nnx.Module):
+    """What one matrix, or the neurons, have of the factors of whole experts: `factor` [E, width, r]."""
+
+    def __init__(self, factor: Float[Array, "E w r"]):
+        self.factor = nnx.Param(factor)
+
+
+class JointLowRankDelta(Delta):
+    """Low-rank factors of one matrix, put together from its own and from those over the neurons (METHODS 5)."""
+
+    def __init__(self, config: BankConfig, name: str, neurons: Float[Array, "E f r"], own: Float[Array, "E d r"]):
+        super().__init__(config)
+        self._factors = joint_factors(name, neurons, own)
+
+    def specs(self, split: str) -> dict[str, P]:
+        return LowRankDelta.specs(self, split)
+
+    def trained(self) -> dict[str, Array]:
+        return self._factors
+
+    def fixed(self) -> dict[str, Array]:
+        return {}
+
+
+def joint_factors(name: str, neurons: Float[Array, "... f r"], own: Float[Array, "... d r"]) -> dict[str, Array]:
+    """`a` and `b` of a low-rank kernel `a b` from the factors of a design matrix.
+
+    Rows of the design matrix are neurons: gate and up kernels [d, f] are its transposed parts, down [f, d] is one.
+    """
+    if name == "down":
+        return {"a": neurons, "b": own.swapaxes(-1, -2)}
+    return {"a": own, "b": neurons.swapaxes(-1, -2)}
+
+
 class SparseDelta(Delta):
-    """`values` [E, n], zero at first, at distinct fixed places: CSR, `columns` [E, n] and `row_ends` [E, in]."""
+    """`values` [E, n], zero at first, at distinct fixed places; see `experts.places` for these.
+
+    Quantised values are packed `codes` [E, bytes] and `scales` [E, groups].
+    """
 
     def __init__(
         self, config: BankConfig, num_experts: int, shape: tuple[int, int], *, rngs: nnx.Rngs, dtype: jnp.dtype
     ):
         super().__init__(config)
         entries = config.nonzeros(shape)
-        columns, row_ends = draw_places(rngs.params(), num_experts, shape, entries)
-        self.columns, self.row_ends = FixedIntegers(columns), FixedIntegers(row_ends)
-        self.values = nnx.Param(jnp.zeros((num_experts, entries), dtype))
+        places = draw_places(rngs.params(), num_experts, shape, entries, config.places)
+        for name, array in places.items():
+            setattr(self, name, FixedIntegers(array))
+        if config.bits is None:
+            self.values = nnx.Param(jnp.zeros((num_experts, entries), dtype))
+        else:
+            codes = pack(jnp.zeros((entries, 1), jnp.int32), config.bits)[:, 0]
+            self.codes = FixedIntegers(jnp.broadcast_to(codes, (num_experts, *codes.shape)))
+            groups = scales_shape((entries, 1), config.group_size)[0]
+            self.scales = nnx.Param(jnp.zeros((num_experts, groups), SCALE_DTYPE))
 
     def specs(self, split: str) -> dict[str, P]:
         # Not split over `tensor`: every shard picks its own entries.
-        return dict.fromkeys(("columns", "row_ends", "values"), P("expert", None))
+        arrays = self.trained() | self.fixed()
+        return {name: P("expert", *[None] * (array.ndim - 1)) for name, array in arrays.items()}
 
 
 class QuantizedDelta(Delta):
@@ -103,15 +151,16 @@ class QuantizedDelta(Delta):
         return {"codes": P("expert", None, "tensor"), "scales": P("expert", None, per_column)}
 
 
+# Of the kinds with a delta for each matrix of its own.
 DELTAS: dict[str, type[Delta]] = {"low-rank": LowRankDelta, "sparse": SparseDelta, "quantized": QuantizedDelta}
 
 
 def delta_form(config: BankConfig, shape: tuple[int, int]) -> DeltaForm:
     """What the arrays of a delta mean for a kernel, or a part of a kernel, of this shape."""
-    if config.kind == "low-rank":
+    if config.kind in ("low-rank", "joint-low-rank"):
         return LowRankForm(shape)
     if config.kind == "sparse":
-        return SparseForm(shape)
+        return SparseForm(shape, config.places, config.bits, config.group_size)
     assert config.kind == "quantized" and config.bits is not None, config
     return QuantizedForm(shape, config.bits, config.group_size)
 
@@ -123,23 +172,30 @@ def draw_a(key: Array, num_experts: int, fan_in: int, rank: int) -> Float[Array,
 
 
 def draw_places(
-    key: Array, num_experts: int, shape: tuple[int, int], entries: int
-) -> tuple[Int[Array, "E n"], Int[Array, "E i"]]:
-    """Distinct places in a kernel for every expert: columns, and the ends of rows.
+    key: Array, num_experts: int, shape: tuple[int, int], entries: int, places: str
+) -> dict[str, Int[Array, "E ..."]]:
+    """Distinct places in a kernel for every expert, in one of the forms of `experts.places`.
 
     Raises:
       InputError: if a kernel has more entries than int32 can address.
     """
     check_addressable(shape)
 
-    def one(key: Array) -> tuple[Array, Array]:
+    def one(key: Array) -> dict[str, Array]:
         # Sorted draws from a range shorter by what is added: distinct, and not a permutation of the whole kernel, which
         # takes seconds. Sets of neighbours are a little less likely than others.
         draws = jax.random.randint(key, (entries,), 0, math.prod(shape) - entries + 1, jnp.int32)
-        places = jnp.sort(draws) + jnp.arange(entries, dtype=jnp.int32)
-        rows = jnp.arange(shape[0], dtype=jnp.int32)
-        row_ends = jnp.searchsorted(places // shape[1], rows, side="right").astype(jnp.int32)
-        return (places % shape[1]).astype(columns_dtype(shape)), row_ends
+        positions = jnp.sort(draws) + jnp.arange(entries, dtype=jnp.int32)
+        rows, columns = positions // shape[1], positions % shape[1]
+        if places == "bitmap":
+            byte, bit = columns // 8, (columns % 8).astype(jnp.uint8)
+            empty = jnp.zeros((shape[0], -(-shape[1] // 8)), jnp.uint8)
+            return {"mask": empty.at[rows, byte].add(jnp.uint8(1) << bit)}
+        columns = columns.astype(columns_dtype(shape))
+        if places == "coo":
+            return {"columns": columns, "rows": rows.astype(index_dtype(shape[0]))}
+        every = jnp.arange(shape[0], dtype=jnp.int32)
+        return {"columns": columns, "row_ends": jnp.searchsorted(rows, every, side="right").astype(jnp.int32)}
 
     return jax.lax.map(one, jax.random.split(key, num_experts))
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.deltas import DeltaForm, LowRankForm
+from moe_jax.functional.deltas import DeltaForm, LowRankForm, SparseForm
 from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.grouped import grouped_matmul
@@ -37,7 +37,7 @@ class Deltas(NamedTuple):
 def factored_ffn(
     x: Float[Array, "T d"],
     routing: Routing,
-    bases: Mapping[str, Float[Array, "i o"]],
+    bases: Mapping[str, Float[Array, "i o"] | None],
     deltas: Mapping[str, Deltas],
     biases: Mapping[str, Float[Array, "E o"]],
     activation: str,
@@ -48,7 +48,7 @@ def factored_ffn(
     Args:
       x: tokens.
       routing: chosen experts and weights.
-      bases: `up`, `down`, and `gate` if gated.
+      bases: `up`, `down`, and `gate` if gated; None each where the deltas are all there is.
       deltas: by the same names.
       biases: any of them by the same names.
       activation: of the FFN.
@@ -67,12 +67,13 @@ def factored_ffn(
         return y + row_biases(biases[name], order.group_sizes, rows.shape[0]) if name in biases else y
 
     def into_hidden(name: str) -> Float[Array, "M f"]:
-        return dispatch(linear(x, bases[name]), order, top_k) + delta_product(rows, name)
+        own, base = delta_product(rows, name), bases[name]
+        return own if base is None else dispatch(linear(x, base), order, top_k) + own
 
     gate = into_hidden("gate") if "gate" in bases else None
     h = hidden(into_hidden("up"), gate, activation)
-    y = linear(combine(h, order, routing.weights), bases["down"])
-    return y + combine(delta_product(h, "down"), order, routing.weights)
+    y = combine(delta_product(h, "down"), order, routing.weights)
+    return y if bases["down"] is None else linear(combine(h, order, routing.weights), bases["down"]) + y
 
 
 def _delta_matmul(
@@ -82,14 +83,17 @@ def _delta_matmul(
         a, b = delta.trained["a"].astype(rows.dtype), delta.trained["b"].astype(rows.dtype)
         return grouped_matmul(grouped_matmul(rows, a, group_sizes), b, group_sizes)
     if entrywise:
-        return grouped_sparse_matmul(rows, delta.trained["values"], delta.fixed, group_sizes, delta.form)
+        assert isinstance(delta.form, SparseForm)
+        values = jax.vmap(delta.form.values)(delta.trained | delta.fixed)
+        places = {name: array for name, array in delta.fixed.items() if name != "codes"}
+        return grouped_sparse_matmul(rows, values, places, group_sizes, delta.form)
     return synthesised_matmul(rows, None, delta.trained, delta.fixed, group_sizes, delta.form)
 
 
 def _side_by_side(
     x: Float[Array, "T d"],
     routing: Routing,
-    bases: Mapping[str, Array],
+    bases: Mapping[str, Array | None],
     deltas: Mapping[str, Deltas],
     biases: Mapping[str, Array],
     activation: str,
@@ -111,12 +115,15 @@ def _side_by_side(
 
     def into_hidden(name: str) -> Float[Array, "T k f"]:
         a, b = factors(name)
-        y = linear(masked(linear(x, a), chosen), b) + linear(x, bases[name])[:, None, :]
+        y = linear(masked(linear(x, a), chosen), b)
+        if bases[name] is not None:
+            y = y + linear(x, bases[name])[:, None, :]
         return y + linear(chosen, biases[name]) if name in biases else y
 
     gate = into_hidden("gate") if "gate" in bases else None
     h = hidden(into_hidden("up"), gate, activation)
-    y = linear(weighted_sum(h, routing.weights), bases["down"])
     a, b = factors("down")
-    y = y + linear(jnp.sum(masked(linear(h.reshape(tokens * top_k, -1), a), weighted), axis=1), b)
+    y = linear(jnp.sum(masked(linear(h.reshape(tokens * top_k, -1), a), weighted), axis=1), b)
+    if bases["down"] is not None:
+        y = linear(weighted_sum(h, routing.weights), bases["down"]) + y
     return y + linear(jnp.sum(weighted, axis=1), biases["down"]) if "down" in biases else y

@@ -13,14 +13,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.experts.config import BankConfig
-from moe_jax.experts.deltas import delta_form
+from moe_jax.experts.deltas import NEURONS, delta_form, joint_factors
+from moe_jax.experts.places import PLACES_LEAVES
 from moe_jax.functional.deltas import DeltaForm
-
-DELTA_LEAVES = {
-    "low-rank": ("a", "b"),
-    "sparse": ("columns", "row_ends", "values"),
-    "quantized": ("codes", "scales"),
-}
 
 
 class Reader(Protocol):
@@ -29,8 +24,31 @@ class Reader(Protocol):
     def __call__(self, path: str, /) -> np.ndarray: ...
 
 
+def delta_leaves(config: BankConfig, name: str) -> dict[str, str]:
+    """Paths, below the bank, of what the deltas of a matrix are made from, by the names that forms give them.
+
+    Of a joint low-rank delta these are `neurons` and `own`.
+    """
+    if config.kind == "joint-low-rank":
+        return {"neurons": f"delta/{NEURONS}/factor", "own": f"delta/{name}/factor"}
+    leaves: tuple[str, ...]
+    if config.kind == "low-rank":
+        leaves = ("a", "b")
+    elif config.kind == "quantized":
+        leaves = ("codes", "scales")
+    else:
+        leaves = PLACES_LEAVES[config.places] + (("values",) if config.bits is None else ("codes", "scales"))
+    return {leaf: f"delta/{name}/{leaf}" for leaf in leaves}
+
+
 def expert_kernels(
-    read: Reader, config: BankConfig, bank: str, name: str, *, dtype: np.dtype | None = None
+    read: Reader,
+    config: BankConfig,
+    bank: str,
+    name: str,
+    shape: tuple[int, int],
+    *,
+    dtype: np.dtype | None = None,
 ) -> Iterator[np.ndarray]:
     """Yields the kernel `name` [in, out] of every expert of a bank.
 
@@ -41,22 +59,27 @@ def expert_kernels(
       config: of the bank.
       bank: path of the bank, as in "layers/3/mlp/experts".
       name: `gate`, `up` or `down`.
-      dtype: of kernels that are made of a base and a delta; None: that of the base. Full kernels are as stored.
+      shape: of the kernel.
+      dtype: of kernels that are made of a base and a delta; None: that of the base, float32 without one. Full kernels
+        are as stored.
     """
     if config.kind == "full":
         yield from read(f"{bank}/{name}/kernel")
         return
-    base = read(f"{bank}/base/{name}/kernel")
-    delta = {leaf: read(f"{bank}/delta/{name}/{leaf}") for leaf in DELTA_LEAVES[config.kind]}
-    form = delta_form(config, base.shape)
+    base = read(f"{bank}/base/{name}/kernel") if config.has_base else np.zeros((1, 1), np.float32)
+    delta = {leaf: read(f"{bank}/{path}") for leaf, path in delta_leaves(config, name).items()}
+    form = delta_form(config, shape)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         for expert in range(next(iter(delta.values())).shape[0]):
             leaves = {leaf: array[expert] for leaf, array in delta.items()}
+            if "neurons" in leaves:
+                leaves = joint_factors(name, **leaves)
             yield np.asarray(_kernel(base, leaves, form=form, dtype=np.dtype(dtype or base.dtype)))
 
 
 @partial(jax.jit, static_argnames=("form", "dtype"))
 def _kernel(
-    base: Float[Array, "i o"], leaves: dict[str, Array], form: DeltaForm, dtype: np.dtype
+    base: Float[Array, "#i #o"], leaves: dict[str, Array], form: DeltaForm, dtype: np.dtype
 ) -> Float[Array, "i o"]:
-    return (base.astype(jnp.float32) + form.tile(leaves, 0, base.shape[1])).astype(dtype)
+    tile = form.tile(leaves, 0, form.shape[1])
+    return (jnp.broadcast_to(base.astype(jnp.float32), tile.shape) + tile).astype(dtype)

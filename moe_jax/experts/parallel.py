@@ -9,7 +9,7 @@ capacity; kernels are split over `expert` and, inside an expert, over `tensor`.
 import abc
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,21 @@ if TYPE_CHECKING:
 BATCH_AXES = ("data", "fsdp", "expert")
 
 
+class Part(NamedTuple):
+    """What one device has of every kernel of a matrix: its shape, and the row and column at which it begins."""
+
+    shape: tuple[int, int]
+    origin: Int[Array, "2"]
+
+
 class Kernels(abc.ABC):
-    """One matrix of all experts, in whatever form: arrays, how they are split, and the grouped product with them."""
+    """One matrix of all experts, in whatever form: arrays, how they are split, and the grouped product with them.
+
+    Attributes:
+      shape: [in, out] of a kernel.
+    """
+
+    shape: tuple[int, int]
 
     @abc.abstractmethod
     def arrays(self) -> dict[str, Array]:
@@ -42,11 +55,11 @@ class Kernels(abc.ABC):
 
     @abc.abstractmethod
     def product(
-        self, rows: Float[Array, "M i"], arrays: dict[str, Array], group_sizes: Int[Array, " E"], origin: Array | None
+        self, rows: Float[Array, "M i"], arrays: dict[str, Array], group_sizes: Int[Array, " E"], part: Part | None
     ) -> Float[Array, "M o"]:
         """Rows sorted by expert times the kernels that (a shard of) the arrays stand for.
 
-        `origin` is the row and the column of the whole kernel at which the shard begins; None: it is whole.
+        `part` is what the arrays are of the kernels; None: all.
         """
 
 
@@ -55,6 +68,7 @@ class FullKernels(Kernels):
 
     def __init__(self, kernel: Float[Array, "E i o"]):
         self._kernel = kernel
+        self.shape = kernel.shape[1:]
 
     def arrays(self) -> dict[str, Array]:
         return {"kernel": self._kernel}
@@ -62,31 +76,32 @@ class FullKernels(Kernels):
     def specs(self, split: str) -> dict[str, P]:
         return {"kernel": P("expert", "tensor", None) if split == "in" else P("expert", None, "tensor")}
 
-    def product(self, rows: Array, arrays: dict[str, Array], group_sizes: Array, origin: Array | None) -> Array:
+    def product(self, rows: Array, arrays: dict[str, Array], group_sizes: Array, part: Part | None) -> Array:
         return grouped_matmul(rows, arrays["kernel"].astype(rows.dtype), group_sizes)
 
 
 class SynthesisedKernels(Kernels):
-    """A base [in, out] and deltas; a kernel exists only while it is multiplied."""
+    """A base [in, out], or none, and deltas; a kernel exists only while it is multiplied."""
 
-    def __init__(self, base: Float[Array, "i o"], delta: "Delta"):
-        self._base, self._delta = base, delta
+    def __init__(self, base: Float[Array, "i o"] | None, delta: "Delta", shape: tuple[int, int]):
+        self._base, self._delta, self.shape = base, delta, shape
         self._trained = frozenset(delta.trained())
 
     def arrays(self) -> dict[str, Array]:
-        return {"base": self._base} | self._delta.trained() | self._delta.fixed()
+        base = {} if self._base is None else {"base": self._base}
+        return base | self._delta.trained() | self._delta.fixed()
 
     def specs(self, split: str) -> dict[str, P]:
         base = P("tensor", None) if split == "in" else P(None, "tensor")
-        return {"base": base} | self._delta.specs(split)
+        return ({} if self._base is None else {"base": base}) | self._delta.specs(split)
 
-    def product(self, rows: Array, arrays: dict[str, Array], group_sizes: Array, origin: Array | None) -> Array:
-        base = arrays["base"]
+    def product(self, rows: Array, arrays: dict[str, Array], group_sizes: Array, part: Part | None) -> Array:
         trained = {name: array for name, array in arrays.items() if name in self._trained}
         fixed = {name: array for name, array in arrays.items() if name not in self._trained and name != "base"}
-        if origin is not None:
-            fixed["origin"] = jnp.broadcast_to(origin[None, :], (group_sizes.shape[0], 2))
-        return synthesised_matmul(rows, base, trained, fixed, group_sizes, self._delta.form(base.shape))
+        if part is not None:
+            fixed["origin"] = jnp.broadcast_to(part.origin[None, :], (group_sizes.shape[0], 2))
+        form = self._delta.form(self.shape if part is None else part.shape)
+        return synthesised_matmul(rows, arrays.get("base"), trained, fixed, group_sizes, form)
 
 
 def apply_experts(
@@ -145,14 +160,12 @@ def _local_experts(
     if split_tokens:
         x, routing = jax.tree.map(lambda a: lax.all_gather(a, "expert", axis=0, tiled=True), (x, routing))
     mine = _num_experts(arrays)
-    width = next(array for name, array in arrays["up"].items() if name in ("kernel", "base")).shape[-1]
-    begin = lax.axis_index("tensor") * width
-    origins = {name: jnp.stack([begin, 0] if name == "down" else [0, begin]) for name in arrays}
+    parts = {name: _part(kernel.shape, "in" if name == "down" else "out") for name, kernel in kernels.items()}
     local = routing._replace(experts=routing.experts - lax.axis_index("expert") * mine)
     if "down" in biases:
         # The down projection is summed over `tensor`: its bias must be counted once.
         biases = {**biases, "down": jnp.where(lax.axis_index("tensor") == 0, biases["down"], 0)}
-    y = lax.psum(grouped_ffn(x, local, kernels, arrays, biases, activation, origins), "tensor")
+    y = lax.psum(grouped_ffn(x, local, kernels, arrays, biases, activation, parts), "tensor")
     return lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True) if split_tokens else lax.psum(y, "expert")
 
 
@@ -163,24 +176,33 @@ def grouped_ffn(
     arrays: Mapping[str, dict[str, Array]],
     biases: Mapping[str, Float[Array, "E o"]],
     activation: str,
-    origins: Mapping[str, Int[Array, "2"]],
+    parts: Mapping[str, Part],
 ) -> Float[Array, "T d"]:
     """Sorts tokens by expert, applies every expert to its group, and adds up the weighted outputs.
 
-    Assignments to experts outside [0, E) contribute nothing. `arrays` are those of `kernels` or shards of them, which
-    begin at `origins`.
+    Assignments to experts outside [0, E) contribute nothing. `arrays` are those of `kernels`, or of `parts` of them.
     """
     num_experts, top_k = _num_experts(arrays), routing.experts.shape[1]
     order = sort_by_expert(routing.experts, num_experts)
     rows = dispatch(x, order, top_k)
 
     def project(rows: Array, name: str) -> Array:
-        y = kernels[name].product(rows, arrays[name], order.group_sizes, origins.get(name))
+        y = kernels[name].product(rows, arrays[name], order.group_sizes, parts.get(name))
         return y + row_biases(biases[name], order.group_sizes, rows.shape[0]) if name in biases else y
 
     gate = project(rows, "gate") if "gate" in kernels else None
     h = hidden(project(rows, "up"), gate, activation)
     return combine(project(h, "down"), order, routing.weights)
+
+
+def _part(shape: tuple[int, int], split: str) -> Part:
+    """What this device has of a kernel that `tensor` splits along `in` or `out`."""
+    shards, index = lax.axis_size("tensor"), lax.axis_index("tensor")
+    if split == "in":
+        rows = shape[0] // shards
+        return Part((rows, shape[1]), jnp.stack([index * rows, 0]))
+    columns = shape[1] // shards
+    return Part((shape[0], columns), jnp.stack([0, index * columns]))
 
 
 def _num_experts(arrays: Mapping[str, dict[str, Array]]) -> int:

@@ -1,4 +1,4 @@
-"""A shared base plus something small per expert, `W_i = W + Δ_i` (METHODS 2.2, 2.3, 3, 4)."""
+"""A shared base plus something small per expert, `W_i = W + Δ_i` (METHODS 2.2, 2.3, 3, 4, 5)."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.bank import ExpertBank, Weights, add_stacked_biases, normal_kernel
 from moe_jax.experts.config import BankConfig, FFNConfig
-from moe_jax.experts.deltas import DELTAS
+from moe_jax.experts.deltas import DELTAS, NEURONS, Delta, JointFactor, JointLowRankDelta, draw_a
 from moe_jax.experts.factored import Deltas, factored_ffn
 from moe_jax.experts.parallel import SynthesisedKernels, apply_experts
 from moe_jax.experts.strategy import choose_strategy
@@ -14,7 +14,7 @@ from moe_jax.functional.routing import Routing
 
 
 class SharedBaseBank(ExpertBank):
-    """`base` kernels [in, out] and a `delta` of one kind for each.
+    """`base` kernels [in, out], unless the config has none, and a `delta` of one kind for each matrix.
 
     Applied in one of two exact ways: *factored*, with the base products once per token, or *synthesised*, every
     kernel made tile by tile inside the grouped product. `experts.strategy` says which. No [E, in, out] array exists
@@ -25,35 +25,67 @@ class SharedBaseBank(ExpertBank):
         self, config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ):
         super().__init__(config, expert, num_experts)
-        shapes = expert.shapes(d_model)
-        self.base = nnx.Dict({name: Weights(normal_kernel(rngs, shape, dtype)) for name, shape in shapes.items()})
-        self.delta = nnx.Dict(
-            {
-                name: DELTAS[config.kind](config, num_experts, shape, rngs=rngs, dtype=dtype)
-                for name, shape in shapes.items()
-            }
-        )
+        self._shapes = expert.shapes(d_model)
+        if config.has_base:
+            kernels = {name: normal_kernel(rngs, shape, dtype) for name, shape in self._shapes.items()}
+            self.base = nnx.Dict({name: Weights(kernel) for name, kernel in kernels.items()})
+        if config.kind == "joint-low-rank":
+            self.delta = nnx.Dict(_joint_factors(config, expert.dim, num_experts, d_model, self._shapes, rngs, dtype))
+        else:
+            deltas = {}
+            for index, (name, shape) in enumerate(self._shapes.items()):
+                own = config.for_matrix(index)
+                deltas[name] = DELTAS[config.kind](own, num_experts, shape, rngs=rngs, dtype=dtype)
+            self.delta = nnx.Dict(deltas)
         add_stacked_biases(self, d_model, dtype)
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing) -> Float[Array, "T d"]:
-        bases = {name: self.base[name].kernel[...] for name in self.expert.matrices}
         strategy = choose_strategy(self.config, self.expert, self.num_experts, *x.shape, routing.experts.shape[1])
+        bases = {name: self._base(name) for name in self._shapes}
         if strategy == "synthesised":
-            kernels = {name: SynthesisedKernels(bases[name], self.delta[name]) for name in bases}
+            kernels = {
+                name: SynthesisedKernels(bases[name], self._delta(name), shape) for name, shape in self._shapes.items()
+            }
             return apply_experts(x, routing, kernels, self.stacked_biases(), self.expert.activation)
-        deltas = {name: self._delta(name, bases[name].shape) for name in bases}
+        deltas = {name: _with_form(self._delta(name), shape) for name, shape in self._shapes.items()}
         how = strategy.removeprefix("factored-")
         return factored_ffn(x, routing, bases, deltas, self.stacked_biases(), self.expert.activation, how)
 
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
-        return {name: self._kernel(name, expert) for name in self.expert.matrices}
+        return {name: self._kernel(name, expert) for name in self._shapes}
 
     def _kernel(self, name: str, expert: int) -> Float[Array, "i o"]:
-        base, delta = self.base[name].kernel[...], self.delta[name]
+        base, delta, shape = self._base(name), self._delta(name), self._shapes[name]
         leaves = {leaf: array[expert] for leaf, array in (delta.trained() | delta.fixed()).items()}
-        tile = delta.form(base.shape).tile(leaves, 0, base.shape[1])
-        return (base.astype(jnp.float32) + tile).astype(base.dtype)
+        tile = delta.form(shape).tile(leaves, 0, shape[1])
+        return tile if base is None else (base.astype(jnp.float32) + tile).astype(base.dtype)
 
-    def _delta(self, name: str, shape: tuple[int, int]) -> Deltas:
-        delta = self.delta[name]
-        return Deltas(delta.trained(), delta.fixed(), delta.form(shape))
+    def _base(self, name: str) -> Float[Array, "i o"] | None:
+        return self.base[name].kernel[...] if self.config.has_base else None
+
+    def _delta(self, name: str) -> Delta:
+        if self.config.kind != "joint-low-rank":
+            return self.delta[name]
+        neurons, own = self.delta[NEURONS].factor[...], self.delta[name].factor[...]
+        return JointLowRankDelta(self.config, name, neurons, own)
+
+
+def _joint_factors(
+    config: BankConfig,
+    dim: int,
+    num_experts: int,
+    d_model: int,
+    shapes: dict[str, tuple[int, int]],
+    rngs: nnx.Rngs,
+    dtype: jnp.dtype,
+) -> dict[str, JointFactor]:
+    """Fresh factors: random over the model's width and zero over the neurons, so that the delta is zero."""
+    assert config.rank is not None
+    factors = {NEURONS: JointFactor(jnp.zeros((num_experts, dim, config.rank), dtype))}
+    for name in shapes:
+        factors[name] = JointFactor(draw_a(rngs.params(), num_experts, d_model, config.rank).astype(dtype))
+    return factors
+
+
+def _with_form(delta: Delta, shape: tuple[int, int]) -> Deltas:
+    return Deltas(delta.trained(), delta.fixed(), delta.form(shape))

@@ -37,8 +37,8 @@ ENVIRONMENT = "MOE_JAX_STRATEGY"
 # and single tokens, between which it decides, are far apart on either.
 OPERATIONS_PER_BYTE = 15
 # What an entry of a sparse delta costs for a row, in operations of a dense product (on CPU: 3 ns at 190 GFLOP/s), and
-# what it costs to put it into a tile, or to unpack a code.
-PER_SPARSE_ENTRY, PER_SCATTER, PER_UNPACK = 600, 1300, 100
+# what it costs to put it into a tile, to look an entry of a bitmap up, or to unpack a code.
+PER_SPARSE_ENTRY, PER_SCATTER, PER_GATHER, PER_UNPACK = 600, 1300, 400, 100
 BYTES_PER_ENTRY = 4
 
 _chosen: ContextVar[str] = ContextVar("strategy", default="auto")
@@ -109,16 +109,21 @@ def _costs(
     config: BankConfig, expert: FFNConfig, num_experts: int, tokens: int, d_model: int, top_k: int
 ) -> dict[str, float]:
     """Operations, with bytes converted to operations, of every way there is for this kind of delta."""
-    shapes = expert.shapes(d_model).values()
+    shapes = tuple(expert.shapes(d_model).values())
     size = sum(map(math.prod, shapes))
     used = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
     rows = tokens * top_k
-    if config.kind == "low-rank":
+    low_rank = config.kind in ("low-rank", "joint-low-rank")
+    if low_rank:
         assert config.rank is not None
         packed, build = BYTES_PER_ENTRY * config.rank * sum(map(sum, shapes)), 2 * config.rank * size
     elif config.kind == "sparse":
-        entries = sum(map(config.nonzeros, shapes))
-        packed, build = entries * (BYTES_PER_ENTRY + 2), entries * PER_SCATTER
+        entries = sum(config.for_matrix(index).nonzeros(shape) for index, shape in enumerate(shapes))
+        per_value = BYTES_PER_ENTRY if config.bits is None else config.bits / 8
+        if config.places == "bitmap":
+            packed, build = entries * per_value + size / 8, size * PER_GATHER
+        else:
+            packed, build = entries * (per_value + 2), entries * PER_SCATTER
     else:
         assert config.bits is not None
         packed, build = size * config.bits / 8, size * PER_UNPACK
@@ -126,10 +131,10 @@ def _costs(
     def cost(operations: float, read: float) -> float:
         return operations + OPERATIONS_PER_BYTE * read
 
-    base = BYTES_PER_ENTRY * size
+    base = BYTES_PER_ENTRY * size if config.has_base else 0
     costs = {"synthesised": cost(2 * rows * size + used * build, used * (base + packed))}
-    factored = cost(2 * tokens * size, base + used * packed)
-    if config.kind == "low-rank":
+    factored = cost(2 * tokens * size if config.has_base else 0, base + used * packed)
+    if low_rank:
         into = sum(config.rank * shape[0] for shape in shapes)
         out = sum(config.rank * shape[1] for shape in shapes)
         costs["factored-side-by-side"] = factored + 2 * num_experts * (tokens * into + rows * out)
@@ -138,7 +143,7 @@ def _costs(
         costs["factored-grouped"] = factored + 2 * rows * (into + out) + OPERATIONS_PER_BYTE * moved
     else:
         costs["factored-grouped"] = factored + 2 * rows * size + used * build
-    if config.kind == "sparse":
+    if config.kind == "sparse" and config.places != "bitmap":
         costs["factored-entrywise"] = factored + rows * entries * PER_SPARSE_ENTRY
     return costs
 

@@ -58,7 +58,7 @@ def measure_similarity(source: ModelSource, layer: int) -> LayerSimilarity:
     """
     moe = source.config.layers[layer].mlp
     assert isinstance(moe, MoEConfig)
-    has_base = moe.bank.kind != "full"
+    has_base = moe.bank.has_base
     grams = {}
     for name in moe.expert.matrices:
         grams[name] = gram_matrix(_vectors(source, layer, name, has_base))
@@ -99,8 +99,9 @@ def _vectors(source: ModelSource, layer: int, name: str, has_base: bool) -> list
 
 def _experts(source: ModelSource, layer: int, name: str) -> Iterator[np.ndarray]:
     # In float32: rounded to a bfloat16 base, most of a small delta would be lost.
-    bank = source.config.layers[layer].mlp.bank
-    return expert_kernels(source.read, bank, f"layers/{layer}/mlp/experts", name, dtype=np.dtype(np.float32))
+    moe = source.config.layers[layer].mlp
+    bank, shape = f"layers/{layer}/mlp/experts", moe.expert.shapes(source.config.d_model)[name]
+    return expert_kernels(source.read, moe.bank, bank, name, shape, dtype=np.dtype(np.float32))
 
 
 def _cosines_to_base(gram: Float[np.ndarray, "n n"], has_base: bool) -> Float[np.ndarray, " E"]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from moe_jax.functional.packing import dequantize, unpack
 
@@ -33,29 +33,58 @@ class LowRankForm:
 
 @dataclasses.dataclass(frozen=True)
 class SparseForm:
-    """`values` [n] at the places that `row_ends` [rows] and `columns` [n] name (CSR without its leading zero).
+    """`values` [n] at distinct places, row by row.
+
+    The places are `row_ends` [rows] and `columns` [n] (CSR without its leading zero), `rows` [n] and `columns` [n]
+    (COO), or a bitmap, `mask` [rows, bytes]: bit c % 8 of byte c // 8 says whether there is an entry in column c.
 
     Attributes:
       shape: [i, o] of the kernel, or of the part of it that begins at `origin`.
+      places: `csr`, `coo` or `bitmap`.
+      bits: of a value that is quantised: instead of `values` there are `codes` [b] and `scales` [g]; None: floats.
+      group_size: consecutive values that share a scale; None: all.
     """
 
     shape: tuple[int, int]
+    places: str = "csr"
+    bits: int | None = None
+    group_size: int | None = None
 
     def tile(self, leaves: Leaves, start: Int[Array, ""] | int, width: int) -> Float[Array, "i w"]:
-        rows, columns = self.places(leaves)
+        values = self.values(leaves)
+        if self.places == "bitmap":
+            return _bitmap_tile(leaves["mask"], values, self._origin(leaves), start, (self.shape[0], width))
+        rows, columns = self.coordinates(leaves)
         columns = columns - start
         inside = (rows >= 0) & (rows < self.shape[0]) & (columns >= 0) & (columns < width)
         flat = jnp.where(inside, rows * width + columns, self.shape[0] * width)
         zeros = jnp.zeros(self.shape[0] * width, jnp.float32)
-        values = leaves["values"].astype(jnp.float32)
         return zeros.at[flat].add(values, mode="drop", unique_indices=True).reshape(self.shape[0], width)
 
-    def places(self, leaves: Leaves) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
-        """Row and column of every entry in this part; outside of it for entries of other parts."""
-        rows, columns = entry_rows(leaves["row_ends"], leaves["columns"].shape[0]), leaves["columns"].astype(jnp.int32)
+    def values(self, leaves: Leaves) -> Float[Array, " n"]:
+        """The entries, float32; quantised ones of a bitmap may be followed by others without a place."""
+        if self.bits is None:
+            return leaves["values"].astype(jnp.float32)
+        codes = leaves["codes"]
+        count = leaves["columns"].shape[0] if "columns" in leaves else codes.shape[0] * 8 // self.bits
+        scales = leaves["scales"][:, None]
+        if self.group_size is not None:
+            scales = jnp.pad(scales, ((0, -(-count // self.group_size) - scales.shape[0]), (0, 0)))
+        return dequantize(codes[:, None], scales, count, self.bits, self.group_size, jnp.float32)[:, 0]
+
+    def coordinates(self, leaves: Leaves) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+        """Row and column of every entry in this part; outside of it for entries of other parts. Not of a bitmap."""
+        columns = leaves["columns"].astype(jnp.int32)
+        if self.places == "csr":
+            rows = entry_rows(leaves["row_ends"], columns.shape[0])
+        else:
+            rows = leaves["rows"].astype(jnp.int32)
         if "origin" in leaves:
             rows, columns = rows - leaves["origin"][0], columns - leaves["origin"][1]
         return rows, columns
+
+    def _origin(self, leaves: Leaves) -> tuple[Int[Array, ""] | int, Int[Array, ""] | int]:
+        return (leaves["origin"][0], leaves["origin"][1]) if "origin" in leaves else (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +127,32 @@ def entry_rows(row_ends: Int[Array, " i"], entries: int) -> Int[Array, " n"]:
     # Where a row begins, all rows before it have ended.
     ended = jnp.zeros(entries, jnp.int32).at[row_ends].add(1, mode="drop")
     return jnp.cumsum(ended)
+
+
+def _bitmap_tile(
+    mask: UInt8[Array, "rows bytes"],
+    values: Float[Array, " n"],
+    origin: tuple[Int[Array, ""] | int, Int[Array, ""] | int],
+    start: Int[Array, ""] | int,
+    shape: tuple[int, int],
+) -> Float[Array, "i w"]:
+    """A tile of the part that begins at `origin`: its bits, and for every set one how many are set before it."""
+    (rows, width), begin = shape, origin[1] + start
+    set_bits = lax.population_count(mask).astype(jnp.int32)
+    in_rows = jnp.sum(set_bits, axis=1)
+    row_begins = lax.dynamic_slice_in_dim(jnp.cumsum(in_rows) - in_rows, origin[0], rows)
+    mask, set_bits = (lax.dynamic_slice_in_dim(a, origin[0], rows) for a in (mask, set_bits))
+
+    # Whole bytes, from the one in which the tile begins; one more at the end, where the tile may not fill a byte.
+    first, count = begin // 8, width // 8 + 2
+    read = lax.dynamic_slice_in_dim(jnp.pad(mask, ((0, 0), (0, count))), first, count, 1)
+    bits = (read[:, :, None] >> jnp.arange(8, dtype=jnp.uint8)[None, None, :]) & jnp.uint8(1)
+    bits = bits.reshape(rows, -1).astype(jnp.int32)
+    before = jnp.sum(jnp.where((jnp.arange(mask.shape[1], dtype=jnp.int32) < first)[None, :], set_bits, 0), axis=1)
+    index = (row_begins + before)[:, None] + jnp.cumsum(bits, axis=1) - bits
+    index = jnp.where(bits == 1, index, values.shape[0])
+    index = lax.dynamic_slice_in_dim(index, begin % 8, width, 1)
+    return values.at[index].get(mode="fill", fill_value=0)
 
 
 def _columns(array: Array, start: Int[Array, ""] | int, width: int) -> Array:

@@ -26,9 +26,9 @@ def grouped_sparse_matmul(
     Args:
       lhs: rows sorted by group.
       values: entries of every delta.
-      fixed: `columns` [E, n] and `row_ends` [E, i].
+      fixed: their places; see `SparseForm`.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
-      form: of the deltas; a whole kernel, not a shard.
+      form: of the deltas; a whole kernel, not a shard, and no bitmap.
     """
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts = jnp.cumsum(group_sizes) - group_sizes
@@ -81,7 +81,8 @@ grouped_sparse_matmul.defvjp(_forward, _backward)
 
 
 def _places(form: SparseForm, fixed: Fixed, e: Array) -> tuple[Array, Array]:
-    return form.places({name: lax.dynamic_index_in_dim(array, e, 0, keepdims=False) for name, array in fixed.items()})
+    own = {name: lax.dynamic_index_in_dim(array, e, 0, keepdims=False) for name, array in fixed.items()}
+    return form.coordinates(own)
 
 
 def _product(block: Array, values: Array, rows: Array, columns: Array, width: int) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_jax.errors import InputError
 from moe_jax.experts.bank import INIT_STD
-from moe_jax.experts.csr import columns_dtype, to_csr
+from moe_jax.experts.places import columns_dtype, to_csr
 from moe_jax.models import MoEConfig
 
 # What a stream of random numbers is for. Part of every stream's key: changing one changes what a seed gives.

@@ -11,7 +11,7 @@ from moe_jax.compress.base import Base
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.compress.sparsify import Sparsify, draw_positions, largest_positions
 from moe_jax.errors import InputError
-from moe_jax.experts.csr import to_positions
+from moe_jax.experts.places import to_positions
 from moe_jax.models import BankConfig
 from tests.compress.conftest import EXPERTS, memory_moe
 
@@ -22,10 +22,10 @@ SIZE = SHAPE["d_model"] * SHAPE["dim"]
 def compressed(source, method, index=0):
     """Leaves of a compressed layer, its config and figures, and kernels and base of the `up` matrix."""
     layer = SourceLayer(source, index)
-    target = method.plan([layer])[index]
+    target = method.plan([layer], {})[index]
     leaves = {}
     base = Base(layer, None)
-    figures = method.compress(layer, base, target, leaves.__setitem__)
+    figures = method.compress(layer, base, target, leaves.__setitem__, {})
     return leaves, target, figures, np.stack(list(layer.kernels("up"))), base.kernel("up")
 
 
@@ -145,7 +145,7 @@ def test_room_is_the_same_in_layers_of_equal_shape():
     method = Sparsify(drop=0.8)
     together = method.plan(layers)
     assert len({together[i].bank.entries for i in range(3)}) == 1
-    assert together[0].bank.entries == max(method.plan([layer])[layer.index].bank.entries for layer in layers)
+    assert together[0].bank.entries == max(method.plan([layer], {})[layer.index].bank.entries for layer in layers)
 
 
 def test_nothing_kept_is_still_a_model():

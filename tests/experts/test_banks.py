@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig, FFNConfig, make_bank, use_strategy
-from moe_jax.experts.csr import to_csr, to_positions
+from moe_jax.experts.places import to_csr, to_positions
 from moe_jax.experts.strategy import choose_strategy
 from moe_jax.functional.deltas import entry_rows
 from moe_jax.functional.ffn import ffn
@@ -28,6 +28,12 @@ KINDS = {
     "sparse": BankConfig(kind="sparse", rate=0.8),
     "quantized-2": BankConfig(kind="quantized", bits=2, group_size=8),
     "quantized-1": BankConfig(kind="quantized", bits=1),
+    "joint-low-rank": BankConfig(kind="joint-low-rank", rank=3),
+    "bitmap": BankConfig(kind="sparse", rate=0.7, entries=(40, 36, 30), places="bitmap"),
+    "coo-4": BankConfig(kind="sparse", rate=0.9, places="coo", bits=4, group_size=8),
+    "bitmap-3-alone": BankConfig(kind="sparse", base="none", rate=0.7, places="bitmap", bits=3),
+    "joint-low-rank-alone": BankConfig(kind="joint-low-rank", base="none", rank=3),
+    "quantized-3-alone": BankConfig(kind="quantized", base="none", bits=3, group_size=8),
 }
 STRATEGIES = [
     ("full", "auto"),
@@ -40,6 +46,14 @@ STRATEGIES = [
     ("quantized-2", "factored-grouped"),
     ("quantized-2", "synthesised"),
     ("quantized-1", "synthesised"),
+    ("joint-low-rank", "factored-side-by-side"),
+    ("bitmap", "synthesised"),
+    ("coo-4", "factored-entrywise"),
+    ("coo-4", "synthesised"),
+    ("bitmap-3-alone", "synthesised"),
+    ("joint-low-rank-alone", "factored-grouped"),
+    ("joint-low-rank-alone", "factored-side-by-side"),
+    ("quantized-3-alone", "synthesised"),
 ]
 FFNS = {
     "gated": FFNConfig(dim=16),
@@ -123,7 +137,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     check()
 
 
-@pytest.mark.parametrize("kind", ["full", "low-rank", "sparse", "quantized-2"])
+@pytest.mark.parametrize("kind", ["full", "low-rank", "sparse", "quantized-2", "bitmap-3-alone", "joint-low-rank"])
 @pytest.mark.parametrize(
     ("axes", "tokens"),
     [({"data": 2, "fsdp": 2, "expert": 2}, 16), ({"expert": 4, "tensor": 2}, 16), ({"expert": 4, "tensor": 2}, 5)],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.experts.csr import to_csr
+from moe_jax.experts.places import encode_places, to_csr
 from moe_jax.functional import grouped
 from moe_jax.functional.deltas import LowRankForm, QuantizedForm, SparseForm
 from moe_jax.functional.packing import codes_shape, dequantize, largest_level, pack, scales_shape, unpack
@@ -115,7 +115,7 @@ def entrywise():
 
 
 @settings(max_examples=20)
-@given(st.sampled_from([8, 4, 2, 1]), st.integers(1, 20), st.integers(1, 5), st.integers(0, 99))
+@given(st.sampled_from([8, 4, 3, 2, 1]), st.integers(1, 20), st.integers(1, 5), st.integers(0, 99))
 def test_packing_loses_nothing(bits, rows, columns, seed):
     rng, most = np.random.default_rng(seed), largest_level(bits)
     levels = rng.choice([-1, 1], (rows, columns)) if bits == 1 else rng.integers(-most, most + 1, (rows, columns))
@@ -132,3 +132,37 @@ def test_scales_belong_to_their_group(group_size):
     got = dequantize(pack(jnp.ones((rows, columns), jnp.int32), 2), scales, rows, 2, group_size, jnp.float32)
     expected = np.asarray(scales, np.float32)[np.arange(rows) // (group_size or rows)] * np.ones((rows, columns))
     np.testing.assert_array_equal(got, expected)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(["csr", "coo", "bitmap"]), st.integers(1, 9), st.integers(1, 40), st.integers(0, 999))
+def test_sparse_tiles_hold_the_entries_of_their_part(places, rows, columns, seed):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, rows * columns + 1))
+    positions = np.sort(rng.choice(rows * columns, count, replace=False))
+    values = rng.standard_normal(count).astype(np.float32)
+    dense = np.zeros((rows, columns), np.float32)
+    dense.reshape(-1)[positions] = values
+    leaves = {name: jnp.asarray(leaf) for name, leaf in encode_places(positions, dense.shape, places).items()}
+    leaves["values"] = jnp.asarray(values)
+
+    top, left = int(rng.integers(rows)), int(rng.integers(columns))
+    part = dense[top:, left:]
+    start = int(rng.integers(part.shape[1]))
+    width = int(rng.integers(1, part.shape[1] - start + 1))
+    form = SparseForm(part.shape, places)
+    leaves["origin"] = jnp.asarray([top, left], jnp.int32)
+    np.testing.assert_array_equal(form.tile(leaves, start, width), part[:, start : start + width])
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from([8, 4, 3, 2]), st.sampled_from([None, 8]), st.integers(1, 40), st.integers(0, 99))
+def test_quantised_values_of_sparse_deltas(bits, group_size, count, seed):
+    rng, most = np.random.default_rng(seed), largest_level(bits)
+    levels = rng.integers(-most, most + 1, count)
+    scales = rng.random(1 if group_size is None else -(-count // group_size)).astype(np.float32)
+    codes = pack(jnp.asarray(levels, jnp.int32)[:, None], bits)[:, 0]
+    form = SparseForm((1, 64), "coo", bits, group_size)
+    values = form.values({"codes": codes, "scales": jnp.asarray(scales), "columns": jnp.zeros(count, jnp.uint16)})
+    per_value = np.repeat(scales, count if group_size is None else group_size)[:count]
+    np.testing.assert_array_equal(values, levels.astype(np.float32) * per_value)

@@ -76,7 +76,7 @@ def test_bad_json(change, message):
         (lambda: BankConfig(kind="low-rank"), "rank=None does not go with"),
         (lambda: BankConfig(kind="low-rank", rank=0), "at least 1"),
         (lambda: BankConfig(kind="sparse", rate=1.0), r"must lie in \[0, 1\)"),
-        (lambda: BankConfig(kind="full", rank=3), "only 'low-rank' has a rank"),
+        (lambda: BankConfig(kind="full", rank=3), "low-rank and joint-low-rank have a rank"),
         (lambda: dataclasses.replace(CONFIG, layers=()), "at least one layer"),
     ],
 )

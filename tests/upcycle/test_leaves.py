@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import InputError
-from moe_jax.experts.csr import to_positions
+from moe_jax.experts.places import to_positions
 from moe_jax.models import ModelConfig
 from moe_jax.upcycle import UpcycleOptions, moe_leaves, parse_delta, upcycled_config
 from moe_jax.upcycle.leaves import draw_positions
