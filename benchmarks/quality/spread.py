@@ -9,10 +9,15 @@ def spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
+def mean(values: Iterable[float], form: str = ".4f") -> str:
+    """Such as `2.7163`; nothing if there are no values."""
+    values = list(values)
+    return f"{statistics.mean(values):{form}}" if values else ""
+
+
 def mean_and_spread(values: Iterable[float], form: str = ".4f") -> str:
     """Such as `2.7163 ± 0.0101`; nothing if there are no values, no spread if there is one."""
     values = list(values)
-    if not values:
-        return ""
-    mean = f"{statistics.mean(values):{form}}"
-    return f"{mean} ± {spread(values):{form.removeprefix('+')}}" if len(values) > 1 else mean
+    if len(values) < 2:
+        return mean(values, form)
+    return f"{mean(values, form)} ± {spread(values):{form.removeprefix('+')}}"

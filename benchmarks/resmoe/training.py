@@ -28,6 +28,7 @@ from moe_jax.train.run import train
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.upcycle import UpcycleOptions, upcycle
 from quality.text import split_text
+from resmoe.bfloat16 import DTYPE, write_bfloat16
 from resmoe.settings import RANDOM, UPCYCLED, Origin, Settings
 
 
@@ -68,8 +69,12 @@ class Task:
         return self._work / "models" / f"{origin.name}-s{seed}"
 
     def model(self, origin: Origin, seed: int) -> ModelSource:
-        """A trained model. It must be there."""
-        return ModelDirectory(self.model_path(origin, seed))
+        """A trained model in bfloat16: what is compressed. The trained model must be there."""
+        trained = self.model_path(origin, seed)
+        rounded = self._work / DTYPE / trained.name
+        if not rounded.exists():
+            write_bfloat16(ModelDirectory(trained), rounded)
+        return ModelDirectory(rounded)
 
     def train(self, origin: Origin, seed: int) -> None:
         """Trains one model; a run that was killed begins anew."""

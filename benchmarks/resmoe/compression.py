@@ -1,0 +1,123 @@
+"""Compresses every trained model in every way, and scores what comes out."""
+
+import dataclasses
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from moe_jax.compress import METHODS, make_method
+from moe_jax.compress.report import Report
+from moe_jax.counting import count_parameters
+from moe_jax.loading import load_model
+from moe_jax.model_dir import ModelDirectory
+from quality.compression import compressed
+from quality.scoring import Scorer
+from resmoe.likeness import cosines, designs, least_error_per_neuron, squared_norm
+from resmoe.results import Results
+from resmoe.settings import Origin
+from resmoe.training import Task
+from resmoe.variants import VARIANTS, Variant, values_for
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One compressed model."""
+
+    name: str
+    value: float
+    origin: Origin
+    seed: int
+
+    @property
+    def variant(self) -> Variant:
+        return VARIANTS[self.name]
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """Of its figures in the results."""
+        return "compression", self.origin.name, self.name, f"{self.value:g}", str(self.seed)
+
+    @property
+    def order(self) -> tuple[bool, int, int, float]:
+        """The main table first; models of the same config one after another: they share a program."""
+        is_curve = self.value != self.variant.main_value
+        return is_curve, list(VARIANTS).index(self.name), -self.origin.num_experts, self.value
+
+
+def describe_models(task: Task, results: Results, origins: Iterable[Origin]) -> None:
+    """Scores the models as they are, and says how alike their experts are. They must be there."""
+    score = Scorer(task.held_out, task.settings.seq_len)
+    for origin in origins:
+        for seed in task.seeds:
+            place = "models", origin.name, str(seed)
+            if results.get(*place) is not None:
+                continue
+            model = task.model(origin, seed)
+            experts = [designs(model, layer) for layer in model.config.moe_layers]
+            pairs = [cosines(layer) for layer in experts]
+            result = {
+                "loss": score(load_model(model)),
+                "float32_loss": score(load_model(ModelDirectory(task.model_path(origin, seed)))),
+                "params": count_parameters(model.specs().values()),
+                "expert_params": sum(layer.size for layer in experts),
+                "cosine": [as_is for as_is, _ in pairs],
+                "matched_cosine": [matched for _, matched in pairs],
+                "squared_norm": [squared_norm(layer) for layer in experts],
+            }
+            results.put(*place, value=result)
+            print(
+                f"{origin.name}, seed {seed}: held-out loss {result['loss']:.4f}, cosine between experts "
+                f"{np.mean(result['cosine']):.3f}, with neurons matched {np.mean(result['matched_cosine']):.3f}",
+                flush=True,
+            )
+
+
+def compress_models(task: Task, results: Results, origins: Iterable[Origin], names: Iterable[str]) -> None:
+    """Does the compressions that are not in the results yet. The trained models must be there."""
+    origins = tuple(origins)
+    unknown = sorted({VARIANTS[name].method for name in names} - METHODS.keys())
+    if unknown:
+        print(f"left out: there is no method {', '.join(unknown)}", flush=True)
+    jobs = [
+        _Job(name, value, origin, seed)
+        for name in names
+        if VARIANTS[name].method not in unknown
+        for origin in origins
+        for value in values_for(VARIANTS[name], origin.num_experts)
+        for seed in task.seeds
+    ]
+    jobs = sorted((job for job in jobs if results.get(*job.place) is None), key=lambda job: job.order)
+    print(f"compression: {len(jobs)} models to make", flush=True)
+    score = Scorer(task.held_out, task.settings.seq_len)
+    designs_before = cache(lambda origin, seed, layer: designs(task.model(origin, seed), layer))
+    for number, job in enumerate(jobs, start=1):
+        source = task.model(job.origin, job.seed)
+        method = make_method(job.variant.method, {**job.variant.options, job.variant.swept: job.value})
+        statistics = task.calibration(job.origin, job.seed) if job.variant.calibrated else None
+        with compressed(source, method, statistics=statistics) as (model, report):
+            least = [
+                least_error_per_neuron(designs_before(job.origin, job.seed, layer), designs(model, layer))
+                for layer in model.config.moe_layers
+            ]
+            result = _figures(report) | {"loss": score(load_model(model)), "least_error_per_neuron": least}
+        results.put(*job.place, value=result)
+        print(
+            f"[{number}/{len(jobs)}] {job.name} {job.value:g}, {job.origin.name}, seed {job.seed}: "
+            f"eps/f {np.mean(result['error_per_neuron']):.4g}, held-out loss {result['loss']:.4f}",
+            flush=True,
+        )
+
+
+def _figures(report: Report) -> dict[str, Any]:
+    """What is kept of a report, layer by layer where it says so."""
+    layers = {
+        name: [getattr(layer, name) for layer in report.layers]
+        for name in ("error_per_neuron", "relative_error", "objective", "rounds", "converged", "seconds")
+    }
+    return {
+        "expert_bytes_before": report.expert_bytes_before,
+        "expert_bytes_after": report.expert_bytes_after,
+        **layers,
+    }

@@ -1,0 +1,109 @@
+"""What the numbers say about what was expected: compared here, not written beforehand."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from quality.spread import mean_and_spread
+from resmoe.results import Results
+from resmoe.settings import ORIGINS
+from resmoe.summary import Point, errors, left_beside_centre, perplexities, reductions, within
+from resmoe.variants import (
+    BASELINE,
+    MAIN_KEEP,
+    PLAIN,
+    PUBLISHED,
+    REFITTED,
+    RESMOE,
+    VARIANTS,
+    refit_pairs,
+)
+
+# Of the issue: by how much the refit lowers the squared error, at 8 and at 4 experts.
+EXPECTED_REDUCTION = (0.20, 0.40)
+_AVERAGE = "average + UP"
+Measure = Callable[[Results, str, str, float], dict[str, float]]
+
+
+def error_findings(results: Results, origins: Sequence[str]) -> str:
+    """Which method has the lowest error and the lowest perplexity at equal kept share."""
+    lines = []
+    for origin in origins:
+        for what, measure in (("eps/f", errors), ("perplexity", perplexities)):
+            found = {
+                name: statistics.mean(values)
+                for name, variant in VARIANTS.items()
+                if variant.swept == "keep" and (values := [*measure(results, origin, name, MAIN_KEEP).values()])
+            }
+            ours = {name: value for name, value in found.items() if VARIANTS[name].family == RESMOE}
+            theirs = {name: value for name, value in found.items() if VARIANTS[name].family == BASELINE}
+            if ours and theirs:
+                lines.append(_verdict(results, origin, what, measure, _lowest(ours), _lowest(theirs)))
+        lines += _centre_finding(results, origin)
+    return "\n".join(lines)
+
+
+def _verdict(
+    results: Results, origin: str, what: str, measure: Measure, ours: tuple[str, float], theirs: tuple[str, float]
+) -> str:
+    """One line: whether ResMoE is the lowest, and how surely."""
+    pairs = [measure(results, origin, name, MAIN_KEEP) for name, _ in (ours, theirs)]
+    wins = sum(pairs[0][seed] < pairs[1][seed] for seed in pairs[0] if seed in pairs[1])
+    said = f"{ours[0]} ({ours[1]:.4g}) against {theirs[0]} ({theirs[1]:.4g})"
+    held = f"lower with {wins} of {len(pairs[0])} seeds"
+    if ours[1] < theirs[1]:
+        return f"- {origin}, {what}: ResMoE lowest, as expected: {said}, {held}."
+    left = mean_and_spread((100 * share for share in left_beside_centre(results, origin)), ".0f")
+    why = f" The centre leaves {left} % of the squared norm to the residuals." if left else ""
+    return f"- {origin}, {what}: **against the expectation a baseline is lowest**: {said}, {held}.{why}"
+
+
+def _centre_finding(results: Results, origin: str) -> list[str]:
+    """What the barycenter is worth against the plain average."""
+    lower = reductions(*(errors(results, origin, name, MAIN_KEEP) for name in (REFITTED, _AVERAGE)))
+    if not lower:
+        return []
+    change = "lower" if statistics.mean(lower) >= 0 else "higher"
+    share = mean_and_spread((100 * abs(value) for value in lower), ".1f")
+    return [f"- {origin}: with the barycenter as centre eps/f is {share} % {change} than with the average."]
+
+
+def refit_findings(results: Results, origins: Sequence[str]) -> str:
+    """Whether the refit lowers the error by as much as expected."""
+    low, high = EXPECTED_REDUCTION
+    lines = []
+    for origin in origins:
+        for pair, (refitted, published) in refit_pairs().items():
+            lower = reductions(*(errors(results, origin, name, MAIN_KEEP) for name in (refitted, published)))
+            if not lower or published != PUBLISHED:
+                continue
+            mean = statistics.mean(lower)
+            if low <= mean <= high:
+                verdict = "as expected"
+            else:
+                verdict = f"**{'less' if mean < low else 'more'} than expected**"
+            lines.append(
+                f"- {origin} ({ORIGINS[origin].num_experts} experts), {pair}: the refit lowers the squared error by "
+                f"{mean:.1%}, {verdict} ({low:.0%} to {high:.0%})."
+            )
+    return "\n".join(lines)
+
+
+def byte_findings(found: Sequence[Point]) -> str:
+    """Where ResMoE beats plain quantisation that takes as much room, and where it does not."""
+    lines = []
+    for budget in sorted((point for point in found if VARIANTS[point.name].family == PLAIN), key=lambda p: -p.bits):
+        ours = within(found, RESMOE, budget.bits)
+        said = f"- at the bytes of {budget.value:g}-bit quantisation ({budget.bits:.2f} bits per weight): "
+        if ours is None:
+            lines.append(f"{said}no form of ResMoE that was tried fits.")
+        elif ours.mean < budget.mean:
+            lines.append(f"{said}ResMoE is better, {ours.mean:.3f} ({ours.label}) against {budget.mean:.3f}.")
+        else:
+            lines.append(
+                f"{said}plain quantisation is better, {budget.mean:.3f} against {ours.mean:.3f} ({ours.label})."
+            )
+    return "\n".join(lines)
+
+
+def _lowest(found: dict[str, float]) -> tuple[str, float]:
+    return min(found.items(), key=lambda item: item[1])

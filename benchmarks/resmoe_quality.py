@@ -1,0 +1,67 @@
+"""Quality of ResMoE and of the methods it is compared with, on MoEs that were really trained.
+
+    python benchmarks/resmoe_quality.py DATA [--seeds 3] [--work WORK] [--out benchmarks/results]
+
+DATA is a folder with `weights/stories260K/hf` and `text/tinyshakespeare/input.txt`; the last tenth of the text is held
+out. Trained are MoEs of stories260K's shape (top-2, in every layer) with 8 and with 4 experts: upcycled from it, and
+from random weights, whose experts have nothing in common. Every model is kept in WORK/models and is trained once. All
+are compressed, stored in bfloat16, by every method and at every kept share of `resmoe/variants.py`, and scored.
+
+OUT receives `resmoe_quality.json` (every number), `resmoe_quality.md` (the tables, and what they say about what was
+expected) and `resmoe_quality_*.png`. Each run is kept in the JSON as soon as it is done: a benchmark that was killed
+goes on where it was when it is started again. `--report-only` draws tables and plots from the JSON alone. It takes
+about an hour and a half on two CPU threads, half of it training.
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from resmoe.results import Results
+from resmoe.settings import ORIGINS, Settings
+from resmoe.variants import VARIANTS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("data", type=Path, metavar="DATA")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "moe_jax_resmoe_quality",
+        help="folder of the trained models, some 100 MB (default %(default)s)",
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default %(default)s)")
+    parser.add_argument("--origins", nargs="+", metavar="ORIGIN", choices=ORIGINS, default=list(ORIGINS))
+    parser.add_argument("--variants", nargs="+", metavar="VARIANT", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--training-only", action="store_true", help="compress nothing")
+    parser.add_argument("--report-only", action="store_true", help="run nothing, draw what there is")
+    options = parser.parse_args()
+    settings = Settings()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = Results(options.out / "resmoe_quality.json", None if options.report_only else settings)
+    if not options.report_only:
+        from resmoe.training import Task, train_models
+
+        task = Task(options.data, options.work, settings, seeds=range(options.seeds))
+        origins = [ORIGINS[name] for name in options.origins]
+        train_models(task, origins)
+        if not options.training_only:
+            from resmoe.compression import compress_models, describe_models
+
+            describe_models(task, results, origins)
+            compress_models(task, results, origins, options.variants)
+
+    from resmoe.report import write_report
+
+    print(write_report(results, options.out))
+
+
+if __name__ == "__main__":
+    main()
