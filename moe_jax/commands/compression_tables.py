@@ -34,14 +34,14 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
             human_bytes(layer.bytes_after),
             f"{layer.bytes_after / layer.bytes_before:.1%}",
         )
-    console = _console()
-    console.print(table)
+    out_console = console()
+    out_console.print(table)
     for what, before, after in (
         ("experts", report.expert_bytes_before, report.expert_bytes_after),
         ("model", report.bytes_before, report.bytes_after),
     ):
-        console.print(f"{what}: {human_bytes(before)} -> {human_bytes(after)} on the disk ({after / before:.1%})")
-    console.print(f"wrote {out}", markup=False)
+        out_console.print(f"{what}: {human_bytes(before)} -> {human_bytes(after)} on the disk ({after / before:.1%})")
+    out_console.print(f"wrote {out}", markup=False)
 
 
 def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
@@ -61,9 +61,9 @@ def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
             f"{point.relative_error:.4f}",
             f"{point.perplexity:.4f}",
         )
-    console = _console()
-    console.print(table)
-    console.print(f"wrote {out}: sweep.json, sweep.png", markup=False)
+    out_console = console()
+    out_console.print(table)
+    out_console.print(f"wrote {out}: sweep.json, sweep.png", markup=False)
 
 
 def _warn(warnings: Iterable[str]) -> None:
@@ -78,7 +78,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    # Piped into a file or a pager, nothing is cut off.
-    return console if console.is_terminal else Console(highlight=False, width=200)
+def console() -> Console:
+    """Prints on standard output. Piped into a file or a pager, nothing is cut off."""
+    terminal = Console(highlight=False)
+    return terminal if terminal.is_terminal else Console(highlight=False, width=200)

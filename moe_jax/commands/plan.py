@@ -3,25 +3,45 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from moe_jax.commands.upcycling import Upcycling
 
 if TYPE_CHECKING:
+    from moe_jax.commands.planned_compression import PlannedCompression
     from moe_jax.models import ModelConfig
     from moe_jax.plan import Plan, TrainingMemory
+
+_NEEDS_COMPRESS = ("keep", "residual", "storage", "value_bits", "compress_layers", "dtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(Upcycling):
-    """Counts parameters and bytes of a model, or with any of upcycle's options of the MoE it would become."""
+    """Counts parameters and bytes of a model, or with any of upcycle's options of the MoE it would become; with
+    --compress also the bytes of its experts in every form in which they can be stored."""
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG_OR_MODEL")]
     """A config.json, ours or Hugging Face's, or a directory that holds one, with weights or without."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Adds the bytes per chip of training with AdamW in float32, without activations, as in fsdp=8,tensor=2."""
+    compress: Annotated[str | None, tyro.conf.arg(metavar="METHOD")] = None
+    """Adds what the experts take when they are compressed by a method of moe-jax compress."""
+    keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    """With --compress: the share of the experts' entries that is kept, in (0, 1]."""
+    residual: Annotated[str | None, tyro.conf.arg(metavar="up|svd|quantized[:BITS]")] = None
+    """With --compress resmoe: only forms of this kind."""
+    storage: Annotated[str | None, tyro.conf.arg(metavar="FORM")] = None
+    """With --compress: only this form, such as csr16 or svd."""
+    value_bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2")] = None
+    """With --compress: sparse entries are quantised."""
+    compress_layers: Annotated[str | None, tyro.conf.arg(metavar="all|top:N|0,3,8-11")] = None
+    """With --compress: the MoE layers that are; by default all."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="float32|bfloat16|float16")
+    ] = None
+    """With --compress: of all parameters; by default that of the config."""
     json: bool = False
     """Prints JSON and nothing else."""
 
@@ -42,13 +62,40 @@ def run(options: Options) -> None:
         config = upcycled_config(config, options.options())
     plan = make_plan(config)
     memory = training_memory(config, _mesh(options.mesh)) if options.mesh is not None else None
+    compressed = _compression(config, options)
     if options.json:
         described = dataclasses.asdict(plan)
         if memory is not None:
             described["training_bytes_per_chip"] = dataclasses.asdict(memory)
+        if compressed is not None:
+            described["compression"] = compressed.to_json()
         print(json.dumps(described, indent=2))
         return
     _print(options.model, config, plan, memory)
+    if compressed is not None:
+        compressed.print()
+
+
+def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression | None":
+    from moe_jax.errors import InputError
+
+    if options.compress is None:
+        needless = [name for name in _NEEDS_COMPRESS if getattr(options, name) is not None]
+        if needless:
+            raise InputError(f"{', '.join('--' + name.replace('_', '-') for name in needless)}: only with --compress")
+        return None
+    from moe_jax.commands.planned_compression import planned_compression
+
+    return planned_compression(
+        config,
+        options.compress,
+        keep=options.keep,
+        residual=options.residual,
+        storage=options.storage,
+        value_bits=options.value_bits,
+        layers=options.compress_layers,
+        dtype=options.dtype,
+    )
 
 
 def _mesh(text: str) -> dict[str, int]:

@@ -1,14 +1,222 @@
-"""Bytes of compressed experts in every form in which they can be stored, from a config alone (METHODS 5 and 8)."""
+"""Bytes of compressed experts in every form in which they can be stored, from a config alone (METHODS 5 and 8).
 
+What a bank holds is counted on that bank, built by `eval_shape`: no weights are needed, and no formula can disagree
+with the disk.
+"""
+
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from moe_jax.experts.config import PLACES
-from moe_jax.experts.places import columns_dtype
+import jax
+import jax.numpy as jnp
+from flax import nnx
 
-INDEX_BYTES = 4
-"""Of an int32: ends of rows, flat positions."""
+from moe_jax.counting import count_bytes
+from moe_jax.errors import InputError, check_member
+from moe_jax.experts import BankConfig, FFNConfig, make_bank
+from moe_jax.experts.config import PLACES
+from moe_jax.experts.places import PLACES_LEAVES, columns_dtype, index_dtype
+from moe_jax.loading import leaf_specs
+from moe_jax.models import ModelConfig, MoEConfig
+from moe_jax.sharding import path_name
+
+INT32_BYTES, INT64_BYTES = 4, 8
+GROUP_SIZE = 128
+"""Codes that share a scale."""
+
+_SPARSE = ("csr16", "csr32", "bitmap", "coo", "coo64")
+_SVD = ("svd", "svd-separate")
+_QUANTIZED = tuple(f"quantized:{bits}" for bits in (8, 4, 3, 2))
+RESIDUAL_FORMS = {"up": _SPARSE, "svd": _SVD, "quantized": _QUANTIZED}
+"""Forms by the kind of residual."""
+
+FULL, NARROWED, MERGED = "full", "narrowed", "merged"
+"""Forms of full kernels: as many as there are experts, with fewer neurons, and fewer of them."""
+FORMS = (*_SPARSE, *_SVD, *_QUANTIZED, FULL, NARROWED, MERGED)
+
+COMPARISONS = ("csr32", "coo64")
+"""Forms that are never written: CSR has int16 columns where these are enough, and int64 is what public code stores."""
+
+METHOD_FORMS: dict[str, tuple[Literal["shared", "none"], tuple[str, ...]]] = {
+    "ders-sparsify": ("shared", ("csr16",)),
+    "ders-quantize": ("shared", _QUANTIZED),
+    "resmoe": ("shared", (*_SPARSE, *_SVD, *_QUANTIZED)),
+    "up": ("none", _SPARSE),
+    "svd": ("none", _SVD),
+    "quantize": ("none", _QUANTIZED),
+    "sp": ("none", (NARROWED,)),
+    "mlp-fusion": ("none", (NARROWED,)),
+    "msmoe": ("none", (MERGED,)),
+    "meo": ("none", (MERGED,)),
+    "git-rebasin": ("none", (MERGED,)),
+}
+"""By the name of a method: whether its experts share a base, and the forms that it can leave them in."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Of the experts of one layer.
+
+    Attributes:
+      values: kernels, entries, factors, or codes and scales.
+      places: where sparse entries are: rows, columns, bits; and which expert an output of the router stands for.
+      row_pointers: ends of the rows of CSR.
+      centre: the base that the experts share.
+      biases: of the experts; they are not compressed.
+    """
+
+    values: int = 0
+    places: int = 0
+    row_pointers: int = 0
+    centre: int = 0
+    biases: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of all of them."""
+        return self.values + self.places + self.row_pointers + self.centre + self.biases
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A model with its experts in one form.
+
+    Attributes:
+      form: its name.
+      layer: bytes of the first layer that is compressed.
+      expert_bytes: of all layers that are.
+      model_bytes: of the model.
+      share: `expert_bytes` by what the same experts take as they are.
+      bits_per_weight: of the experts, everything included.
+      written: whether a model can be written in the form, or it is shown to compare with.
+    """
+
+    form: str
+    layer: LayerBytes
+    expert_bytes: int
+    model_bytes: int
+    share: float
+    bits_per_weight: float
+    written: bool
+
+
+def stored_bytes(
+    config: ModelConfig,
+    layers: Sequence[int],
+    forms: Iterable[str],
+    *,
+    keep: float,
+    base: Literal["shared", "none"] = "shared",
+    value_bits: int | None = None,
+    dtype: str | None = None,
+) -> list[Stored]:
+    """Counts a model in several forms.
+
+    Args:
+      config: of the model.
+      layers: the MoE layers that are compressed.
+      forms: of `FORMS`.
+      keep: share, in (0, 1], of the entries of an expert that sparse forms keep; low-rank ones have as many numbers.
+        Of neurons or experts, where these are fewer.
+      base: whether the experts share a centre.
+      value_bits: of the entries of sparse forms; None: they have the dtype of the model.
+      dtype: of all parameters; None: that of the config.
+
+    Raises:
+      InputError: if a form is not known, or does not go with the options or the shape of the experts.
+    """
+    if not 0.0 < keep <= 1.0:
+        raise InputError(f"keep={keep:g} must lie in (0, 1]: it is the share of the experts' entries that is kept")
+    kind = jnp.dtype(dtype or config.dtype)
+    specs = leaf_specs(config, dtype)
+    prefixes = tuple(f"layers/{i}/mlp/experts/" for i in layers)
+    before = count_bytes(spec for path, spec in specs.items() if path.startswith(prefixes))
+    whole = count_bytes(specs.values())
+    weights = sum(_weights(config.layers[i].mlp, config.d_model) for i in layers)
+    counted = []
+    for form in forms:
+        of_shape: dict[MoEConfig, LayerBytes] = {}  # layers are mostly alike, and are counted once
+        for i in layers:
+            moe = config.layers[i].mlp
+            if moe not in of_shape:
+                target = form_layer(form, moe, config.d_model, keep=keep, base=base, value_bits=value_bits)
+                of_shape[moe] = _compared(form, target, layer_bytes(target, config.d_model, kind))
+        experts = sum(of_shape[config.layers[i].mlp].total for i in layers)
+        counted.append(
+            Stored(
+                form=form,
+                layer=of_shape[config.layers[layers[0]].mlp],
+                expert_bytes=experts,
+                model_bytes=whole - before + experts,
+                share=experts / before,
+                bits_per_weight=8 * experts / weights,
+                written=form not in COMPARISONS,
+            )
+        )
+    return counted
+
+
+def form_layer(
+    form: str,
+    moe: MoEConfig,
+    d_model: int,
+    *,
+    keep: float,
+    base: Literal["shared", "none"] = "shared",
+    value_bits: int | None = None,
+) -> MoEConfig:
+    """A layer with its experts in a form; of a form that is never written, the one that it is compared with.
+
+    Args:
+      form, keep, base, value_bits: see `stored_bytes`.
+      moe: the layer as it is.
+      d_model: width of the model.
+
+    Raises:
+      InputError: see `stored_bytes`.
+    """
+    check_member("form of storage", form, FORMS)
+    expert = moe.expert
+    if value_bits is not None and form not in _SPARSE:
+        raise InputError(f"value_bits={value_bits} does not go with {form}: only {', '.join(_SPARSE)} have entries")
+    if form == NARROWED:
+        universal_dim = moe.universal_ffn.dim if moe.universal_beside else None
+        narrow = dataclasses.replace(expert, dim=max(1, round(keep * expert.dim)))
+        return dataclasses.replace(moe, expert=narrow, bank=BankConfig(), universal_dim=universal_dim)
+    if form == MERGED:
+        return dataclasses.replace(moe, bank=BankConfig(), merged_experts=max(1, round(keep * moe.num_experts)))
+    if form in _SPARSE:
+        entries = tuple(max(1, round(keep * math.prod(shape))) for shape in expert.shapes(d_model).values())
+        places = form if form in PLACES else "csr"
+        group_size = None if value_bits is None else GROUP_SIZE
+        bank = BankConfig(
+            kind="sparse", base=base, rate=1 - keep, entries=entries, places=places, bits=value_bits,
+            group_size=group_size,
+        )  # fmt: skip
+    elif form == "svd":
+        bank = BankConfig(kind="joint-low-rank", base=base, rank=joint_rank(keep, expert, d_model))
+    elif form == "svd-separate":
+        bank = BankConfig(kind="low-rank", base=base, rank=separate_rank(keep, expert, d_model))
+    elif form in _QUANTIZED:
+        bits = int(form.partition(":")[2])
+        bank = BankConfig(kind="quantized", base=base, bits=bits, group_size=GROUP_SIZE)
+    else:
+        bank = BankConfig()
+    bank.check_fits(expert.shapes(d_model))
+    return dataclasses.replace(moe, bank=bank)
+
+
+def joint_rank(keep: float, expert: FFNConfig, d_model: int) -> int:
+    """Rank of a design matrix [f, m d] that keeps as many numbers as a share of its entries: METHODS 5, SVD."""
+    f, width = expert.dim, len(expert.matrices) * d_model
+    return max(1, int(keep * f * width / (f + width)))
+
+
+def separate_rank(keep: float, expert: FFNConfig, d_model: int) -> int:
+    """The same of each kernel [d, f] on its own."""
+    return max(1, int(keep * expert.dim * d_model / (expert.dim + d_model)))
 
 
 def places_bytes(places: str, shape: tuple[int, int], entries: int) -> int:
@@ -20,11 +228,11 @@ def places_bytes(places: str, shape: tuple[int, int], entries: int) -> int:
       entries: that are kept.
     """
     if places == "csr":
-        return entries * columns_dtype(shape).itemsize + shape[0] * INDEX_BYTES
+        return entries * columns_dtype(shape).itemsize + shape[0] * INT32_BYTES
     if places == "bitmap":
         return shape[0] * math.ceil(shape[1] / 8)
     assert places == "coo", places
-    return entries * INDEX_BYTES
+    return entries * sum(index_dtype(size).itemsize for size in shape)
 
 
 def fewest_bytes_places(shapes: Iterable[tuple[int, int]], entries: Sequence[int]) -> Literal["csr", "bitmap", "coo"]:
@@ -38,3 +246,49 @@ def fewest_bytes_places(shapes: Iterable[tuple[int, int]], entries: Sequence[int
     """
     pairs = list(zip(shapes, entries, strict=True))
     return min(PLACES, key=lambda places: sum(places_bytes(places, shape, count) for shape, count in pairs))
+
+
+def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
+    """What the experts of a layer take.
+
+    Args:
+      moe: the layer.
+      d_model: width of the model.
+      dtype: of its parameters.
+    """
+    bank = nnx.eval_shape(
+        lambda: make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=nnx.Rngs(0), dtype=dtype)
+    )
+    sizes = dict.fromkeys((field.name for field in dataclasses.fields(LayerBytes)), 0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank)):
+        sizes[_part(path_name(path))] += count_bytes([leaf])
+    if moe.merged_experts is not None:  # which of them each output of the router stands for
+        sizes["places"] += moe.num_experts * INT32_BYTES
+    return LayerBytes(**sizes)
+
+
+def _compared(form: str, moe: MoEConfig, counted: LayerBytes) -> LayerBytes:
+    """The same layer in a form that is never written."""
+    if form not in COMPARISONS:
+        return counted
+    entries = moe.bank_experts * sum(moe.bank.entries)
+    if form == "csr32":
+        return dataclasses.replace(counted, places=entries * INT32_BYTES)
+    return dataclasses.replace(counted, places=entries * 2 * INT64_BYTES, row_pointers=0)
+
+
+def _part(path: str) -> str:
+    """The field of `LayerBytes` that a leaf of a bank counts for."""
+    leaf = path.rpartition("/")[2]
+    if path.startswith("base/"):
+        return "centre"
+    if leaf in ("bias", "row_ends"):
+        return "biases" if leaf == "bias" else "row_pointers"
+    return "places" if any(leaf in leaves for leaves in PLACES_LEAVES.values()) else "values"
+
+
+def _weights(moe: MoEConfig, d_model: int) -> int:
+    """Weights of the experts of a layer, as full kernels, biases included."""
+    shapes = moe.expert.shapes(d_model).values()
+    biases = sum(shape[1] for shape in shapes) if moe.expert.bias else 0
+    return moe.bank_experts * (sum(map(math.prod, shapes)) + biases)

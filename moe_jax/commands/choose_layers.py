@@ -1,0 +1,46 @@
+"""`--layers top:24`, `4-11`, `0,3,5` or `all`: which MoE layers of a model are meant."""
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_jax.models import ModelConfig
+
+
+def parse_layers(text: str, config: "ModelConfig") -> tuple[int, ...] | None:
+    """The layers that a user names.
+
+    Args:
+      text: `all`; `top:N`, the last N MoE layers; or layers and ranges of layers, counted from 0, separated by commas.
+        Of a range, the MoE layers.
+      config: of the model.
+
+    Returns:
+      Indices as they were given, which may not all be MoE layers; None: all MoE layers.
+
+    Raises:
+      InputError: if it cannot be read, asks for more MoE layers than there are, or names a range without any.
+    """
+    from moe_jax.errors import InputError
+
+    moe = config.moe_layers
+    if text == "all":
+        return None
+    if top := re.fullmatch(r"top:(\d+)", text):
+        count = int(top[1])
+        if not 1 <= count <= max(1, len(moe)):
+            raise InputError(f"--layers {text}: the model has {len(moe)} MoE layers")
+        return moe[-count:] or None  # that there are none is said elsewhere
+    layers: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if ends is None:
+            raise InputError(f"--layers {text!r}: expected all, top:N, or layers such as 0,3,8-11")
+        if ends[2] is None:
+            layers.append(int(ends[1]))
+            continue
+        some = [i for i in range(int(ends[1]), int(ends[2]) + 1) if i in moe]
+        if not some:
+            raise InputError(f"--layers {part.strip()}: none of them is an MoE layer")
+        layers += some
+    return tuple(layers)

@@ -1,0 +1,153 @@
+"""`moe-jax plan --compress METHOD`: what the experts of a model would take, in every form of storage."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from moe_jax.commands.choose_layers import parse_layers
+from moe_jax.commands.compression_tables import console
+from moe_jax.compress.job import choose_layers
+from moe_jax.compress.storage import FULL, METHOD_FORMS, RESIDUAL_FORMS, Stored, stored_bytes
+from moe_jax.errors import InputError, check_member
+
+if TYPE_CHECKING:
+    from moe_jax.models import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedCompression:
+    """The forms of a method.
+
+    Attributes:
+      method: its name.
+      keep: the share that is kept.
+      dtype: of the parameters.
+      layers: that are compressed.
+      stored: one for every form.
+    """
+
+    method: str
+    keep: float
+    dtype: str
+    layers: tuple[int, ...]
+    stored: tuple[Stored, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs; sizes in bytes."""
+        fewest = _fewest(self.stored)
+        forms = [
+            {
+                **dataclasses.asdict(form),
+                "layer": {**dataclasses.asdict(form.layer), "total": form.layer.total},
+                "fewest": form.form == fewest,
+            }
+            for form in self.stored
+        ]
+        named = {"method": self.method, "keep": self.keep, "dtype": self.dtype, "layers": list(self.layers)}
+        return {**named, "forms": forms}
+
+    def print(self) -> None:
+        """Prints a table; sizes in MiB, as papers give them."""
+        out = console()
+        out.print()
+        out.print(
+            f"{self.method}, keep {self.keep:g}, in {self.dtype}: experts of layer {self.layers[0]} in MiB, the model "
+            f"with {len(self.layers)} such layers in GiB, bits per expert weight"
+        )
+        out.print(_table(self.stored))
+
+
+def planned_compression(
+    config: "ModelConfig",
+    method: str,
+    *,
+    keep: float | None,
+    residual: str | None,
+    storage: str | None,
+    value_bits: int | None,
+    layers: str | None,
+    dtype: str | None,
+) -> PlannedCompression:
+    """Counts what the options of `plan` ask for; see there.
+
+    Raises:
+      InputError: for options that do not go together, or a model without experts.
+    """
+    check_member("method", method, tuple(METHOD_FORMS))
+    if keep is None:
+        raise InputError(f"--compress {method} needs --keep, the share of the experts that is kept")
+    base, forms = METHOD_FORMS[method]
+    indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
+    forms = _asked_for(method, forms, residual, storage, value_bits)
+    dtype = dtype or config.dtype
+    stored = stored_bytes(config, indices, forms, keep=keep, base=base, value_bits=value_bits, dtype=dtype)
+    return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))
+
+
+def _asked_for(
+    method: str, forms: Sequence[str], residual: str | None, storage: str | None, value_bits: int | None
+) -> tuple[str, ...]:
+    """The forms of a method that the other options leave, and full kernels to compare with where there are none."""
+    if residual is None and storage is None and value_bits is None:
+        return (*forms, FULL)
+    chosen = tuple(forms)
+    if residual is not None:
+        kind = residual.partition(":")[0]
+        check_member("residual", kind, tuple(RESIDUAL_FORMS))
+        wanted = RESIDUAL_FORMS[kind] if residual == kind else (residual,)
+        chosen = tuple(form for form in chosen if form in wanted)
+        if not chosen:
+            raise InputError(f"--residual {residual} does not go with {method}, which has {', '.join(forms)}")
+    if value_bits is not None:
+        chosen = tuple(form for form in chosen if form in RESIDUAL_FORMS["up"])
+        if not chosen:
+            raise InputError(f"--value-bits {value_bits}: only {', '.join(RESIDUAL_FORMS['up'])} have single entries")
+    if storage is not None:
+        check_member("storage", storage, chosen)
+        chosen = (storage,)
+    return chosen
+
+
+def _table(stored: Sequence[Stored]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    biases = any(form.layer.biases for form in stored)
+    table.add_column("form", no_wrap=True)
+    columns = ["values", "places", "row pointers", "centre", *(["biases"] if biases else []), "layer", "model"]
+    for column in (*columns, "of the experts", "bits"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    fewest = _fewest(stored)
+    for form in stored:
+        layer = form.layer
+        parts = (layer.values, layer.places, layer.row_pointers, layer.centre, *([layer.biases] if biases else []))
+        table.add_row(
+            form.form,
+            *map(_mib, parts),
+            _mib(layer.total),
+            f"{form.model_bytes / 2**30:,.2f}",
+            f"{form.share:.1%}",
+            f"{form.bits_per_weight:.2f}",
+            _note(form, fewest),
+        )
+    return table
+
+
+def _fewest(stored: Sequence[Stored]) -> str | None:
+    """Of the forms that hold the same sparse entries, and can be written, the one of fewest bytes."""
+    sparse = [form for form in stored if form.form in RESIDUAL_FORMS["up"] and form.written]
+    return min(sparse, key=lambda form: form.expert_bytes).form if len(sparse) > 1 else None
+
+
+def _note(form: Stored, fewest: str | None) -> str:
+    if form.form == FULL:
+        return "not compressed"
+    if form.form == fewest:
+        return "fewest bytes for sparse residuals"
+    return "" if form.written else "to compare with, never written"
+
+
+def _mib(count: int) -> str:
+    """With two digits where there are few of them: ends of rows."""
+    return f"{count / 2**20:,.{1 if count >= 10 * 2**20 else 2}f}" if count else "-"
