@@ -102,5 +102,5 @@ def test_neurons_are_matched():
     assert as_is < 0.9 and matched == pytest.approx(1.0, abs=1e-6)
     assert least_error_per_neuron(shuffled, np.stack([expert[::-1], expert])) == pytest.approx(0.0, abs=1e-6)
     # Lost neurons cost what they hold.
-    lost = least_error_per_neuron(shuffled[:1], expert[None, 2:])
+    lost = least_error_per_neuron(shuffled[:1], np.pad(expert[None, 2:], ((0, 0), (0, 2), (0, 0))))
     assert lost == pytest.approx(np.sum(expert[:2] ** 2) / 6, rel=1e-5)

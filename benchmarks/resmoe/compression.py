@@ -12,9 +12,11 @@ from moe_jax.compress.report import Report
 from moe_jax.counting import count_parameters
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
+from moe_jax.nn import Decoder
 from quality.compression import compressed
 from quality.scoring import Scorer
-from resmoe.likeness import cosines, designs, least_error_per_neuron, squared_norm
+from resmoe.experts import Designs, designs, with_experts
+from resmoe.likeness import cosines, least_error_per_neuron, squared_norm
 from resmoe.results import Results
 from resmoe.settings import Origin
 from resmoe.training import Task
@@ -38,6 +40,11 @@ class _Job:
     def place(self) -> tuple[str, ...]:
         """Of its figures in the results."""
         return "compression", self.origin.name, self.name, f"{self.value:g}", str(self.seed)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the compressed model is also scored as it is: one of every variant."""
+        return self.value == self.variant.main_value and self.seed == 0 and self.origin.num_experts == 8
 
     @property
     def order(self) -> tuple[bool, int, int, float]:
@@ -90,18 +97,26 @@ def compress_models(task: Task, results: Results, origins: Iterable[Origin], nam
     ]
     jobs = sorted((job for job in jobs if results.get(*job.place) is None), key=lambda job: job.order)
     print(f"compression: {len(jobs)} models to make", flush=True)
-    score = Scorer(task.held_out, task.settings.seq_len)
-    designs_before = cache(lambda origin, seed, layer: designs(task.model(origin, seed), layer))
+    score, score_served = (Scorer(task.held_out, task.settings.seq_len) for _ in range(2))
+
+    @cache
+    def uncompressed(origin: Origin, seed: int) -> tuple[Decoder, list[Designs]]:
+        source = task.model(origin, seed)
+        return load_model(source), [designs(source, layer) for layer in source.config.moe_layers]
+
     for number, job in enumerate(jobs, start=1):
-        source = task.model(job.origin, job.seed)
+        whole, before = uncompressed(job.origin, job.seed)
         method = make_method(job.variant.method, {**job.variant.options, job.variant.swept: job.value})
         statistics = task.calibration(job.origin, job.seed) if job.variant.calibrated else None
-        with compressed(source, method, statistics=statistics) as (model, report):
-            least = [
-                least_error_per_neuron(designs_before(job.origin, job.seed, layer), designs(model, layer))
-                for layer in model.config.moe_layers
-            ]
-            result = _figures(report) | {"loss": score(load_model(model)), "least_error_per_neuron": least}
+        with compressed(task.model(job.origin, job.seed), method, statistics=statistics) as (model, report):
+            # What the experts became, put into the uncompressed model: one program scores the models of all methods.
+            after = [designs(model, layer, before[0].shape[1]) for layer in model.config.moe_layers]
+            result = _figures(report) | {
+                "loss": score(with_experts(whole, after)),
+                "least_error_per_neuron": [least_error_per_neuron(*pair) for pair in zip(before, after, strict=True)],
+            }
+            if job.is_served:
+                result["served_loss"] = score_served(load_model(model))
         results.put(*job.place, value=result)
         print(
             f"[{number}/{len(jobs)}] {job.name} {job.value:g}, {job.origin.name}, seed {job.seed}: "

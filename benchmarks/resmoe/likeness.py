@@ -1,37 +1,14 @@
-"""How alike experts are, and what became of them: on design matrices, without the library's own alignment.
+"""How alike experts are, and how far from what they were, without the library's own alignment.
 
-Rows of a design matrix are neurons (METHODS 5). The best permutation of the neurons comes from SciPy's assignment.
+The best permutation of the neurons comes from SciPy's assignment.
 """
 
 import itertools
 
 import numpy as np
-from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 
-from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.model_source import ModelSource
-
-Designs = Float[np.ndarray, "E f w"]
-
-
-def designs(source: ModelSource, layer: int) -> Designs:
-    """The design matrices of all experts that the router of a layer knows, float32. Merged experts come repeatedly."""
-    opened = SourceLayer(source, layer)
-    parts = []
-    for name in opened.shapes:
-        kernels = np.stack([np.asarray(kernel, np.float32) for kernel in opened.kernels(name)])
-        parts.append(kernels if name == "down" else kernels.transpose(0, 2, 1))
-    stored = np.concatenate(parts, axis=2)
-    return stored[groups(source, layer)]
-
-
-def groups(source: ModelSource, layer: int) -> Int[np.ndarray, " E"]:
-    """The stored expert of every output of the router."""
-    path = f"layers/{layer}/mlp/groups"
-    if path in source.specs():
-        return source.read(path)
-    return np.arange(source.config.layers[layer].mlp.num_experts)
+from resmoe.experts import Designs
 
 
 def squared_norm(experts: Designs) -> float:
@@ -52,12 +29,8 @@ def cosines(experts: Designs) -> tuple[float, float]:
 
 
 def least_error_per_neuron(before: Designs, after: Designs) -> float:
-    """eps / f with the neurons of every expert matched anew: no permutation a method chose can be better.
-
-    Experts that lost neurons are filled up with zeros.
-    """
+    """eps / f with the neurons of every expert matched anew: no permutation that a method chose can be better."""
     count, width, _ = before.shape
-    after = np.pad(after, ((0, 0), (0, width - after.shape[1]), (0, 0)))
     total = 0.0
     for one, other in zip(before, after, strict=True):
         squares = np.sum(one**2, 1)[:, None] + np.sum(other**2, 1)[None] - 2 * one @ other.T

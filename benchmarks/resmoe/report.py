@@ -7,7 +7,7 @@ from quality.spread import mean, mean_and_spread
 from resmoe.findings import byte_findings, error_findings, refit_findings
 from resmoe.plots import plot_bytes, plot_curves
 from resmoe.results import Results
-from resmoe.settings import ORIGINS
+from resmoe.settings import ORIGINS, SCORED_TOKENS
 from resmoe.summary import (
     Point,
     bits_per_weight,
@@ -65,9 +65,9 @@ def _models(results: Results, origins: Sequence[str]) -> str:
         f"stories260K's shape (5 layers, width 64, FFN 172), top-{settings.top_k}, tuned to TinyShakespeare in "
         f"float32, stored in bfloat16; {seeds} seeds. `upcycled`: from copies of stories260K's FFNs, "
         f"{settings.upcycled_steps} steps; `random`: from new weights, {settings.random_steps} steps. e8, e4: experts "
-        "per layer. Perplexity is of the held-out text, ± the standard deviation over seeds. Cosines are means over "
-        "pairs of experts, ± over layers and seeds. The last column is the objective of the barycenter in parts of the "
-        "experts' squared norm."
+        f"per layer. Perplexity is of {SCORED_TOKENS:,} held-out tokens, ± the standard deviation over seeds. Cosines "
+        "are means over pairs of experts, ± over layers and seeds. The last column is the objective of the barycenter "
+        "in parts of the experts' squared norm."
     )
     head = ["models", "perplexity", "cosine of two experts", "neurons matched", "left beside the centre, %"]
     return _section("Models", head, rows, note)
@@ -77,6 +77,8 @@ def _main_table(results: Results, origins: Sequence[str]) -> str:
     rows = []
     for name, variant in VARIANTS.items():
         value = variant.main_value
+        if value is None:
+            continue
         cells = []
         for origin in origins:
             bits = [bits_per_weight(results, origin, name, value)] if perplexities(results, origin, name, value) else []

@@ -3,6 +3,8 @@
 import dataclasses
 
 UPCYCLED, RANDOM = "upcycled", "random"
+# Of the held-out text: half of it, several hundred models are scored.
+SCORED_TOKENS = 32_768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Settings:
     """
 
     upcycled_steps: int = 600
-    random_steps: int = 1200
+    random_steps: int = 800
     batch_size: int = 8
     seq_len: int = 128
     learning_rate: float = 3e-3

@@ -29,7 +29,7 @@ from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.upcycle import UpcycleOptions, upcycle
 from quality.text import split_text
 from resmoe.bfloat16 import DTYPE, write_bfloat16
-from resmoe.settings import RANDOM, UPCYCLED, Origin, Settings
+from resmoe.settings import RANDOM, SCORED_TOKENS, UPCYCLED, Origin, Settings
 
 
 class Task:
@@ -62,7 +62,7 @@ class Task:
         self._dense = open_source(data / "weights" / "stories260K" / "hf")
         self.train_text, held_out = split_text(data, work, settings.held_out_share)
         tokenizer = find_tokenizer(self._dense.tokenizer_files, self._dense.path)
-        self.held_out = read_text(held_out, Tokenizer(tokenizer, self._dense.config))
+        self.held_out = read_text(held_out, Tokenizer(tokenizer, self._dense.config))[:SCORED_TOKENS]
 
     def model_path(self, origin: Origin, seed: int) -> Path:
         """The model directory of a trained model, whether it is there or not."""

@@ -6,7 +6,7 @@ from typing import Any
 
 # The share of the main table, and those of the curves.
 MAIN_KEEP = 0.25
-KEEPS = (0.05, 0.1, 0.15, MAIN_KEEP, 0.35, 0.5)
+KEEPS = (0.05, 0.1, MAIN_KEEP, 0.35, 0.5)
 # Merged experts are whole: of 8 experts these shares leave 1 to 4.
 MERGED_KEEPS = (0.125, MAIN_KEEP, 0.375, 0.5)
 BITS = (8, 4, 3, 2, 1)
@@ -41,9 +41,9 @@ class Variant:
     calibrated: bool = False
 
     @property
-    def main_value(self) -> float:
-        """The value that keeps a quarter."""
-        return {"keep": MAIN_KEEP, "bits": MAIN_KEEP * 16}[self.swept]
+    def main_value(self) -> float | None:
+        """The value that keeps a quarter; None where bytes are chosen instead."""
+        return {"keep": MAIN_KEEP, "bits": MAIN_KEEP * 16}.get(self.swept)
 
 
 def _resmoe(values: tuple[float, ...] = (MAIN_KEEP,), **others: Any) -> Variant:
@@ -68,6 +68,8 @@ VARIANTS: dict[str, Variant] = {
     "ResMoE quantized": _resmoe(BITS, residual="quantized", swept="bits"),
     "ResMoE UP, 8-bit values": _resmoe((0.1, MAIN_KEEP, 0.5), residual="up", bits=8),
     "ResMoE UP, 4-bit values": _resmoe((0.1, MAIN_KEEP, 0.5), residual="up", bits=4),
+    # Just below what plain quantisation takes for codes and scales.
+    "ResMoE, budget": _resmoe((3.2, 4.2, 6.2, 8.2), swept="budget_bits"),
     "UP": Variant(BASELINE, "up", values=KEEPS, curve=True),
     "UP, separate": Variant(BASELINE, "up", {"design": "separate"}),
     "SP": Variant(BASELINE, "sp", values=KEEPS, curve=True),
@@ -75,7 +77,7 @@ VARIANTS: dict[str, Variant] = {
     "SVD": Variant(BASELINE, "svd", values=KEEPS, curve=True),
     "SVD, separate": Variant(BASELINE, "svd", {"design": "separate"}),
     "M-SMoE": Variant(BASELINE, "msmoe", values=MERGED_KEEPS, curve=True, calibrated=True),
-    "MEO": Variant(BASELINE, "meo", values=MERGED_KEEPS, curve=True, calibrated=True),
+    "MEO": Variant(BASELINE, "meo", calibrated=True),
     "Git Re-Basin": Variant(BASELINE, "git-rebasin", values=MERGED_KEEPS, curve=True, calibrated=True),
     "MLP Fusion": Variant(BASELINE, "mlp-fusion", values=KEEPS, curve=True),
     "plain quantisation": Variant(PLAIN, "quantize", values=(8, 4, 3, 2), swept="bits"),
