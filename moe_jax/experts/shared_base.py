@@ -25,7 +25,7 @@ class SharedBaseBank(ExpertBank):
         self, config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ):
         super().__init__(config, expert, num_experts)
-        self._shapes = expert.shapes(d_model)
+        self._d_model = d_model
         if config.has_base:
             kernels = {name: normal_kernel(rngs, shape, dtype) for name, shape in self._shapes.items()}
             self.base = nnx.Dict({name: Weights(kernel) for name, kernel in kernels.items()})
@@ -38,6 +38,11 @@ class SharedBaseBank(ExpertBank):
                 deltas[name] = DELTAS[config.kind](own, num_experts, shape, rngs=rngs, dtype=dtype)
             self.delta = nnx.Dict(deltas)
         add_stacked_biases(self, d_model, dtype)
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        # Not an attribute: NNX hashes those.
+        return self.expert.shapes(self._d_model)
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing) -> Float[Array, "T d"]:
         strategy = choose_strategy(self.config, self.expert, self.num_experts, *x.shape, routing.experts.shape[1])
