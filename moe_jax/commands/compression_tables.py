@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,36 +12,54 @@ from rich.table import Table
 from moe_jax.commands.inspect import human_bytes
 
 if TYPE_CHECKING:
-    from moe_jax.compress import Report, Sweep
+    from moe_jax.compress import LayerReport, Report, Sweep
 
 
 def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> None:
-    """Prints the figures of a compression: a table and totals, or JSON. Warnings go to standard error."""
+    """Prints the figures of a compression: a table and totals, or a line of JSON. Warnings go to standard error."""
     _warn(report.warnings)
     if as_json:
-        print(json.dumps({"model": str(model), "out": str(out), **report.to_json()}, indent=2))
+        summary = {key: value for key, value in report.to_json().items() if key != "layers"}
+        print(json.dumps({"model": str(model), "out": str(out), **summary}))
         return
-    table = _table("layer", "base", "cosine to base", "least", "error", "of the delta", "bytes before", "after", "kept")
-    for layer in report.layers:
-        table.add_row(
-            str(layer.layer),
-            layer.base,
-            f"{layer.cosine_mean:.4f}",
-            f"{layer.cosine_min:.4f}",
-            f"{layer.relative_error:.4f}",
-            "-" if layer.delta_error is None else f"{layer.delta_error:.4f}",
-            human_bytes(layer.bytes_before),
-            human_bytes(layer.bytes_after),
-            f"{layer.bytes_after / layer.bytes_before:.1%}",
-        )
-    out_console = console()
-    out_console.print(table)
+    columns = {title: [show(layer) for layer in report.layers] for title, show in _COLUMNS.items()}
+    shown = {title: texts for title, texts in columns.items() if any(text is not None for text in texts)}
+    table = _table(*shown)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*("-" if text is None else text for text in row))
+    terminal = console()
+    terminal.print(table)
     for what, before, after in (
         ("experts", report.expert_bytes_before, report.expert_bytes_after),
         ("model", report.bytes_before, report.bytes_after),
     ):
-        out_console.print(f"{what}: {human_bytes(before)} -> {human_bytes(after)} on the disk ({after / before:.1%})")
-    out_console.print(f"wrote {out}", markup=False)
+        terminal.print(f"{what}: {human_bytes(before)} -> {human_bytes(after)} on the disk ({after / before:.1%})")
+    terminal.print(f"wrote {out}", markup=False)
+
+
+def _number(name: str, form: str) -> Callable[["LayerReport"], str | None]:
+    """Shows a figure; None where it has no meaning."""
+    return lambda layer: None if getattr(layer, name) is None else format(getattr(layer, name), form)
+
+
+# By title. A column without a figure in any layer is left out.
+_COLUMNS: dict[str, Callable[["LayerReport"], str | None]] = {
+    "layer": _number("layer", ""),
+    "base": _number("base", ""),
+    "choice": _number("choice", ""),
+    "cosine to base": _number("cosine_mean", ".4f"),
+    "least": _number("cosine_min", ".4f"),
+    "objective": _number("objective", ".4g"),
+    "rounds": _number("rounds", ""),
+    "converged": lambda layer: None if layer.converged is None else "yes" if layer.converged else "no",
+    "error": _number("relative_error", ".4f"),
+    "of the delta": _number("delta_error", ".4f"),
+    "per neuron": _number("error_per_neuron", ".4g"),
+    "seconds": _number("seconds", ".1f"),
+    "bytes before": lambda layer: human_bytes(layer.bytes_before),
+    "after": lambda layer: human_bytes(layer.bytes_after),
+    "kept": lambda layer: f"{layer.bytes_after / layer.bytes_before:.1%}",
+}
 
 
 def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
@@ -61,9 +79,9 @@ def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
             f"{point.relative_error:.4f}",
             f"{point.perplexity:.4f}",
         )
-    out_console = console()
-    out_console.print(table)
-    out_console.print(f"wrote {out}: sweep.json, sweep.png", markup=False)
+    terminal = console()
+    terminal.print(table)
+    terminal.print(f"wrote {out}: sweep.json, sweep.png", markup=False)
 
 
 def _warn(warnings: Iterable[str]) -> None:
@@ -74,7 +92,8 @@ def _warn(warnings: Iterable[str]) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=True)
+        words = index < 2 or column == "choice"
+        table.add_column(column, justify="left" if words else "right", no_wrap=True)
     return table
 
 

@@ -9,8 +9,11 @@ import pytest
 
 from moe_jax import cli
 from moe_jax.commands import compress as compress_command
+from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.compress.base import check_base
+from moe_jax.compress.job import choose_layers
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
@@ -69,11 +72,36 @@ def test_the_report_and_the_lineage(models, tmp_path, out_of):
 
 
 def test_json_is_the_lineages_figures(models, tmp_path, out_of):
-    printed = json.loads(out_of("compress", models["moe"], tmp_path / "out", *SPARSIFY, "--layers", "2,0", "--json"))
-    entry = json.loads((tmp_path / "out" / "lineage.json").read_text())[-1]
-    assert printed == {"model": str(models["moe"]), "out": str(tmp_path / "out"), **entry["measured"]}
-    assert [layer["layer"] for layer in printed["layers"]] == [0, 2]
-    assert set(printed["layers"][0]) >= {"relative_error", "delta_error", "cosine_mean", "cosine_min"}
+    """A line for every layer, and one for the model."""
+    printed = out_of("compress", models["moe"], tmp_path / "out", *SPARSIFY, "--layers", "2,0", "--json")
+    *layers, model = map(json.loads, printed.splitlines())
+    measured = json.loads((tmp_path / "out" / "lineage.json").read_text())[-1]["measured"]
+    whole = {"model": str(models["moe"]), "out": str(tmp_path / "out"), **measured}
+    assert model == {key: value for key, value in whole.items() if key != "layers"}
+    assert [layer["layer"] for layer in layers] == [0, 2]
+    specs = ModelDirectory(tmp_path / "out").specs()
+    for line, layer in zip(layers, measured["layers"], strict=True):
+        figures = {key: value for key, value in layer.items() if key not in ("base", "bytes_before", "bytes_after")}
+        prefix = f"layers/{layer['layer']}/mlp/experts/"
+        nbytes = count_bytes(spec for path, spec in specs.items() if path.startswith(prefix))
+        assert line == {**figures, "bytes": nbytes} and nbytes <= layer["bytes_after"]
+    assert set(layers[0]) >= {"error_per_neuron", "relative_error", "objective", "rounds", "converged", "seconds"}
+    assert layers[0]["relative_error"] > 0 and layers[0]["objective"] is None
+
+
+def test_figures_that_no_layer_has_are_not_in_the_table(models, tmp_path, out_of):
+    title, first, *_ = out_of("compress", models["moe"], tmp_path / "out", *QUANTIZE).splitlines()
+    assert title.split()[:3] == ["layer", "base", "cosine"] and title.split()[-3:] == ["before", "after", "kept"]
+    assert "objective" not in title and "choice" not in title and "per neuron" in title
+    assert len(first.split()) > 8
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("all", [0, 2]), ("top:1", [2]), ("top:2", [0, 2]), ("1-2", [2]), ("0-0,2", [0, 2])]
+)
+def test_layers_by_number_and_by_place(text, layers):
+    config = moe_config(dense_config(num_layers=4), BankConfig(), None, BankConfig(), None)
+    assert list(choose_layers(config, parse_layers(text, config))) == layers
 
 
 def test_the_same_seed_gives_the_same_weights(models, tmp_path):
@@ -148,7 +176,8 @@ def test_a_hugging_face_moe_with_the_dense_model_it_came_from(models, tmp_path, 
     out_of("export", models["moe"], tmp_path / "mixtral")
     out_of("export", models["dense"], tmp_path / "llama")
     options = (*QUANTIZE, "--base", tmp_path / "llama", "--json")
-    layers = json.loads(out_of("compress", tmp_path / "mixtral", tmp_path / "out", *options))["layers"]
+    out_of("compress", tmp_path / "mixtral", tmp_path / "out", *options)
+    layers = json.loads((tmp_path / "out" / "lineage.json").read_text())[-1]["measured"]["layers"]
     assert {layer["base"] for layer in layers} == {"dense model"} and len(layers) == 3
     # Layer 1 was dense: its experts are copies of the base.
     assert layers[1]["delta_error"] is None and layers[1]["relative_error"] == 0
@@ -175,7 +204,7 @@ def test_a_hugging_face_moe_with_the_dense_model_it_came_from(models, tmp_path, 
         ((*SPARSIFY, "--keep", "largest"), "unknown keep 'largest'"),
         ((*SPARSIFY, "--seed", -1), "seed=-1 must not be negative"),
         ((*SPARSIFY, "--bits", 2), "--bits does not go with ders-sparsify: it belongs to ders-quantize"),
-        (("--method", "ders-quantize", "--bits", 3), "bits=3 must be one of 8, 4, 2, 1"),
+        (("--method", "ders-quantize", "--bits", 5), "bits=5 must be one of 8, 4, 3, 2, 1"),
         (("--method", "ders-quantize", "--bits", 2.5), "--bits '2.5': expected whole numbers"),
         ((*QUANTIZE, "--drop", 0.5), "--drop does not go with ders-quantize: it belongs to ders-sparsify"),
         ((*QUANTIZE, "--seed", 1), "--seed does not go with ders-quantize"),
@@ -183,15 +212,21 @@ def test_a_hugging_face_moe_with_the_dense_model_it_came_from(models, tmp_path, 
         ((*QUANTIZE, "--scale", "absmin"), "unknown scale 'absmin' (did you mean 'absmax'?)"),
         ((*QUANTIZE, "--layers", 1), "--layers: 1 of the model's MoE layers, which are 0, 2"),
         ((*QUANTIZE, "--layers", "0,9"), "--layers: 9 of the model's MoE layers, which are 0, 2"),
-        ((*QUANTIZE, "--layers", "0 2"), "--layers '0 2': expected whole numbers, separated by commas"),
+        ((*QUANTIZE, "--layers", "0 2"), "--layers '0 2': expected all, top:N, or layers such as 0,3,8-11"),
+        ((*QUANTIZE, "--layers", "top:3"), "--layers top:3: the model has 2 MoE layers"),
+        ((*QUANTIZE, "--layers", "top:0"), "--layers top:0: the model has 2 MoE layers"),
+        ((*QUANTIZE, "--layers", "1-1"), "--layers 1-1: none of them is an MoE layer"),
         ((*QUANTIZE, "--extended"), "--extended: there is no universal FFN in layers 0, 2"),
         ((*QUANTIZE, "--base", "nowhere"), "no model at nowhere"),
         ((*QUANTIZE, "--text", "t", "--seq-len", 8), "--text, --seq-len: only with --sweep"),
         (("--sweep",), "--sweep needs --text FILE"),
         (("--sweep", "--text", "nowhere.txt"), "no text at nowhere.txt"),
-        (("--sweep", "--method", "ders-quantize,resmo"), "unknown method 'resmo'"),
-        (("--sweep", "--method", "ders-quantize", "--drop", "0.5,0.9"), "--drop does not go with ders-quantize"),
-        (("--sweep", "--bits", "2,3"), "bits=3 must be one of"),
+        (("--sweep", "--text", "t", "--method", "ders-quantize,resmo"), "unknown method 'resmo'"),
+        (
+            ("--sweep", "--text", "t", "--method", "ders-quantize", "--drop", "0.5,0.9"),
+            "--drop does not go with ders-quantize",
+        ),
+        (("--sweep", "--text", "t", "--bits", "2,5"), "bits=5 must be one of"),
         (("--sweep", "--text", "t", "--batch-size", 0), "--batch-size 0 must be at least 1"),
         (("--bit", 4), "did you mean --bits"),
     ],
@@ -246,7 +281,7 @@ def test_a_sweep(models, tmp_path, out_of, nll, text):
     assert list(points) == [("ders-sparsify", 0.9), ("ders-quantize", 1)]
 
     one = ("compress", models["moe"], tmp_path / "one", "--method", "ders-quantize", "--bits", 1, "--layers", 0)
-    report = json.loads(out_of(*one, "--json"))
+    report = json.loads(out_of(*one, "--json").splitlines()[-1])
     point = points["ders-quantize", 1]
     assert point["nll"] == pytest.approx(nll(tmp_path / "one"), rel=1e-6)
     assert point["expert_bytes"] == report["expert_bytes_after"]
@@ -256,11 +291,12 @@ def test_a_sweep(models, tmp_path, out_of, nll, text):
 
 def test_a_sweep_tries_all_methods_and_draws_them(models, tmp_path, out_of, monkeypatch, text):
     # Worse from model to model, at last beyond what a float holds: the axis becomes logarithmic.
-    scores = iter([*np.linspace(2, 4, 10), 1000.0, 2.0])
+    scores = iter([*np.linspace(2, 4, 11), 1000.0, 2.0])
     monkeypatch.setattr(compress_command, "_scorer", lambda source, options: lambda model: float(next(scores)))
-    printed = out_of("compress", models["moe"], tmp_path / "out", "--sweep", "--text", text)
+    words = ("--method", "ders-sparsify,ders-quantize")
+    printed = out_of("compress", models["moe"], tmp_path / "out", "--sweep", "--text", text, *words)
     assert all(f"ders-sparsify   drop {drop}" in printed for drop in (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99))
-    assert all(f"ders-quantize   bits {bits}" in printed for bits in (8, 4, 2, 1))
+    assert all(f"ders-quantize   bits {bits}" in printed for bits in (8, 4, 3, 2, 1))
     assert sorted(os.listdir(tmp_path / "out")) == ["sweep.json", "sweep.png"]
     assert "not compressed" in printed and "7.3891" in printed
 

@@ -1,0 +1,228 @@
+"""The options of the methods of compression, as `moe-jax compress` takes them.
+
+The fields of the methods are the only list of them. Types, defaults and the texts of `--help` come from there: a method
+that is added to the table has its options at once.
+"""
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+
+from moe_jax.compress import METHODS, Method, make_method, make_swept_methods
+from moe_jax.errors import InputError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class _Option(NamedTuple):
+    """A field of a method."""
+
+    method: str
+    name: str
+    kind: Any
+    default: Any
+    metavar: str
+    text: str
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is bool
+
+
+def command_fields() -> list[tuple[str, Any, dataclasses.Field]]:
+    """Fields for `dataclasses.make_dataclass`: one for every option of any method, None or False if it is not given."""
+    options = [option for name in METHODS for option in _options(name)]
+    fields = []
+    for name in dict.fromkeys(option.name for option in options):
+        same = [option for option in options if option.name == name]
+        texts: dict[str, list[str]] = {}
+        for option in same:
+            texts.setdefault(option.text, []).append(option.method)
+        text = " ".join(f"{', '.join(methods)}: {text}" for text, methods in texts.items())
+        if same[0].is_switch:
+            fields.append(
+                (_switch(same[0]), Annotated[bool, tyro.conf.arg(help=text)], dataclasses.field(default=False))
+            )
+            continue
+        metavar = "|".join(dict.fromkeys(option.metavar for option in same))
+        defaults = dict.fromkeys(_shown(option.default) for option in same)
+        hint = f"(default: {' or '.join(defaults)})" if all(defaults) else ""
+        arg = tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint=hint)
+        fields.append((name, Annotated[str | None, arg], dataclasses.field(default=None)))
+    return fields
+
+
+def given_options(options: Any) -> dict[str, Any]:
+    """The options of methods that the user gave, by the names of the methods' fields: as text, or, of switches, as set.
+
+    Args:
+      options: with the fields of `command_fields`.
+    """
+    given = {}
+    for name in METHODS:
+        for option in _options(name):
+            value = getattr(options, _switch(option) if option.is_switch else option.name)
+            if value not in (None, False):
+                given[option.name] = (not option.default) if option.is_switch else value
+    return given
+
+
+def one_method(name: str, given: Mapping[str, Any]) -> Method:
+    """The method that the user asks for.
+
+    Raises:
+      InputError: for an unknown method, options that do not go with it, and values that cannot be read or are several.
+    """
+    options = {}
+    for key, value in _read(name, given).items():
+        if isinstance(value, tuple):
+            if len(value) > 1:
+                raise InputError(f"{_flag(key)} {given[key]}: several values need --sweep")
+            (value,) = value
+        options[key] = value
+    return make_method(name, options)
+
+
+def swept_methods(names: Sequence[str], given: Mapping[str, Any]) -> list[tuple[str, Method]]:
+    """All that a sweep tries, by name: every method takes those of the options that it can read.
+
+    Args:
+      names: of methods; none: those whose swept option is given, or else all.
+      given: as `given_options` says.
+
+    Raises:
+      InputError: if no method can read an option, and as `one_method`.
+    """
+    for name in names:
+        if name not in METHODS:
+            make_method(name, {})  # says so
+    if not names:
+        names = [name for name in METHODS if METHODS[name].swept[0] in given and not _refused(name, given)]
+    names = names or list(METHODS)
+    refused = {name: _refused(name, given) for name in names}
+    for key in given:
+        if all(key in refusals for refusals in refused.values()):
+            raise refused[names[0]][key]
+    made = []
+    for name in names:
+        options = {key: value for key, value in given.items() if key not in refused[name]}
+        made += make_swept_methods([name], _read(name, options))
+    return made
+
+
+def _refused(name: str, given: Mapping[str, Any]) -> dict[str, InputError]:
+    """Why a method cannot have an option, for those that it cannot."""
+    refusals = {}
+    for key, value in given.items():
+        try:
+            read = _read(name, {key: value})
+            if key not in {option.name for option in _options(name)}:
+                make_method(name, read)
+        except InputError as error:
+            refusals[key] = error
+    return refusals
+
+
+def _read(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in the types of a method, of its swept option all values; those of other methods are left as they are."""
+    known = {option.name: option for option in _options(name)} if name in METHODS else {}
+    read = dict(given)
+    for key, value in given.items():
+        if key in known and isinstance(value, str):
+            swept = METHODS[name].swept[0] == key
+            read[key] = _values(known[key], value) if swept else _value(known[key], value)
+    return read
+
+
+def _values(option: _Option, text: str) -> tuple[Any, ...]:
+    try:
+        return tuple(_value(option, part) for part in text.split(","))
+    except InputError:
+        expected = {int: "whole numbers", float: "numbers"}.get(option.kind, option.metavar)
+        raise InputError(f"{_flag(option.name)} {text!r}: expected {expected}, separated by commas") from None
+
+
+def _value(option: _Option, text: str) -> Any:
+    if option.name.endswith("_bytes"):
+        return parse_bytes(_flag(option.name), text)
+    if option.kind not in (int, float):
+        return text
+    try:
+        return option.kind(text)
+    except ValueError:
+        expected = "a whole number" if option.kind is int else "a number"
+        raise InputError(f"{_flag(option.name)} {text!r}: expected {expected}") from None
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """`12GB`, `800 MB`, `1.5GiB` or plain bytes.
+
+    Raises:
+      InputError: naming `flag`, if it is none of them.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise InputError(f"{flag} {text!r}: expected bytes, such as 12GB, 800MB or 1.5GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _options(name: str) -> list[_Option]:
+    method = METHODS[name]
+    hints, texts = typing.get_type_hints(method), _attribute_texts(method)
+    return [
+        _Option(
+            method=name,
+            name=field.name,
+            kind=_kind(hints[field.name]),
+            default=field.default,
+            metavar=field.metadata.get("metavar") or _metavar(field.name, hints[field.name]),
+            text=texts.get(field.name, ""),
+        )
+        for field in dataclasses.fields(method)
+    ]
+
+
+def _kind(hint: Any) -> Any:
+    """The type of a field, without None; of choices, that of the first."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+    if typing.get_origin(hint) is typing.Literal:
+        return type(typing.get_args(hint)[0])
+    return hint
+
+
+def _metavar(name: str, hint: Any) -> str:
+    choices = next((part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is typing.Literal), None)
+    if choices is not None:
+        return "|".join(map(str, typing.get_args(choices)))
+    return "BYTES" if name.endswith("_bytes") else {int: "INT", float: "FLOAT"}.get(_kind(hint), "TEXT")
+
+
+def _attribute_texts(cls: type) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of its attributes."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")
+        for entry in re.finditer(r"^  (\w+(?:, \w+)*): (.*(?:\n    .*)*)", section, re.MULTILINE):
+            texts |= dict.fromkeys(entry[1].split(", "), " ".join(entry[2].split()))
+    return texts
+
+
+def _shown(default: Any) -> str:
+    return "" if default is dataclasses.MISSING or default is None else str(default)
+
+
+def _switch(option: _Option) -> str:
+    """The name of a switch says what it changes: `no_refit` where the method refits by default."""
+    return f"no_{option.name}" if option.default else option.name
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
