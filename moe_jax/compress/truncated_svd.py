@@ -20,24 +20,24 @@ _LOST = 1e-5
 
 
 class TruncatedSVD(NamedTuple):
-    """`u * s @ vt`, float32; `vt` is zero where `s` is.
+    """`u * s @ v.T`, float32.
 
     Attributes:
       u: orthonormal columns.
       s: singular values, descending.
-      vt: orthonormal rows.
+      v: orthonormal columns; zero where `s` is, or on the other side in a tall matrix.
     """
 
     u: Float[np.ndarray, "i r"]
     s: Float[np.ndarray, " r"]
-    vt: Float[np.ndarray, "r o"]
+    v: Float[np.ndarray, "o r"]
 
 
 def truncated_svd(matrix: Float[np.ndarray, "i o"], rank: int) -> TruncatedSVD:
     """The largest singular values and their vectors.
 
     Small matrices are decomposed exactly. For large ones the vectors are looked for in a block Krylov subspace of a
-    random start (Musco and Musco, 2015, arXiv 1504.05477, algorithm 2), always the same: `||A - u s vt||_F` is then
+    random start (Musco and Musco, 2015, arXiv 1504.05477, algorithm 2), always the same: `||A - u s v^T||_F` is then
     within 0.1 % of the least. The memory is about four times the matrix at most.
 
     Args:
@@ -47,20 +47,20 @@ def truncated_svd(matrix: Float[np.ndarray, "i o"], rank: int) -> TruncatedSVD:
     matrix = np.asarray(matrix, np.float32)
     assert 1 <= rank <= min(matrix.shape), (rank, matrix.shape)
     if matrix.shape[0] > matrix.shape[1]:
-        u, s, vt = truncated_svd(matrix.T, rank)
-        return TruncatedSVD(vt.T, s, u.T)
+        u, s, v = truncated_svd(matrix.T, rank)
+        return TruncatedSVD(v, s, u)
     size = _SUBSPACE * rank + _MORE
     if len(matrix) <= max(EXACT_UP_TO, size):
         vectors, values = _largest_eigenvectors(matrix, rank)
-        return _decomposition(vectors, vectors.T @ matrix, values)
+        return _decomposition(vectors, matrix.T @ vectors, values)
     basis, products = _krylov_basis(matrix, size, math.ceil(rank / _BLOCKS))
     vectors, values = _largest_eigenvectors(products, rank)
-    return _decomposition(basis @ vectors, vectors.T @ products, values)
+    return _decomposition(basis @ vectors, products.T @ vectors, values)
 
 
 def _decomposition(u: np.ndarray, weighted: np.ndarray, values: np.ndarray) -> TruncatedSVD:
     inverse = np.divide(1, values, out=np.zeros_like(values), where=values > 0)
-    weighted *= inverse[:, None]
+    weighted *= inverse
     return TruncatedSVD(u, values, weighted)
 
 
@@ -96,7 +96,9 @@ def _krylov_basis(matrix: Float[np.ndarray, "i o"], size: int, block: int) -> tu
     return basis, products
 
 
-def _orthonormalise(new: Float[np.ndarray, "i b"], basis: Float[np.ndarray, "i n"], random: np.random.Generator) -> None:
+def _orthonormalise(
+    new: Float[np.ndarray, "i b"], basis: Float[np.ndarray, "i n"], random: np.random.Generator
+) -> None:
     """Makes columns orthonormal and orthogonal to a basis, in place; random ones take the place of those within it."""
     norms = np.linalg.norm(new, axis=0)
     new -= basis @ (basis.T @ new)

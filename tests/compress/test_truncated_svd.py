@@ -10,7 +10,7 @@ from moe_jax.compress.truncated_svd import truncated_svd
 
 
 def error(matrix: np.ndarray, found: module.TruncatedSVD) -> float:
-    return float(np.linalg.norm(matrix.astype(np.float64) - (found.u * found.s).astype(np.float64) @ found.vt))
+    return float(np.linalg.norm(matrix.astype(np.float64) - (found.u * found.s).astype(np.float64) @ found.v.T))
 
 
 def least_error(matrix: np.ndarray, rank: int) -> float:
@@ -21,7 +21,7 @@ def least_error(matrix: np.ndarray, rank: int) -> float:
 def check_orthonormal(found: module.TruncatedSVD) -> None:
     rank = len(found.s)
     np.testing.assert_allclose(found.u.T @ found.u, np.eye(rank), atol=1e-5)
-    np.testing.assert_allclose(found.vt @ found.vt.T, np.eye(rank), atol=1e-5)
+    np.testing.assert_allclose(found.v.T @ found.v, np.eye(rank), atol=1e-5)
     assert (np.diff(found.s) <= 0).all()
 
 
@@ -33,7 +33,7 @@ def test_small_matrices_are_decomposed_as_numpy_does(seed, shape, share):
     matrix = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     rank = max(1, round(share * min(shape)))
     found = truncated_svd(matrix, rank)
-    assert (found.u.shape, found.vt.shape) == ((shape[0], rank), (rank, shape[1]))
+    assert (found.u.shape, found.v.shape) == ((shape[0], rank), (shape[1], rank))
     assert {part.dtype for part in found} == {np.dtype(np.float32)}
     np.testing.assert_allclose(found.s, np.linalg.svd(matrix, compute_uv=False)[:rank], rtol=1e-4, atol=1e-5)
     assert error(matrix, found) == pytest.approx(least_error(matrix, rank), rel=1e-4, abs=2e-5)
@@ -72,4 +72,4 @@ def test_what_has_the_rank_already_is_found_exactly(shape, monkeypatch):
     found = truncated_svd(matrix, 5)
     assert error(matrix, found) <= 1e-5 * np.linalg.norm(matrix)
     zeros = truncated_svd(np.zeros(shape, np.float32), 2)
-    assert not zeros.s.any() and np.isfinite(zeros.u).all() and np.isfinite(zeros.vt).all()
+    assert not zeros.s.any() and np.isfinite(zeros.u).all() and np.isfinite(zeros.v).all()
