@@ -1,7 +1,7 @@
 """Trained MoE -> smaller MoE, on disk, layer by layer."""
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.staging import refuse_existing
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, float, int], None]
 """Called with what is being done, and how much of it is done: `progress("compressing", 3, 32)`."""
 
 OnLayer = Callable[[int, LayerFigures, int], None]
@@ -56,7 +56,7 @@ def compress(
       layers: the MoE layers to compress; None: all. The others stay as they are.
       statistics: of the routers on a text; None: methods that use them take all experts to be used alike.
       described: the options as the user gave them: for the lineage, and to know the job again.
-      progress: called after every layer.
+      progress: called at the start and after every layer to compress.
       on_layer: called for every compressed layer in turn, also for those that a killed job had done.
 
     Raises:
@@ -79,6 +79,7 @@ def compress(
         universal = extended and source.config.layers[i].mlp.universal_beside
         return SourceLayer(source, i, with_universal=universal, statistics=statistics and statistics.layers[i])
 
+    method.check([open_layer(i) for i in indices])
     read = [source, *([base] if base is not None else []), *([statistics.text] if statistics is not None else [])]
     entry = new_lineage_entry("compress", described, read)
     with AnalysisStore(dst, {name: entry[name] for name in ("options", "sources")}) as store:
@@ -114,9 +115,15 @@ def _analyse(
     progress: Progress,
 ) -> dict[int, Analysis]:
     analyses: dict[int, Analysis] = {}
+    if type(method).analyse is not Method.analyse:
+        progress("analysing", 0, len(indices))
     for done, i in enumerate(indices, start=1):
         known = store.get(i)
-        analyses[i] = method.analyse(open_layer(i)) if known is None else known
+
+        def tick(share: float, done: int = done) -> None:
+            progress("analysing", done - 1 + share, len(indices))
+
+        analyses[i] = method.analyse(open_layer(i), tick) if known is None else known
         if known is None and analyses[i]:
             store.put(i, analyses[i])
         if analyses[i]:
@@ -158,7 +165,7 @@ def _replaced(layers: tuple[LayerConfig, ...], planned: Mapping[int, MoEConfig])
 def _write(
     source: ModelSource,
     config: ModelConfig,
-    indices: Container[int],
+    indices: Sequence[int],
     compress_layer: Callable[[int, Write], LayerFigures],
     writer: ModelDirectoryWriter,
     progress: Progress,
@@ -172,6 +179,7 @@ def _write(
     notes = writer.notes()
     figures = {int(i): LayerFigures(**noted["figures"]) for i, noted in notes.items()}
     nbytes = {int(i): noted["nbytes"] for i, noted in notes.items()}
+    progress("compressing", 0, len(indices))
     for i, paths in by_layer.items():
         made: set[str] = set()
         size = 0
@@ -193,8 +201,7 @@ def _write(
                 writer.write({path: source.read(path)})
         if i in indices:
             on_layer(i, figures[i], nbytes[i])
-        if i >= 0:
-            progress("compressing", i + 1, config.num_layers)
+            progress("compressing", indices.index(i) + 1, len(indices))
     return figures
 
 

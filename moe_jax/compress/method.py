@@ -1,7 +1,7 @@
 """What a method of compression is."""
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +14,8 @@ from moe_jax.models import MoEConfig
 
 Analysis = Mapping[str, np.ndarray]
 """What a method found out about one layer: arrays by name, small enough to be kept for every layer."""
+
+Tick = Callable[[float], None]
 
 
 class Method(abc.ABC):
@@ -30,15 +32,23 @@ class Method(abc.ABC):
     swept: ClassVar[tuple[str, tuple[Any, ...]]]
     origin: ClassVar[str | None] = None
 
-    def analyse(self, layer: SourceLayer) -> Analysis:
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        """Raises `InputError` if the options do not go with the layers to compress; from their configs alone."""
+        del layers
+
+    def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """What `plan` and `compress` have to know of the weights of a layer, where that takes long to find out.
 
         Kept on the disk until the job is done: a killed job does not do it again.
 
+        Args:
+          layer: its experts.
+          tick: called with the share of the work that is done.
+
         Raises:
           InputError: if weights are not finite.
         """
-        del layer
+        del layer, tick
         return {}
 
     @abc.abstractmethod

@@ -6,10 +6,11 @@ from typing import Any
 
 from moe_jax.compress.method import Method
 from moe_jax.compress.quantize import Quantize
+from moe_jax.compress.resmoe import ResMoE
 from moe_jax.compress.sparsify import Sparsify
 from moe_jax.errors import InputError, check_member
 
-METHODS: dict[str, type[Method]] = {"ders-sparsify": Sparsify, "ders-quantize": Quantize}
+METHODS: dict[str, type[Method]] = {"ders-sparsify": Sparsify, "ders-quantize": Quantize, "resmoe": ResMoE}
 
 
 def option_names() -> tuple[str, ...]:

@@ -96,6 +96,10 @@ class SourceLayer:
             biases = np.concatenate([biases, universal[None].astype(biases.dtype)])
         return biases
 
+    def forget(self) -> None:
+        """Lets go of the leaf that was read last."""
+        self._last = None
+
     def _read(self, path: str) -> np.ndarray:
         """Reads a leaf, and keeps it until the next one: the kernels of a full bank are gone through twice."""
         if self._last is None or self._last[0] != path:

@@ -7,6 +7,7 @@ with the disk.
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Literal
 
 import jax
@@ -23,6 +24,8 @@ from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.sharding import path_name
 
 INT32_BYTES, INT64_BYTES = 4, 8
+# What Zarr keeps of an array beside its bytes, at most.
+LEAF_OVERHEAD = 1024
 GROUP_SIZE = 128
 """Codes that share a scale."""
 
@@ -248,6 +251,11 @@ def fewest_bytes_places(shapes: Iterable[tuple[int, int]], entries: Sequence[int
     return min(PLACES, key=lambda places: sum(places_bytes(places, shape, count) for shape, count in pairs))
 
 
+def disk_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> int:
+    """What the experts of a layer take on the disk, Zarr's metadata included; see `layer_bytes`."""
+    return layer_bytes(moe, d_model, dtype).total + LEAF_OVERHEAD * len(_bank_leaves(moe, d_model, dtype))
+
+
 def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
     """What the experts of a layer take.
 
@@ -256,15 +264,21 @@ def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
       d_model: width of the model.
       dtype: of its parameters.
     """
-    bank = nnx.eval_shape(
-        lambda: make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=nnx.Rngs(0), dtype=dtype)
-    )
     sizes = dict.fromkeys((field.name for field in dataclasses.fields(LayerBytes)), 0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank)):
-        sizes[_part(path_name(path))] += count_bytes([leaf])
+    for path, leaf in _bank_leaves(moe, d_model, dtype).items():
+        sizes[_part(path)] += count_bytes([leaf])
     if moe.merged_experts is not None:  # which of them each output of the router stands for
         sizes["places"] += moe.num_experts * INT32_BYTES
     return LayerBytes(**sizes)
+
+
+@lru_cache(maxsize=4096)
+def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of all leaves of the bank of a layer, by path."""
+    bank = nnx.eval_shape(
+        lambda: make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=nnx.Rngs(0), dtype=dtype)
+    )
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank))}
 
 
 def _compared(form: str, moe: MoEConfig, counted: LayerBytes) -> LayerBytes:

@@ -116,7 +116,7 @@ def test_zeros_stay_zeros_and_no_bit_is_lost_in_large_kernels():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 3}, "bits=3 must be one of 8, 4, 2, 1"),
+        ({"bits": 5}, "bits=5 must be one of 8, 4, 3, 2, 1"),
         ({"bits": 4, "group_size": 12}, "group_size=12 must be a multiple of 8"),
         ({"bits": 4, "scale": "absmex"}, "unknown scale 'absmex' (did you mean 'absmax'?)"),
     ],

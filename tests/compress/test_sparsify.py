@@ -143,7 +143,7 @@ def test_room_is_the_same_in_layers_of_equal_shape():
     source = memory_moe(BankConfig(), BankConfig(), BankConfig(), shape=SHAPE)
     layers = [SourceLayer(source, i) for i in range(3)]
     method = Sparsify(drop=0.8)
-    together = method.plan(layers)
+    together = method.plan(layers, {})
     assert len({together[i].bank.entries for i in range(3)}) == 1
     assert together[0].bank.entries == max(method.plan([layer], {})[layer.index].bank.entries for layer in layers)
 
