@@ -33,7 +33,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r".*attention/o/bias", P()),
     (r".*router/((hidden|noise)/)?kernel", P("fsdp", None)),
     (r".*router/out/kernel", P()),
-    (r".*mlp/groups", P()),
+    (r"(.*/)?groups", P()),
     (r".*experts/(gate|up)/kernel", P("expert", "fsdp", "tensor")),
     (r".*experts/down/kernel", P("expert", "tensor", "fsdp")),
     (r".*experts/(gate|up)/bias", P("expert", "tensor")),

@@ -1,4 +1,4 @@
-"""How often every expert is chosen on a text."""
+"""What routers do on a text: how often every expert is chosen, and what else merging experts takes."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from moe_jax.nn import Decoder, load_per_layer
-from moe_jax.nn.router_stats import StackedStats
+from moe_jax.nn import Decoder
+from moe_jax.nn.router_stats import RouterStatistics, StackedStats, stats_per_layer
 from moe_jax.train.evaluation import check_seq_len, text_windows
 from moe_jax.train.placement import batch_shards, local_rows, place
 
@@ -38,6 +38,21 @@ def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: i
     Raises:
       InputError: if `seq_len` is too small.
     """
+    statistics = measure_router_statistics(model, ids, seq_len=seq_len, batch_size=batch_size, mesh=mesh)
+    return ExpertLoad(len(ids), {layer: found.usage for layer, found in statistics.items()})
+
+
+def measure_router_statistics(
+    model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh
+) -> dict[int, RouterStatistics]:
+    """The same run, by layer index: shares, mean probabilities, and how alike the logits of experts are.
+
+    Args:
+      model, ids, seq_len, batch_size, mesh: see `measure_load`.
+
+    Raises:
+      InputError: if `seq_len` is too small.
+    """
     check_seq_len(seq_len)
     graphdef, state = nnx.split(model)
     shards = batch_shards(mesh)
@@ -48,11 +63,32 @@ def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: i
         return nnx.merge(graphdef, state)(batch["tokens"], segment_ids=batch["segment_ids"]).router
 
     compiled = jax.jit(router, out_shardings=NamedSharding(mesh, P()))
-    assigned: dict[int, np.ndarray] = {}
+    sums: dict[int, _Sums] = {}
     with jax.set_mesh(mesh):
         for batch in text_windows(ids, seq_len=min(seq_len, len(ids)), batch_size=size):
             tokens = int(batch["segment_ids"].sum())
             stats = compiled(state, place({key: array[rows] for key, array in batch.items()}, rows, mesh, size))
-            for layer, share in load_per_layer(model.config, stats).items():
-                assigned[layer] = assigned.get(layer, 0) + tokens * np.asarray(share, np.float64)
-    return ExpertLoad(len(ids), {layer: count / len(ids) for layer, count in assigned.items()})
+            for layer, found in stats_per_layer(model.config, stats).items():
+                means = (np.asarray(mean, np.float64) for mean in (found.load, found.probability, found.gram))
+                sums[layer] = _Sums(
+                    *(total + tokens * mean for total, mean in zip(sums.get(layer, _ZERO), means, strict=True))
+                )
+    return {layer: _statistics(total, len(ids)) for layer, total in sums.items()}
+
+
+class _Sums(NamedTuple):
+    """Over tokens, float64."""
+
+    load: np.ndarray | float
+    probability: np.ndarray | float
+    gram: np.ndarray | float
+
+
+_ZERO = _Sums(0.0, 0.0, 0.0)
+
+
+def _statistics(sums: _Sums, tokens: int) -> RouterStatistics:
+    norms = np.sqrt(np.outer(np.diag(sums.gram), np.diag(sums.gram)))
+    # Logits that are always zero point nowhere: such an expert is like no other one.
+    similarity = np.divide(sums.gram, norms, out=np.zeros_like(norms), where=norms > 0)
+    return RouterStatistics(sums.load / tokens, sums.probability / tokens, similarity)

@@ -128,6 +128,7 @@ def describe_experts(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeS
             {
                 "layer": layer,
                 "num_experts": moe.num_experts,
+                "merged_experts": moe.merged_experts,
                 "top_k": moe.top_k,
                 "gate": moe.gate if moe.universal == "none" else None,
                 "universal": moe.universal,
@@ -200,8 +201,9 @@ def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
     kinds: dict[str, list[int]] = {}
     for entry in experts:
         bank = ", ".join(f"{name} {value}" for name, value in entry["bank"].items())
+        merged = "" if entry["merged_experts"] is None else f" merged into {entry['merged_experts']}"
         line = (
-            f"{entry['num_experts']} experts, top {entry['top_k']}, {_weighting(entry)}; {bank}; "
+            f"{entry['num_experts']} experts{merged}, top {entry['top_k']}, {_weighting(entry)}; {bank}; "
             f"{entry['parameters']:,} parameters, {human_bytes(entry['bytes'])} per layer"
         )
         kinds.setdefault(line, []).append(entry["layer"])

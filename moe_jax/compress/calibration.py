@@ -4,26 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from jaxtyping import Float
-
-
-class RouterStatistics(NamedTuple):
-    """One router on all tokens of a text.
-
-    Attributes:
-      usage: share of the assignments that every expert got; float64, sums to 1.
-      score: mean probability of every expert, over all tokens; float64, sums to 1.
-      similarity: cosine between the logits of two experts over the tokens; float64.
-    """
-
-    usage: Float[np.ndarray, " E"]
-    score: Float[np.ndarray, " E"]
-    similarity: Float[np.ndarray, "E E"]
+from moe_jax.nn.router_stats import RouterStatistics as RouterStatistics
 
 
 class Calibration(NamedTuple):
-    """All routers.
+    """All routers. `train.expert_load.measure_router_statistics` measures them.
 
     Attributes:
       text: the file.

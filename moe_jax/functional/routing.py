@@ -35,6 +35,8 @@ class RouterStats(NamedTuple):
       dropped: share of the assignments beyond the capacity.
       cv: squared coefficient of variation of the importance (an expert's sum of probabilities over the tokens that
         chose it) plus that of the load, as XFT adds them; 0 for uniform routing.
+      probability: mean probability per expert; sums to 1.
+      gram: mean over the tokens of the products of two experts' logits. No gradient goes through it.
     """
 
     balance: Float[Array, ""]
@@ -42,6 +44,8 @@ class RouterStats(NamedTuple):
     load: Float[Array, " E"]
     dropped: Float[Array, ""]
     cv: Float[Array, ""]
+    probability: Float[Array, " E"]
+    gram: Float[Array, "E E"]
 
 
 def route(
@@ -83,13 +87,16 @@ def route(
     importance = jnp.sum(chosen * (top_probabilities * counted[:, None])[:, :, None], axis=(0, 1)) / total
     cv = squared_cv(importance) + squared_cv(jax.lax.stop_gradient(load))
 
+    fixed = jax.lax.stop_gradient(logits)
+    gram = jnp.einsum("ti,tj->ij", fixed * counted[:, None], fixed, precision="highest") / total
     dropped = jnp.zeros((), jnp.float32)
     if capacity_factor is not None:
         capacity = math.ceil(capacity_factor * experts.size / num_experts)
         kept = _position_in_expert(experts, num_experts) < capacity
         weights = jnp.where(kept, weights, 0.0)
         dropped = 1.0 - jnp.sum(kept.astype(jnp.float32) * counted[:, None]) / (total * top_k)
-    return Routing(experts, weights), RouterStats(balance, z, load, dropped, cv)
+    stats = RouterStats(balance, z, load, dropped, cv, mean_probability, gram)
+    return Routing(experts, weights), stats
 
 
 def squared_cv(x: Float[Array, " E"]) -> Float[Array, ""]:

@@ -67,6 +67,9 @@ class MoEConfig:
         gate network; `med`: its weight is 1; `none`: there is none.
       extended: the universal FFN shares the base of the experts and is the last delta of their bank, not a
         separate FFN.
+      universal_dim: hidden width of a universal FFN beside the bank; None: that of an expert. Experts can be made
+        narrower than it.
+      merged_experts: G experts in the bank for the E outputs of the router; None: one for each.
     """
 
     expert: FFNConfig
@@ -80,6 +83,8 @@ class MoEConfig:
     capacity_factor: float | None = None
     universal: Literal["none", "coder", "med"] = "none"
     extended: bool = False
+    universal_dim: int | None = None
+    merged_experts: int | None = None
 
     def __post_init__(self) -> None:
         check_positive(self, "num_experts", "top_k")
@@ -90,6 +95,11 @@ class MoEConfig:
             raise InputError(f"gate 'top1' routes to one expert, top_k={self.top_k}")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise InputError(f"capacity_factor={self.capacity_factor} must be above 0, or null for dropless")
+        if self.merged_experts is not None and not 1 <= self.merged_experts <= self.num_experts:
+            raise InputError(
+                f"merged_experts={self.merged_experts} must lie between 1 and num_experts={self.num_experts}, "
+                "or be null for one expert per output of the router"
+            )
         self._check_universal()
 
     def _check_universal(self) -> None:
@@ -102,6 +112,10 @@ class MoEConfig:
             raise InputError("extended needs a universal FFN ('coder' or 'med') to extend the bank by")
         if self.extended and self.bank.kind == "full":
             raise InputError("extended needs experts over a shared base, and full experts have none; use another delta")
+        if self.universal_dim is not None and not self.universal_beside:
+            raise InputError(f"universal_dim={self.universal_dim} needs a universal FFN beside the bank")
+        if self.universal_dim is not None and self.universal_dim < 1:
+            raise InputError(f"universal_dim={self.universal_dim} must be at least 1")
 
     @property
     def weighting(self) -> str:
@@ -114,9 +128,19 @@ class MoEConfig:
         return self.universal != "none" and not self.extended
 
     @property
+    def universal_ffn(self) -> FFNConfig:
+        """The universal FFN beside the bank."""
+        return self.expert if self.universal_dim is None else dataclasses.replace(self.expert, dim=self.universal_dim)
+
+    @property
+    def routed_experts(self) -> int:
+        """Experts of the bank that the router chooses from: E, or G if they are merged."""
+        return self.num_experts if self.merged_experts is None else self.merged_experts
+
+    @property
     def bank_experts(self) -> int:
-        """Experts in the bank: E, and one more if the universal FFN is its last."""
-        return self.num_experts + self.extended
+        """Experts in the bank: E, or G if they are merged, and one more if the universal FFN is its last."""
+        return self.routed_experts + self.extended
 
     @property
     def bank_top_k(self) -> int:

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from moe_jax.experts.deltas import FixedIntegers
 from moe_jax.experts.make import make_bank
 from moe_jax.functional.routing import RouterStats, route
 from moe_jax.functional.universal import add_choice, add_weighted, universal_weight
@@ -16,7 +17,8 @@ from moe_jax.nn.router import CoderRouter, LinearRouter
 class MoE(nnx.Module):
     """Routes every token to `top_k` experts of a bank, and to the universal FFN where there is one (METHODS 2.4).
 
-    The universal FFN stands beside the bank, or with `extended` is the bank's last expert.
+    The universal FFN stands beside the bank, or with `extended` is the bank's last expert. Of merged experts the bank
+    holds fewer than the router has outputs, and `groups` int32[E] says which one each output means.
     """
 
     def __init__(self, config: MoEConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
@@ -24,8 +26,11 @@ class MoE(nnx.Module):
         make_router = CoderRouter if config.universal == "coder" else LinearRouter
         self.router = make_router(d_model, config.num_experts, rngs=rngs, dtype=dtype)
         self.experts = make_bank(config.bank, config.expert, config.bank_experts, d_model, rngs=rngs, dtype=dtype)
+        if config.merged_experts is not None:
+            # Which expert of the bank every output of the router stands for.
+            self.groups = FixedIntegers(jnp.arange(config.num_experts, dtype=jnp.int32) % config.merged_experts)
         if config.universal_beside:
-            self.universal = FFN(config.expert, d_model, rngs=rngs, dtype=dtype)
+            self.universal = FFN(config.universal_ffn, d_model, rngs=rngs, dtype=dtype)
 
     def __call__(
         self, x: Float[Array, "B T d"], valid: Bool[Array, "B T"] | None = None, key: Array | None = None
@@ -49,8 +54,11 @@ class MoE(nnx.Module):
             valid=None if valid is None else valid.reshape(-1),
             capacity_factor=self.config.capacity_factor,
         )
+        if self.config.merged_experts is not None:
+            # Two choices may become the same expert: it is then applied with both weights.
+            routing = routing._replace(experts=jnp.take(self.groups[...], routing.experts))
         if self.config.extended:
-            routing = add_choice(routing, self.config.num_experts, universal_weight(logits, self.config.universal))
+            routing = add_choice(routing, self.config.routed_experts, universal_weight(logits, self.config.universal))
         y = self.experts(tokens, routing)
         if self.config.universal_beside:
             y = add_weighted(y, self.universal(tokens), universal_weight(logits, self.config.universal))

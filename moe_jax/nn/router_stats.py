@@ -1,6 +1,9 @@
 """From what routers report to the auxiliary loss and the load of every layer."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.functional.routing import RouterStats
@@ -9,6 +12,20 @@ from moe_jax.models.segments import segments_of
 
 StackedStats = tuple[RouterStats, ...]
 """One entry per MoE position of every segment, in order; its arrays are stacked over the repeats."""
+
+
+class RouterStatistics(NamedTuple):
+    """One router on all tokens of a text.
+
+    Attributes:
+      usage: share of the assignments that every expert got; float64, sums to 1.
+      score: mean probability of every expert, over all tokens; float64, sums to 1.
+      similarity: cosine between the logits of two experts over the tokens; float64.
+    """
+
+    usage: Float[np.ndarray, " E"]
+    score: Float[np.ndarray, " E"]
+    similarity: Float[np.ndarray, "E E"]
 
 
 def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""]:

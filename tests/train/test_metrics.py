@@ -33,6 +33,8 @@ def test_router_statistics_are_reported_by_layer():
         load=np.array([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]], np.float32),
         dropped=np.array([0.0, 0.125], np.float32),
         cv=np.array([0.2, 0.4], np.float32),
+        probability=np.full((2, 4), 0.25, np.float32),
+        gram=np.zeros((2, 4, 4), np.float32),
     )
     record = json.loads(json.dumps(to_record(config, 7, step_metrics((stats,)))))
     assert record["step"] == 7 and record["tokens"] == 120 and record["scored_tokens"] == 100
