@@ -47,6 +47,7 @@ def command_fields() -> list[tuple[str, Any, dataclasses.Field]]:
             texts.setdefault(option.text, []).append(option.method)
         text = " ".join(f"{', '.join(methods)}: {text}" for text, methods in texts.items())
         if same[0].is_switch:
+            text = f"Leaves out what is done otherwise. {text}" if same[0].default else text
             fields.append(
                 (_switch(same[0]), Annotated[bool, tyro.conf.arg(help=text)], dataclasses.field(default=False))
             )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moe_jax.models import ModelConfig
     from moe_jax.plan import Plan, TrainingMemory
 
-_NEEDS_COMPRESS = ("keep", "residual", "storage", "value_bits", "compress_layers", "dtype")
+_NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", "compress_layers", "dtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Options(Upcycling):
     """With --compress resmoe: only forms of this kind."""
     storage: Annotated[str | None, tyro.conf.arg(metavar="FORM")] = None
     """With --compress: only this form, such as csr16 or svd."""
-    value_bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2")] = None
-    """With --compress: sparse entries are quantised."""
+    bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2")] = None
+    """With --compress: of quantised forms, and of the values of sparse ones, which are floats without it."""
     compress_layers: Annotated[str | None, tyro.conf.arg(metavar="all|top:N|0,3,8-11")] = None
     """With --compress: the MoE layers that are; by default all."""
     dtype: Annotated[
@@ -92,7 +92,7 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
         keep=options.keep,
         residual=options.residual,
         storage=options.storage,
-        value_bits=options.value_bits,
+        bits=options.bits,
         layers=options.compress_layers,
         dtype=options.dtype,
     )

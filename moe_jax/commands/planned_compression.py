@@ -66,7 +66,7 @@ def planned_compression(
     keep: float | None,
     residual: str | None,
     storage: str | None,
-    value_bits: int | None,
+    bits: int | None,
     layers: str | None,
     dtype: str | None,
 ) -> PlannedCompression:
@@ -80,17 +80,20 @@ def planned_compression(
         raise InputError(f"--compress {method} needs --keep, the share of the experts that is kept")
     base, forms = METHOD_FORMS[method]
     indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
-    forms = _asked_for(method, forms, residual, storage, value_bits)
+    forms = _asked_for(method, forms, residual, storage, bits)
     dtype = dtype or config.dtype
-    stored = stored_bytes(config, indices, forms, keep=keep, base=base, value_bits=value_bits, dtype=dtype)
+    stored = []
+    for form in forms:
+        value_bits = bits if form in RESIDUAL_FORMS["up"] else None
+        stored += stored_bytes(config, indices, [form], keep=keep, base=base, value_bits=value_bits, dtype=dtype)
     return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))
 
 
 def _asked_for(
-    method: str, forms: Sequence[str], residual: str | None, storage: str | None, value_bits: int | None
+    method: str, forms: Sequence[str], residual: str | None, storage: str | None, bits: int | None
 ) -> tuple[str, ...]:
     """The forms of a method that the other options leave, and full kernels to compare with where there are none."""
-    if residual is None and storage is None and value_bits is None:
+    if residual is None and storage is None and bits is None:
         return (*forms, FULL)
     chosen = tuple(forms)
     if residual is not None:
@@ -100,10 +103,10 @@ def _asked_for(
         chosen = tuple(form for form in chosen if form in wanted)
         if not chosen:
             raise InputError(f"--residual {residual} does not go with {method}, which has {', '.join(forms)}")
-    if value_bits is not None:
-        chosen = tuple(form for form in chosen if form in RESIDUAL_FORMS["up"])
+    if bits is not None:
+        chosen = tuple(form for form in chosen if form in (*RESIDUAL_FORMS["up"], f"quantized:{bits}"))
         if not chosen:
-            raise InputError(f"--value-bits {value_bits}: only {', '.join(RESIDUAL_FORMS['up'])} have single entries")
+            raise InputError(f"--bits {bits}: no form of {method} that the other options leave has them")
     if storage is not None:
         check_member("storage", storage, chosen)
         chosen = (storage,)

@@ -66,6 +66,11 @@ def test_a_mixtral_layer_in_float32(mixtral, capsys):
     assert [name for name, form in forms.items() if form["fewest"]] == ["bitmap"]
     assert [name for name, form in forms.items() if not form["written"]] == ["csr32", "coo64"]
 
+    bits = planned(capsys, mixtral, "--compress", "resmoe", "--keep", 0.25, "--dtype", "float32", "--bits", 4)
+    assert [form["form"] for form in bits["forms"]] == ["csr16", "csr32", "bitmap", "coo", "coo64", "quantized:4"]
+    assert bits["forms"][0]["layer"]["values"] == pytest.approx(8 * expert // 4 * (4 / 32 + 16 / 32 / 128), rel=1e-6)
+    assert bits["forms"][-1] == forms["quantized:4"]
+
     named = planned(capsys, mixtral, "--compress", "resmoe", "--keep", 0.25, "--dtype", "float32", "--storage", "csr16")
     assert named["forms"] == [{**forms["csr16"], "fewest": False}]
 
@@ -152,8 +157,8 @@ def test_a_table_is_printed(tmp_path, capsys):
         (("--compress", "up", "--keep", 1, "--storage", "svd"), "unknown storage 'svd'; known: csr16"),
         (("--compress", "up", "--keep", 1, "--residual", "svd"), "--residual svd does not go with up"),
         (("--compress", "resmoe", "--keep", 1, "--residual", "quantized:5"), "--residual quantized:5 does not go"),
-        (("--compress", "svd", "--keep", 1, "--value-bits", 4), "--value-bits 4: only csr16"),
-        (("--compress", "up", "--keep", 1, "--value-bits", 5), "bits=5 must be one of"),
+        (("--compress", "svd", "--keep", 1, "--bits", 4), "--bits 4: no form of svd"),
+        (("--compress", "up", "--keep", 1, "--bits", 5), "bits=5 must be one of"),
         (("--compress", "up", "--keep", 1, "--compress-layers", "0"), "0 of the model's MoE layers, which are 1, 2"),
         (("--compress", "up", "--keep", 1, "--compress-layers", "top:3"), "the model has 2 MoE layers"),
     ],
