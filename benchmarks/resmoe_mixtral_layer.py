@@ -2,7 +2,7 @@
 
     python benchmarks/resmoe_mixtral_layer.py [--dtype bfloat16] [--noise 0.5] [--folder DIR] [-- OPTIONS]
 
-8 experts of 14336 neurons, design width 12 288. The layer is synthetic: a common expert, to which each expert adds noise
+8 experts of 14336 neurons, design width 12 288. The layer is synthetic: a common expert, to which each adds noise
 of its own (`--noise`: its norm in parts of the common one's) and an order of its own of the neurons. What the objective
 is in the right orders is known, and compared with what is found. The layer is written to the disk as a model directory
 (5.6 GB in float32) and compressed by the command itself in another process, whose greatest resident memory is reported.
