@@ -3,9 +3,10 @@
     python benchmarks/resmoe_quality.py DATA [--seeds 3] [--work WORK] [--out benchmarks/results]
 
 DATA is a folder with `weights/stories260K/hf` and `text/tinyshakespeare/input.txt`; the last tenth of the text is held
-out. Trained are MoEs of stories260K's shape (top-2, in every layer) with 8 and with 4 experts: upcycled from it, and
-from random weights, whose experts have nothing in common. Every model is kept in WORK/models and is trained once. All
-are compressed, stored in bfloat16, by every method and at every kept share of `resmoe/variants.py`, and scored.
+out. Trained are MoEs of stories260K's shape (top-2, in every layer): upcycled from it, and from random weights, whose
+experts have nothing in common, with 8 experts and, from random weights, with 4. Every model is kept in WORK/models and
+is trained once. All are stored in bfloat16, compressed by every method and at every kept share of `resmoe/variants.py`,
+and scored.
 
 OUT receives `resmoe_quality.json` (every number), `resmoe_quality.md` (the tables, and what they say about what was
 expected) and `resmoe_quality_*.png`. Each run is kept in the JSON as soon as it is done: a benchmark that was killed
@@ -19,6 +20,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The matrices of these experts are too small for two threads, which would only wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from resmoe.results import Results
 from resmoe.settings import ORIGINS, Settings

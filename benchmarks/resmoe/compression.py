@@ -18,7 +18,7 @@ from quality.scoring import Scorer
 from resmoe.experts import Designs, designs, with_experts
 from resmoe.likeness import cosines, least_error_per_neuron, squared_norm
 from resmoe.results import Results
-from resmoe.settings import Origin
+from resmoe.settings import ORIGINS, Origin
 from resmoe.training import Task
 from resmoe.variants import VARIANTS, Variant, values_for
 
@@ -43,8 +43,8 @@ class _Job:
 
     @property
     def is_served(self) -> bool:
-        """Whether the compressed model is also scored as it is: one of every variant."""
-        return self.value == self.variant.main_value and self.seed == 0 and self.origin.num_experts == 8
+        """Whether the compressed model is also scored as it is: one of every variant. Each has its own program."""
+        return self.value == self.variant.values[-1] and self.seed == 0 and self.origin == next(iter(ORIGINS.values()))
 
     @property
     def order(self) -> tuple[bool, int, int, float]:

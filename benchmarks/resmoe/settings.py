@@ -24,7 +24,7 @@ class Origin:
         return f"{self.start}-e{self.num_experts}"
 
 
-ORIGINS = {origin.name: origin for origin in (Origin(s, e) for e in (8, 4) for s in (UPCYCLED, RANDOM))}
+ORIGINS = {origin.name: origin for origin in (Origin(UPCYCLED, 8), Origin(RANDOM, 8), Origin(RANDOM, 4))}
 
 
 @dataclasses.dataclass(frozen=True)
