@@ -11,19 +11,26 @@ only a part of it:
   (Git Re-Basin, arXiv 2209.04836, algorithm 1 and its many-model form).
 """
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from moe_jax.compress.canonical import canonical_order, squared_row_norms
+from moe_jax.compress.entropic import anneal
 from moe_jax.compress.matching import Matching, Progress
 from moe_jax.compress.transport import align as align
-from moe_jax.compress.transport import row_blocks, working_dtype
 from moe_jax.errors import InputError, check_member
 
-SOLVERS = ("auto", "assignment")
+SOLVERS = ("auto", "assignment", "alternation", "sinkhorn")
+
+# `auto` does not anneal if less than this share of all places changes in a round: the clouds' order is then plain.
+_SETTLED = 0.02
+# Nor larger clouds than these: on CPUs Sinkhorn goes on for longer than it is worth, elsewhere the memory ends.
+_ANNEALED_POINTS_CPU = 2048
+_ANNEALED_POINTS = 16384
 
 
 class Barycenter(NamedTuple):
@@ -35,8 +42,10 @@ class Barycenter(NamedTuple):
       objective: (1/E) sum_k ||clouds[k][permutations[k]] - points||_F^2 after every round, in float64.
       rounds: how many there were.
       converged: False if `max_rounds` came first.
-      optimality: "exact": every plan is an optimal one, not a rounded or a blurred one.
-      duality_gap: of the last entropic plans, primal minus dual cost, in parts of the primal; None without such.
+      optimality: "exact": the plans are solutions of the assignment problems, not blurred or rounded ones. The
+        barycenter is a local minimum of a problem that is NP-hard for more than two clouds.
+      duality_gap: by how much the potentials of the last entropic plans fail to prove that the assignments they were
+        rounded to were optimal, in parts of the cost; None if there was no entropic phase.
     """
 
     points: Float[np.ndarray, "n D"]
@@ -62,6 +71,17 @@ def free_support_barycenter(
 
     Neither the order of the clouds nor that of their points changes anything in the result but the permutations.
 
+    Solvers, from dearer to cheaper; all but `alternation` end with coordinate descent, in which each cloud is aligned
+    to the mean of the others until no order changes:
+
+    - `sinkhorn`: entropic plans under falling temperature, rounded by exact assignments.
+    - `assignment`: exact assignments throughout. Small clouds (of float64 products, see `transport.py`) go through
+      `alternation` first, and so never end above it; large ones, of which a product takes a minute, are spared that.
+    - `alternation`: exact assignments to the mean of all clouds in turn with the mean; the algorithm of POT's
+      `free_support_barycenter`. Clouds without a common order are stuck after a round or two, some 5 % too high.
+    - `auto`: `assignment`; but if the first round of coordinate descent changes more than 2 % of all places, the orders
+      are annealed, and the better of the two ways is kept. On CPUs clouds of more than 2048 points are not annealed.
+
     Args:
       clouds: E of them, float32, float64 or bfloat16, [n, D] each. They are read in blocks and never copied as a whole.
       solver: one of `SOLVERS`.
@@ -78,22 +98,23 @@ def free_support_barycenter(
     """
     check_member("solver", solver, SOLVERS)
     _check(clouds, start, starts, max_rounds)
-    orders, by_norm = _canonical(clouds)
-    sorted_clouds = [clouds[k] for k in by_norm]
-    sorted_orders = np.stack([orders[k] for k in by_norm])
+    by_norm, orders = canonical_order(clouds)
+    clouds = [clouds[k] for k in by_norm]
     best = None
-    for points in _starts(sorted_clouds, sorted_orders, start, starts, seed):
-        matching = _solve(sorted_clouds, sorted_orders, points, max_rounds, progress)
-        if best is None or matching.objective < best.objective:
-            best = matching
-    permutations = np.empty_like(best.permutations)
-    permutations[by_norm] = best.permutations
+    for points, source in _starts(clouds, orders, start, starts, seed):
+        found = _search(solver, clouds, orders, points, source, max_rounds, progress)
+        if best is None or found.matching.objective < best.matching.objective:
+            best = found
+    matching, gap = best
+    permutations = np.empty_like(matching.permutations)
+    permutations[by_norm] = matching.permutations
     return Barycenter(
-        points=best.mean.astype(np.float32, copy=False),
+        points=matching.mean.astype(np.float32, copy=False),
         permutations=permutations,
-        objective=tuple(best.objectives),
-        rounds=len(best.objectives),
-        converged=best.converged,
+        objective=tuple(matching.objectives),
+        rounds=len(matching.objectives),
+        converged=matching.converged,
+        duality_gap=gap,
     )
 
 
@@ -121,7 +142,7 @@ def weight_matching(
     """
     _check(clouds, None, 1, max_rounds)
     for k, cloud in enumerate(clouds):
-        _squared_row_norms(cloud, k)
+        squared_row_norms(cloud, k)
     if permutations is None:
         permutations = np.tile(np.arange(len(clouds[0]), dtype=np.int32), (len(clouds), 1))
     matching = Matching(clouds, permutations)
@@ -129,15 +150,44 @@ def weight_matching(
     return matching.permutations
 
 
-def _solve(clouds, orders, start, max_rounds, progress) -> Matching:
+class _Found(NamedTuple):
+    matching: Matching
+    duality_gap: float | None = None
+
+
+def _search(solver, clouds, orders, start, source: int | None, max_rounds: int, progress) -> _Found:
     matching = Matching(clouds, orders)
-    matching.align_all(start, progress)
-    if working_dtype(*start.shape) == np.float64:
-        # What plain alternation reaches from this start is never missed. Clouds for which a product takes a minute are
-        # spared its rounds: coordinate descent alone ends lower than alternation, all but always.
+    matching.align_all(start, progress, source=source)
+    if solver == "sinkhorn":
+        return _annealed(matching, max_rounds, progress)
+    if solver == "alternation" or matching.is_small:
         matching.alternate(max_rounds, progress)
+    if solver == "alternation":
+        return _Found(matching)
+    if solver == "auto":
+        matching.descend(min(len(matching.objectives) + 1, max_rounds), progress)
+        if matching.converged:
+            return _Found(matching)
+        if _is_worth_annealing(matching):
+            found = _annealed(matching, max_rounds, progress)
+            if found.matching.objective <= matching.objective:
+                return found
     matching.descend(max_rounds, progress)
-    return matching
+    return _Found(matching)
+
+
+def _annealed(matching: Matching, max_rounds: int, progress) -> _Found:
+    if len(matching.clouds) == 1:
+        return _Found(matching)
+    result = anneal(matching, progress)
+    better = Matching(matching.clouds, result.permutations)
+    better.descend(max_rounds, progress)
+    return _Found(better, result.duality_gap)
+
+
+def _is_worth_annealing(matching: Matching) -> bool:
+    most = _ANNEALED_POINTS_CPU if jax.default_backend() == "cpu" else _ANNEALED_POINTS
+    return len(matching.mean) <= most and matching.moved > _SETTLED * matching.permutations.size
 
 
 def _check(clouds, start, starts: int, max_rounds: int) -> None:
@@ -159,61 +209,21 @@ def _check(clouds, start, starts: int, max_rounds: int) -> None:
             raise InputError("the start holds values that are not finite")
 
 
-def _canonical(clouds) -> tuple[list[Int[np.ndarray, " n"]], list[int]]:
-    """Orders of the points of every cloud, and of the clouds, that do not depend on how they came.
+def _starts(clouds, orders, start, count: int, seed: int) -> Iterator[tuple[Float[np.ndarray, "n D"], int | None]]:
+    """Where to begin, and the cloud that it is, if any.
 
-    Points go by norm, and where norms are equal by their coordinates; clouds by norm, the greatest first.
+    These are the given start or the first cloud, then the other clouds, then points drawn from all.
     """
-    orders, norms = [], []
-    for k, cloud in enumerate(clouds):
-        squares = _squared_row_norms(cloud, k)
-        order = np.argsort(squares, kind="stable")
-        ascending = squares[order]
-        equal = np.flatnonzero(np.diff(ascending, prepend=np.nan, append=np.nan) == 0)
-        tied = np.unique(np.concatenate([equal - 1, equal])) if len(equal) else equal
-        tied = tied[tied < len(order)]
-        if len(tied):
-            rows = order[tied]
-            coordinates = np.concatenate([cloud[rows].astype(np.float64), squares[rows][:, None]], axis=1)
-            order[tied] = rows[np.lexsort(coordinates.T)]
-        orders.append(order.astype(np.int32))
-        norms.append(float(ascending.sum()))
-    keys = [
-        (-norm, _digest(clouds[k], orders[k]) if norms.count(norm) > 1 else b"") for k, norm in enumerate(norms)
-    ]
-    return orders, sorted(range(len(clouds)), key=keys.__getitem__)
-
-
-def _squared_row_norms(cloud: Float[np.ndarray, "n D"], index: int) -> Float[np.ndarray, " n"]:
-    squares = np.empty(len(cloud))
-    for rows in row_blocks(*cloud.shape):
-        block = cloud[rows].astype(np.float64, copy=False)
-        squares[rows] = np.einsum("id,id->i", block, block)
-    if not np.isfinite(squares).all():
-        raise InputError(f"cloud {index} holds values that are not finite")
-    return squares
-
-
-def _digest(cloud: Float[np.ndarray, "n D"], order: Int[np.ndarray, " n"]) -> bytes:
-    digest = hashlib.blake2b()
-    for rows in row_blocks(*cloud.shape):
-        digest.update(np.ascontiguousarray(cloud[order[rows]]).tobytes())
-    return digest.digest()
-
-
-def _starts(clouds, orders, start, count: int, seed: int):
-    """Where to begin: the given start or the first cloud, then the other clouds, then points drawn from all."""
-    n = len(clouds[0])
-    dtype = working_dtype(*clouds[0].shape)
     if start is not None:
-        yield start
+        yield start, None
         count -= 1
     for k in range(min(count, len(clouds))):
-        yield clouds[k][orders[k]].astype(dtype, copy=False)
+        yield clouds[k][orders[k]].astype(np.float32 if clouds[k].dtype.itemsize < 4 else clouds[k].dtype), k
     random = np.random.default_rng(seed)
+    n = len(clouds[0])
     for _ in range(count - len(clouds)):
-        drawn = np.empty(clouds[0].shape, dtype)
-        sources, rows = random.integers(len(clouds), size=n), random.integers(n, size=n)
+        drawn = np.empty(clouds[0].shape, np.float32)
+        sources, places = random.integers(len(clouds), size=n), random.integers(n, size=n)
         for k in range(len(clouds)):
-            drawn[sources == k] = clouds[k][orders[k][rows[sources == k]]]
-        yield drawn
+            drawn[sources == k] = clouds[k][orders[k][places[sources == k]]]
+        yield drawn, None

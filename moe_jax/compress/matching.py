@@ -1,6 +1,6 @@
 """Point clouds brought into one order, so that they lie as near to their mean as local search gets them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -10,12 +10,12 @@ from moe_jax.compress.transport import assign, inner_products, row_blocks, worki
 # Called after every alignment: the round (from 1), clouds done in it, and the objective after the last whole round.
 Progress = Callable[[int, int, float], None]
 
-# A new order is taken if it gains more than rounding could: a part of the squared norm of a cloud.
+# A new order is taken if it gains more than rounding could make up: a part of the mean squared norm of the clouds.
 _LEAST_GAIN = 1e-13
 
 
 class Matching:
-    """E clouds, an order of each, and their mean. The memory is that of the mean and of one cloud at a time.
+    """E clouds, an order of each, and their mean. Beside the clouds it holds the mean and one cloud at a time.
 
     Attributes:
       clouds: [n, D] each.
@@ -23,6 +23,7 @@ class Matching:
       mean: [n, D] of the clouds in their orders, float64 if they are small and else float32.
       objectives: (1/E) sum_k ||cloud k in its order - mean||_F^2 after every round.
       converged: whether the last search ended because no order changed any more.
+      moved: places of all clouds that got another point in the last round.
     """
 
     def __init__(self, clouds: Sequence[Float[np.ndarray, "n D"]], permutations: Int[np.ndarray, "E n"]):
@@ -30,118 +31,144 @@ class Matching:
         self.permutations = np.array(permutations, np.int32)
         n, dim = clouds[0].shape
         self.mean = np.empty((n, dim), working_dtype(n, dim))
-        self._deviations = np.empty(n)
-        self._squared_norm = np.empty(n)
-        self._refresh(np.arange(n))
-        self.objectives = [self.objective]
+        self.objectives: list[float] = []
         self.converged = False
+        self.moved = 0
+        self._deviations = np.empty(n)
+        self._squared_norm = 0.0
+        self._refresh(np.ones(n, bool))
 
     @property
     def objective(self) -> float:
-        """(1/E) sum_k ||cloud k in its order - mean||_F^2."""
+        """(1/E) sum_k ||cloud k in its order - mean||_F^2, as it was at the end of the last round."""
         return float(self._deviations.sum()) / len(self.clouds)
 
-    def align_all(self, target: Float[np.ndarray, "n D"], progress: Progress | None = None) -> None:
-        """Gives every cloud the order nearest to the target, whatever its order was."""
+    @property
+    def is_small(self) -> bool:
+        """Whether products are made in float64, and take no time."""
+        return self.mean.dtype == np.float64
+
+    def rows(self, k: int, dtype: np.dtype, places: Int[np.ndarray, " m"] | slice = slice(None)) -> np.ndarray:
+        """A copy of cloud k in its order, or of some places of it."""
+        return self.clouds[k][self.permutations[k][places]].astype(dtype, copy=False)
+
+    def align_all(
+        self, target: Float[np.ndarray, "n D"], progress: Progress | None = None, *, source: int | None = None
+    ) -> None:
+        """The first round: every cloud gets the order nearest to the target, whatever its order was.
+
+        Args:
+          target: what to align to.
+          progress: see `Progress`.
+          source: the cloud that is the target, in the order that it has.
+        """
         for k in range(len(self.clouds)):
-            self.permutations[k] = self.permutations[k][self._nearest_order(k, target)]
+            if k != source:
+                self.permutations[k] = self.permutations[k][self._nearest_order(k, target)]
             self._report(progress, k)
-        self._refresh(np.arange(len(target)))
-        self.objectives = [self.objective]
+        self._end_round(np.ones(len(target), bool))
 
     def alternate(self, max_rounds: int, progress: Progress | None = None) -> None:
         """Aligns all clouds to the mean, takes the mean, and so on until no order changes."""
         self.converged = False
         while not self.converged and len(self.objectives) < max_rounds:
             changed = np.zeros(len(self.mean), bool)
+            self.moved = 0
             for k in range(len(self.clouds)):
-                changed |= self._improve(k, self.mean)
+                places, order = self._better_order(k, self.mean)
+                self.permutations[k][places] = order
+                changed[places] = True
+                self.moved += len(places)
                 self._report(progress, k)
             self._end_round(changed)
-            self.converged = not changed.any()
+            self.converged = not self.moved
 
     def descend(self, max_rounds: int, progress: Progress | None = None) -> None:
         """Aligns one cloud after another to the sum of the others until no order changes.
 
-        This is coordinate descent on sum_{j<k} ||cloud j - cloud k||^2 = E^2 times the objective. Without a cloud's own
-        pull towards where it is, it leaves most of the orders in which `alternate` gets stuck: its fixed points are
-        fixed points there as well, and not the other way round.
+        This is coordinate descent on sum_{j<k} ||cloud j - cloud k||^2, which is E^2 times the objective. Without the
+        pull of a cloud towards where it is already, it leaves most of the orders in which `alternate` is stuck: its
+        fixed points are fixed points of `alternate` as well, and not the other way round.
         """
         count = len(self.clouds)
         unchanged = 0
         self.converged = False
         while not self.converged and len(self.objectives) < max_rounds:
+            changed = np.zeros(len(self.mean), bool)
+            self.moved = 0
             for k in range(count):
-                changed = np.flatnonzero(self._improve(k, self._sum_of_others(k)))
-                self._refresh(changed)
+                places, order = self._better_order(k, self._sum_of_others(k))
+                self._move(k, places, order)
+                changed[places] = True
+                self.moved += len(places)
                 self._report(progress, k)
-                unchanged = 0 if len(changed) else unchanged + 1
-                # The others of cloud k + 1 are then as they were when it was aligned last.
+                unchanged = 0 if len(places) else unchanged + 1
+                # The others of the next cloud are then as they were when it was aligned last.
                 if unchanged >= count:
                     break
-            self.objectives.append(self.objective)
+            self._end_round(changed)
             self.converged = unchanged >= count
 
-    def _improve(self, k: int, target: Float[np.ndarray, "n D"]) -> np.ndarray:
-        """Gives cloud k the best order if it is better; bool[n], the rows that changed."""
-        order = self._nearest_order(k, target)
-        places = np.flatnonzero(order != np.arange(len(order)))
-        proposed = self.permutations[k][order]
+    def _better_order(self, k: int, target: Float[np.ndarray, "n D"]) -> tuple[np.ndarray, np.ndarray]:
+        """Places at which cloud k should have another point, and the points; none if it is in the best order."""
+        relative = self._nearest_order(k, target)
+        places = np.flatnonzero(relative != np.arange(len(relative)))
+        order = self.permutations[k][relative[places]]
         gain = 0.0
-        for block in self._blocks(places):
-            moved = self._rows(k, proposed[block], np.float64) - self._rows(k, self.permutations[k][block], np.float64)
-            gain += float(np.einsum("id,id->", target[block].astype(np.float64, copy=False), moved))
-        changed = np.zeros(len(order), bool)
+        for part in self._blocks(len(places)):
+            difference = self._difference(k, places[part], order[part], np.float64)
+            gain += float(np.einsum("id,id->", target[places[part]].astype(np.float64, copy=False), difference))
         # A step that gains only what rounding made up would let orders alternate for ever.
-        if gain > _LEAST_GAIN * self._squared_norm.sum():
-            self.permutations[k] = proposed
-            changed[places] = True
-        return changed
+        if gain <= _LEAST_GAIN * self._squared_norm:
+            return places[:0], order[:0]
+        return places, order
 
     def _nearest_order(self, k: int, target: Float[np.ndarray, "n D"]) -> Int[np.ndarray, " n"]:
         """The best order of cloud k, relative to the one it has: between equal ones nothing moves."""
-        points = self._rows(k, self.permutations[k], self.mean.dtype)
-        scores = inner_products(target.astype(self.mean.dtype, copy=False), points)
-        del points  # Before SciPy makes its float64 copy of the scores.
-        return assign(scores)
+        target = target.astype(self.mean.dtype, copy=False)
+        return assign(inner_products(target, self.rows(k, self.mean.dtype)))
 
     def _sum_of_others(self, k: int) -> Float[np.ndarray, "n D"]:
         total = self.mean * self.mean.dtype.type(len(self.clouds))
-        for block in self._blocks(np.arange(len(total))):
-            total[block] -= self._rows(k, self.permutations[k][block], total.dtype)
+        for part in self._blocks(len(total)):
+            total[part] -= self.rows(k, total.dtype, part)
         return total
 
-    def _refresh(self, rows: Int[np.ndarray, " m"]) -> None:
-        """Takes the mean and the deviations from it anew in some rows: nothing is kept that could drift."""
-        count = len(self.clouds)
-        for block in self._blocks(rows):
-            total, squares = 0.0, 0.0
-            for k in range(count):
-                values = self._rows(k, self.permutations[k][block], np.float64)
-                total = total + values
-                squares = squares + np.einsum("id,id->i", values, values)
-            mean = total / count
-            self.mean[block] = mean
-            self._squared_norm[block] = squares / count
-            self._deviations[block] = sum(
-                _squared_distance(self._rows(k, self.permutations[k][block], np.float64), mean) for k in range(count)
-            )
+    def _move(self, k: int, places: Int[np.ndarray, " m"], order: Int[np.ndarray, " m"]) -> None:
+        for part in self._blocks(len(places)):
+            difference = self._difference(k, places[part], order[part], self.mean.dtype)
+            self.mean[places[part]] += difference / self.mean.dtype.type(len(self.clouds))
+        self.permutations[k][places] = order
 
-    def _rows(self, k: int, rows: Int[np.ndarray, " m"], dtype: np.dtype) -> Float[np.ndarray, "m D"]:
-        return self.clouds[k][rows].astype(dtype, copy=False)
-
-    def _blocks(self, rows: Int[np.ndarray, " m"]) -> list[Int[np.ndarray, " b"]]:
-        return [rows[part] for part in row_blocks(len(rows), self.mean.shape[1])]
+    def _difference(self, k, places: np.ndarray, order: np.ndarray, dtype: np.dtype) -> Float[np.ndarray, "m D"]:
+        return self.clouds[k][order].astype(dtype, copy=False) - self.rows(k, dtype, places)
 
     def _end_round(self, changed: np.ndarray) -> None:
-        self._refresh(np.flatnonzero(changed))
+        self._refresh(changed)
         self.objectives.append(self.objective)
+
+    def _refresh(self, changed: np.ndarray) -> None:
+        """Takes the mean and the deviations from it anew in the changed places, so that no error grows."""
+        places, count = np.flatnonzero(changed), len(self.clouds)
+        whole = len(places) == len(changed)
+        if whole:
+            self._squared_norm = 0.0
+        for part in self._blocks(len(places)):
+            block = part if whole else places[part]
+            total = sum(self.rows(k, np.float64, block) for k in range(count))
+            mean = total / count
+            self.mean[block] = mean
+            deviations = np.zeros(len(mean))
+            for k in range(count):
+                difference = self.rows(k, np.float64, block) - mean
+                deviations += np.einsum("id,id->i", difference, difference)
+            self._deviations[block] = deviations
+            if whole:
+                self._squared_norm += float(np.einsum("id,id->", mean, mean) + deviations.sum() / count)
+
+    def _blocks(self, count: int) -> Iterator[slice]:
+        return row_blocks(count, self.mean.shape[1])
 
     def _report(self, progress: Progress | None, k: int) -> None:
         if progress is not None:
-            progress(len(self.objectives), k + 1, self.objectives[-1])
-
-
-def _squared_distance(points: Float[np.ndarray, "m D"], target: Float[np.ndarray, "m D"]) -> Float[np.ndarray, " m"]:
-    difference = points - target
-    return np.einsum("id,id->i", difference, difference)
+            progress(len(self.objectives) + 1, k + 1, self.objectives[-1] if self.objectives else float("nan"))

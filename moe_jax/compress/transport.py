@@ -63,9 +63,11 @@ def inner_products(target: Float[np.ndarray, "n D"], points: Float[np.ndarray, "
     """
     if target.dtype == np.float64:
         return target @ points.T
+    products = np.empty((len(target), len(points)), np.float32)
     on_device = jnp.asarray(points)
-    blocks = [np.asarray(_product(jnp.asarray(block), on_device)) for block in _row_blocks(target, target.dtype)]
-    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    for rows in row_blocks(*target.shape):
+        products[rows] = _product(jnp.asarray(target[rows]), on_device)
+    return products
 
 
 @jax.jit
