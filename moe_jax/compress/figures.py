@@ -25,6 +25,7 @@ class LayerFigures:
       converged: whether their alignment had stopped to change.
       seconds: that the layer took.
       choice: what was chosen for the layer where not all are treated alike, in words.
+      uniform_usage: whether, for want of a text, experts were taken to be used alike.
     """
 
     relative_error: float
@@ -37,6 +38,7 @@ class LayerFigures:
     converged: bool | None = None
     seconds: float | None = None
     choice: str | None = None
+    uniform_usage: bool | None = None
 
 
 class Measure:

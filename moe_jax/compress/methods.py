@@ -4,13 +4,35 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from moe_jax.compress.baselines import (
+    MEO,
+    SVD,
+    GitReBasin,
+    MLPFusion,
+    MSMoE,
+    PlainQuantize,
+    StructuredPruning,
+    UnstructuredPruning,
+)
 from moe_jax.compress.method import Method
 from moe_jax.compress.quantize import Quantize
 from moe_jax.compress.resmoe import ResMoE
 from moe_jax.compress.sparsify import Sparsify
 from moe_jax.errors import InputError, check_member
 
-METHODS: dict[str, type[Method]] = {"ders-sparsify": Sparsify, "ders-quantize": Quantize, "resmoe": ResMoE}
+METHODS: dict[str, type[Method]] = {
+    "ders-sparsify": Sparsify,
+    "ders-quantize": Quantize,
+    "resmoe": ResMoE,
+    "up": UnstructuredPruning,
+    "sp": StructuredPruning,
+    "svd": SVD,
+    "msmoe": MSMoE,
+    "meo": MEO,
+    "git-rebasin": GitReBasin,
+    "mlp-fusion": MLPFusion,
+    "quantize": PlainQuantize,
+}
 
 
 def option_names() -> tuple[str, ...]:

@@ -63,6 +63,11 @@ class Report:
                 f"upcycled experts have above {LOW_COSINE}; deltas from one base are the wrong tool for such a model, "
                 "the right one is --method resmoe"
             )
+        if any(layer.uniform_usage for layer in self.layers):
+            found.append(
+                "how the experts are used is not known: they were taken to be used alike, and as similar as the "
+                "weights of the router say; --calibrate TEXT measures it"
+            )
         if self.expert_bytes_after > self.expert_bytes_before:
             found.append(
                 f"the experts take {self.expert_bytes_after / self.expert_bytes_before:.0%} of the room they took: "

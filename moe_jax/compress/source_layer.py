@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from moe_jax.compress.calibration import RouterStatistics
-from moe_jax.counting import is_parameter
-from moe_jax.experts.materialise import delta_leaves, expert_kernels
+from moe_jax.experts.materialise import expert_kernels
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig
 
@@ -60,15 +59,15 @@ class SourceLayer:
         return dataclasses.replace(self.moe, bank=bank, extended=self.moe.extended or self._with_universal)
 
     def dtype(self, name: str) -> np.dtype:
-        """What the kernels of a matrix are stored in; of a bank with deltas, its base, or what its deltas have."""
+        """What the kernels of a matrix are stored in; of a bank with deltas, its base, or else the layer's norm."""
         bank = self.moe.bank
         if bank.kind == "full":
-            leaf = f"{name}/kernel"
+            leaf = self._path(f"experts/{name}/kernel")
         elif bank.has_base:
-            leaf = f"base/{name}/kernel"
+            leaf = self._path(f"experts/base/{name}/kernel")
         else:
-            leaf = next(path for path in delta_leaves(bank, name) if self._is_float(path))
-        return np.dtype(self._stored[self._path(f"experts/{leaf}")].dtype)
+            leaf = f"layers/{self.index}/mlp_norm/scale"
+        return np.dtype(self._stored[leaf].dtype)
 
     def base(self, name: str) -> np.ndarray:
         """The bank's own base, [in, out]."""
@@ -96,6 +95,10 @@ class SourceLayer:
             biases = np.concatenate([biases, universal[None].astype(biases.dtype)])
         return biases
 
+    def leaf(self, below: str) -> np.ndarray:
+        """A leaf beside the experts, by its path below `mlp`."""
+        return self._read(self._path(below))
+
     def forget(self) -> None:
         """Lets go of the leaf that was read last."""
         self._last = None
@@ -106,9 +109,6 @@ class SourceLayer:
             self._last = None
             self._last = path, self._source.read(path)
         return self._last[1]
-
-    def _is_float(self, leaf: str) -> bool:
-        return is_parameter(self._stored[self._path(f"experts/{leaf}")])
 
     def _path(self, below: str) -> str:
         return f"layers/{self.index}/mlp/{below}"
