@@ -11,7 +11,6 @@ from moe_jax.compress import METHODS, make_method
 from moe_jax.compress.report import Report
 from moe_jax.counting import count_parameters
 from moe_jax.loading import load_model
-from moe_jax.model_dir import ModelDirectory
 from moe_jax.nn import Decoder
 from quality.compression import compressed
 from quality.scoring import Scorer
@@ -66,7 +65,6 @@ def describe_models(task: Task, results: Results, origins: Iterable[Origin]) -> 
             pairs = [cosines(layer) for layer in experts]
             result = {
                 "loss": score(load_model(model)),
-                "float32_loss": score(load_model(ModelDirectory(task.model_path(origin, seed)))),
                 "params": count_parameters(model.specs().values()),
                 "expert_params": sum(layer.size for layer in experts),
                 "cosine": [as_is for as_is, _ in pairs],
@@ -104,10 +102,11 @@ def compress_models(task: Task, results: Results, origins: Iterable[Origin], nam
         source = task.model(origin, seed)
         return load_model(source), [designs(source, layer) for layer in source.config.moe_layers]
 
+    calibration = cache(task.calibration)
     for number, job in enumerate(jobs, start=1):
         whole, before = uncompressed(job.origin, job.seed)
         method = make_method(job.variant.method, {**job.variant.options, job.variant.swept: job.value})
-        statistics = task.calibration(job.origin, job.seed) if job.variant.calibrated else None
+        statistics = calibration(job.origin, job.seed) if job.variant.calibrated else None
         with compressed(task.model(job.origin, job.seed), method, statistics=statistics) as (model, report):
             # What the experts became, put into the uncompressed model: one program scores the models of all methods.
             after = [designs(model, layer, before[0].shape[1]) for layer in model.config.moe_layers]

@@ -5,6 +5,8 @@ import dataclasses
 UPCYCLED, RANDOM = "upcycled", "random"
 # Of the held-out text: half of it, several hundred models are scored.
 SCORED_TOKENS = 32_768
+# Of the training text, for methods that ask what routers do.
+CALIBRATION_TOKENS = 16_384
 
 
 @dataclasses.dataclass(frozen=True)

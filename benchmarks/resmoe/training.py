@@ -7,12 +7,17 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import jax
 import rich.console
 
+from moe_jax.compress import Calibration
+from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
 from moe_jax.open_source import open_source
+from moe_jax.sharding import make_mesh
 from moe_jax.train.evaluation import read_text
+from moe_jax.train.expert_load import measure_router_statistics
 from moe_jax.train.recipe import (
     CheckpointSection,
     DataSection,
@@ -29,7 +34,7 @@ from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.upcycle import UpcycleOptions, upcycle
 from quality.text import split_text
 from resmoe.bfloat16 import DTYPE, write_bfloat16
-from resmoe.settings import RANDOM, SCORED_TOKENS, UPCYCLED, Origin, Settings
+from resmoe.settings import CALIBRATION_TOKENS, RANDOM, SCORED_TOKENS, UPCYCLED, Origin, Settings
 
 
 class Task:
@@ -61,8 +66,9 @@ class Task:
         self._claim()
         self._dense = open_source(data / "weights" / "stories260K" / "hf")
         self.train_text, held_out = split_text(data, work, settings.held_out_share)
-        tokenizer = find_tokenizer(self._dense.tokenizer_files, self._dense.path)
-        self.held_out = read_text(held_out, Tokenizer(tokenizer, self._dense.config))[:SCORED_TOKENS]
+        file = find_tokenizer(self._dense.tokenizer_files, self._dense.path)
+        self._tokenizer = Tokenizer(file, self._dense.config)
+        self.held_out = read_text(held_out, self._tokenizer)[:SCORED_TOKENS]
 
     def model_path(self, origin: Origin, seed: int) -> Path:
         """The model directory of a trained model, whether it is there or not."""
@@ -75,6 +81,19 @@ class Task:
         if not rounded.exists():
             write_bfloat16(ModelDirectory(trained), rounded)
         return ModelDirectory(rounded)
+
+    def calibration(self, origin: Origin, seed: int) -> Calibration:
+        """What the routers of a model do on the beginning of the text that it was trained on."""
+        ids = read_text(self.train_text, self._tokenizer)[:CALIBRATION_TOKENS]
+        mesh = make_mesh({}, jax.devices()[:1])
+        statistics = measure_router_statistics(
+            load_model(self.model(origin, seed), mesh=mesh),
+            ids,
+            seq_len=self.settings.seq_len,
+            batch_size=16,
+            mesh=mesh,
+        )
+        return Calibration(self.train_text, statistics)
 
     def train(self, origin: Origin, seed: int) -> None:
         """Trains one model; a run that was killed begins anew."""

@@ -72,6 +72,8 @@ VARIANTS: dict[str, Variant] = {
     "ResMoE, budget": _resmoe((3.2, 4.2, 6.2, 8.2), swept="budget_bits"),
     "UP": Variant(BASELINE, "up", values=KEEPS, curve=True),
     "UP, separate": Variant(BASELINE, "up", {"design": "separate"}),
+    "UP, 8-bit values": Variant(BASELINE, "up", {"bits": 8}, values=(MAIN_KEEP, 0.5)),
+    "UP, 4-bit values": Variant(BASELINE, "up", {"bits": 4}, values=(MAIN_KEEP, 0.5)),
     "SP": Variant(BASELINE, "sp", values=KEEPS, curve=True),
     "SP, separate": Variant(BASELINE, "sp", {"design": "separate"}),
     "SVD": Variant(BASELINE, "svd", values=KEEPS, curve=True),
