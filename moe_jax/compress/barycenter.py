@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.compress.canonical import canonical_order, squared_row_norms
-from moe_jax.compress.entropic import anneal
 from moe_jax.compress.matching import Matching, Progress
 from moe_jax.compress.transport import align as align
 from moe_jax.errors import InputError, check_member
@@ -179,6 +178,9 @@ def _search(solver, clouds, orders, start, source: int | None, max_rounds: int, 
 def _annealed(matching: Matching, max_rounds: int, progress) -> _Found:
     if len(matching.clouds) == 1:
         return _Found(matching)
+    # OTT takes a second to import, which who does not anneal need not wait for.
+    from moe_jax.compress.entropic import anneal
+
     result = anneal(matching, progress)
     better = Matching(matching.clouds, result.permutations)
     better.descend(max_rounds, progress)
