@@ -52,7 +52,7 @@ class GitReBasin(Merging):
         matching.descend(MOST_ROUNDS, progress)
         figures = {
             "objective": matching.objective,
-            "rounds": len(matching.objectives) - 1,
+            "rounds": len(matching.objectives),
             "converged": matching.converged,
         }
         return Aligned(matching.permutations, figures)
