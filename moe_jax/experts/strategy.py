@@ -38,7 +38,7 @@ ENVIRONMENT = "MOE_JAX_STRATEGY"
 OPERATIONS_PER_BYTE = 15
 # What an entry of a sparse delta costs for a row, in operations of a dense product (on CPU: 3 ns at 190 GFLOP/s), and
 # what it costs to put it into a tile, to look an entry of a bitmap up, or to unpack a code.
-PER_SPARSE_ENTRY, PER_SCATTER, PER_GATHER, PER_UNPACK = 600, 1300, 400, 100
+PER_SPARSE_ENTRY, PER_SCATTER, PER_GATHER, PER_UNPACK = 600, 1300, 200, 100
 BYTES_PER_ENTRY = 4
 
 _chosen: ContextVar[str] = ContextVar("strategy", default="auto")

@@ -136,22 +136,22 @@ def _bitmap_tile(
     start: Int[Array, ""] | int,
     shape: tuple[int, int],
 ) -> Float[Array, "i w"]:
-    """A tile of the part that begins at `origin`: its bits, and for every set one how many are set before it."""
+    """A tile of the part that begins at `origin`: an entry for every set bit, the one with as many before it."""
     (rows, width), begin = shape, origin[1] + start
     set_bits = lax.population_count(mask).astype(jnp.int32)
     in_rows = jnp.sum(set_bits, axis=1)
-    row_begins = lax.dynamic_slice_in_dim(jnp.cumsum(in_rows) - in_rows, origin[0], rows)
-    mask, set_bits = (lax.dynamic_slice_in_dim(a, origin[0], rows) for a in (mask, set_bits))
+    before = (jnp.cumsum(in_rows) - in_rows)[:, None] + jnp.cumsum(set_bits, axis=1) - set_bits
 
     # Whole bytes, from the one in which the tile begins; one more at the end, where the tile may not fill a byte.
     first, count = begin // 8, width // 8 + 2
-    read = lax.dynamic_slice_in_dim(jnp.pad(mask, ((0, 0), (0, count))), first, count, 1)
-    bits = (read[:, :, None] >> jnp.arange(8, dtype=jnp.uint8)[None, None, :]) & jnp.uint8(1)
-    bits = bits.reshape(rows, -1).astype(jnp.int32)
-    before = jnp.sum(jnp.where((jnp.arange(mask.shape[1], dtype=jnp.int32) < first)[None, :], set_bits, 0), axis=1)
-    index = (row_begins + before)[:, None] + jnp.cumsum(bits, axis=1) - bits
-    index = jnp.where(bits == 1, index, values.shape[0])
-    index = lax.dynamic_slice_in_dim(index, begin % 8, width, 1)
+    mask, before = (
+        lax.dynamic_slice(jnp.pad(a, ((0, 0), (0, count))), (origin[0], first), (rows, count)) for a in (mask, before)
+    )
+    bit = jnp.arange(8, dtype=jnp.uint8)[None, None, :]
+    lower = mask[:, :, None] & ((jnp.uint8(1) << bit) - jnp.uint8(1))
+    index = before[:, :, None] + lax.population_count(lower).astype(jnp.int32)
+    index = jnp.where((mask[:, :, None] >> bit) & jnp.uint8(1) == 1, index, values.shape[0])
+    index = lax.dynamic_slice_in_dim(index.reshape(rows, -1), begin % 8, width, 1)
     return values.at[index].get(mode="fill", fill_value=0)
 
 
