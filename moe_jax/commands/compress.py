@@ -16,12 +16,13 @@ import tyro
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.commands.method_options import command_fields, given_options, one_method, swept_methods
 from moe_jax.compress import METHODS, compress, sweep
+from moe_jax.compress.job import choose_layers
 from moe_jax.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from moe_jax.compress import Score
+    from moe_jax.compress import Calibration, Score
     from moe_jax.compress.figures import LayerFigures
     from moe_jax.model_source import ModelSource
 
@@ -53,6 +54,9 @@ class _Job:
     """The universal FFN beside the experts becomes one more delta of the same base."""
     layers: Annotated[str | None, _arg("all|top:N|0,3,8-11", "all")] = None
     """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are."""
+    calibrate: Annotated[Path | None, _arg("TEXT")] = None
+    """A text file on which the use of the experts is counted, for the methods that merge them; without it they are
+    taken to be used alike."""
     json: bool = False
     """Prints JSON lines and nothing else: one per layer as soon as it is done, and at last one for the model. With
     --sweep, what sweep.json holds."""
@@ -61,9 +65,9 @@ class _Job:
     text: Annotated[Path | None, _arg("FILE")] = None
     """With --sweep: a text file."""
     seq_len: Annotated[int | None, _arg("INT", "1024, or what the model can do")] = None
-    """With --sweep: tokens that the model sees at a time."""
+    """With --sweep or --calibrate: tokens that the model sees at a time."""
     batch_size: Annotated[int | None, _arg("INT", "8")] = None
-    """With --sweep: windows computed at once. Does not change the result."""
+    """With --sweep or --calibrate: windows computed at once. Does not change the result."""
 
 
 Options = dataclasses.make_dataclass("Options", command_fields(), bases=(_Job,), frozen=True, kw_only=True)
@@ -95,14 +99,17 @@ def run(options: _Job) -> None:
     source = open_source(options.model)
     base = open_source(options.base) if options.base is not None else None
     layers = parse_layers(options.layers, source.config) if options.layers is not None else None
+    # What would be found out anyway, but after a long calibration.
     refuse_existing(options.out)
-    shared = {"base": base, "extended": options.extended, "layers": layers}
-    described = {
-        "base": options.base, "extended": options.extended, "layers": layers,
-    }  # fmt: skip
+    choose_layers(source.config, layers)
+    shared = {"base": base, "extended": options.extended, "layers": layers, "statistics": _calibration(source, options)}
+    described = {"base": options.base, "extended": options.extended, "layers": layers}
+    if options.calibrate is not None:
+        described |= {"calibrate": options.calibrate, "seq_len": options.seq_len}
     if options.sweep:
         described |= given | {"method": list(dict.fromkeys(name for name, _ in methods)), "seq_len": options.seq_len}
         read = [source, *([base] if base is not None else []), options.text]
+        read += [options.calibrate] if options.calibrate is not None else []
         score = _scorer(source, options)
         with progress_bars() as progress:
             result = sweep(
@@ -129,14 +136,31 @@ def _print_layer(layer: int, figures: "LayerFigures", nbytes: int) -> None:
 
 
 def _check_use_of_text(options: _Job) -> None:
+    if options.text is not None and not options.sweep:
+        raise InputError("--text: only with --sweep")
     if options.sweep and options.text is None:
         raise InputError("--sweep needs --text FILE, to measure the perplexity of")
-    sizes = {"--text": options.text, "--seq-len": options.seq_len, "--batch-size": options.batch_size}
+    sizes = {"--seq-len": options.seq_len, "--batch-size": options.batch_size}
     unused = [name for name, value in sizes.items() if value is not None]
-    if unused and not options.sweep:
-        raise InputError(f"{', '.join(unused)}: only with --sweep")
+    if unused and not options.sweep and options.calibrate is None:
+        raise InputError(f"{', '.join(unused)}: only with --sweep or --calibrate")
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(f"--batch-size {options.batch_size} must be at least 1")
+
+
+def _calibration(source: "ModelSource", options: _Job) -> "Calibration | None":
+    """What the routers do on the text of --calibrate."""
+    if options.calibrate is None:
+        return None
+    from moe_jax.compress import Calibration
+    from moe_jax.loading import load_model
+    from moe_jax.sharding import make_mesh
+    from moe_jax.train.expert_load import measure_router_statistics
+
+    ids, sizes = _read_text(options.calibrate, source, options)
+    mesh = make_mesh({"data": -1})
+    statistics = measure_router_statistics(load_model(source, mesh=mesh), ids, **sizes, mesh=mesh)
+    return Calibration(options.calibrate, statistics)
 
 
 def _scorer(source: "ModelSource", options: _Job) -> "Score":

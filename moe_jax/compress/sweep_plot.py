@@ -4,15 +4,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moe_jax.compress.sweeping import Sweep
+    from matplotlib.axes import Axes
 
-_MARKERS = "osD^vP"
+    from moe_jax.compress.sweeping import Point, Sweep
+
+_MARKERS = "osD^vPX*<>"
+_COLORS = 10
 # From this ratio of perplexities on, a linear axis shows nothing but the worst point.
 _LOG_FROM = 3.0
 
 
 def plot_sweep(sweep: "Sweep", file: Path, *, title: str) -> None:
-    """Draws perplexity over the bytes of the experts: a line per method, and the model as it was.
+    """Draws perplexity and error over the bytes of the experts: a line per method, and the model as it was.
+
+    What was swept stands in the legend, in the order of the points: at the points themselves the labels of several
+    methods would cover each other.
 
     Args:
       sweep: what was measured.
@@ -22,46 +28,56 @@ def plot_sweep(sweep: "Sweep", file: Path, *, title: str) -> None:
     # Not pyplot: it has global state, and picks a backend that may need a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     unit, name = _unit(sweep.expert_bytes)
-    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    methods: dict[str, list[Point]] = {}
+    for point in sorted(sweep.points, key=lambda point: point.expert_bytes):
+        methods.setdefault(point.method, []).append(point)
+    figure = Figure(figsize=(12, 5.2 + 0.2 * (len(methods) // 2)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.axhline(sweep.perplexity, color="black", linestyle="--", linewidth=1)
-    axes.plot(
-        [sweep.expert_bytes / unit], [sweep.perplexity], "k*", markersize=11, linestyle="--", linewidth=1,
-        label=f"not compressed, perplexity {sweep.perplexity:.4g}",
-    )  # fmt: skip
+    left, right = figure.subplots(1, 2)
+    left.axhline(sweep.perplexity, color="black", linestyle=":", linewidth=1)
+    label = f"not compressed: perplexity {sweep.perplexity:.4g}"
+    whole = sweep.expert_bytes / unit
+    left.plot([whole], [sweep.perplexity], "k*", markersize=11, linestyle=":", linewidth=1, label=label)
+    right.plot([whole], [0.0], "k*", markersize=11)
     for index, method in enumerate(dict.fromkeys(point.method for point in sweep.points)):
-        points = sorted((p for p in sweep.points if p.method == method), key=lambda point: point.expert_bytes)
-        x, y = [point.expert_bytes / unit for point in points], [point.perplexity for point in points]
-        marker, color = _MARKERS[index % len(_MARKERS)], f"C{index}"
-        axes.plot(x, y, marker=marker, color=color, label=f"{method}, {points[0].option} at each point")
-        # Above the points of one method and below those of the next, so that labels of close lines do not meet.
-        above = index % 2 == 0
-        for point, at in zip(points, zip(x, y, strict=True), strict=True):
-            axes.annotate(
-                f"{point.value:g}", at, xytext=(4, 5) if above else (0, -6), textcoords="offset points", fontsize=8,
-                color=color, ha="left" if above else "center", va="bottom" if above else "top",
-            )  # fmt: skip
-    logarithmic = max(point.perplexity for point in sweep.points) > _LOG_FROM * sweep.perplexity
-    if logarithmic:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.margins(y=0.12)
-    axes.set_xlim(left=0)
-    axes.set_xlabel(f"experts on the disk, {name}")
-    axes.set_ylabel("perplexity" + (", logarithmic" if logarithmic else ""))
+        points = methods[method]
+        x = [point.expert_bytes / unit for point in points]
+        style = {
+            "marker": _MARKERS[index % len(_MARKERS)],
+            "color": f"C{index % _COLORS}",
+            "linestyle": "-" if index < _COLORS else "--",
+            "markersize": 5,
+        }
+        values = ", ".join(f"{point.value:g}" for point in points)
+        left.plot(x, [point.perplexity for point in points], label=f"{method}: {points[0].option} {values}", **style)
+        right.plot(x, [point.relative_error for point in points], **style)
+    if max(point.perplexity for point in sweep.points) > _LOG_FROM * sweep.perplexity:
+        _logarithmic(left)
+    left.set_ylabel("perplexity" + (", logarithmic" if left.get_yscale() == "log" else ""))
+    right.set_ylabel("relative error of the experts, ||W^ - W|| / ||W||")
+    right.set_ylim(bottom=0)
     percent = sweep.expert_bytes / unit / 100
-    top = axes.secondary_xaxis("top", functions=(lambda x: x / percent, lambda x: x * percent))
-    top.set_xlabel("% of the experts as they were")
-    axes.grid(alpha=0.3)
-    axes.set_title(f"Quality against kept bytes: {title}", fontsize=11)
-    axes.legend(fontsize=9)
-    figure.savefig(file, dpi=150)
+    for axes in (left, right):
+        axes.margins(y=0.08)
+        axes.set_xlim(left=0)
+        axes.set_xlabel(f"experts on the disk, everything included, {name}")
+        top = axes.secondary_xaxis("top", functions=(lambda x: x / percent, lambda x: x * percent))
+        top.set_xlabel("% of the experts as they were")
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"Quality against bytes: {title}", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.savefig(file, dpi=130)
+
+
+def _logarithmic(axes: "Axes") -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _unit(count: int) -> tuple[float, str]:

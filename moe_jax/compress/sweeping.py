@@ -50,7 +50,7 @@ class Sweep:
       nll, perplexity: of the text, without compression.
       expert_bytes: of the experts without compression.
       points: one for every method and value.
-      warnings: see `report.Report`.
+      warnings: of all of them; see `report.Report`.
     """
 
     nll: float
@@ -80,17 +80,20 @@ def sweep(
       score: see `Score`.
       described: the options as the user gave them.
       sources: the models and the text that were read.
-      progress: called after every model.
-      **options: of `compress`: base, extended, layers.
+      progress: called at the start and after every model.
+      **options: of `compress`: base, extended, layers, statistics.
 
     Raises:
       InputError: see `compress`. Nothing is left behind.
     """
     refuse_existing(dst)
     points: list[Point] = []
+    warnings: dict[str, None] = {}
+    progress("compressing and scoring", 0, len(methods))
     with staged_directory(dst) as folder:
         for done, (name, method) in enumerate(methods, start=1):
             report = compress(source, folder / "model", method, described={}, **options)
+            warnings |= dict.fromkeys(report.warnings)
             option, nll = method.swept[0], score(ModelDirectory(folder / "model"))
             remove_directory(folder / "model")
             points.append(
@@ -112,7 +115,7 @@ def sweep(
             perplexity=perplexity(nll),
             expert_bytes=report.expert_bytes_before,
             points=tuple(points),
-            warnings=report.warnings,
+            warnings=tuple(warnings),
         )
         entry = new_lineage_entry("compress --sweep", described, sources, dataclasses.asdict(result))
         write_durably(folder / "sweep.json", json.dumps(entry, indent=2).encode())
