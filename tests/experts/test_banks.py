@@ -46,14 +46,16 @@ STRATEGIES = [
     ("quantized-2", "factored-grouped"),
     ("quantized-2", "synthesised"),
     ("quantized-1", "synthesised"),
-    ("joint-low-rank", "factored-side-by-side"),
-    ("bitmap", "synthesised"),
-    ("coo-4", "factored-entrywise"),
-    ("coo-4", "synthesised"),
-    ("bitmap-3-alone", "synthesised"),
-    ("joint-low-rank-alone", "factored-grouped"),
-    ("joint-low-rank-alone", "factored-side-by-side"),
-    ("quantized-3-alone", "synthesised"),
+]
+# What ResMoE and its baselines store, each with one kind of FFN: the ways of applying it are those from above.
+COMPRESSED = [
+    ("joint-low-rank", "factored-side-by-side", "plain-biases"),
+    ("bitmap", "synthesised", "gated-biases"),
+    ("coo-4", "factored-entrywise", "plain-biases"),
+    ("bitmap-3-alone", "synthesised", "plain-biases"),
+    ("joint-low-rank-alone", "factored-grouped", "gated-biases"),
+    ("joint-low-rank-alone", "factored-side-by-side", "plain-biases"),
+    ("quantized-3-alone", "synthesised", "plain-biases"),
 ]
 FFNS = {
     "gated": FFNConfig(dim=16),
@@ -121,8 +123,10 @@ def assert_close(got, expected, tolerance=1e-5):
         np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
 
 
-@pytest.mark.parametrize("ffn_kind", ["gated-biases", "plain-biases"])
-@pytest.mark.parametrize(("kind", "strategy"), STRATEGIES)
+@pytest.mark.parametrize(
+    ("kind", "strategy", "ffn_kind"),
+    [(*way, ffn_kind) for way in STRATEGIES for ffn_kind in ("gated-biases", "plain-biases")] + COMPRESSED,
+)
 def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     # The shapes are few, so that programs are compiled once; routing, which is data, is drawn freely.
     @settings(max_examples=12, deadline=None)
