@@ -159,10 +159,13 @@ def _search(solver, clouds, orders, start, source: int | None, max_rounds: int, 
     matching.align_all(start, progress, source=source)
     if solver == "sinkhorn":
         return _annealed(matching, max_rounds, progress)
-    if solver == "alternation" or matching.is_small:
-        matching.alternate(max_rounds, progress)
     if solver == "alternation":
+        matching.alternate(max_rounds, progress)
         return _Found(matching)
+    if matching.is_small:
+        matching = _alternated(matching, max_rounds, progress)
+        if matching.converged:
+            return _Found(matching)
     if solver == "auto":
         matching.descend(min(len(matching.objectives) + 1, max_rounds), progress)
         if matching.converged:
@@ -173,6 +176,19 @@ def _search(solver, clouds, orders, start, source: int | None, max_rounds: int, 
                 return found
     matching.descend(max_rounds, progress)
     return _Found(matching)
+
+
+def _alternated(matching: Matching, max_rounds: int, progress) -> Matching:
+    """What alternation comes to; converged if coordinate descent cannot go on from there either."""
+    aligned = Matching(matching.clouds, matching.permutations)
+    aligned.objectives = list(matching.objectives)
+    # Where there is a common order, the first alignment has found it, and this round shows it for both searches.
+    matching.descend(min(2, max_rounds), progress)
+    if matching.converged:
+        return matching
+    aligned.alternate(max_rounds, progress)
+    aligned.converged = False
+    return aligned
 
 
 def _annealed(matching: Matching, max_rounds: int, progress) -> _Found:

@@ -65,7 +65,7 @@ def anneal(matching: Matching, progress: Progress | None = None) -> Annealed:
                 permutations[k] = matching.permutations[k][rounded.order]
                 moved, gap, cost = points[rounded.order], gap + rounded.gap, cost + rounded.cost
             else:
-                moved, potentials[k] = _transport(points, total / (count - 1), potentials[k], temperature)
+                moved, potentials[k] = transport(points, total / (count - 1), potentials[k], temperature)
             blurred[k] = moved.astype(dtype)
             total += blurred[k].astype(jnp.float32)
             if progress is not None:
@@ -100,7 +100,7 @@ def _costs(points: Float[Array, "n D"], target: Float[Array, "n D"]) -> _Costs:
 
 
 @jax.jit
-def _transport(
+def transport(
     points: Float[Array, "n D"],
     target: Float[Array, "n D"],
     potentials: Potentials,

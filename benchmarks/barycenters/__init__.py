@@ -1,0 +1,1 @@
+"""The parts of `barycenter.py`: point clouds, other people's solvers, and the report."""
