@@ -46,10 +46,10 @@ class _Job:
         return self.value == self.variant.values[-1] and self.seed == 0 and self.origin == next(iter(ORIGINS.values()))
 
     @property
-    def order(self) -> tuple[bool, int, int, float]:
-        """The main table first; models of the same config one after another: they share a program."""
-        is_curve = self.value != self.variant.main_value
-        return is_curve, list(VARIANTS).index(self.name), -self.origin.num_experts, self.value
+    def order(self) -> tuple[bool, bool, int, int, float]:
+        """The main table first, the curves last; one variant after another, for they share programs."""
+        is_main, is_curve = self.value == self.variant.main_value, self.variant.curve
+        return not is_main, is_curve, list(VARIANTS).index(self.name), -self.origin.num_experts, self.value
 
 
 def describe_models(task: Task, results: Results, origins: Iterable[Origin]) -> None:

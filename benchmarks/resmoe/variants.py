@@ -6,9 +6,9 @@ from typing import Any
 
 # The share of the main table, and those of the curves.
 MAIN_KEEP = 0.25
-KEEPS = (0.05, 0.1, MAIN_KEEP, 0.35, 0.5)
-# Merged experts are whole: of 8 experts these shares leave 1 to 4.
-MERGED_KEEPS = (0.125, MAIN_KEEP, 0.375, 0.5)
+KEEPS = (0.05, 0.1, MAIN_KEEP, 0.5)
+# Merged experts are whole: of 8 experts these shares leave 1, 2 and 4.
+MERGED_KEEPS = (0.125, MAIN_KEEP, 0.5)
 BITS = (8, 4, 3, 2, 1)
 
 # ResMoE as it is now, and as its authors published it.
@@ -60,16 +60,16 @@ VARIANTS: dict[str, Variant] = {
     "ResMoE UP, separate": _resmoe(residual="up", design="separate", refit_pair="separate"),
     PUBLISHED: _resmoe(KEEPS, residual="up", refit=False, curve=True, refit_pair="concat"),
     "ResMoE UP, separate, no refit": _resmoe(residual="up", design="separate", refit=False, refit_pair="separate"),
-    "average + UP": _resmoe(KEEPS, residual="up", curve=True, refit_pair="concat, average as centre", **_AVERAGE),
+    "average + UP": _resmoe(residual="up", refit_pair="concat, average as centre", **_AVERAGE),
     "average + UP, no refit": _resmoe(residual="up", refit=False, refit_pair="concat, average as centre", **_AVERAGE),
     "ResMoE SVD": _resmoe(KEEPS, residual="svd", curve=True),
     "ResMoE SVD, separate": _resmoe(residual="svd", design="separate"),
     "average + SVD": _resmoe(residual="svd", **_AVERAGE),
     "ResMoE quantized": _resmoe(BITS, residual="quantized", swept="bits"),
-    "ResMoE UP, 8-bit values": _resmoe((0.1, MAIN_KEEP, 0.5), residual="up", bits=8),
+    "ResMoE UP, 8-bit values": _resmoe((MAIN_KEEP, 0.5), residual="up", bits=8),
     "ResMoE UP, 4-bit values": _resmoe((0.1, MAIN_KEEP, 0.5), residual="up", bits=4),
     # Just below what plain quantisation takes for codes and scales.
-    "ResMoE, budget": _resmoe((3.2, 4.2, 6.2, 8.2), swept="budget_bits"),
+    "ResMoE, budget": _resmoe((3.2, 4.2, 8.2), swept="budget_bits"),
     "UP": Variant(BASELINE, "up", values=KEEPS, curve=True),
     "UP, separate": Variant(BASELINE, "up", {"design": "separate"}),
     "UP, 8-bit values": Variant(BASELINE, "up", {"bits": 8}, values=(MAIN_KEEP, 0.5)),
@@ -80,7 +80,7 @@ VARIANTS: dict[str, Variant] = {
     "SVD, separate": Variant(BASELINE, "svd", {"design": "separate"}),
     "M-SMoE": Variant(BASELINE, "msmoe", values=MERGED_KEEPS, curve=True, calibrated=True),
     "MEO": Variant(BASELINE, "meo", calibrated=True),
-    "Git Re-Basin": Variant(BASELINE, "git-rebasin", values=MERGED_KEEPS, curve=True, calibrated=True),
+    "Git Re-Basin": Variant(BASELINE, "git-rebasin", calibrated=True),
     "MLP Fusion": Variant(BASELINE, "mlp-fusion", values=KEEPS, curve=True),
     "plain quantisation": Variant(PLAIN, "quantize", values=(8, 4, 3, 2), swept="bits"),
 }
