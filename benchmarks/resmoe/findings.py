@@ -20,6 +20,8 @@ from resmoe.variants import (
 
 # Of the issue: by how much the refit lowers the squared error, at 8 and at 4 experts.
 EXPECTED_REDUCTION = (0.20, 0.40)
+# bfloat16 rounds what a method measured in float32.
+_CHECK_TOLERANCE = 1e-3
 _AVERAGE = "average + UP"
 Measure = Callable[[Results, str, str, float], dict[str, float]]
 
@@ -62,6 +64,8 @@ def _centre_finding(results: Results, origin: str) -> list[str]:
     lower = reductions(*(errors(results, origin, name, MAIN_KEEP) for name in (REFITTED, _AVERAGE)))
     if not lower:
         return []
+    if max(map(abs, lower)) < 5e-4:
+        return [f"- {origin}: the barycenter is no better a centre than the average: the neurons are in one order."]
     change = "lower" if statistics.mean(lower) >= 0 else "higher"
     share = mean_and_spread((100 * abs(value) for value in lower), ".1f")
     return [f"- {origin}: with the barycenter as centre eps/f is {share} % {change} than with the average."]
@@ -107,3 +111,33 @@ def byte_findings(found: Sequence[Point]) -> str:
 
 def _lowest(found: dict[str, float]) -> tuple[str, float]:
     return min(found.items(), key=lambda item: item[1])
+
+
+def check_findings(results: Results, origins: Sequence[str]) -> str:
+    """What was measured twice: losses of served models, and errors with the neurons matched anew."""
+    found = [
+        (name, run)
+        for origin in origins
+        for name, by_value in (results.get("compression", origin) or {}).items()
+        for by_seed in by_value.values()
+        for run in by_seed.values()
+    ]
+    lines = []
+    served = [abs(run["served_loss"] - run["loss"]) for _, run in found if "served_loss" in run]
+    if served:
+        lines.append(
+            "- All are scored with what their experts became put into the uncompressed model. "
+            f"{len(served)} were also scored as they are served: the losses differ by at most {max(served):.1g}."
+        )
+    above: dict[str, float] = {}
+    for name, run in found:
+        if None not in run["error_per_neuron"]:
+            ratio = sum(run["least_error_per_neuron"]) / sum(run["error_per_neuron"])
+            above[name] = max(ratio, above.get(name, 0.0))
+    others = ", ".join(f"{name} ({ratio:.2f} times)" for name, ratio in above.items() if ratio > 1 + _CHECK_TOLERANCE)
+    if above:
+        lines.append(
+            "- eps/f of the stored experts, with the neurons matched anew by SciPy, is at most what the method itself "
+            f"says, as it must be{f', but for {others}' if others else ''}."
+        )
+    return "\n".join(lines)

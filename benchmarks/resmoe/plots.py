@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import NullFormatter
 
 from quality.spread import spread
 from resmoe.results import Results
@@ -16,8 +16,8 @@ from resmoe.variants import BASELINE, MAIN_KEEP, PLAIN, RESMOE, VARIANTS
 
 # Solid with filled markers: ResMoE and its parts. Dashed: baselines.
 _MARKERS = "osD^vP*Xph<>"
-# A model whose perplexity is this many times that of the uncompressed one is drawn at the upper edge.
-_WORST = 30
+# A model whose perplexity is so many times that of the uncompressed one is drawn at the upper edge.
+_WORST, _WORST_BY_BYTES = 30, 4
 _FAMILY_STYLES = {RESMOE: ("C0", "o"), BASELINE: ("C1", "s"), PLAIN: ("C2", "D")}
 
 
@@ -70,12 +70,12 @@ def plot_bytes(results: Results, origins: Sequence[str], file: Path) -> None:
             own = sorted((point for point in found if VARIANTS[point.name].family == family), key=lambda p: p.bits)
             if not own:
                 continue
-            y = [min(point.mean, _WORST * uncompressed) for point in own]
+            y = [min(point.mean, _WORST_BY_BYTES * uncompressed) for point in own]
             axes.scatter([point.bits for point in own], y, color=color, marker=marker, s=22, alpha=0.45)
             best = frontier(own)
             axes.plot(
                 [point.bits for point in best],
-                [min(point.mean, _WORST * uncompressed) for point in best],
+                [min(point.mean, _WORST_BY_BYTES * uncompressed) for point in best],
                 color=color,
                 marker=marker,
                 markersize=5,
@@ -85,7 +85,10 @@ def plot_bytes(results: Results, origins: Sequence[str], file: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         _plain_numbers(axes)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.set_xticks((1, 2, 3, 4, 6, 8, 12, 16))
+        axes.set_xlim(0.9, 16)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("bytes of the experts on the disk, bits per weight")
         axes.set_title(origin, fontsize=11)
     panels[0][0].set_ylabel("held-out perplexity")
@@ -100,9 +103,9 @@ def _uncompressed(results: Results, origin: str) -> float:
 
 def _plain_numbers(axes: Axes) -> None:
     """13 and not 1.3 x 10^1; few enough not to overlap."""
-    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_major_formatter("{x:g}")
     low, high = axes.get_ylim()
-    axes.yaxis.set_minor_formatter(ScalarFormatter() if high < 10 * low else NullFormatter())
+    axes.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else NullFormatter())
 
 
 def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[list[Axes]]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from quality.spread import mean, mean_and_spread
-from resmoe.findings import byte_findings, error_findings, refit_findings
+from resmoe.findings import byte_findings, check_findings, error_findings, refit_findings
 from resmoe.plots import plot_bytes, plot_curves
 from resmoe.results import Results
 from resmoe.settings import ORIGINS, SCORED_TOKENS
@@ -36,6 +36,7 @@ def write_report(results: Results, out: Path) -> str:
         _refit_table(results, every),
         *(_curve_table(results, origin) for origin in large),
         _byte_table(results, large),
+        _checks(results, every),
     ]
     text = "\n\n".join(section for section in sections if section) + "\n"
     (out / f"{_NAME}.md").write_text(text)
@@ -173,6 +174,11 @@ def _byte_table(results: Results, origins: Sequence[str]) -> str:
             f"that was tried and fits ({BASELINE}: the pruned, factorised and merged experts of the table above)."
         )
     return "\n\n".join(sections)
+
+
+def _checks(results: Results, origins: Sequence[str]) -> str:
+    found = check_findings(results, origins)
+    return f"## Checks\n\n{found}" if found else ""
 
 
 def _cell(point: Point | None) -> str:
