@@ -5,7 +5,7 @@ Without a centre the experts themselves are stored in these forms: those are bas
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -168,15 +168,13 @@ def _write_matrix(
     refit: bool,
 ) -> None:
     dtype, shape = layer.dtype(name), layer.shapes[name]
-
-    def kernels() -> Iterator[np.ndarray]:
-        return aligned_kernels(layer, name, permutations)
-
-    centre = mean(kernels()) if bank.has_base else np.zeros((1, 1), np.float32)
+    kernels = list(aligned_kernels(layer, name, permutations))  # gone through again and again
+    layer.forget()
+    centre = mean(kernels) if bank.has_base else np.zeros((1, 1), np.float32)
     masks = None
     if bank.kind == "sparse":
         start = np.broadcast_to(centre, shape)
-        pruned = prune(kernels, start, bank.nonzeros(shape), refit=refit and bank.has_base)
+        pruned = prune(lambda: kernels, start, bank.nonzeros(shape), refit=refit and bank.has_base)
         masks = pruned.masks
         centre = pruned.centre if bank.has_base else centre
     stored = centre.astype(dtype)
@@ -184,7 +182,7 @@ def _write_matrix(
         write(f"experts/base/{name}/kernel", stored)
 
     stacked: dict[str, np.ndarray] = {}
-    for expert, kernel in enumerate(kernels()):
+    for expert, kernel in enumerate(kernels):
         residual = kernel - stored.astype(np.float32)
         leaves, approximation = _encode(residual, bank, None if masks is None else masks[expert], dtype)
         _stack(stacked, leaves, expert, layer.num_experts)

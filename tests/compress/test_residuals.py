@@ -2,17 +2,21 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_jax.compress import residuals
 from moe_jax.compress.residuals import common_counts, concat_counts, largest_mask, mean, prune, squared
 
 seeds = st.integers(0, 9999)
 
 
-@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("sample", [1 << 14, 8], ids=["sorted as a whole", "found by a sample"])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 60), st.data(), seeds)
-def test_largest_mask(size, data, seed):
+def test_largest_mask(monkeypatch, sample, size, data, seed):
+    monkeypatch.setattr(residuals, "_SAMPLE", sample)
+    monkeypatch.setattr(residuals, "_SAMPLED_ABOVE", 2 * sample)
     count = data.draw(st.integers(1, size))
     # Few values, so that many are equal.
     residual = np.random.default_rng(seed).integers(-3, 4, size).astype(np.float32)
@@ -35,11 +39,11 @@ def test_common_counts_keep_exactly_the_share(sizes, keep, seed):
 @given(st.floats(0.05, 1.0), seeds)
 def test_concat_counts_are_those_of_one_threshold(keep, seed):
     rng = np.random.default_rng(seed)
-    residuals = {"up": rng.standard_normal((4, 6)), "down": 3 * rng.standard_normal((6, 4))}
-    counts = concat_counts(residuals, keep)
+    parts = {"up": rng.standard_normal((4, 6)), "down": 3 * rng.standard_normal((6, 4))}
+    counts = concat_counts(parts, keep)
     total = max(1, round(48 * keep))
     every = np.sort(np.abs(np.concatenate([r.reshape(-1) for r in residuals.values()])))[::-1]
-    assert counts == {name: int((np.abs(r) >= every[total - 1]).sum()) for name, r in residuals.items()}
+    assert counts == {name: int((np.abs(r) >= every[total - 1]).sum()) for name, r in parts.items()}
 
 
 def draw(seed, experts, law="normal", shape=(30, 20)):
@@ -59,10 +63,10 @@ def test_refit(experts, count, seed):
     start = mean(kernels)
     np.testing.assert_allclose(start, kernels.mean(axis=0), atol=1e-6)
     plain = prune(lambda: iter(kernels), start, count, refit=False)
-    residuals = kernels - start
-    reference = [np.abs(r) >= np.sort(np.abs(r).reshape(-1))[-count] for r in residuals]
+    distances = kernels - start
+    reference = [np.abs(r) >= np.sort(np.abs(r).reshape(-1))[-count] for r in distances]
     np.testing.assert_array_equal(plain.masks, reference)
-    assert plain.error == pytest.approx(squared(np.where(plain.masks, 0, residuals)), rel=1e-5, abs=1e-5)
+    assert plain.error == pytest.approx(squared(np.where(plain.masks, 0, distances)), rel=1e-5, abs=1e-5)
 
     found = prune(lambda: iter(kernels), start, count, refit=True)
     masks = np.stack(found.masks)
