@@ -78,8 +78,8 @@ def free_support_barycenter(
       `alternation` first, and so never end above it; large ones, of which a product takes a minute, are spared that.
     - `alternation`: exact assignments to the mean of all clouds in turn with the mean; the algorithm of POT's
       `free_support_barycenter`. Clouds without a common order are stuck after a round or two, some 5 % too high.
-    - `auto`: `assignment`; but if the first round of coordinate descent changes more than 2 % of all places, the orders
-      are annealed, and the better of the two ways is kept. On CPUs clouds of more than 2048 points are not annealed.
+    - `auto`: `assignment`; but if the first round of coordinate descent changes more than 2 % of all places, annealing
+      goes on from there, unless it ends above `alternation`. On CPUs clouds of more than 2048 points are not annealed.
 
     Args:
       clouds: E of them, float32, float64 or bfloat16, [n, D] each. They are read in blocks and never copied as a whole.
@@ -155,6 +155,7 @@ class _Found(NamedTuple):
 
 
 def _search(solver, clouds, orders, start, source: int | None, max_rounds: int, progress) -> _Found:
+    """From one start to the end; `source` is the cloud that the start is, if it is one."""
     matching = Matching(clouds, orders)
     matching.align_all(start, progress, source=source)
     if solver == "sinkhorn":
@@ -162,33 +163,21 @@ def _search(solver, clouds, orders, start, source: int | None, max_rounds: int, 
     if solver == "alternation":
         matching.alternate(max_rounds, progress)
         return _Found(matching)
-    if matching.is_small:
-        matching = _alternated(matching, max_rounds, progress)
-        if matching.converged:
-            return _Found(matching)
-    if solver == "auto":
-        matching.descend(min(len(matching.objectives) + 1, max_rounds), progress)
-        if matching.converged:
-            return _Found(matching)
-        if _is_worth_annealing(matching):
-            found = _annealed(matching, max_rounds, progress)
-            if found.matching.objective <= matching.objective:
-                return found
-    matching.descend(max_rounds, progress)
-    return _Found(matching)
-
-
-def _alternated(matching: Matching, max_rounds: int, progress) -> Matching:
-    """What alternation comes to; converged if coordinate descent cannot go on from there either."""
-    aligned = Matching(matching.clouds, matching.permutations)
-    aligned.objectives = list(matching.objectives)
-    # Where there is a common order, the first alignment has found it, and this round shows it for both searches.
+    aligned = matching.copy() if matching.is_small else None
+    # If the clouds have a common order they are in it now. One round shows it, for alternation as well.
     matching.descend(min(2, max_rounds), progress)
     if matching.converged:
-        return matching
-    aligned.alternate(max_rounds, progress)
-    aligned.converged = False
-    return aligned
+        return _Found(matching)
+    ways = [matching]
+    if aligned is not None:
+        aligned.alternate(max_rounds, progress)
+        ways = [aligned, matching]
+    if solver == "auto" and _is_worth_annealing(matching):
+        found = _annealed(matching, max_rounds, progress)
+        if found.matching.objective <= min(way.objective for way in ways):
+            return found
+    ways[0].descend(max_rounds, progress)
+    return _Found(ways[0])
 
 
 def _annealed(matching: Matching, max_rounds: int, progress) -> _Found:

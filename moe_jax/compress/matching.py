@@ -48,6 +48,12 @@ class Matching:
         """Whether products are made in float64, and take no time."""
         return self.mean.dtype == np.float64
 
+    def copy(self) -> "Matching":
+        """A matching that goes its own way from here."""
+        other = Matching(self.clouds, self.permutations)
+        other.objectives = list(self.objectives)
+        return other
+
     def rows(self, k: int, dtype: np.dtype, places: Int[np.ndarray, " m"] | slice = slice(None)) -> np.ndarray:
         """A copy of cloud k in its order, or of some places of it."""
         return self.clouds[k][self.permutations[k][places]].astype(dtype, copy=False)

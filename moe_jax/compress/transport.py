@@ -18,7 +18,7 @@ from moe_jax.errors import InputError
 # them. Beyond, float32 on the device: a single one of these products takes a second in float64.
 _FLOAT64_PRODUCT = 2**36
 # Rows that are converted, gathered or moved to the device at a time: this many values.
-_BLOCK_VALUES = 2**24
+_BLOCK_VALUES = 2**22
 
 
 def align(points: Float[np.ndarray, "n D"], target: Float[np.ndarray, "n D"]) -> Int[np.ndarray, " n"]:
