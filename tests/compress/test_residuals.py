@@ -42,7 +42,7 @@ def test_concat_counts_are_those_of_one_threshold(keep, seed):
     parts = {"up": rng.standard_normal((4, 6)), "down": 3 * rng.standard_normal((6, 4))}
     counts = concat_counts(parts, keep)
     total = max(1, round(48 * keep))
-    every = np.sort(np.abs(np.concatenate([r.reshape(-1) for r in residuals.values()])))[::-1]
+    every = np.sort(np.abs(np.concatenate([r.reshape(-1) for r in parts.values()])))[::-1]
     assert counts == {name: int((np.abs(r) >= every[total - 1]).sum()) for name, r in parts.items()}
 
 
