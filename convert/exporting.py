@@ -119,8 +119,9 @@ def _write_leaf(
     """Writes the pieces of one leaf: an expert is made while the one before is written, no more at a time."""
     with ThreadPoolExecutor(WORKERS) as pool:
         before: list[Future[None]] = []
-        for piece, (expert, part) in zip(pieces, model.parts(path), strict=True):
-            assert piece.expert == expert, (piece, expert)
+        waiting = {piece.expert: piece for piece in pieces}
+        for expert, part in model.parts(path):
+            piece = waiting.pop(expert)
             writing = [
                 pool.submit(_write_rows, part, piece, rows, dtype, writer, progress)
                 for rows in row_chunks(piece.shape, dtype.itemsize)
@@ -128,6 +129,7 @@ def _write_leaf(
             _finish(before, path)
             before = writing
         _finish(before, path)
+        assert not waiting, (path, waiting)
 
 
 def _finish(writing: Iterable[Future[None]], path: str) -> None:
@@ -187,6 +189,18 @@ def _print_changes(
     """Says what the format makes of the model, where that is not obvious."""
     if before.family != after.family:
         console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
+    narrow = [i for i in before.moe_layers if before.layers[i].mlp.expert.dim < after.layers[i].mlp.expert.dim]
+    if narrow:
+        console.print(
+            f"the experts of {len(narrow)} layers get neurons of zeros: the format has one width for all layers, "
+            f"{after.layers[narrow[0]].mlp.expert.dim}"
+        )
+    merged = [i for i in before.moe_layers if before.layers[i].mlp.merged_experts is not None]
+    if merged:
+        console.print(
+            f"the merged experts of {len(merged)} layers are written once for every output of the router, "
+            f"{after.layers[merged[0]].mlp.num_experts}, which the format needs"
+        )
     dense = [i for i in range(before.num_layers) if i in after.moe_layers and i not in before.moe_layers]
     if dense:
         experts = after.layers[dense[0]].mlp.num_experts

@@ -1,4 +1,4 @@
-"""A model seen as foreign formats can hold it: every bank full, and every layer an MoE if one is.
+"""A model seen as foreign formats can hold it: every bank full, every layer an MoE if one is, experts of one width.
 
 Merging is a view. Experts are made one at a time while they are written, never as a whole layer.
 """
@@ -21,7 +21,9 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
     """The config of a model after merging, in the family whose format can hold it.
 
     A dense model is left as it is. The deltas of a model with MoE layers are merged; if its family has no MoE
-    layers it moves to its `moe_format`, and there every dense layer becomes an MoE of equal experts.
+    layers it moves to its `moe_format`, and there every dense layer becomes an MoE of equal experts. Every output of
+    the router has an expert of its own again. Experts that were made narrower are as wide as the widest in any layer:
+    they get neurons of zeros, which add nothing, for act(0) = 0.
 
     Args:
       config: of the model.
@@ -38,10 +40,10 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
             "model directory"
         )
     family = family_named(config.family)
-    layers = [_full(layer) for layer in config.layers]
+    widest = max(config.layers[i].mlp.expert.dim for i in config.moe_layers)
     foreign = dict(config.foreign)
     if family.holds_experts:
-        return replace(config, layers=tuple(layers))
+        return replace(config, layers=tuple(_full(layer, widest) for layer in config.layers))
     if family.moe_format is None:
         raise InputError(
             f"a {family.name!r} model with MoE layers has no Hugging Face format that would give the same logits; "
@@ -49,18 +51,20 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
         )
     # Code that belongs to the old format must not be run for the new one.
     foreign.pop("auto_map", None)
-    dense = [i for i, layer in enumerate(layers) if not isinstance(layer.mlp, MoEConfig)]
+    dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
     if dense and not replicate_dense:
         raise InputError(
-            f"the format of {family.moe_format!r} needs an MoE in every layer, but {len(dense)} of {len(layers)} "
+            f"the format of {family.moe_format!r} needs an MoE in every layer, but {len(dense)} of {config.num_layers} "
             "are dense; --dense-layers replicate stores such a layer as equal experts, with the same logits"
         )
+    widest = max([widest, *(config.layers[i].mlp.dim for i in dense)])
+    layers = [_full(layer, widest) for layer in config.layers]
     like = layers[config.moe_layers[0]].mlp
     for i in dense:
-        if layers[i].mlp != like.expert:
+        if replace(layers[i].mlp, dim=widest) != like.expert:
             raise InputError(
                 f"layer {i} has the FFN {layers[i].mlp}, the experts are {like.expert}; "
-                f"the format of {family.moe_format!r} has one size for both"
+                f"the format of {family.moe_format!r} has one kind for both"
             )
         layers[i] = replace(layers[i], mlp=like)
     return replace(config, family=family.moe_format, layers=tuple(layers), foreign=foreign)
@@ -90,55 +94,68 @@ class MergedModel:
         return {path: jax.ShapeDtypeStruct(shape, self._dtype(path)) for path, shape in self._shapes.items()}
 
     def parts(self, path: str) -> Iterator[tuple[int | None, np.ndarray]]:
-        """Yields (None, leaf), or for experts (e, leaf[e]) one expert after another.
+        """Yields (None, leaf), or for experts (e, leaf[e]), every e once, merged ones one after another.
 
         Shapes and dtypes are those of `specs`; deltas are added in float32.
         """
         if "/experts/" not in path:
             yield None, self._router(path) if path not in self._stored else self._source.read(path)
-        elif path in self._stored:
-            leaf = self._source.read(path)
-            for expert in range(leaf.shape[0]):
-                yield expert, leaf[expert]
-        else:
-            yield from self._merged(path)
-
-    def _merged(self, path: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Experts that are stored as something else than full kernels."""
-        block, _, name = path.partition("/experts/")
-        layer = self._layer(path)
-        if not isinstance(layer.mlp, MoEConfig):
-            base = self._source.read(self._base(path))
-            for expert in range(self._num_experts(path)):
-                yield expert, base
             return
-        bank, matrix = f"{block}/experts", name.removesuffix("/kernel")
-        shape = layer.mlp.expert.shapes(self.config.d_model)[matrix]
-        yield from enumerate(expert_kernels(self._source.read, layer.mlp.bank, bank, matrix, shape))
+        outputs, shape = self._outputs(path), self._shapes[path][1:]
+        for expert, kernel in enumerate(self._bank(path)):
+            kernel = _padded(kernel, shape)
+            for output in outputs[expert]:
+                yield output, kernel
+
+    def _outputs(self, path: str) -> list[np.ndarray]:
+        """Which outputs of the router every expert of the bank stands for; all, for the FFN of a dense layer."""
+        mlp, outputs = self._layer(path).mlp, np.arange(self._shapes[path][0])
+        if not isinstance(mlp, MoEConfig):
+            return [outputs]
+        if mlp.merged_experts is None:
+            return list(outputs[:, None])
+        groups = self._source.read(f"{path.partition('/experts/')[0]}/groups")
+        return [np.flatnonzero(groups == group) for group in range(mlp.merged_experts)]
+
+    def _bank(self, path: str) -> Iterator[np.ndarray]:
+        """What is stored, or made of what is stored, for every expert of the bank."""
+        block, _, name = path.partition("/experts/")
+        mlp = self._layer(path).mlp
+        if not isinstance(mlp, MoEConfig):
+            yield self._source.read(path.replace("/experts/", "/"))
+        elif path in self._stored:
+            yield from self._source.read(path)
+        else:
+            matrix = name.removesuffix("/kernel")
+            shape = mlp.expert.shapes(self.config.d_model)[matrix]
+            read, dtype = self._source.read, self._dtype(path)
+            yield from expert_kernels(read, mlp.bank, f"{block}/experts", matrix, shape, dtype=dtype)
 
     def _router(self, path: str) -> np.ndarray:
         """The router of a layer that was dense: all experts are equal, so any router will do."""
         return np.zeros(self._shapes[path], self._dtype(path))
 
     def _dtype(self, path: str) -> np.dtype:
-        if path in self._stored:
-            return np.dtype(self._stored[path].dtype)
-        if "/experts/" in path:
-            return np.dtype(self._stored[self._base(path)].dtype)
-        # Only the router of a layer that was dense is stored nowhere; it is like the layer's norm.
-        return np.dtype(self._stored[path.replace("/mlp/router/kernel", "/mlp_norm/scale")].dtype)
-
-    def _base(self, path: str) -> str:
-        """The stored leaf an expert kernel is made from: the shared base, or the kernel of a dense layer."""
-        dense = path.replace("/experts/", "/")
-        return dense if dense in self._stored else path.replace("/experts/", "/experts/base/")
+        """That of the leaf; of the shared base or dense kernel that experts are made from; or else the layer's norm."""
+        dense, base = path.replace("/experts/", "/"), path.replace("/experts/", "/experts/base/")
+        norm = f"{path.partition('/mlp/')[0]}/mlp_norm/scale"
+        return np.dtype(next(self._stored[leaf].dtype for leaf in (path, dense, base, norm) if leaf in self._stored))
 
     def _layer(self, path: str) -> LayerConfig:
         return self._source.config.layers[int(path.split("/")[1])]
 
-    def _num_experts(self, path: str) -> int:
-        return self.config.layers[int(path.split("/")[1])].mlp.num_experts
+
+def _full(layer: LayerConfig, width: int) -> LayerConfig:
+    mlp = layer.mlp
+    if not isinstance(mlp, MoEConfig):
+        return layer
+    return replace(
+        layer, mlp=replace(mlp, bank=BankConfig(), merged_experts=None, expert=replace(mlp.expert, dim=width))
+    )
 
 
-def _full(layer: LayerConfig) -> LayerConfig:
-    return replace(layer, mlp=replace(layer.mlp, bank=BankConfig())) if isinstance(layer.mlp, MoEConfig) else layer
+def _padded(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """With zeros after the end."""
+    if array.shape == shape:
+        return array
+    return np.pad(array, [(0, size - there) for size, there in zip(shape, array.shape, strict=True)])

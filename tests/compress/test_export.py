@@ -1,0 +1,132 @@
+"""Compressed models go back to the format they came from: the same logits in Transformers."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from moe_jax import cli
+from moe_jax.compress.job import compress
+from moe_jax.compress.methods import METHODS
+from moe_jax.convert import export, read_hf_config
+from moe_jax.loading import load_model
+from moe_jax.model_dir import ModelDirectory
+from moe_jax.models import BankConfig, FFNConfig
+from moe_jax.open_source import open_source
+from tests.compress.conftest import MemorySource
+from tests.compress.test_command import RECIPE
+from tests.convert.conftest import CONFIGS
+from tests.convert.test_merged import write_model
+from tests.upcycle.conftest import random_leaves
+
+QUIET = Console(quiet=True)
+TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
+# Every way in which experts are stored, a method per layer: quantised values at sparse places, joint factors, narrower
+# experts (of the widths of all others in the format); merged ones, codes, factors per matrix.
+MIXTURES = {
+    "pruned, joint, narrow": [
+        ("up", {"keep": 0.5, "bits": 8}),
+        ("svd", {"keep": 0.5}),
+        ("sp", {"keep": 0.5, "design": "separate"}),
+    ],
+    "merged, codes, factors": [
+        ("msmoe", {"keep": 0.5}),
+        ("quantize", {"bits": 3}),
+        ("svd", {"keep": 0.5, "design": "separate"}),
+    ],
+}
+
+
+def logits(source) -> np.ndarray:
+    model = load_model(source)
+    return np.asarray(nnx.jit(lambda model, tokens: model(tokens).logits)(model, jnp.asarray(TOKENS)))
+
+
+@pytest.fixture(scope="module")
+def source():
+    config = read_hf_config(CONFIGS["mixtral"])
+    return MemorySource(config, random_leaves(config))
+
+
+def compressed_by_layer(source, methods, folder) -> ModelDirectory:
+    """Layer i by `methods[i]`; None: not at all."""
+    for layer, method in enumerate(methods):
+        if method is not None:
+            name, options = method
+            compress(source, folder / f"out{layer}", METHODS[name](**options), layers=[layer], described={})
+            source = ModelDirectory(folder / f"out{layer}")
+    return source
+
+
+def theirs(folder) -> np.ndarray:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        return model.eval()(torch.tensor(TOKENS)).logits.numpy()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_transformers_gives_the_logits_of_the_compressed_model(name, source, tmp_path):
+    out = compressed_by_layer(source, MIXTURES[name], tmp_path)
+    export(out, tmp_path / "hf", console=QUIET)
+    assert open_source(tmp_path / "hf").config == source.config
+    assert np.abs(logits(out) - theirs(tmp_path / "hf")).max() < 1e-4
+
+
+def test_experts_that_are_narrower_everywhere_are_written_so(tmp_path):
+    config = read_hf_config(CONFIGS["olmoe"])
+    source = MemorySource(config, random_leaves(config))
+    compress(source, tmp_path / "out", METHODS["mlp-fusion"](keep=0.5), described={})
+    out = ModelDirectory(tmp_path / "out")
+    export(out, tmp_path / "hf", console=QUIET)
+    width = source.config.layers[0].mlp.expert.dim
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["intermediate_size"] == width // 2
+    assert np.abs(logits(out) - theirs(tmp_path / "hf")).max() < 1e-4
+
+
+def test_merged_experts_are_written_for_every_output_of_the_router(source, tmp_path):
+    compress(source, tmp_path / "out", METHODS["meo"](keep=0.5), described={})
+    out = ModelDirectory(tmp_path / "out")
+    console = Console(record=True, width=200, file=(tmp_path / "log").open("w"))
+    export(out, tmp_path / "hf", console=console)
+    assert "are written once for every output of the router" in console.export_text()
+    groups = out.read("layers/1/mlp/groups")
+    stored = out.read("layers/1/mlp/experts/up/kernel")
+    exported = open_source(tmp_path / "hf").read("layers/1/mlp/experts/up/kernel")
+    assert len(stored) < len(exported) and np.array_equal(exported, stored[groups])
+
+
+def test_upcycled_experts_narrower_than_dense_layers_get_zeros(tmp_path):
+    config = read_hf_config(CONFIGS["llama"])
+    moe = read_hf_config(CONFIGS["mixtral"]).layers[0].mlp
+    moe = dataclasses.replace(moe, expert=FFNConfig(dim=16), bank=BankConfig(), num_experts=4, top_k=2)
+    layers = (config.layers[0], dataclasses.replace(config.layers[1], mlp=moe), config.layers[2])
+    narrow = write_model(tmp_path / "ours", dataclasses.replace(config, layers=layers))
+    export(narrow, tmp_path / "hf", console=QUIET)
+    exported, before = open_source(tmp_path / "hf"), narrow.read("layers/1/mlp/experts/down/kernel")
+    up, down = (exported.read(f"layers/1/mlp/experts/{name}/kernel") for name in ("up", "down"))
+    assert up.shape[2] == down.shape[1] == config.layers[0].mlp.dim and not up[:, :, 16:].any()
+    assert np.array_equal(down[:, :16], before) and not down[:, 16:].any()
+
+
+def test_merged_and_narrower_experts_generate_and_train(models, tmp_path, capsys):
+    """The others are banks that have tests of their own."""
+    methods = [("msmoe", {"keep": 0.7}), None, ("sp", {"keep": 0.5})]
+    before = compressed_by_layer(ModelDirectory(models["moe"]), methods, tmp_path)
+    before.path.rename(tmp_path / "out")
+    words = ("--prompt", "All", "--max-new-tokens", "4", "--temperature", "0")
+    assert cli.main(["generate", str(tmp_path / "out"), *words]) == 0
+    assert capsys.readouterr().out.startswith("All")
+    (tmp_path / "text.txt").write_text("All the world is a stage, and all the men and women merely players. " * 10)
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(folder=tmp_path))
+    assert cli.main(["train", str(tmp_path / "recipe.toml")]) == 0, capsys.readouterr().err
+    before, after = ModelDirectory(tmp_path / "out"), ModelDirectory(tmp_path / "run" / "model")
+    assert after.config.layers == before.config.layers
+    for path in ("layers/0/mlp/experts/up/kernel", "layers/2/mlp/experts/up/kernel"):
+        assert not np.array_equal(after.read(path), before.read(path))
+    assert np.array_equal(after.read("layers/0/mlp/groups"), before.read("layers/0/mlp/groups"))
