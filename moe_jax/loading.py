@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -34,6 +34,12 @@ def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.S
       config: of the model.
       dtype: for floating-point leaves; default the config's.
     """
+    return dict(_leaf_specs(config, dtype))
+
+
+# Building the abstract model takes a second, and a job asks for the same one several times.
+@lru_cache(maxsize=16)
+def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDtypeStruct]:
     specs = {}
     for path, leaf in _leaves(nnx.state(abstract_model(config))):
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
