@@ -15,7 +15,8 @@ exact transport of every expert to the points, (1/E) sum of squared distances, i
 algorithm; `assignment` adds coordinate descent, and `auto` annealing. Compilation is not counted.
 
 Asserted: permutations are valid, and no objective is above POT's by more than 1e-6 of it. OUT receives
-`barycenter.json` and `barycenter.md`. It takes about a quarter of an hour on two CPU threads, --quick half a minute.
+`barycenter.json`, set by set, and `barycenter.md`; sets that are in the JSON already are not run again. It takes about
+a quarter of an hour on two CPU threads, --quick half a minute.
 """
 
 import argparse
@@ -45,6 +46,8 @@ from moe_jax.open_source import open_source
 SOLVERS = ("alternation", "assignment", "auto")
 TOLERANCE = 1e-6
 MIXTRAL = (8, 14336, 12288)
+# What tells one set from another.
+DESCRIPTION = ("set", "E", "n", "D")
 
 
 def main() -> None:
@@ -56,7 +59,7 @@ def main() -> None:
     parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=SOLVERS)
     parser.add_argument("--steps", type=int, default=60, help="of training (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random sets (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="three small random sets, and OTT at a small size")
+    parser.add_argument("--quick", action="store_true", help="three random sets, and OTT at a small size")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     parser.add_argument(
         "--work",
@@ -65,14 +68,18 @@ def main() -> None:
         help="folder of the trained models, some MB (default %(default)s)",
     )
     options = parser.parse_args()
-    results: dict[str, Any] = {"sets": [], "solvers": list(options.solvers)}
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "barycenter.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"sets": []}
+    results["solvers"] = list(options.solvers)
     for clouds in all_sets(options):
-        results["sets"].append(compare(clouds, options.solvers))
-        print(json.dumps(results["sets"][-1]), flush=True)
+        if description(clouds) not in ({key: row[key] for key in DESCRIPTION} for row in results["sets"]):
+            results["sets"].append(compare(clouds, options.solvers))
+            print(json.dumps(results["sets"][-1]), flush=True)
+            file.write_text(json.dumps(results, indent=1) + "\n")
     results["ott"] = ott_figures(*(4, 64, 24) if options.quick else (4, 512, 192))
     results["memory"] = memory_figures()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "barycenter.json").write_text(json.dumps(results, indent=1) + "\n")
+    file.write_text(json.dumps(results, indent=1) + "\n")
     print(write_report(results, options.out / "barycenter.md"))
     worst = max(row[solver]["difference"] for row in results["sets"] for solver in options.solvers)
     assert worst <= TOLERANCE, f"an objective is {worst:g} above POT's"
@@ -80,8 +87,8 @@ def main() -> None:
 
 def all_sets(options: argparse.Namespace):
     """The sets, one after another: those of experts are read when it is their turn."""
-    for description in QUICK_SETS if options.quick else RANDOM_SETS:
-        yield random_set(description, options.seed)
+    for random in QUICK_SETS if options.quick else RANDOM_SETS:
+        yield random_set(random, options.seed)
     if options.data is not None:
         for name, model in trained_models(options.data, options.work, options.steps).items():
             yield from expert_sets(name, model)
@@ -90,13 +97,16 @@ def all_sets(options: argparse.Namespace):
         yield from expert_sets(path.name, open_source(path))
 
 
-def compare(sets: CloudSet, solvers: Sequence[str]) -> dict[str, Any]:
+def description(clouds: CloudSet) -> dict[str, Any]:
+    return dict(zip(DESCRIPTION, (clouds.name, len(clouds.clouds), *clouds.clouds[0].shape), strict=True))
+
+
+def compare(cloud_set: CloudSet, solvers: Sequence[str]) -> dict[str, Any]:
     """One row: POT's objective and seconds, and of every solver the difference from it and its seconds."""
-    name, clouds = sets
-    n, dim = clouds[0].shape
-    start = clouds[0]
+    name, clouds = cloud_set
+    n, start = len(clouds[0]), clouds[0]
     pot = pot_barycenter(clouds, start)
-    row = {"set": name, "E": len(clouds), "n": n, "D": dim}
+    row = description(cloud_set)
     row["POT"] = {"objective": objective(clouds, pot.points), "seconds": pot.seconds}
     for solver in solvers:
         if solver == "auto":

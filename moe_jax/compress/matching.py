@@ -97,7 +97,8 @@ class Matching:
         fixed points are fixed points of `alternate` as well, and not the other way round.
         """
         count = len(self.clouds)
-        unchanged = 0
+        # Clouds in a row that are in their best order. Of two, one is if the other is.
+        settled, enough = 0, 1 if count == 2 else count
         self.converged = False
         while not self.converged and len(self.objectives) < max_rounds:
             changed = np.zeros(len(self.mean), bool)
@@ -108,12 +109,11 @@ class Matching:
                 changed[places] = True
                 self.moved += len(places)
                 self._report(progress, k)
-                unchanged = 0 if len(places) else unchanged + 1
-                # The others of the next cloud are then as they were when it was aligned last.
-                if unchanged >= count:
+                settled = 1 if len(places) else settled + 1
+                if settled >= enough:
                     break
             self._end_round(changed)
-            self.converged = unchanged >= count
+            self.converged = settled >= enough
 
     def _better_order(self, k: int, target: Float[np.ndarray, "n D"]) -> tuple[np.ndarray, np.ndarray]:
         """Places at which cloud k should have another point, and the points; none if it is in the best order."""

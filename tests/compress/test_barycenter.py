@@ -145,7 +145,7 @@ def test_solvers_agree_in_order_of_their_effort():
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 1000), count=st.integers(2, 6))
+@given(seed=st.integers(0, 1000), count=st.integers(3, 6))
 def test_coordinate_descent_ends_where_alternation_cannot_go_on(seed, count):
     clouds = random_clouds(seed, count, 20, 6)
     start = random_clouds(seed + 1, 1, 20, 6)[0]
