@@ -93,8 +93,8 @@ def refit_findings(results: Results, origins: Sequence[str]) -> str:
 
 
 def byte_findings(found: Sequence[Point]) -> str:
-    """Where ResMoE beats plain quantisation that takes as much room, and where it does not."""
-    lines = []
+    """Where ResMoE beats baselines and plain quantisation that take as much room, and where it does not."""
+    lines = [_at_its_bytes(point, found) for point in found if (point.name, point.value) == (REFITTED, MAIN_KEEP)]
     for budget in sorted((point for point in found if VARIANTS[point.name].family == PLAIN), key=lambda p: -p.bits):
         ours = within(found, RESMOE, budget.bits)
         said = f"- at the bytes of {budget.value:g}-bit quantisation ({budget.bits:.2f} bits per weight): "
@@ -111,6 +111,15 @@ def byte_findings(found: Sequence[Point]) -> str:
 
 def _lowest(found: dict[str, float]) -> tuple[str, float]:
     return min(found.items(), key=lambda item: item[1])
+
+
+def _at_its_bytes(ours: Point, found: Sequence[Point]) -> str:
+    """What the others make of the bytes of pruned residuals, their centre included."""
+    said = []
+    for family in (BASELINE, PLAIN):
+        best = within(found, family, ours.bits)
+        said.append(f"no {family} fits" if best is None else f"{best.mean:.3f} with the best {family} ({best.label})")
+    return f"- at the bytes of {ours.label} ({ours.bits:.2f} bits per weight): {ours.mean:.3f}, {', '.join(said)}."
 
 
 def check_findings(results: Results, origins: Sequence[str]) -> str:
