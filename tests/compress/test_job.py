@@ -222,7 +222,7 @@ from moe_jax.compress import compress, make_method
 from moe_jax.model_dir import ModelDirectory
 
 checkpoint.GROUP_BYTES = int(sys.argv[4])
-method = make_method(sys.argv[3], {"drop": 0.5} if sys.argv[3] == "ders-sparsify" else {"bits": 2})
+method = make_method(sys.argv[3], {"drop": 0.5} if sys.argv[3] == "ders-sparsify" else {"keep": 0.5})
 compressed = []
 compress_layer = type(method).compress
 
@@ -243,27 +243,30 @@ compress(ModelDirectory(Path(sys.argv[1])), Path(sys.argv[2]), method, described
 @pytest.mark.parametrize(
     ("name", "options", "group_bytes"),
     [
-        ("ders-sparsify", {"drop": 0.5}, 1),
+        ("resmoe", {"keep": 0.5}, 1),
         # Leaves go to the disk in groups: those of a layer may be there in part, or only its figures.
-        ("ders-quantize", {"bits": 2}, 3000),
+        ("ders-sparsify", {"drop": 0.5}, 3000),
     ],
 )
 def test_a_killed_job_goes_on_and_gives_the_same_bits(name, options, group_bytes, models, tmp_path, monkeypatch):
     ran = run_python(KILLED, models["moe"], tmp_path / "killed", name, group_bytes)
     assert ran.returncode == -signal.SIGKILL, ran.stderr
-    assert os.listdir(tmp_path) == [".killed.partial"]
-    shutil.copytree(tmp_path / ".killed.partial", tmp_path / ".other.partial")
+    assert sorted(os.listdir(tmp_path)) == [".killed.analysis", ".killed.partial"]
+    for left in ("partial", "analysis"):
+        shutil.copytree(tmp_path / f".killed.{left}", tmp_path / f".other.{left}")
     method, moe = make_method(name, options), ModelDirectory(models["moe"])
     plain = compress(moe, tmp_path / "plain", method, described={"seed": 0})
 
-    compressed = []
-    compress_layer = type(method).compress
+    compressed, analysed = [], []
 
-    def seen(self, layer, *args):
-        compressed.append(layer.index)
-        return compress_layer(self, layer, *args)
+    def note(step, seen):
+        do = getattr(type(method), step)
+        monkeypatch.setattr(
+            type(method), step, lambda self, layer, *args: (seen.append(layer.index), do(self, layer, *args))[1]
+        )
 
-    monkeypatch.setattr(type(method), "compress", seen)
+    note("compress", compressed)
+    note("analyse", analysed)
     resumed = compress(moe, tmp_path / "killed", method, described={"seed": 0})
     assert same_weights(tmp_path / "plain", tmp_path / "killed")
     for again, once in zip(resumed.layers, plain.layers, strict=True):
@@ -272,11 +275,14 @@ def test_a_killed_job_goes_on_and_gives_the_same_bits(name, options, group_bytes
         assert again.relative_error == pytest.approx(once.relative_error, rel=1e-5)
         assert again.cosine_min == pytest.approx(once.cosine_min, rel=1e-5)
     assert compressed == [2]  # it did go on, and did not begin again
+    assert not analysed or name == "ders-sparsify"  # which has nothing to keep
+    assert not [left for left in os.listdir(tmp_path) if left.startswith(".killed")]
     assert sorted(os.listdir(tmp_path / "killed")) == sorted(os.listdir(tmp_path / "plain"))
 
     compressed.clear()
+    analysed.clear()
     compress(moe, tmp_path / "other", method, described={"seed": 1})
-    assert compressed == [0, 2]  # another job does not go on with it
+    assert compressed == analysed == [0, 2]  # another job does not go on with it
 
 
 class CountingSource(MemorySource):
