@@ -1,5 +1,8 @@
 """Every baseline against plain NumPy on small layers, gated and plain, and what it leaves on the disk."""
 
+import dataclasses
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,6 +28,19 @@ KEEPING = {
     for name in ("up", "sp", "svd", "msmoe", "meo", "git-rebasin", "mlp-fusion", "quantize")
 }
 
+FULL, LOW_RANK = BankConfig(), BankConfig(kind="low-rank", rank=2)
+
+
+def source_of(kind: dict, *banks: BankConfig, **moe) -> MemorySource:
+    """A model of its own, though drawn once."""
+    made = _drawn(kind is GATED, banks or (FULL,), tuple(moe.items()))
+    return MemorySource(made.config, dict(made.leaves))
+
+
+@functools.cache
+def _drawn(gated: bool, banks: tuple[BankConfig, ...], moe: tuple) -> MemorySource:
+    return memory_moe(*banks, **(GATED if gated else PLAIN), **dict(moe))
+
 
 def compressed(source: MemorySource, method, index: int = 0, statistics=None):
     """A layer after compression, as a source, and its figures."""
@@ -45,8 +61,6 @@ def compressed(source: MemorySource, method, index: int = 0, statistics=None):
 
 
 def replaced(config, index, moe):
-    import dataclasses
-
     layers = list(config.layers)
     layers[index] = dataclasses.replace(layers[index], mlp=moe)
     return dataclasses.replace(config, layers=tuple(layers))
@@ -102,7 +116,7 @@ X = np.random.default_rng(7).standard_normal((5, D))
 @pytest.mark.parametrize("kind", [GATED, PLAIN], ids=["gated", "plain"])
 @pytest.mark.parametrize("design", ["concat", "separate"])
 def test_up_keeps_the_largest_weights(kind, design):
-    source = memory_moe(BankConfig(), **kind)
+    source = source_of(kind)
     before = experts_of(SourceLayer(source, 0))
     layer, figures, _ = compressed(source, METHODS["up"](keep=0.3, design=design))
     bank = layer.moe.bank
@@ -126,7 +140,7 @@ def test_up_keeps_the_largest_weights(kind, design):
 
 
 def test_up_concat_has_one_threshold_where_one_matrix_is_large():
-    source = memory_moe(BankConfig(), **GATED)
+    source = source_of(GATED)
     path = "layers/0/mlp/experts/down/kernel"
     source.leaves[path] = source.leaves[path] * 10
     layer, _, _ = compressed(source, METHODS["up"](keep=0.3, design="concat"))
@@ -136,7 +150,7 @@ def test_up_concat_has_one_threshold_where_one_matrix_is_large():
 
 @pytest.mark.parametrize("kind", [GATED, PLAIN], ids=["gated", "plain"])
 def test_sp_concat_keeps_the_neurons_of_largest_rows(kind):
-    source = memory_moe(BankConfig(), **kind)
+    source = source_of(kind)
     before = experts_of(SourceLayer(source, 0))
     layer, figures, _ = compressed(source, METHODS["sp"](keep=0.4))
     count = round(0.4 * F)
@@ -160,7 +174,7 @@ def test_sp_concat_keeps_the_neurons_of_largest_rows(kind):
 @pytest.mark.parametrize("keep", [0.3, 0.8])
 def test_sp_separate_gives_what_separately_pruned_matrices_give(kind, keep):
     """A neuron that one matrix drops, input bias and all, contributes nothing: so it need not be stored."""
-    source = memory_moe(BankConfig(), **kind)
+    source = source_of(kind)
     before = experts_of(SourceLayer(source, 0))
     layer, figures, _ = compressed(source, METHODS["sp"](keep=keep, design="separate"))
     pruned, survivors = [], []
@@ -184,7 +198,7 @@ def test_sp_separate_gives_what_separately_pruned_matrices_give(kind, keep):
 
 
 def test_sp_layers_of_one_shape_stay_equal():
-    source = memory_moe(BankConfig(), BankConfig(), **GATED)
+    source = source_of(GATED, FULL, FULL)
     layers = [SourceLayer(source, i) for i in range(2)]
     method = StructuredPruning(keep=0.5, design="separate")
     analyses = {layer.index: method.analyse(layer) for layer in layers}
@@ -196,7 +210,7 @@ def test_sp_layers_of_one_shape_stay_equal():
 @pytest.mark.parametrize("kind", [GATED, PLAIN], ids=["gated", "plain"])
 @pytest.mark.parametrize("design", ["concat", "separate"])
 def test_svd_is_the_best_of_its_rank(kind, design):
-    source = memory_moe(BankConfig(), **kind)
+    source = source_of(kind)
     before = experts_of(SourceLayer(source, 0))
     layer, figures, _ = compressed(source, METHODS["svd"](keep=0.5, design=design))
     m = len(layer.shapes)
@@ -230,7 +244,7 @@ def test_clusters_are_a_fixed_point_of_lloyds_algorithm(n, dim, share, seed):
 
 @pytest.mark.parametrize("kind", [GATED, PLAIN], ids=["gated", "plain"])
 def test_mlp_fusion_puts_the_counts_into_the_output_side(kind):
-    source = memory_moe(BankConfig(), **kind)
+    source = source_of(kind)
     before = experts_of(SourceLayer(source, 0))
     layer, figures, _ = compressed(source, METHODS["mlp-fusion"](keep=0.25))
     count = round(0.25 * F)
@@ -260,7 +274,7 @@ def test_mlp_fusion_puts_the_counts_into_the_output_side(kind):
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_plain_quantisation_rounds_every_weight(bits):
-    source = memory_moe(BankConfig(), **GATED)
+    source = source_of(GATED)
     before = experts_of(SourceLayer(source, 0))
     layer, figures, _ = compressed(source, METHODS["quantize"](bits=bits, group_size=8))
     assert (layer.moe.bank.kind, layer.moe.bank.base, layer.moe.bank.bits) == ("quantized", "none", bits)
@@ -276,7 +290,7 @@ def test_plain_quantisation_rounds_every_weight(bits):
 @pytest.mark.parametrize("name", ["up", "sp", "msmoe", "meo", "git-rebasin", "mlp-fusion"])
 @pytest.mark.parametrize("kind", [GATED, PLAIN], ids=["gated", "plain"])
 def test_what_keeps_all_keeps_the_experts(name, kind):
-    source = memory_moe(BankConfig(), **kind)
+    source = source_of(kind)
     before = experts_of(SourceLayer(source, 0))
     layer, figures, _ = compressed(source, METHODS[name](keep=1.0))
     groups = layer.leaf("groups") if layer.moe.merged_experts is not None else range(EXPERTS)
@@ -286,11 +300,10 @@ def test_what_keeps_all_keeps_the_experts(name, kind):
         np.testing.assert_allclose(output(after[group], X), output(one, X), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", KEEPING)
-@pytest.mark.parametrize("bank", [BankConfig(), BankConfig(kind="low-rank", rank=2)], ids=["full", "low-rank"])
+@pytest.mark.parametrize(("name", "bank"), list(zip(KEEPING, [FULL, LOW_RANK] * 4, strict=True)))
 def test_the_bytes_on_the_disk_shrink_whatever_the_bank_was(name, bank, tmp_path):
     """In bfloat16 with biases; layers that are not compressed stay as they are."""
-    source = memory_moe(bank, bank, dtype="bfloat16", **PLAIN)
+    source = source_of(PLAIN, bank, bank, dtype="bfloat16")
     report = compress(source, tmp_path / "out", METHODS[name](**KEEPING[name]), layers=[1], described={})
     out = ModelDirectory(tmp_path / "out")
     full = EXPERTS * 2 * D * F * 2
@@ -313,12 +326,11 @@ def test_the_bytes_on_the_disk_shrink_whatever_the_bank_was(name, bank, tmp_path
 
 
 @pytest.mark.parametrize("name", KEEPING)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_refused(name, bad, tmp_path):
-    source = memory_moe(BankConfig(), **GATED)
+def test_weights_that_are_not_finite_are_refused(name, tmp_path):
+    source = source_of(GATED)
     path = "layers/0/mlp/experts/down/kernel"
     source.leaves[path] = source.leaves[path].copy()
-    source.leaves[path][1, 2, 3] = bad
+    source.leaves[path][1, 2, 3] = np.nan
     with pytest.raises(InputError, match="the down kernel of expert 1 in layer 0 has entries that are not finite"):
         compress(source, tmp_path / "out", METHODS[name](**KEEPING[name]), described={})
     assert not list(tmp_path.iterdir())
@@ -349,14 +361,12 @@ def test_options_that_make_no_sense(name, options, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["sp", "mlp-fusion", "meo"])
-@pytest.mark.parametrize("extended", [False, True])
-def test_a_universal_ffn_stays_as_it_is(name, extended, tmp_path):
-    bank = BankConfig(kind="low-rank", rank=2) if extended else BankConfig()
-    source = memory_moe(bank, universal="coder", extended=extended, **GATED)
+@pytest.mark.parametrize(("name", "extended"), [("sp", True), ("mlp-fusion", False), ("meo", True)])
+def test_a_universal_ffn_stays_as_it_is(name, extended):
+    source = source_of(GATED, LOW_RANK if extended else FULL, universal="coder", extended=extended)
     layer, _, _ = compressed(source, METHODS[name](keep=0.5))
     moe = layer.moe
-    assert moe.universal_beside and moe.universal_ffn.dim == F and moe.bank == BankConfig()
+    assert moe.universal_beside and moe.universal_ffn.dim == F and moe.bank == FULL
     whole = SourceLayer(source, 0)
     for kernel in layer.shapes:
         if extended:
@@ -364,6 +374,10 @@ def test_a_universal_ffn_stays_as_it_is(name, extended, tmp_path):
         else:
             expected = source.leaves[f"layers/0/mlp/universal/{kernel}/kernel"]
         np.testing.assert_allclose(layer.leaf(f"universal/{kernel}/kernel"), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sp", "mlp-fusion", "meo", "msmoe", "git-rebasin"])
+def test_a_universal_ffn_cannot_become_a_full_expert(name):
+    layer = SourceLayer(source_of(GATED, FULL, universal="coder", extended=False), 0, with_universal=True)
     with pytest.raises(InputError, match="--extended does not go with this method"):
-        METHODS[name](keep=0.5).check([SourceLayer(memory_moe(BankConfig(), universal="coder", **GATED), 0,
-                                                   with_universal=True)])  # fmt: skip
+        METHODS[name](keep=0.5).check([layer])

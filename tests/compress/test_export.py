@@ -17,11 +17,13 @@ from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
 from moe_jax.open_source import open_source
-from tests.compress.conftest import MemorySource
+from tests.compress.conftest import MemorySource, moe_config, trained_leaves
 from tests.compress.test_command import RECIPE
 from tests.convert.conftest import CONFIGS
 from tests.convert.test_merged import write_model
-from tests.upcycle.conftest import random_leaves
+from tests.train.conftest import BOS, EOS, byte_tokenizer
+from tests.upcycle.conftest import dense_config, random_leaves
+from tests.upcycle.conftest import write_model as write_leaves
 
 QUIET = Console(quiet=True)
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
@@ -114,19 +116,26 @@ def test_upcycled_experts_narrower_than_dense_layers_get_zeros(tmp_path):
     assert np.array_equal(down[:, :16], before) and not down[:, 16:].any()
 
 
-def test_merged_and_narrower_experts_generate_and_train(models, tmp_path, capsys):
-    """The others are banks that have tests of their own."""
-    methods = [("msmoe", {"keep": 0.7}), None, ("sp", {"keep": 0.5})]
-    before = compressed_by_layer(ModelDirectory(models["moe"]), methods, tmp_path)
-    before.path.rename(tmp_path / "out")
+def test_merged_and_narrower_experts_generate_and_train(tmp_path, capsys):
+    """Both at once, in a model of one layer; the others are banks that have tests of their own."""
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer.json")
+    dense = dataclasses.replace(dense_config(num_layers=1), vocab_size=264, bos_id=BOS, eos_ids=(EOS,))
+    moe = moe_config(dense, BankConfig(), num_experts=4)
+    leaves = trained_leaves(moe, random_leaves(dense))
+    written = ModelDirectory(write_leaves(tmp_path / "moe", moe, leaves, (tokenizer,)))
+    compress(written, tmp_path / "merged", METHODS["msmoe"](keep=0.5), described={})
+    compress(ModelDirectory(tmp_path / "merged"), tmp_path / "out", METHODS["sp"](keep=0.5), described={})
+    before = ModelDirectory(tmp_path / "out")
+    assert before.specs()["layers/0/mlp/experts/down/kernel"].shape == (2, 12, 16)
+
     words = ("--prompt", "All", "--max-new-tokens", "4", "--temperature", "0")
     assert cli.main(["generate", str(tmp_path / "out"), *words]) == 0
     assert capsys.readouterr().out.startswith("All")
     (tmp_path / "text.txt").write_text("All the world is a stage, and all the men and women merely players. " * 10)
     (tmp_path / "recipe.toml").write_text(RECIPE.format(folder=tmp_path))
     assert cli.main(["train", str(tmp_path / "recipe.toml")]) == 0, capsys.readouterr().err
-    before, after = ModelDirectory(tmp_path / "out"), ModelDirectory(tmp_path / "run" / "model")
+    after = ModelDirectory(tmp_path / "run" / "model")
     assert after.config.layers == before.config.layers
-    for path in ("layers/0/mlp/experts/up/kernel", "layers/2/mlp/experts/up/kernel"):
-        assert not np.array_equal(after.read(path), before.read(path))
-    assert np.array_equal(after.read("layers/0/mlp/groups"), before.read("layers/0/mlp/groups"))
+    for changes, path in ((True, "experts/up/kernel"), (False, "groups")):
+        one, other = (model.read(f"layers/0/mlp/{path}") for model in (before, after))
+        assert np.array_equal(one, other) != changes
