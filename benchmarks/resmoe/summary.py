@@ -98,8 +98,8 @@ def points(results: Results, origin: str) -> Iterator[Point]:
 
 def within(found: Sequence[Point], family: str, bits: float) -> Point | None:
     """The point of a family with the lowest perplexity that takes no more room; None if nothing fits."""
-    # A thousandth: what scales and offsets differ by is no reason to leave a method out.
-    fitting = [point for point in found if VARIANTS[point.name].family == family and point.bits <= bits * 1.001]
+    # Half a hundredth: what scales differ by is no reason to leave a method out.
+    fitting = [point for point in found if VARIANTS[point.name].family == family and point.bits <= bits * 1.005]
     return min(fitting, key=lambda point: point.mean, default=None)
 
 

@@ -68,8 +68,8 @@ VARIANTS: dict[str, Variant] = {
     "ResMoE quantized": _resmoe(BITS, residual="quantized", swept="bits"),
     "ResMoE UP, 8-bit values": _resmoe((MAIN_KEEP, 0.5), residual="up", bits=8),
     "ResMoE UP, 4-bit values": _resmoe((0.1, MAIN_KEEP, 0.5), residual="up", bits=4),
-    # Just below what plain quantisation takes for codes and scales.
-    "ResMoE, budget": _resmoe((3.2, 4.2, 8.2), swept="budget_bits"),
+    # What plain quantisation takes for codes and scales.
+    "ResMoE, budget": _resmoe((3.25, 4.25, 8.25), swept="budget_bits"),
     "UP": Variant(BASELINE, "up", values=KEEPS, curve=True),
     "UP, separate": Variant(BASELINE, "up", {"design": "separate"}),
     "UP, 8-bit values": Variant(BASELINE, "up", {"bits": 8}, values=(MAIN_KEEP, 0.5)),
