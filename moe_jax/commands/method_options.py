@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from moe_jax.compress import METHODS, Method, make_method, make_swept_methods
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, check_member
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -28,6 +28,7 @@ class _Option(NamedTuple):
     name: str
     kind: Any
     default: Any
+    choices: tuple[str, ...]
     metavar: str
     text: str
 
@@ -105,7 +106,9 @@ def swept_methods(names: Sequence[str], given: Mapping[str, Any]) -> list[tuple[
         if name not in METHODS:
             make_method(name, {})  # says so
     if not names:
-        names = [name for name in METHODS if METHODS[name].swept[0] in given and not _refused(name, given)]
+        names = [
+            name for name in METHODS if (key := METHODS[name].swept[0]) in given and key not in _refused(name, given)
+        ]
     names = names or list(METHODS)
     refused = {name: _refused(name, given) for name in names}
     for key in given:
@@ -153,6 +156,8 @@ def _values(option: _Option, text: str) -> tuple[Any, ...]:
 def _value(option: _Option, text: str) -> Any:
     if option.name.endswith("_bytes"):
         return parse_bytes(_flag(option.name), text)
+    if option.choices:
+        check_member(option.name, text, option.choices)
     if option.kind not in (int, float):
         return text
     try:
@@ -183,6 +188,7 @@ def _options(name: str) -> list[_Option]:
             name=field.name,
             kind=_kind(hints[field.name]),
             default=field.default,
+            choices=_choices(hints[field.name]),
             metavar=field.metadata.get("metavar") or _metavar(field.name, hints[field.name]),
             text=texts.get(field.name, ""),
         )
@@ -190,19 +196,23 @@ def _options(name: str) -> list[_Option]:
     ]
 
 
-def _kind(hint: Any) -> Any:
-    """The type of a field, without None; of choices, that of the first."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-    if typing.get_origin(hint) is typing.Literal:
-        return type(typing.get_args(hint)[0])
-    return hint
+def _kind(hint: Any) -> type:
+    """The type of a field, without None; words, if it is a choice between some."""
+    parts = [part for part in (typing.get_args(hint) or (hint,)) if part is not types.NoneType]
+    return str if _choices(hint) else parts[0]
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """The words between which a field is a choice."""
+    for part in (hint, *typing.get_args(hint)):
+        if typing.get_origin(part) is typing.Literal:
+            return typing.get_args(part)
+    return ()
 
 
 def _metavar(name: str, hint: Any) -> str:
-    choices = next((part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is typing.Literal), None)
-    if choices is not None:
-        return "|".join(map(str, typing.get_args(choices)))
+    if _choices(hint):
+        return "|".join(_choices(hint))
     return "BYTES" if name.endswith("_bytes") else {int: "INT", float: "FLOAT"}.get(_kind(hint), "TEXT")
 
 

@@ -40,7 +40,7 @@ def plot_sweep(sweep: "Sweep", file: Path, *, title: str) -> None:
     label = f"not compressed: perplexity {sweep.perplexity:.4g}"
     whole = sweep.expert_bytes / unit
     left.plot([whole], [sweep.perplexity], "k*", markersize=11, linestyle=":", linewidth=1, label=label)
-    right.plot([whole], [0.0], "k*", markersize=11)
+    right.plot([whole], [0.0], "k*", markersize=11, clip_on=False)
     for index, method in enumerate(dict.fromkeys(point.method for point in sweep.points)):
         points = methods[method]
         x = [point.expert_bytes / unit for point in points]
@@ -48,7 +48,9 @@ def plot_sweep(sweep: "Sweep", file: Path, *, title: str) -> None:
             "marker": _MARKERS[index % len(_MARKERS)],
             "color": f"C{index % _COLORS}",
             "linestyle": "-" if index < _COLORS else "--",
-            "markersize": 5,
+            "markersize": 6,
+            "markerfacecolor": "none",  # so that points of several methods in one place are seen
+            "markeredgewidth": 1.5,
         }
         values = ", ".join(f"{point.value:g}" for point in points)
         left.plot(x, [point.perplexity for point in points], label=f"{method}: {points[0].option} {values}", **style)

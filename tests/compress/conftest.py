@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from moe_jax import cli
 from moe_jax.loading import leaf_specs
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, ModelConfig, MoEConfig
@@ -93,3 +94,46 @@ def same_weights(one: Path, other: Path) -> bool:
         and a.specs() == b.specs()
         and all(a.read(path).tobytes() == b.read(path).tobytes() for path in a.specs())
     )
+
+
+def run(*arguments) -> int:
+    return cli.main(["compress", *map(str, arguments)])
+
+
+@pytest.fixture
+def out_of(capsys):
+    """Runs any command, which must succeed, and returns what it printed on standard output."""
+
+    def command(*words) -> str:
+        capsys.readouterr()
+        assert cli.main([str(word) for word in words]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return command
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A text file."""
+    file = tmp_path / "text.txt"
+    file.write_text("All the world is a stage, and all the men and women merely players. " * 10)
+    return file
+
+
+@pytest.fixture
+def failing(capsys, tmp_path):
+    """Runs a command that must fail: exit code 2, nothing written, and one line, which it returns.
+
+    With `lines=None` there may be several: every leaf that is wrong has its own.
+    """
+
+    def check(*arguments, lines=1) -> str:
+        capsys.readouterr()
+        before = sorted(path for path in tmp_path.rglob("*"))
+        assert run(*arguments) == 2
+        assert sorted(path for path in tmp_path.rglob("*")) == before
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("moe-jax: error: ") and err.count("\n") == (lines or err.count("\n"))
+        return err
+
+    return check

@@ -7,7 +7,6 @@ import os
 import numpy as np
 import pytest
 
-from moe_jax import cli
 from moe_jax.commands import compress as compress_command
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.compress.base import check_base
@@ -18,42 +17,10 @@ from moe_jax.errors import InputError
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
 from moe_jax.open_source import open_source
-from tests.compress.conftest import moe_config, same_weights
+from tests.compress.conftest import moe_config, run, same_weights
 from tests.upcycle.conftest import dense_config
 
 SPARSIFY, QUANTIZE = ("--method", "ders-sparsify", "--drop", 0.5), ("--method", "ders-quantize", "--bits", 4)
-
-
-def run(*arguments) -> int:
-    return cli.main(["compress", *map(str, arguments)])
-
-
-@pytest.fixture
-def out_of(capsys):
-    """Runs any command, which must succeed, and returns what it printed on standard output."""
-
-    def command(*words) -> str:
-        capsys.readouterr()
-        assert cli.main([str(word) for word in words]) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    return command
-
-
-@pytest.fixture
-def failing(capsys, tmp_path):
-    """Runs a command that must fail: exit code 2, nothing written, and one line, which it returns."""
-
-    def check(*arguments) -> str:
-        capsys.readouterr()
-        before = sorted(path for path in tmp_path.rglob("*"))
-        assert run(*arguments) == 2
-        assert sorted(path for path in tmp_path.rglob("*")) == before
-        out, err = capsys.readouterr()
-        assert out == "" and err.startswith("moe-jax: error: ") and err.count("\n") == 1
-        return err
-
-    return check
 
 
 def test_the_report_and_the_lineage(models, tmp_path, out_of):
@@ -124,13 +91,6 @@ learning_rate = 1e-3
 steps = 2
 batch_size = 8
 """
-
-
-@pytest.fixture
-def text(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("All the world is a stage, and all the men and women merely players. " * 10)
-    return file
 
 
 @pytest.fixture
@@ -279,7 +239,7 @@ def test_a_sweep(models, tmp_path, out_of, nll, text):
     found = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert json.loads(printed) == found
     points = {(point["method"], point["value"]): point for point in found["measured"]["points"]}
-    assert list(points) == [("ders-sparsify", 0.9), ("ders-quantize", 1)]
+    assert list(points) == [("ders-sparsify", 0.9), ("ders-quantize", 1), ("quantize", 1)]  # those that sweep them
 
     one = ("compress", models["moe"], tmp_path / "one", "--method", "ders-quantize", "--bits", 1, "--layers", 0)
     report = json.loads(out_of(*one, "--json").splitlines()[-1])
