@@ -126,24 +126,24 @@ class _Rounded(NamedTuple):
 
 
 def _round(points: Float[Array, "n D"], target: Float[Array, "n D"], potentials: Potentials) -> _Rounded:
-    scores, dual, spread = _scores(points, target, potentials)
-    scores = np.asarray(scores)
-    order = assign(scores)
-    taken = np.take_along_axis(scores, order[:, None], axis=1).mean(dtype=np.float64)
-    # f_i = min_j (c_ij - g_j) and g are a feasible dual: the greatest scores of the rows are what f_i lacks of it.
-    gap = float(spread) * float(scores.max(axis=1).mean(dtype=np.float64) - taken)
-    return _Rounded(order, float(dual) - float(spread) * float(taken), gap)
+    reduced, dual, spread = _reduced_costs(points, target, potentials)
+    reduced = np.asarray(reduced)
+    order = assign(reduced)
+    taken = np.take_along_axis(reduced, order[:, None], axis=1).mean(dtype=np.float64)
+    # min_j (c_ij - g_j) and g are a feasible dual; f_i is above it by the least reduced cost of its row.
+    gap = float(spread) * float(taken - reduced.min(axis=1).mean(dtype=np.float64))
+    return _Rounded(order, float(dual) + float(spread) * float(taken), gap)
 
 
 @jax.jit
-def _scores(
+def _reduced_costs(
     points: Float[Array, "n D"], target: Float[Array, "n D"], potentials: Potentials
 ) -> tuple[Float[Array, "n n"], Float[Array, ""], Float[Array, ""]]:
-    """f_i + g_j - c_ij, the dual objective as a squared distance, and what a cost of 1 is as one.
+    """c_ij - f_i - g_j, the dual objective as a squared distance, and what a cost of 1 is as one.
 
-    An assignment is the same for these scores as for the costs, and SciPy finds it several times faster.
+    An assignment is the same for these as for the costs themselves, and SciPy finds it several times faster.
     """
     costs = _costs(points, target)
     f, g = potentials
-    scores = f[:, None] + g[None, :] - costs.matrix
-    return scores, costs.offset + costs.spread * (jnp.mean(f) + jnp.mean(g)), costs.spread
+    reduced = costs.matrix - f[:, None] - g[None, :]
+    return reduced, costs.offset + costs.spread * (jnp.mean(f) + jnp.mean(g)), costs.spread

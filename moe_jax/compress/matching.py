@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe_jax.compress.transport import assign, inner_products, row_blocks, working_dtype
+from moe_jax.compress.transport import assign, row_blocks, transport_costs, working_dtype
 
 # Called after every alignment: the round (from 1), clouds done in it, and the objective after the last whole round.
 Progress = Callable[[int, int, float], None]
@@ -132,7 +132,7 @@ class Matching:
     def _nearest_order(self, k: int, target: Float[np.ndarray, "n D"]) -> Int[np.ndarray, " n"]:
         """The best order of cloud k, relative to the one it has: between equal ones nothing moves."""
         target = target.astype(self.mean.dtype, copy=False)
-        return assign(inner_products(target, self.rows(k, self.mean.dtype)))
+        return assign(transport_costs(target, self.rows(k, self.mean.dtype)))
 
     def _sum_of_others(self, k: int) -> Float[np.ndarray, "n D"]:
         total = self.mean * self.mean.dtype.type(len(self.clouds))

@@ -14,8 +14,8 @@ from scipy.optimize import linear_sum_assignment
 
 from moe_jax.errors import InputError
 
-# Up to so many multiplications, products are made in float64: near-ties are then decided as any exact solver decides
-# them. Beyond, float32 on the device: a single one of these products takes a second in float64.
+# Clouds are small up to so many multiplications. Their products are made in float64, so that near-ties are decided as
+# any exact solver decides them; the others' in float32 on the device, for theirs take seconds and more.
 _FLOAT64_PRODUCT = 2**36
 # Rows that are converted, gathered or moved to the device at a time: this many values.
 _BLOCK_VALUES = 2**22
@@ -41,12 +41,11 @@ def align(points: Float[np.ndarray, "n D"], target: Float[np.ndarray, "n D"]) ->
         if not all(np.isfinite(block).all() for block in _row_blocks(cloud, working_dtype(*cloud.shape))):
             raise InputError(f"the {name} hold values that are not finite")
     dtype = working_dtype(*points.shape)
-    return assign(inner_products(target.astype(dtype, copy=False), points.astype(dtype, copy=False)))
+    return assign(transport_costs(target.astype(dtype, copy=False), points.astype(dtype, copy=False)))
 
 
-def assign(scores: Float[np.ndarray, "n n"]) -> Int[np.ndarray, " n"]:
-    """For every row a column, all different, with the greatest sum of scores (SciPy's shortest augmenting paths)."""
-    costs = np.negative(scores, dtype=np.float64)
+def assign(costs: Float[np.ndarray, "n n"]) -> Int[np.ndarray, " n"]:
+    """For every row a column, all different, with the least sum of costs (SciPy's shortest augmenting paths)."""
     return linear_sum_assignment(costs)[1].astype(np.int32)
 
 
@@ -55,25 +54,25 @@ def working_dtype(n: int, dim: int) -> np.dtype:
     return np.dtype(np.float64 if n * n * dim <= _FLOAT64_PRODUCT else np.float32)
 
 
-def inner_products(target: Float[np.ndarray, "n D"], points: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n n"]:
-    """<target_i, points_j>: all that an assignment needs of |target_i - points_j|^2, norms being the same for any.
+def transport_costs(target: Float[np.ndarray, "n D"], points: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n n"]:
+    """-<target_i, points_j>: all that an assignment needs of |target_i - points_j|^2, norms being the same for any.
 
     Args:
       target, points: both float64, or both float32; the latter are multiplied on the default device.
     """
     if target.dtype == np.float64:
-        return target @ points.T
-    products = np.empty((len(target), len(points)), np.float32)
+        return -target @ points.T
+    costs = np.empty((len(target), len(points)), np.float32)
     on_device = jnp.asarray(points)
     for rows in row_blocks(*target.shape):
-        products[rows] = _product(jnp.asarray(target[rows]), on_device)
-    return products
+        costs[rows] = _negative_product(jnp.asarray(target[rows]), on_device)
+    return costs
 
 
 @jax.jit
-def _product(target: Float[Array, "b D"], points: Float[Array, "n D"]) -> Float[Array, "b n"]:
+def _negative_product(target: Float[Array, "b D"], points: Float[Array, "n D"]) -> Float[Array, "b n"]:
     # In full float32: TPUs would round to bfloat16 and GPUs to TF32, coarser than the differences that decide.
-    return jnp.einsum("id,jd->ij", target, points, precision="highest")
+    return -jnp.einsum("id,jd->ij", target, points, precision="highest")
 
 
 def row_blocks(n: int, dim: int) -> Iterator[slice]:
