@@ -18,6 +18,8 @@ from moe_jax.sharding import make_mesh, state_shardings
 from moe_jax.train.flops import active_matmul_params
 from tests.train.models import config_of
 
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
 D_MODEL, EXPERTS = 8, 6
 PLAIN = FFNConfig(dim=16, gated=False, activation="gelu", bias=True)
 LOW_RANK = BankConfig(kind="low-rank", rank=3)
