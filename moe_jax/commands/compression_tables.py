@@ -14,6 +14,8 @@ from moe_jax.commands.inspect import human_bytes
 if TYPE_CHECKING:
     from moe_jax.compress import LayerReport, Report, Sweep
 
+_WIDTH = 200
+
 
 def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> None:
     """Prints the figures of a compression: a table and totals, or a line of JSON. Warnings go to standard error."""
@@ -24,11 +26,14 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         return
     columns = {title: [show(layer) for layer in report.layers] for title, show in _COLUMNS.items()}
     shown = {title: texts for title, texts in columns.items() if any(text is not None for text in texts)}
+    alike = {title: shown.pop(title)[0] for title in _WORDS if len(set(columns[title])) == 1 and title in shown}
     table = _table(*shown)
     for row in zip(*shown.values(), strict=True):
         table.add_row(*("-" if text is None else text for text in row))
     terminal = console()
     terminal.print(table)
+    for title, text in alike.items():
+        terminal.print(f"{title}: {text}", markup=False)
     for what, before, after in (
         ("experts", report.expert_bytes_before, report.expert_bytes_after),
         ("model", report.bytes_before, report.bytes_after),
@@ -42,22 +47,28 @@ def _number(name: str, form: str) -> Callable[["LayerReport"], str | None]:
     return lambda layer: None if getattr(layer, name) is None else format(getattr(layer, name), form)
 
 
+def _rounds(layer: "LayerReport") -> str | None:
+    if layer.rounds is None:
+        return None
+    return str(layer.rounds) if layer.converged else f"{layer.rounds}, not converged"
+
+
+# Said once if they are the same in all layers.
+_WORDS = ("base", "choice")
 # By title. A column without a figure in any layer is left out.
 _COLUMNS: dict[str, Callable[["LayerReport"], str | None]] = {
     "layer": _number("layer", ""),
     "base": _number("base", ""),
     "choice": _number("choice", ""),
-    "cosine to base": _number("cosine_mean", ".4f"),
+    "cosine\nto base": _number("cosine_mean", ".4f"),
     "least": _number("cosine_min", ".4f"),
     "objective": _number("objective", ".4g"),
-    "rounds": _number("rounds", ""),
-    "converged": lambda layer: None if layer.converged is None else "yes" if layer.converged else "no",
+    "rounds": _rounds,
     "error": _number("relative_error", ".4f"),
-    "of the delta": _number("delta_error", ".4f"),
-    "per neuron": _number("error_per_neuron", ".4g"),
+    "of the\ndelta": _number("delta_error", ".4f"),
+    "per\nneuron": _number("error_per_neuron", ".4g"),
     "seconds": _number("seconds", ".1f"),
-    "bytes before": lambda layer: human_bytes(layer.bytes_before),
-    "after": lambda layer: human_bytes(layer.bytes_after),
+    "bytes": lambda layer: human_bytes(layer.bytes_after),
     "kept": lambda layer: f"{layer.bytes_after / layer.bytes_before:.1%}",
 }
 
@@ -92,12 +103,11 @@ def _warn(warnings: Iterable[str]) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        words = index < 2 or column == "choice"
-        table.add_column(column, justify="left" if words else "right", no_wrap=True)
+        words = index == 0 or column in ("", *_WORDS)
+        table.add_column(column, justify="left" if words else "right", vertical="bottom", no_wrap=True)
     return table
 
 
 def console() -> Console:
-    """Prints on standard output. Piped into a file or a pager, nothing is cut off."""
-    terminal = Console(highlight=False)
-    return terminal if terminal.is_terminal else Console(highlight=False, width=200)
+    """Prints on standard output. Nothing is cut off: a terminal that is too narrow wraps lines itself."""
+    return Console(highlight=False, width=max(_WIDTH, Console().width))

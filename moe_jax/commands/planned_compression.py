@@ -22,14 +22,14 @@ class PlannedCompression:
 
     Attributes:
       method: its name.
-      keep: the share that is kept.
+      keep: the share that is kept; None where all is, in fewer bits.
       dtype: of the parameters.
       layers: that are compressed.
       stored: one for every form.
     """
 
     method: str
-    keep: float
+    keep: float | None
     dtype: str
     layers: tuple[int, ...]
     stored: tuple[Stored, ...]
@@ -50,11 +50,12 @@ class PlannedCompression:
 
     def print(self) -> None:
         """Prints a table; sizes in MiB, as papers give them."""
+        kept = "" if self.keep is None else f", keep {self.keep:g}"
         out = console()
         out.print()
         out.print(
-            f"{self.method}, keep {self.keep:g}, in {self.dtype}: experts of layer {self.layers[0]} in MiB, the model "
-            f"with {len(self.layers)} such layers in GiB, bits per expert weight"
+            f"{self.method}{kept}, in {self.dtype}: experts of layer {self.layers[0]} in MiB, the model with "
+            f"{len(self.layers)} such layers in GiB, bits per expert weight"
         )
         out.print(_table(self.stored))
 
@@ -76,16 +77,18 @@ def planned_compression(
       InputError: for options that do not go together, or a model without experts.
     """
     check_member("method", method, tuple(METHOD_FORMS))
-    if keep is None:
-        raise InputError(f"--compress {method} needs --keep, the share of the experts that is kept")
     base, forms = METHOD_FORMS[method]
     indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
     forms = _asked_for(method, forms, residual, storage, bits)
+    if keep is None and not {FULL, *RESIDUAL_FORMS["quantized"]}.issuperset(forms):
+        raise InputError(f"--compress {method} needs --keep, the share of the experts that is kept")
     dtype = dtype or config.dtype
     stored = []
     for form in forms:
         value_bits = bits if form in RESIDUAL_FORMS["up"] else None
-        stored += stored_bytes(config, indices, [form], keep=keep, base=base, value_bits=value_bits, dtype=dtype)
+        stored += stored_bytes(
+            config, indices, [form], keep=1.0 if keep is None else keep, base=base, value_bits=value_bits, dtype=dtype
+        )
     return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))
 
 

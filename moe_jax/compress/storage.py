@@ -31,7 +31,7 @@ GROUP_SIZE = 128
 
 _SPARSE = ("csr16", "csr32", "bitmap", "coo", "coo64")
 _SVD = ("svd", "svd-separate")
-_QUANTIZED = tuple(f"quantized:{bits}" for bits in (8, 4, 3, 2))
+_QUANTIZED = tuple(f"quantized:{bits}" for bits in (8, 4, 3, 2, 1))
 RESIDUAL_FORMS = {"up": _SPARSE, "svd": _SVD, "quantized": _QUANTIZED}
 """Forms by the kind of residual."""
 

@@ -26,7 +26,7 @@ SPARSIFY, QUANTIZE = ("--method", "ders-sparsify", "--drop", 0.5), ("--method", 
 def test_the_report_and_the_lineage(models, tmp_path, out_of):
     printed = out_of("compress", models["moe"], tmp_path / "out", *QUANTIZE, "--base", models["dense"])
     rows = {row[0]: row for row in map(str.split, printed.splitlines())}
-    assert rows["0"][1:3] == ["dense", "model"] and rows["2"][-1].endswith("%")
+    assert rows["base:"] == ["base:", "dense", "model"] and rows["2"][-1].endswith("%")
     assert "on the disk (" in printed and f"wrote {tmp_path / 'out'}" in printed
 
     entry = json.loads((tmp_path / "out" / "lineage.json").read_text())[-1]
@@ -57,10 +57,13 @@ def test_json_is_the_lineages_figures(models, tmp_path, out_of):
 
 
 def test_figures_that_no_layer_has_are_not_in_the_table(models, tmp_path, out_of):
-    title, first, *_ = out_of("compress", models["moe"], tmp_path / "out", *QUANTIZE).splitlines()
-    assert title.split()[:3] == ["layer", "base", "cosine"] and title.split()[-3:] == ["before", "after", "kept"]
-    assert "objective" not in title and "choice" not in title and "per neuron" in title
-    assert len(first.split()) > 8
+    above, title, first, *_ = out_of("compress", models["moe"], tmp_path / "out", *QUANTIZE).splitlines()
+    assert title.split() == "layer to base least error delta neuron bytes kept".split(), above
+    assert above.split() == "cosine of the per".split() and len(first.split()) == 9
+    resmoe = ("--method", "resmoe", "--keep", 0.25)
+    printed = out_of("compress", models["moe"], tmp_path / "resmoe", *resmoe)
+    assert "objective  rounds" in printed and "seconds" in printed
+    assert "choice: up, keep 0.25, " in printed  # the same in all layers
 
 
 @pytest.mark.parametrize(
