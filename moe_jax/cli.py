@@ -22,7 +22,7 @@ COMMANDS = {
     "convert": "Hugging Face checkpoint to model directory",
     "export": "model directory to Hugging Face checkpoint",
     "upcycle": "dense model to Mixture-of-Experts",
-    "compress": "experts of a trained MoE to one base and sparse or quantised deltas",
+    "compress": "a trained MoE with smaller experts, by ResMoE and other methods",
     "train": "train a model from a recipe, or compile the step for a TPU pod without one",
     "eval": "perplexity of a model on a text",
     "generate": "continue a prompt",

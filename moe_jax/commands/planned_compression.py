@@ -54,8 +54,8 @@ class PlannedCompression:
         out = console()
         out.print()
         out.print(
-            f"{self.method}{kept}, in {self.dtype}: experts of layer {self.layers[0]} in MiB, the model with "
-            f"{len(self.layers)} such layers in GiB, bits per expert weight"
+            f"{self.method}{kept}, in {self.dtype}: experts of layer {self.layers[0]}, and the model with "
+            f"{len(self.layers)} layers compressed, in MiB; bits per expert weight"
         )
         out.print(_table(self.stored))
 
@@ -132,7 +132,7 @@ def _table(stored: Sequence[Stored]) -> Table:
             form.form,
             *map(_mib, parts),
             _mib(layer.total),
-            f"{form.model_bytes / 2**30:,.2f}",
+            _mib(form.model_bytes),
             f"{form.share:.1%}",
             f"{form.bits_per_weight:.2f}",
             _note(form, fewest),
