@@ -70,8 +70,10 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "barycenter.json"
-    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"sets": []}
-    results["solvers"] = list(options.solvers)
+    empty = {"sets": [], "solvers": list(options.solvers)}
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else empty
+    if results["solvers"] != empty["solvers"]:
+        raise SystemExit(f"{file} holds results of other solvers; choose another --out")
     for clouds in all_sets(options):
         if description(clouds) not in ({key: row[key] for key in DESCRIPTION} for row in results["sets"]):
             results["sets"].append(compare(clouds, options.solvers))

@@ -3,7 +3,7 @@
 At a high temperature the plans are blurred and no cloud is held where it is; as the temperature falls they harden, and
 what is left is rounded by an exact assignment. Such orders lie lower than those that exact assignments alone reach.
 Every cloud is transported to the mean of the others, as in `Matching.descend`: to a mean that contains the cloud
-itself, annealing gains a tenth as much.
+itself, annealing gains a fifth as much or less.
 """
 
 from typing import NamedTuple
