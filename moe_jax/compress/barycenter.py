@@ -92,7 +92,7 @@ def free_support_barycenter(
       starts: how many starts are tried; the best result is kept. After the first one come the points of other clouds,
         then points drawn from all clouds.
       max_rounds: of each start. A round aligns every cloud once. By default 100, and 5 for clouds that are not small:
-        without a common order they would take a day to settle, for another 0.2 % of the objective.
+        without a common order they would take a day to settle, for some 0.3 % of the objective.
       seed: of the drawn starts.
       progress: called after every alignment with the round, the clouds done in it, and the last objective.
 
