@@ -180,12 +180,14 @@ def test_options(options, message):
         make_method("resmoe", options)
 
 
-def test_a_frozen_centre_is_not_trained(tmp_path):
-    source = memory_moe(dataclasses.replace(FULL, train_base=False), noise=0.2)
-    compress(source, tmp_path / "out", make_method("resmoe", {"keep": 0.25}), described={})
-    model = load_model(ModelDirectory(tmp_path / "out"))
-    trained = trainable_paths(model)
-    assert any(path.endswith("delta/up/values") for path in trained)
-    assert not any("/base/" in path for path in trained)
-    thawed = trainable_paths(load_model(ModelDirectory(tmp_path / "out")), freeze=(r".*/values",))
-    assert not any(path.endswith("values") for path in thawed)
+def test_the_centre_is_trained_or_not(tmp_path):
+    for frozen_by_bank in (False, True):
+        source = memory_moe(dataclasses.replace(FULL, train_base=not frozen_by_bank), noise=0.2)
+        out = tmp_path / str(frozen_by_bank)
+        compress(source, out, make_method("resmoe", {"keep": 0.25}), described={})
+        model = load_model(ModelDirectory(out))
+        for frozen_by_recipe in (False, True):
+            freeze = (r".*/experts/base/.*",) if frozen_by_recipe else ()
+            trained = trainable_paths(model, freeze=freeze)
+            assert any(path.endswith("delta/up/values") for path in trained)
+            assert any("/base/" in path for path in trained) == (not frozen_by_bank and not frozen_by_recipe)
