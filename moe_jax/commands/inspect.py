@@ -13,7 +13,7 @@ from moe_jax.counting import count_parameters
 if TYPE_CHECKING:
     import jax
 
-    from moe_jax.models import ModelConfig
+    from moe_jax.models import BankConfig, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +133,22 @@ def describe_experts(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeS
                 "gate": moe.gate if moe.universal == "none" else None,
                 "universal": moe.universal,
                 "extended": moe.extended,
-                "bank": {name: value for name, value in dataclasses.asdict(moe.bank).items() if value is not None},
+                "bank": _bank(moe.bank),
                 "parameters": count_parameters(leaves),
                 "bytes": sum(map(nbytes, leaves)),
             }
         )
     return experts
+
+
+def _bank(bank: "BankConfig") -> dict[str, Any]:
+    """What is not as in most banks, and always the kind and whether a base is trained."""
+    told = ("kind", "train_base")
+    return {
+        field.name: getattr(bank, field.name)
+        for field in dataclasses.fields(bank)
+        if field.name in told or getattr(bank, field.name) != field.default
+    }
 
 
 def human_bytes(count: int) -> str:
