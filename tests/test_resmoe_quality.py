@@ -72,8 +72,8 @@ def test_findings_follow_the_numbers(results, tmp_path: pathlib.Path):
     assert "- at the bytes of 4-bit quantisation (5.00 bits per weight): no form of ResMoE that was tried fits." in text
     said = "at the bytes of ResMoE UP, keep 0.25 (8.00 bits per weight): 3.320, 4.482 with the best baseline (UP, keep"
     assert said in text
-    assert "14 were also scored as they are served: the losses differ by at most 1e-05." in text
-    assert "as it must be, but for SP (1.25 times)." in text
+    assert "14 were also scored as they are served: the losses differ by at most 1e-05 nats." in text
+    assert "what the method itself says. But for SP (1.25 times): " in text
     for seed in ("0", "1"):
         better = results.get("compression", ORIGIN, "UP", "0.25", seed) | {"error_per_neuron": [0.1]}
         results.put("compression", ORIGIN, "UP", "0.25", seed, value=better)

@@ -136,7 +136,7 @@ def check_findings(results: Results, origins: Sequence[str]) -> str:
     if served:
         lines.append(
             "- All are scored with what their experts became put into the uncompressed model. "
-            f"{len(served)} were also scored as they are served: the losses differ by at most {max(served):.1g}."
+            f"{len(served)} were also scored as they are served: the losses differ by at most {max(served):.1g} nats."
         )
     above: dict[str, float] = {}
     for name, run in found:
@@ -147,6 +147,6 @@ def check_findings(results: Results, origins: Sequence[str]) -> str:
     if above:
         lines.append(
             "- eps/f of the stored experts, with the neurons matched anew by SciPy, is at most what the method itself "
-            f"says, as it must be{f', but for {others}' if others else ''}."
+            f"says{f'. But for {others}: their own error is not that of the stored neurons' if others else ''}."
         )
     return "\n".join(lines)
