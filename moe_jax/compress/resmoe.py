@@ -62,7 +62,7 @@ class ResMoE(Method):
     bits: int | None = None
     design: Literal["concat", "separate"] = "concat"
     refit: bool = True
-    solver: Literal["auto", "assignment", "sinkhorn", "identity"] = "auto"
+    solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
     target_bytes: int | None = None
     budget_bits: float | None = None
 
