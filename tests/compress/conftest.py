@@ -74,15 +74,21 @@ def memory_moe(*banks: BankConfig | None, noise=0.1, dtype=None, shape=None, **m
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """`dense`, and `moe` whose layers 0 and 2 of 3 are MoEs of full experts; float32, tokens are bytes."""
+    """`dense`, and `moe` whose layers 0 and 2 of 3 are MoEs of full experts; float32, tokens are bytes.
+
+    `one` is `moe` with its first layer alone, for what takes long to compile.
+    """
     folder = tmp_path_factory.mktemp("models")
     tokenizer = byte_tokenizer(folder / "tokenizer.json")
     dense = dataclasses.replace(dense_config(num_layers=3), vocab_size=264, bos_id=BOS, eos_ids=(EOS,))
     leaves = random_leaves(dense)
     moe = moe_config(dense, BankConfig(), None, BankConfig())
+    trained = trained_leaves(moe, leaves)
+    one = dataclasses.replace(moe, layers=moe.layers[:1])
     return {
         "dense": write_model(folder / "dense", dense, leaves, (tokenizer,)),
-        "moe": write_model(folder / "moe", moe, trained_leaves(moe, leaves), (tokenizer,)),
+        "moe": write_model(folder / "moe", moe, trained, (tokenizer,)),
+        "one": write_model(folder / "one", one, {path: trained[path] for path in leaf_specs(one)}, (tokenizer,)),
     }
 
 

@@ -66,6 +66,25 @@ def test_figures_that_no_layer_has_are_not_in_the_table(models, tmp_path, out_of
     assert "choice: up, keep 0.25, " in printed  # the same in all layers
 
 
+def test_the_choice_under_a_budget_is_said_of_every_layer(models, tmp_path, out_of):
+    options = ("--method", "resmoe", "--residual", "quantized", "--target-bytes", "34kB", "--json")
+    *layers, model = map(json.loads, out_of("compress", models["moe"], tmp_path / "out", *options).splitlines())
+    assert [layer["layer"] for layer in layers] == [0, 2]
+    for layer in layers:
+        bits = ModelDirectory(tmp_path / "out").config.layers[layer["layer"]].mlp.bank.bits
+        assert layer["choice"] == f"quantized, {bits} bits" and layer["converged"] and layer["rounds"] >= 1
+    assert model["expert_bytes_after"] <= 34_000
+
+
+def test_merging_by_the_use_of_experts_on_a_text(models, tmp_path, out_of, text):
+    options = ("--method", "msmoe", "--keep", 0.34)
+    out_of("compress", models["one"], tmp_path / "out", *options, "--calibrate", text, "--seq-len", 48)
+    entry = json.loads((tmp_path / "out" / "lineage.json").read_text())[-1]
+    assert entry["options"]["calibrate"] == str(text) and str(text) in [source["path"] for source in entry["sources"]]
+    assert not entry["measured"]["layers"][0]["uniform_usage"] and not entry["measured"]["warnings"]
+    assert ModelDirectory(tmp_path / "out").config.layers[0].mlp.merged_experts == 1
+
+
 @pytest.mark.parametrize(
     ("text", "layers"), [("all", [0, 2]), ("top:1", [2]), ("top:2", [0, 2]), ("1-2", [2]), ("0-0,2", [0, 2])]
 )
@@ -117,8 +136,8 @@ def test_the_result_is_exported_merged(method, models, tmp_path, out_of):
 
 def test_the_result_is_a_model_like_any_other(models, tmp_path, out_of, nll, text):
     out = tmp_path / "out"
-    out_of("compress", models["moe"], out, *QUANTIZE)
-    assert nll(out) == pytest.approx(nll(models["moe"]), rel=0.02)
+    out_of("compress", models["one"], out, *QUANTIZE)
+    assert nll(out) == pytest.approx(nll(models["one"]), rel=0.02)
     words = ("--prompt", "All", "--max-new-tokens", 4, "--temperature", 0)
     assert out_of("generate", out, *words).startswith("All")
 
@@ -129,7 +148,7 @@ def test_the_result_is_a_model_like_any_other(models, tmp_path, out_of, nll, tex
     out_of("train", tmp_path / "recipe.toml")
     trained = ModelDirectory(tmp_path / "run" / "model")
     assert trained.config.layers == ModelDirectory(out).config.layers
-    base, codes = (f"layers/2/mlp/experts/{leaf}" for leaf in ("base/up/kernel", "delta/up/codes"))
+    base, codes = (f"layers/0/mlp/experts/{leaf}" for leaf in ("base/up/kernel", "delta/up/codes"))
     assert not np.array_equal(trained.read(base), ModelDirectory(out).read(base))
     assert np.array_equal(trained.read(codes), ModelDirectory(out).read(codes))
 
@@ -235,8 +254,8 @@ def test_a_base_may_differ_where_no_experts_are():
 
 
 def test_a_sweep(models, tmp_path, out_of, nll, text):
-    options = ("--sweep", "--text", text, "--seq-len", 48, "--drop", "0.9", "--bits", "1", "--layers", "0")
-    printed = out_of("compress", models["moe"], tmp_path / "out", *options, "--json")
+    options = ("--sweep", "--text", text, "--seq-len", 48, "--drop", "0.9", "--bits", "1")
+    printed = out_of("compress", models["one"], tmp_path / "out", *options, "--json")
     assert sorted(os.listdir(tmp_path / "out")) == ["sweep.json", "sweep.png"]
     assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "out" / "sweep.json").read_text())
@@ -244,7 +263,7 @@ def test_a_sweep(models, tmp_path, out_of, nll, text):
     points = {(point["method"], point["value"]): point for point in found["measured"]["points"]}
     assert list(points) == [("ders-sparsify", 0.9), ("ders-quantize", 1), ("quantize", 1)]  # those that sweep them
 
-    one = ("compress", models["moe"], tmp_path / "one", "--method", "ders-quantize", "--bits", 1, "--layers", 0)
+    one = ("compress", models["one"], tmp_path / "one", "--method", "ders-quantize", "--bits", 1)
     report = json.loads(out_of(*one, "--json").splitlines()[-1])
     point = points["ders-quantize", 1]
     assert point["nll"] == pytest.approx(nll(tmp_path / "one"), rel=1e-6)
