@@ -1,7 +1,7 @@
 """The options of the methods of compression, as `moe-jax compress` takes them.
 
 The fields of the methods are the only list of them. Types, defaults and the texts of `--help` come from there: a method
-that is added to the table has its options at once.
+that is added to the table has its options at once. What a field takes can be said better in its metadata, as "metavar".
 """
 
 import dataclasses

@@ -58,7 +58,7 @@ class ResMoE(Method):
     origin: ClassVar[str | None] = BARYCENTER
 
     keep: float | None = None
-    residual: str | None = None
+    residual: str | None = dataclasses.field(default=None, metadata={"metavar": "up|svd|quantized[:BITS]"})
     bits: int | None = None
     design: Literal["concat", "separate"] = "concat"
     refit: bool = True
