@@ -7,17 +7,17 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from quality.spread import spread
 from resmoe.results import Results
-from resmoe.summary import errors, frontier, perplexities, perplexity, points
+from resmoe.summary import USEFUL, errors, frontier, perplexities, points, uncompressed_perplexity
 from resmoe.variants import BASELINE, MAIN_KEEP, PLAIN, RESMOE, VARIANTS
 
 # Solid with filled markers: ResMoE and its parts. Dashed: baselines.
 _MARKERS = "osD^vP*Xph<>"
 # A model whose perplexity is so many times that of the uncompressed one is drawn at the upper edge.
-_WORST, _WORST_BY_BYTES = 30, 4
+_WORST = 30
 _FAMILY_STYLES = {RESMOE: ("C0", "o"), BASELINE: ("C1", "s"), PLAIN: ("C2", "D")}
 
 
@@ -28,7 +28,7 @@ def plot_curves(results: Results, origins: Sequence[str], file: Path) -> None:
     for column, origin in enumerate(origins):
         for row, measure in enumerate((errors, perplexities)):
             axes = panels[row][column]
-            worst = float("inf") if measure is errors else _WORST * _uncompressed(results, origin)
+            worst = float("inf") if measure is errors else _WORST * uncompressed_perplexity(results, origin)
             for index, name in enumerate(curves):
                 keeps = [value for value in VARIANTS[name].values if measure(results, origin, name, value)]
                 y = [[*measure(results, origin, name, keep).values()] for keep in keeps]
@@ -50,7 +50,9 @@ def plot_curves(results: Results, origins: Sequence[str], file: Path) -> None:
             axes.set_yscale("log")
             _plain_numbers(axes)
             axes.axvline(MAIN_KEEP, color="grey", linestyle=":", linewidth=1)
-        panels[1][column].axhline(_uncompressed(results, origin), color="black", linewidth=1, label="uncompressed")
+        panels[1][column].axhline(
+            uncompressed_perplexity(results, origin), color="black", linewidth=1, label="uncompressed"
+        )
         panels[0][column].set_title(origin, fontsize=11)
         panels[1][column].set_xlabel("kept share (the centre not counted)")
     panels[0][0].set_ylabel("eps / f")
@@ -64,18 +66,18 @@ def plot_bytes(results: Results, origins: Sequence[str], file: Path) -> None:
     """Perplexity over the bytes of the experts on the disk, a panel for every origin."""
     figure, panels = _figure(1, len(origins), (6.6 * len(origins), 5.8))
     for axes, origin in zip(panels[0], origins, strict=True):
-        uncompressed = _uncompressed(results, origin)
+        uncompressed = uncompressed_perplexity(results, origin)
         found = list(points(results, origin))
         for family, (color, marker) in _FAMILY_STYLES.items():
             own = sorted((point for point in found if VARIANTS[point.name].family == family), key=lambda p: p.bits)
             if not own:
                 continue
-            y = [min(point.mean, _WORST_BY_BYTES * uncompressed) for point in own]
+            y = [min(point.mean, USEFUL * uncompressed) for point in own]
             axes.scatter([point.bits for point in own], y, color=color, marker=marker, s=22, alpha=0.45)
             best = frontier(own)
             axes.plot(
                 [point.bits for point in best],
-                [min(point.mean, _WORST_BY_BYTES * uncompressed) for point in best],
+                [min(point.mean, USEFUL * uncompressed) for point in best],
                 color=color,
                 marker=marker,
                 markersize=5,
@@ -97,15 +99,15 @@ def plot_bytes(results: Results, origins: Sequence[str], file: Path) -> None:
     figure.savefig(file, dpi=100)
 
 
-def _uncompressed(results: Results, origin: str) -> float:
-    return statistics.mean(perplexity(model["loss"]) for model in results.get("models", origin).values())
-
-
 def _plain_numbers(axes: Axes) -> None:
     """13 and not 1.3 x 10^1; few enough not to overlap."""
-    axes.yaxis.set_major_formatter("{x:g}")
     low, high = axes.get_ylim()
-    axes.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else NullFormatter())
+    if high > 10 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[list[Axes]]]:

@@ -9,6 +9,7 @@ from resmoe.plots import plot_bytes, plot_curves
 from resmoe.results import Results
 from resmoe.settings import ORIGINS, SCORED_TOKENS
 from resmoe.summary import (
+    USEFUL,
     Point,
     bits_per_weight,
     errors,
@@ -19,6 +20,7 @@ from resmoe.summary import (
     points,
     reductions,
     seeds_of,
+    uncompressed_perplexity,
     within,
 )
 from resmoe.variants import BASELINE, FAMILIES, KEEPS, MAIN_KEEP, MERGED_KEEPS, PLAIN, VARIANTS, refit_pairs
@@ -161,7 +163,8 @@ def _byte_table(results: Results, origins: Sequence[str]) -> str:
         ]
         if not rows:
             continue
-        best = frontier(found)
+        worst = USEFUL * uncompressed_perplexity(results, origin)
+        best = [point for point in frontier(found) if point.mean <= worst]
         note = "On the frontier, from few to many bits: " + "; ".join(
             f"{point.label} ({point.bits:.2f} bits, {point.mean:.4g})" for point in best
         )

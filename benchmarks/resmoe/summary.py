@@ -10,6 +10,10 @@ from resmoe.settings import ORIGINS
 from resmoe.variants import MAIN_KEEP, PUBLISHED, VARIANTS, values_for
 
 
+# A model whose perplexity is more than so many times that of the uncompressed one is of no use, however small.
+USEFUL = 4
+
+
 def seeds_of(results: Results, origin: str) -> tuple[str, ...]:
     """Seeds whose models are described."""
     return tuple(results.get("models", origin) or {})
@@ -37,6 +41,11 @@ def perplexities(results: Results, origin: str, name: str, value: float) -> dict
 def perplexity(loss: float) -> float:
     """exp(loss), at most 1e9: a model that is destroyed must still fit a table."""
     return math.exp(min(loss, math.log(1e9))) if math.isfinite(loss) else 1e9
+
+
+def uncompressed_perplexity(results: Results, origin: str) -> float:
+    """Held-out, mean over seeds."""
+    return statistics.mean(perplexity(model["loss"]) for model in results.get("models", origin).values())
 
 
 def bits_per_weight(results: Results, origin: str, name: str, value: float) -> float:
