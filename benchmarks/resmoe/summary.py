@@ -9,7 +9,6 @@ from resmoe.results import Results
 from resmoe.settings import ORIGINS
 from resmoe.variants import MAIN_KEEP, PUBLISHED, VARIANTS, values_for
 
-
 # A model whose perplexity is more than so many times that of the uncompressed one is of no use, however small.
 USEFUL = 4
 
