@@ -44,7 +44,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r".*experts/delta/down/b", P(None, None, "fsdp")),
     (r".*experts/delta/neurons/factor", P(None, "tensor", None)),
     (r".*experts/delta/\w+/factor", P(None, "fsdp", None)),
-    (r".*experts/delta/\w+/(columns|rows|row_ends|values)", P("expert", None)),
+    (r".*experts/delta/\w+/(columns|rows|row_ends|values|value_codes|value_scales)", P("expert", None)),
     (r".*experts/delta/\w+/mask", P("expert", None, None)),
     (r".*experts/delta/(gate|up)/codes", P("expert", "fsdp", "tensor")),
     (r".*experts/delta/down/codes", P("expert", "tensor", "fsdp")),

@@ -27,7 +27,8 @@ def encode_sparse(
         read_back = leaves["values"].astype(np.float32)
     else:
         made = quantize(values[:, None], bits=bank.bits, group_size=bank.group_size, clip=True)
-        leaves["codes"], leaves["scales"] = np.asarray(made.codes)[:, 0], np.asarray(made.scales)[:, 0]
+        leaves["value_codes"] = np.asarray(made.codes)[:, 0]
+        leaves["value_scales"] = np.asarray(made.scales)[:, 0]
         read_back = np.asarray(made.approximation)[:, 0]
     approximation = np.zeros(kernel.shape, np.float32)
     approximation.reshape(-1)[positions] = read_back

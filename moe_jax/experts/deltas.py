@@ -106,7 +106,7 @@ def joint_factors(name: str, neurons: Float[Array, "... f r"], own: Float[Array,
 class SparseDelta(Delta):
     """`values` [E, n], zero at first, at distinct fixed places; see `experts.places` for these.
 
-    Quantised values are packed `codes` [E, bytes] and `scales` [E, groups].
+    Quantised values are packed `value_codes` [E, bytes] and `value_scales` [E, groups].
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class SparseDelta(Delta):
             self.values = nnx.Param(jnp.zeros((num_experts, entries), dtype))
         else:
             codes = pack(jnp.zeros((entries, 1), jnp.int32), config.bits)[:, 0]
-            self.codes = FixedIntegers(jnp.broadcast_to(codes, (num_experts, *codes.shape)))
+            self.value_codes = FixedIntegers(jnp.broadcast_to(codes, (num_experts, *codes.shape)))
             groups = scales_shape((entries, 1), config.group_size)[0]
-            self.scales = nnx.Param(jnp.zeros((num_experts, groups), SCALE_DTYPE))
+            self.value_scales = nnx.Param(jnp.zeros((num_experts, groups), SCALE_DTYPE))
 
     def specs(self, split: str) -> dict[str, P]:
         # Not split over `tensor`: every shard picks its own entries.

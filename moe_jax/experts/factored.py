@@ -85,7 +85,7 @@ def _delta_matmul(
     if entrywise:
         assert isinstance(delta.form, SparseForm)
         values = jax.vmap(delta.form.values)(delta.trained | delta.fixed)
-        places = {name: array for name, array in delta.fixed.items() if name != "codes"}
+        places = {name: array for name, array in delta.fixed.items() if name != "value_codes"}
         return grouped_sparse_matmul(rows, values, places, group_sizes, delta.form)
     return synthesised_matmul(rows, None, delta.trained, delta.fixed, group_sizes, delta.form)
 

@@ -37,7 +37,8 @@ def delta_leaves(config: BankConfig, name: str) -> dict[str, str]:
     elif config.kind == "quantized":
         leaves = ("codes", "scales")
     else:
-        leaves = PLACES_LEAVES[config.places] + (("values",) if config.bits is None else ("codes", "scales"))
+        values = ("values",) if config.bits is None else ("value_codes", "value_scales")
+        leaves = PLACES_LEAVES[config.places] + values
     return {leaf: f"delta/{name}/{leaf}" for leaf in leaves}
 
 

@@ -41,7 +41,8 @@ class SparseForm:
     Attributes:
       shape: [i, o] of the kernel, or of the part of it that begins at `origin`.
       places: `csr`, `coo` or `bitmap`.
-      bits: of a value that is quantised: instead of `values` there are `codes` [b] and `scales` [g]; None: floats.
+      bits: of a value that is quantised: instead of `values` there are `value_codes` [b] and `value_scales`
+        [g]; None: floats.
       group_size: consecutive values that share a scale; None: all.
     """
 
@@ -65,9 +66,9 @@ class SparseForm:
         """The entries, float32; quantised ones of a bitmap may be followed by others without a place."""
         if self.bits is None:
             return leaves["values"].astype(jnp.float32)
-        codes = leaves["codes"]
+        codes = leaves["value_codes"]
         count = leaves["columns"].shape[0] if "columns" in leaves else codes.shape[0] * 8 // self.bits
-        scales = leaves["scales"][:, None]
+        scales = leaves["value_scales"][:, None]
         if self.group_size is not None:
             scales = jnp.pad(scales, ((0, -(-count // self.group_size) - scales.shape[0]), (0, 0)))
         return dequantize(codes[:, None], scales, count, self.bits, self.group_size, jnp.float32)[:, 0]

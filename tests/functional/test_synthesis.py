@@ -163,6 +163,7 @@ def test_quantised_values_of_sparse_deltas(bits, group_size, count, seed):
     scales = rng.random(1 if group_size is None else -(-count // group_size)).astype(np.float32)
     codes = pack(jnp.asarray(levels, jnp.int32)[:, None], bits)[:, 0]
     form = SparseForm((1, 64), "coo", bits, group_size)
-    values = form.values({"codes": codes, "scales": jnp.asarray(scales), "columns": jnp.zeros(count, jnp.uint16)})
+    leaves = {"value_codes": codes, "value_scales": jnp.asarray(scales), "columns": jnp.zeros(count, jnp.uint16)}
+    values = form.values(leaves)
     per_value = np.repeat(scales, count if group_size is None else group_size)[:count]
     np.testing.assert_array_equal(values, levels.astype(np.float32) * per_value)
