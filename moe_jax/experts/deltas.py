@@ -64,9 +64,14 @@ class LowRankDelta(Delta):
         self.b = nnx.Param(jnp.zeros((num_experts, config.rank, shape[1]), dtype))
 
     def specs(self, split: str) -> dict[str, P]:
-        if split == "in":
-            return {"a": P("expert", "tensor", None), "b": P("expert", None, None)}
-        return {"a": P("expert", None, None), "b": P("expert", None, "tensor")}
+        return low_rank_specs(split)
+
+
+def low_rank_specs(split: str) -> dict[str, P]:
+    """How stacked low-rank factors lie on the mesh; see `Delta.specs`."""
+    if split == "in":
+        return {"a": P("expert", "tensor", None), "b": P("expert", None, None)}
+    return {"a": P("expert", None, None), "b": P("expert", None, "tensor")}
 
 
 class JointFactor(nnx.Module):
@@ -76,20 +81,29 @@ class JointFactor(nnx.Module):
         self.factor = nnx.Param(factor)
 
 
-class JointLowRankDelta(Delta):
-    """Low-rank factors of one matrix, put together from its own and from those over the neurons (METHODS 5)."""
+class JointLowRankDelta:
+    """The same as a `Delta`, put together from the factors of a matrix and those over the neurons (METHODS 5).
 
-    def __init__(self, config: BankConfig, name: str, neurons: Float[Array, "E f r"], own: Float[Array, "E d r"]):
-        super().__init__(config)
+    Not a module: it holds nothing of its own.
+    """
+
+    def __init__(self, name: str, neurons: Float[Array, "E f r"], own: Float[Array, "E d r"]):
         self._factors = joint_factors(name, neurons, own)
 
+    def form(self, shape: tuple[int, int]) -> LowRankForm:
+        """See `Delta`."""
+        return LowRankForm(shape)
+
     def specs(self, split: str) -> dict[str, P]:
-        return LowRankDelta.specs(self, split)
+        """See `Delta`."""
+        return low_rank_specs(split)
 
     def trained(self) -> dict[str, Array]:
+        """See `Delta`."""
         return self._factors
 
     def fixed(self) -> dict[str, Array]:
+        """See `Delta`."""
         return {}
 
 

@@ -24,7 +24,7 @@ from moe_jax.functional.routing import Routing
 from moe_jax.functional.synthesis import synthesised_matmul
 
 if TYPE_CHECKING:
-    from moe_jax.experts.deltas import Delta
+    from moe_jax.experts.deltas import Delta, JointLowRankDelta
 
 BATCH_AXES = ("data", "fsdp", "expert")
 
@@ -83,7 +83,7 @@ class FullKernels(Kernels):
 class SynthesisedKernels(Kernels):
     """A base [in, out], or none, and deltas; a kernel exists only while it is multiplied."""
 
-    def __init__(self, base: Float[Array, "i o"] | None, delta: "Delta", shape: tuple[int, int]):
+    def __init__(self, base: Float[Array, "i o"] | None, delta: "Delta | JointLowRankDelta", shape: tuple[int, int]):
         self._base, self._delta, self.shape = base, delta, shape
         self._trained = frozenset(delta.trained())
 

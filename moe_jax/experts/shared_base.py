@@ -68,11 +68,11 @@ class SharedBaseBank(ExpertBank):
     def _base(self, name: str) -> Float[Array, "i o"] | None:
         return self.base[name].kernel[...] if self.config.has_base else None
 
-    def _delta(self, name: str) -> Delta:
+    def _delta(self, name: str) -> Delta | JointLowRankDelta:
         if self.config.kind != "joint-low-rank":
             return self.delta[name]
         neurons, own = self.delta[NEURONS].factor[...], self.delta[name].factor[...]
-        return JointLowRankDelta(self.config, name, neurons, own)
+        return JointLowRankDelta(name, neurons, own)
 
 
 def _joint_factors(
@@ -92,5 +92,5 @@ def _joint_factors(
     return factors
 
 
-def _with_form(delta: Delta, shape: tuple[int, int]) -> Deltas:
+def _with_form(delta: Delta | JointLowRankDelta, shape: tuple[int, int]) -> Deltas:
     return Deltas(delta.trained(), delta.fixed(), delta.form(shape))
