@@ -8,6 +8,8 @@ import pytest
 
 from moe_jax.compress import compress, make_method
 from moe_jax.compress.design import design_matrices
+from moe_jax.compress.residual_forms import Form
+from moe_jax.compress.residual_trials import trials
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
 from moe_jax.loading import load_model
@@ -129,6 +131,18 @@ def test_concat_keeps_the_share_and_equal_layers_stay_equal(tmp_path):
     assert sum(first.entries) == round(0.2 * size)
 
 
+def test_trials_tell_the_errors_beforehand(tmp_path):
+    source = memory_moe(FULL, noise=0.2)
+    layer = SourceLayer(source, 0)
+    orders = make_method("resmoe", {"keep": 0.25}).analyse(layer)["permutations"]
+    options = [{"keep": 0.25, "bits": 4}, {"keep": 0.3, "residual": "svd"}, {"residual": "quantized", "bits": 3}]
+    tried = trials(layer, orders, [Form(**{"residual": "up", **given}) for given in options])
+    for given, trial in zip(options, tried, strict=True):
+        report = compress(source, tmp_path / str(given), make_method("resmoe", given), described={})
+        # Only the groups of scales of kept values lie otherwise: by matrix, and not by all that is kept.
+        assert trial.error == pytest.approx(report.layers[0].relative_error ** 2, rel=0.03)
+
+
 def test_a_budget_is_kept_and_more_of_it_is_better(tmp_path):
     source = memory_moe(FULL, FULL, noise=0.2, shape={"d_model": 64, "dim": 96})
     # The second layer's experts are nearly alike: what they need little of is left to the first.
@@ -137,11 +151,11 @@ def test_a_budget_is_kept_and_more_of_it_is_better(tmp_path):
         source.leaves[path] = leaf.mean(axis=0) + 0.01 * (leaf - leaf.mean(axis=0))
     errors = []
     for target in (200_000, 260_000):
-        method = make_method("resmoe", {"target_bytes": target, "residual": "up"})
+        method = make_method("resmoe", {"target_bytes": target, "residual": "svd"})
         report = compress(source, tmp_path / str(target), method, described={})
         assert report.expert_bytes_after <= target
         first, second = report.layers
-        assert first.bytes_after > second.bytes_after and "keep" in first.choice
+        assert first.bytes_after > second.bytes_after and "rank" in first.choice
         errors.append(sum(layer.relative_error**2 for layer in report.layers))
     assert errors[1] < errors[0]
     centres = sum(np.prod(shape) * 4 for shape in SourceLayer(source, 0).shapes.values()) * 2
