@@ -11,7 +11,7 @@ and scored.
 OUT receives `resmoe_quality.json` (every number), `resmoe_quality.md` (the tables, and what they say about what was
 expected) and `resmoe_quality_*.png`. Each run is kept in the JSON as soon as it is done: a benchmark that was killed
 goes on where it was when it is started again. `--report-only` draws tables and plots from the JSON alone. It takes
-about an hour and a half on two CPU threads, half of it training.
+about an hour on two CPU threads, half of it training.
 """
 
 import argparse
