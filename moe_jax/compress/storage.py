@@ -25,7 +25,7 @@ from moe_jax.sharding import path_name
 
 INT32_BYTES, INT64_BYTES = 4, 8
 # What Zarr keeps of an array beside its bytes, at most.
-LEAF_OVERHEAD = 1024
+LEAF_OVERHEAD = 256
 GROUP_SIZE = 128
 """Codes that share a scale."""
 
