@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe_jax.compress.transport import assign, row_blocks, transport_costs, working_dtype
+from moe_jax.compress.transport import assign, distinct_nearest, row_blocks, transport_costs, working_dtype
 
 # Called after every alignment: the round (from 1), clouds done in it, and the objective after the last whole round.
 Progress = Callable[[int, int, float], None]
@@ -34,6 +34,7 @@ class Matching:
         self.objectives: list[float] = []
         self.converged = False
         self.moved = 0
+        self._distinct = n > 1  # whether every assignment so far could be read off the nearest points
         self._deviations = np.empty(n)
         self._squared_norm = 0.0
         self._refresh(np.ones(n, bool))
@@ -131,6 +132,15 @@ class Matching:
 
     def _nearest_order(self, k: int, target: Float[np.ndarray, "n D"]) -> Int[np.ndarray, " n"]:
         """The best order of cloud k, relative to the one it has: between equal ones nothing moves."""
+        if self._distinct:
+            points, rounded = self.rows(k, np.float32), target.astype(np.float32, copy=False)
+            costs = transport_costs(rounded, points)
+            order = distinct_nearest(costs, rounded, points)
+            if order is not None:
+                return order
+            self._distinct = False  # one cloud that needs a search is a sign that the others do, too
+            if not self.is_small:
+                return assign(costs)
         target = target.astype(self.mean.dtype, copy=False)
         return assign(transport_costs(target, self.rows(k, self.mean.dtype)))
 

@@ -49,6 +49,37 @@ def assign(costs: Float[np.ndarray, "n n"]) -> Int[np.ndarray, " n"]:
     return linear_sum_assignment(costs)[1].astype(np.int32)
 
 
+def distinct_nearest(
+    costs: Float[np.ndarray, "n n"], target: Float[np.ndarray, "n D"], points: Float[np.ndarray, "n D"]
+) -> Int[np.ndarray, " n"] | None:
+    """The optimal assignment, where it can be read off: every target has a nearest point, each another one.
+
+    No assignment costs less than the sum of the least distances. Clouds of a common origin are such nearly always, and
+    need no search.
+
+    Args:
+      costs: float32, as `transport_costs` gives them.
+      target, points: float32.
+
+    Returns:
+      int32; None if two targets have the same nearest point, or one has two that float32 cannot tell apart.
+    """
+    halves = 0.5 * np.einsum("jd,jd->j", points, points)
+    largest = np.sqrt(np.einsum("id,id->i", target, target).max() * 2 * halves.max()) + halves.max()
+    rounding = 2 * points.shape[1] * np.finfo(np.float32).eps * largest  # a bound for sums of D products
+    order = np.empty(len(target), np.int32)
+    for rows in row_blocks(*costs.shape):
+        distances = costs[rows] + halves
+        nearest = np.argmin(distances, axis=1)
+        every = np.arange(len(nearest))
+        least = distances[every, nearest]
+        distances[every, nearest] = np.inf
+        if np.any(distances.min(axis=1) - least <= rounding):
+            return None
+        order[rows] = nearest
+    return order if len(np.unique(order)) == len(order) else None
+
+
 def working_dtype(n: int, dim: int) -> np.dtype:
     """float64 for clouds that are small enough, else float32."""
     return np.dtype(np.float64 if n * n * dim <= _FLOAT64_PRODUCT else np.float32)
@@ -58,9 +89,9 @@ def transport_costs(target: Float[np.ndarray, "n D"], points: Float[np.ndarray, 
     """-<target_i, points_j>: all that an assignment needs of |target_i - points_j|^2, norms being the same for any.
 
     Args:
-      target, points: both float64, or both float32; the latter are multiplied on the default device.
+      target, points: both float64, or both float32. Large ones are multiplied on the default device.
     """
-    if target.dtype == np.float64:
+    if working_dtype(*target.shape) == np.float64:
         return -target @ points.T
     costs = np.empty((len(target), len(points)), np.float32)
     on_device = jnp.asarray(points)

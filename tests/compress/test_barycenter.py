@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
 from moe_jax.compress import matching, transport
 from moe_jax.compress.barycenter import SOLVERS, align, free_support_barycenter, weight_matching
+from moe_jax.compress.transport import distinct_nearest, transport_costs
 from moe_jax.errors import InputError
 
 EXACT = ("assignment", "alternation")
@@ -245,3 +247,18 @@ def test_bad_input_of_align_and_weight_matching():
         align(BAD[0], BAD[1] * np.float32("nan"))
     with pytest.raises(InputError, match="cloud 2 holds values"):
         weight_matching([BAD[0], BAD[1], BAD[2] + np.float32("inf")])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 12), st.integers(1, 6), st.floats(0.0, 0.5), st.integers(0, 9999))
+def test_an_order_that_is_read_off_is_the_optimal_one(n, dim, noise, seed):
+    rng = np.random.default_rng(seed)
+    points = rng.standard_normal((n, dim)).astype(np.float32)
+    target = (points[rng.permutation(n)] + noise * rng.standard_normal((n, dim))).astype(np.float32)
+    order = distinct_nearest(transport_costs(target, points), target, points)
+    distances = ((target[:, None].astype(np.float64) - points[None]) ** 2).sum(axis=-1)
+    if order is not None:
+        np.testing.assert_array_equal(order, linear_sum_assignment(distances)[1])
+    nearest = np.sort(distances, axis=1)
+    clear = len(set(distances.argmin(axis=1))) == n and np.all(nearest[:, 1] - nearest[:, 0] > 1e-3)
+    assert (order is not None) or not clear
