@@ -49,6 +49,17 @@ def assign(costs: Float[np.ndarray, "n n"]) -> Int[np.ndarray, " n"]:
     return linear_sum_assignment(costs)[1].astype(np.int32)
 
 
+def reduce_costs(costs: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
+    """The same assignment problem with minima of 0 in every row, then in every column; overwrites `costs`.
+
+    SciPy's search begins without prices. Where points lie far from their targets these save a third of its time; where
+    nearly all are in place it ends sooner than they are found.
+    """
+    costs -= costs.min(axis=1, keepdims=True)
+    costs -= costs.min(axis=0, keepdims=True)
+    return costs
+
+
 def distinct_nearest(
     costs: Float[np.ndarray, "n n"], target: Float[np.ndarray, "n D"], points: Float[np.ndarray, "n D"]
 ) -> Int[np.ndarray, " n"] | None:
