@@ -8,8 +8,10 @@ from rich.table import Table
 
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.commands.compression_tables import console
+from moe_jax.compress.base import NO_BASE
 from moe_jax.compress.job import choose_layers
-from moe_jax.compress.storage import FULL, METHOD_FORMS, RESIDUAL_FORMS, Stored, stored_bytes
+from moe_jax.compress.methods import METHODS
+from moe_jax.compress.storage import FULL, RESIDUAL_FORMS, Stored, stored_bytes
 from moe_jax.errors import InputError, check_member
 
 if TYPE_CHECKING:
@@ -76,8 +78,9 @@ def planned_compression(
     Raises:
       InputError: for options that do not go together, or a model without experts.
     """
-    check_member("method", method, tuple(METHOD_FORMS))
-    base, forms = METHOD_FORMS[method]
+    check_member("method", method, tuple(METHODS))
+    forms = METHODS[method].forms
+    base = "none" if METHODS[method].origin == NO_BASE else "shared"
     indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
     forms = _asked_for(method, forms, residual, storage, bits)
     if keep is None and not {FULL, *RESIDUAL_FORMS["quantized"]}.issuperset(forms):

@@ -25,11 +25,13 @@ class Method(abc.ABC):
 
     Attributes:
       swept: name of the option that says how much is kept, and the values that a sweep tries.
+      forms: of `storage.FORMS`, in which it can leave the experts.
       origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
         `base.Base`.
     """
 
     swept: ClassVar[tuple[str, tuple[Any, ...]]]
+    forms: ClassVar[tuple[str, ...]]
     origin: ClassVar[str | None] = None
 
     def check(self, layers: Sequence[SourceLayer]) -> None:

@@ -16,13 +16,13 @@ from moe_jax.compress.deltas import Write, compress_deltas
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.compress.storage import DEFAULT_GROUP_SIZE, QUANTIZED
 from moe_jax.errors import check_member
 from moe_jax.experts.config import BITS, BankConfig
 from moe_jax.functional.packing import SCALE_DTYPE, dequantize, largest_level, pack
 from moe_jax.models import MoEConfig
 
 SCALES = ("mse", "absmax")
-DEFAULT_GROUP_SIZE = 128
 
 # Where clipping is looked for: shares of the largest absolute value of a group. The smallest are for whole kernels with
 # outliers (Student's t with 3 degrees of freedom, 2 bits: error 0.91 without them, 0.74 with them).
@@ -42,6 +42,7 @@ class Quantize(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
+    forms: ClassVar[tuple[str, ...]] = QUANTIZED
 
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE

@@ -11,11 +11,12 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from moe_jax.compress.base import mean_kernel
 from moe_jax.compress.deltas import Write
 from moe_jax.compress.design import aligned_biases, aligned_experts, aligned_kernels, neuron_rows
 from moe_jax.compress.figures import Measure
 from moe_jax.compress.quantize import DEFAULT_GROUP_SIZE, quantize
-from moe_jax.compress.residuals import common_counts, kept_entries, mean, prune
+from moe_jax.compress.residuals import common_counts, kept_entries, prune
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.compress.sparse_encoding import encode_sparse
 from moe_jax.compress.storage import fewest_bytes_places, joint_rank, separate_rank
@@ -170,7 +171,7 @@ def _write_matrix(
     dtype, shape = layer.dtype(name), layer.shapes[name]
     kernels = list(aligned_kernels(layer, name, permutations))  # gone through again and again
     layer.forget()
-    centre = mean(kernels) if bank.has_base else np.zeros((1, 1), np.float32)
+    centre = mean_kernel(kernels) if bank.has_base else np.zeros((1, 1), np.float32)
     masks = None
     if bank.kind == "sparse":
         start = np.broadcast_to(centre, shape)
@@ -212,7 +213,7 @@ def _write_joint(
     dtype = layer.dtype("up")
     centres: dict[str, np.ndarray] = {}
     for name in layer.shapes if bank.has_base else ():
-        centres[name] = mean(aligned_kernels(layer, name, permutations)).astype(layer.dtype(name))
+        centres[name] = mean_kernel(aligned_kernels(layer, name, permutations)).astype(layer.dtype(name))
         write(f"experts/base/{name}/kernel", centres[name])
     stacked: dict[str, np.ndarray] = {}
     for expert, aligned in enumerate(aligned_experts(layer, permutations)):

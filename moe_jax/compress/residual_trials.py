@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from moe_jax.compress.base import mean_kernel
 from moe_jax.compress.design import aligned_experts, aligned_kernels, neuron_rows
 from moe_jax.compress.quantize import DEFAULT_GROUP_SIZE, quantize
 from moe_jax.compress.residual_forms import RESIDUALS, Form
-from moe_jax.compress.residuals import common_counts, concat_counts, kept_entries, mean, prune, squared
+from moe_jax.compress.residuals import common_counts, concat_counts, kept_entries, prune, squared
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.compress.storage import joint_rank, separate_rank
 from moe_jax.compress.truncated_svd import truncated_svd
@@ -58,7 +59,7 @@ def trials(layer: SourceLayer, permutations: Int[np.ndarray, "E f"], tried: Sequ
       InputError: if a weight is not finite.
     """
     sampled = _sampled(layer, permutations)
-    centres = {name: mean(kernels) for name, kernels in sampled.items()}
+    centres = {name: mean_kernel(kernels) for name, kernels in sampled.items()}
     norm = sum(squared(kernels) for kernels in sampled.values())
     factored = _Factored(layer, permutations, max((f.keep for f in tried if f.residual == "svd"), default=0.0))
     nothing = np.zeros(len(sampled))
@@ -173,7 +174,7 @@ class _Factored:
     def _compute(self, form: Form) -> tuple[list[np.ndarray], float]:
         """The largest singular values of all residuals, and the squared norm of these."""
         layer, permutations = self._layer, self._permutations
-        centres = {name: mean(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
+        centres = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
         rank = self._rank(form.design, self._most)
         spectra, norm, self._norm = [], 0.0, 0.0
         for expert in aligned_experts(layer, permutations):

@@ -97,15 +97,6 @@ def _nth_largest(values: Float[np.ndarray, " n"], count: int) -> np.floating:
     return np.partition(values, values.size - count)[values.size - count]
 
 
-def mean(kernels: Iterable[Float[np.ndarray, "..."]]) -> Float[np.ndarray, "..."]:
-    """The mean of kernels, added up in float32 one after another."""
-    total, number = None, 0
-    for number, kernel in enumerate(kernels, start=1):  # noqa: B007
-        total = kernel.astype(np.float32, copy=True) if total is None else np.add(total, kernel, out=total)
-    assert total is not None
-    return total / np.float32(number)
-
-
 def prune(
     kernels: Callable[[], Iterable[Float[np.ndarray, "..."]]],
     centre: Float[np.ndarray, "..."],

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.compress.barycenter import SOLVERS, free_support_barycenter
-from moe_jax.compress.base import BARYCENTER, Base
+from moe_jax.compress.base import BARYCENTER, Base, mean_kernel
 from moe_jax.compress.budget import Candidate, allocate
 from moe_jax.compress.deltas import Write
 from moe_jax.compress.design import aligned_experts, aligned_kernels, design_matrices
@@ -22,9 +22,9 @@ from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.method import Analysis, Method, Tick
 from moe_jax.compress.residual_forms import DESIGNS, RESIDUALS, Form, describe, write_experts
 from moe_jax.compress.residual_trials import forms, mean_shares, trials
-from moe_jax.compress.residuals import mean, squared
+from moe_jax.compress.residuals import squared
 from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.compress.storage import disk_bytes
+from moe_jax.compress.storage import LOW_RANK, QUANTIZED, SPARSE, disk_bytes
 from moe_jax.errors import InputError, check_member
 from moe_jax.models import MoEConfig
 
@@ -56,6 +56,7 @@ class ResMoE(Method):
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     origin: ClassVar[str | None] = BARYCENTER
+    forms: ClassVar[tuple[str, ...]] = (*SPARSE, *LOW_RANK, *QUANTIZED)
 
     keep: float | None = None
     residual: str | None = dataclasses.field(default=None, metadata={"metavar": "up|svd|quantized[:BITS]"})
@@ -129,7 +130,7 @@ class ResMoE(Method):
             found["errors"] = np.array([trial.error for trial in tried])
             found["shares"] = np.stack([trial.shares for trial in tried])
         elif self._form().needs_shares:
-            centres = {name: mean(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
+            centres = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
             found["shares"] = mean_shares(aligned_experts(layer, permutations), centres, self.keep)
         found["seconds"] = np.float64(time.monotonic() - began)
         return found
@@ -208,7 +209,7 @@ def _identity(layer: SourceLayer) -> dict[str, np.ndarray]:
     orders = np.tile(np.arange(layer.moe.expert.dim, dtype=np.int32), (layer.num_experts, 1))
     objective = 0.0
     for name in layer.shapes:
-        centre = mean(aligned_kernels(layer, name, orders))
+        centre = mean_kernel(aligned_kernels(layer, name, orders))
         objective += sum(squared(kernel - centre) for kernel in aligned_kernels(layer, name, orders))
     return {
         "permutations": orders,

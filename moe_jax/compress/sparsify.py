@@ -15,6 +15,7 @@ from moe_jax.compress.base import Base
 from moe_jax.compress.deltas import Write, compress_deltas
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.method import Analysis, Method
+from moe_jax.compress.residuals import largest_mask
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import BankConfig, FFNConfig
@@ -41,6 +42,7 @@ class Sparsify(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("drop", (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99))
+    forms: ClassVar[tuple[str, ...]] = ("csr16",)
 
     drop: float
     keep: Literal["random", "exact", "magnitude"] = "random"
@@ -95,7 +97,7 @@ class Sparsify(Method):
 
     def _choose(self, layer: int, name: str, expert: int, delta: np.ndarray, entries: int) -> "_Chosen":
         if self.keep == "magnitude":
-            return _Chosen(largest_positions(delta, entries), np.float32(1))
+            return _Chosen(np.flatnonzero(largest_mask(delta, entries)), np.float32(1))
         random = self._stream(layer, _POSITIONS, name, expert)
         positions = draw_positions(random, delta.size, entries)
         if self.keep == "exact":
@@ -139,11 +141,3 @@ def draw_positions(random: np.random.Generator, size: int, count: int) -> np.nda
         positions = np.flatnonzero(random.random(size, dtype=np.float32) < share)
     surplus = random.choice(positions.size, positions.size - count, replace=False, shuffle=False)
     return np.delete(positions, surplus)
-
-
-def largest_positions(delta: np.ndarray, count: int) -> np.ndarray:
-    """Positions of the `count` largest absolute values, ascending; of equal ones the first. int64[count]."""
-    magnitude = np.abs(delta).reshape(-1)
-    least = np.partition(magnitude, magnitude.size - count)[magnitude.size - count]
-    above, equal = np.flatnonzero(magnitude > least), np.flatnonzero(magnitude == least)
-    return np.sort(np.concatenate([above, equal[: count - above.size]]))

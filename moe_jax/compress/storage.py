@@ -26,37 +26,21 @@ from moe_jax.sharding import path_name
 INT32_BYTES, INT64_BYTES = 4, 8
 # What Zarr keeps of an array beside its bytes, at most.
 LEAF_OVERHEAD = 256
-GROUP_SIZE = 128
+DEFAULT_GROUP_SIZE = 128
 """Codes that share a scale."""
 
-_SPARSE = ("csr16", "csr32", "bitmap", "coo", "coo64")
-_SVD = ("svd", "svd-separate")
-_QUANTIZED = tuple(f"quantized:{bits}" for bits in (8, 4, 3, 2, 1))
-RESIDUAL_FORMS = {"up": _SPARSE, "svd": _SVD, "quantized": _QUANTIZED}
+SPARSE = ("csr16", "csr32", "bitmap", "coo", "coo64")
+LOW_RANK = ("svd", "svd-separate")
+QUANTIZED = tuple(f"quantized:{bits}" for bits in (8, 4, 3, 2, 1))
+RESIDUAL_FORMS = {"up": SPARSE, "svd": LOW_RANK, "quantized": QUANTIZED}
 """Forms by the kind of residual."""
 
 FULL, NARROWED, MERGED = "full", "narrowed", "merged"
 """Forms of full kernels: as many as there are experts, with fewer neurons, and fewer of them."""
-FORMS = (*_SPARSE, *_SVD, *_QUANTIZED, FULL, NARROWED, MERGED)
+FORMS = (*SPARSE, *LOW_RANK, *QUANTIZED, FULL, NARROWED, MERGED)
 
 COMPARISONS = ("csr32", "coo64")
 """Forms that are never written: CSR has int16 columns where these are enough, and int64 is what public code stores."""
-
-METHOD_FORMS: dict[str, tuple[Literal["shared", "none"], tuple[str, ...]]] = {
-    "ders-sparsify": ("shared", ("csr16",)),
-    "ders-quantize": ("shared", _QUANTIZED),
-    "resmoe": ("shared", (*_SPARSE, *_SVD, *_QUANTIZED)),
-    "up": ("none", _SPARSE),
-    "svd": ("none", _SVD),
-    "quantize": ("none", _QUANTIZED),
-    "sp": ("none", (NARROWED,)),
-    "mlp-fusion": ("none", (NARROWED,)),
-    "msmoe": ("none", (MERGED,)),
-    "meo": ("none", (MERGED,)),
-    "git-rebasin": ("none", (MERGED,)),
-}
-"""By the name of a method: whether its experts share a base, and the forms that it can leave them in."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBytes:
@@ -182,18 +166,18 @@ def form_layer(
     """
     check_member("form of storage", form, FORMS)
     expert = moe.expert
-    if value_bits is not None and form not in _SPARSE:
-        raise InputError(f"value_bits={value_bits} does not go with {form}: only {', '.join(_SPARSE)} have entries")
+    if value_bits is not None and form not in SPARSE:
+        raise InputError(f"value_bits={value_bits} does not go with {form}: only {', '.join(SPARSE)} have entries")
     if form == NARROWED:
         universal_dim = moe.universal_ffn.dim if moe.universal_beside else None
         narrow = dataclasses.replace(expert, dim=max(1, round(keep * expert.dim)))
         return dataclasses.replace(moe, expert=narrow, bank=BankConfig(), universal_dim=universal_dim)
     if form == MERGED:
         return dataclasses.replace(moe, bank=BankConfig(), merged_experts=max(1, round(keep * moe.num_experts)))
-    if form in _SPARSE:
+    if form in SPARSE:
         entries = tuple(max(1, round(keep * math.prod(shape))) for shape in expert.shapes(d_model).values())
         places = form if form in PLACES else "csr"
-        group_size = None if value_bits is None else GROUP_SIZE
+        group_size = None if value_bits is None else DEFAULT_GROUP_SIZE
         bank = BankConfig(
             kind="sparse", base=base, rate=1 - keep, entries=entries, places=places, bits=value_bits,
             group_size=group_size,
@@ -202,9 +186,9 @@ def form_layer(
         bank = BankConfig(kind="joint-low-rank", base=base, rank=joint_rank(keep, expert, d_model))
     elif form == "svd-separate":
         bank = BankConfig(kind="low-rank", base=base, rank=separate_rank(keep, expert, d_model))
-    elif form in _QUANTIZED:
+    elif form in QUANTIZED:
         bits = int(form.partition(":")[2])
-        bank = BankConfig(kind="quantized", base=base, bits=bits, group_size=GROUP_SIZE)
+        bank = BankConfig(kind="quantized", base=base, bits=bits, group_size=DEFAULT_GROUP_SIZE)
     else:
         bank = BankConfig()
     bank.check_fits(expert.shapes(d_model))

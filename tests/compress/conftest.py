@@ -17,6 +17,21 @@ from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 EXPERTS = 3
 
+# Two steps of training on `text` for the model `out`.
+RECIPE = """
+run_dir = "{folder}/run"
+[model]
+path = "{folder}/out"
+[data]
+seq_len = 16
+sources = [{{ path = "{folder}/text.txt" }}]
+[optimizer]
+learning_rate = 1e-3
+[train]
+steps = 2
+batch_size = 8
+"""
+
 
 class MemorySource:
     """A `ModelSource` of arrays."""

@@ -17,7 +17,7 @@ from moe_jax.errors import InputError
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
 from moe_jax.open_source import open_source
-from tests.compress.conftest import moe_config, run, same_weights
+from tests.compress.conftest import RECIPE, moe_config, run, same_weights
 from tests.upcycle.conftest import dense_config
 
 SPARSIFY, QUANTIZE = ("--method", "ders-sparsify", "--drop", 0.5), ("--method", "ders-quantize", "--bits", 4)
@@ -98,21 +98,6 @@ def test_the_same_seed_gives_the_same_weights(models, tmp_path):
         assert run(models["moe"], tmp_path / name, *SPARSIFY, "--seed", seed) == 0
     assert same_weights(tmp_path / "a", tmp_path / "b")
     assert not same_weights(tmp_path / "a", tmp_path / "c")
-
-
-RECIPE = """
-run_dir = "{folder}/run"
-[model]
-path = "{folder}/out"
-[data]
-seq_len = 16
-sources = [{{ path = "{folder}/text.txt" }}]
-[optimizer]
-learning_rate = 1e-3
-[train]
-steps = 2
-batch_size = 8
-"""
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
 from moe_jax.open_source import open_source
-from tests.compress.conftest import MemorySource, moe_config, trained_leaves
+from tests.compress.conftest import RECIPE, MemorySource, moe_config, trained_leaves
 from tests.convert.conftest import CONFIGS
 from tests.convert.test_merged import write_model
 from tests.train.conftest import BOS, EOS, byte_tokenizer
@@ -27,20 +27,6 @@ from tests.upcycle.conftest import write_model as write_leaves
 
 QUIET = Console(quiet=True)
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
-
-RECIPE = """
-run_dir = "{folder}/run"
-[model]
-path = "{folder}/out"
-[data]
-seq_len = 16
-sources = [{{ path = "{folder}/text.txt" }}]
-[optimizer]
-learning_rate = 1e-3
-[train]
-steps = 2
-batch_size = 8
-"""
 
 
 def logits(source) -> np.ndarray:

@@ -14,7 +14,6 @@ from moe_jax.compress.methods import METHODS
 from moe_jax.compress.storage import (
     COMPARISONS,
     FORMS,
-    METHOD_FORMS,
     RESIDUAL_FORMS,
     fewest_bytes_places,
     form_layer,
@@ -130,8 +129,7 @@ def test_the_places_of_fewest_bytes():
 
 
 def test_every_method_has_forms():
-    assert METHODS.keys() <= METHOD_FORMS.keys()
-    named = {form for _, forms in METHOD_FORMS.values() for form in forms}
+    named = {form for method in METHODS.values() for form in method.forms}
     assert named == set(FORMS) - {"full"} and named >= {form for some in RESIDUAL_FORMS.values() for form in some}
 
 
@@ -139,7 +137,7 @@ def test_a_table_is_printed(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config_to_json(small(gated=False, bias=True))))
     assert cli.main(["plan", str(tmp_path), "--compress", "resmoe", "--keep", "0.25"]) == 0
     rows = {row[0]: row for row in map(str.split, capsys.readouterr().out.splitlines()) if row}
-    assert {form for form in FORMS if form in rows} == {*METHOD_FORMS["resmoe"][1], "full"}
+    assert {form for form in FORMS if form in rows} == {*METHODS["resmoe"].forms, "full"}
     assert " ".join(rows["full"]).endswith("not compressed")
     assert sum("fewest" in row for row in rows.values()) == 1
 

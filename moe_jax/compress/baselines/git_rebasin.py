@@ -1,7 +1,6 @@
 """`git-rebasin`: weight matching of many models (Ainsworth et al., 2023, arXiv 2209.04836, algorithm 3; METHODS 5)."""
 
 import dataclasses
-from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float
@@ -13,7 +12,6 @@ from moe_jax.compress.calibration import RouterStatistics
 from moe_jax.compress.design import design_matrices
 from moe_jax.compress.matching import Matching
 from moe_jax.compress.method import Tick
-from moe_jax.compress.residual_forms import check_keep
 from moe_jax.compress.source_layer import SourceLayer
 
 MOST_ROUNDS = 100
@@ -24,17 +22,7 @@ class GitReBasin(Merging):
     """Every expert is aligned to the mean of all others, again and again until no order changes; plain means per group.
 
     Algorithm 3 comes to the models in random order; here it is always that of the experts, so that results repeat.
-
-    Attributes:
-      keep: share of the experts that stays, in (0, 1].
     """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.125, 0.25, 0.5, 0.75))
-
-    keep: float
-
-    def __post_init__(self) -> None:
-        check_keep(self.keep)
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
         """See `Merging`."""

@@ -1,7 +1,6 @@
 """`meo`: merging as in "Merging Experts into One" (He et al., 2023, arXiv 2310.09832; METHODS 5)."""
 
 import dataclasses
-from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float
@@ -11,7 +10,6 @@ from moe_jax.compress.baselines.merging import Aligned, Merging
 from moe_jax.compress.baselines.without_centre import unaligned
 from moe_jax.compress.calibration import RouterStatistics
 from moe_jax.compress.method import Tick
-from moe_jax.compress.residual_forms import check_keep
 from moe_jax.compress.source_layer import SourceLayer
 
 
@@ -21,17 +19,7 @@ class MEO(Merging):
 
     MEO merges the chosen experts anew for every token, by its own scores. What can be stored is the mean: experts of a
     group are weighted by their mean probability on the text.
-
-    Attributes:
-      keep: share of the experts that stays, in (0, 1].
     """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.125, 0.25, 0.5, 0.75))
-
-    keep: float
-
-    def __post_init__(self) -> None:
-        check_keep(self.keep)
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
         """See `Merging`."""

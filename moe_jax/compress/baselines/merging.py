@@ -1,6 +1,7 @@
 """What methods have in common that merge the experts of a group into one."""
 
 import abc
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -22,7 +23,9 @@ from moe_jax.compress.calibration import RouterStatistics
 from moe_jax.compress.deltas import Write
 from moe_jax.compress.figures import LayerFigures, Measure
 from moe_jax.compress.method import Analysis, Method, Tick
+from moe_jax.compress.residual_forms import check_keep
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.compress.storage import MERGED
 from moe_jax.models import MoEConfig
 
 
@@ -38,15 +41,24 @@ class Aligned(NamedTuple):
     figures: Mapping[str, Any] = {}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Merging(Method):
     """The router keeps its E outputs, the bank holds G = max(1, round(keep E)) experts.
 
     An error is that of an aligned expert against what is left of it, the one of its group.
+
+    Attributes:
+      keep: share of the experts that stays, in (0, 1].
     """
 
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.125, 0.25, 0.5, 0.75))
+    forms: ClassVar[tuple[str, ...]] = (MERGED,)
     origin: ClassVar[str | None] = NO_BASE
 
     keep: float
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
 
     @abc.abstractmethod
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:

@@ -19,6 +19,7 @@ from moe_jax.compress.method import Analysis, Method
 from moe_jax.compress.residual_forms import check_keep
 from moe_jax.compress.residuals import kept_entries
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.compress.storage import NARROWED
 from moe_jax.errors import InputError
 from moe_jax.models import MoEConfig
 
@@ -39,6 +40,7 @@ class MLPFusion(Method):
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     origin: ClassVar[str | None] = NO_BASE
+    forms: ClassVar[tuple[str, ...]] = (NARROWED,)
 
     keep: float
     seed: int = 0

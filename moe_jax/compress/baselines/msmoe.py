@@ -1,7 +1,6 @@
 """`msmoe`: merging as M-SMoE does it (Li et al., 2024, "Merge, Then Compress", arXiv 2310.01334; METHODS 5)."""
 
 import dataclasses
-from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float
@@ -12,7 +11,6 @@ from moe_jax.compress.baselines.without_centre import unaligned
 from moe_jax.compress.calibration import RouterStatistics
 from moe_jax.compress.design import design_matrices
 from moe_jax.compress.method import Tick
-from moe_jax.compress.residual_forms import check_keep
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.compress.transport import align
 
@@ -20,17 +18,7 @@ from moe_jax.compress.transport import align
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MSMoE(Merging):
     """Neurons are aligned to the dominant expert of the group by an exact assignment, experts weighted by usage.
-
-    Attributes:
-      keep: share of the experts that stays, in (0, 1].
     """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.125, 0.25, 0.5, 0.75))
-
-    keep: float
-
-    def __post_init__(self) -> None:
-        check_keep(self.keep)
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
         """See `Merging`."""

@@ -8,6 +8,7 @@ from moe_jax.compress.baselines.without_centre import WithoutCentre
 from moe_jax.compress.quantize import DEFAULT_GROUP_SIZE
 from moe_jax.compress.residual_forms import Form
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.compress.storage import QUANTIZED
 from moe_jax.experts.config import BankConfig
 
 
@@ -21,6 +22,7 @@ class PlainQuantize(WithoutCentre):
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
+    forms: ClassVar[tuple[str, ...]] = QUANTIZED
 
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE

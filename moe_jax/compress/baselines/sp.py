@@ -24,6 +24,7 @@ from moe_jax.compress.method import Analysis, Method, Tick
 from moe_jax.compress.residual_forms import DESIGNS, check_keep
 from moe_jax.compress.residuals import kept_entries, largest_mask
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.compress.storage import NARROWED
 from moe_jax.errors import check_member
 from moe_jax.experts.config import FFNConfig
 from moe_jax.models import MoEConfig
@@ -44,6 +45,7 @@ class StructuredPruning(Method):
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     origin: ClassVar[str | None] = NO_BASE
+    forms: ClassVar[tuple[str, ...]] = (NARROWED,)
 
     keep: float
     design: Literal["concat", "separate"] = "concat"

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from moe_jax.compress.baselines.without_centre import WithoutCentre
 from moe_jax.compress.residual_forms import Form
+from moe_jax.compress.storage import SPARSE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class UnstructuredPruning(WithoutCentre):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
+    forms: ClassVar[tuple[str, ...]] = SPARSE
 
     keep: float
     design: Literal["concat", "separate"] = "concat"
