@@ -15,8 +15,9 @@ from moe_jax.compress.base import Base
 from moe_jax.compress.deltas import Write, compress_deltas
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.method import Analysis, Method
+from moe_jax.compress.residual_forms import DEFAULT_GROUP_SIZE
 from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.compress.storage import DEFAULT_GROUP_SIZE, QUANTIZED
+from moe_jax.compress.storage import QUANTIZED
 from moe_jax.errors import check_member
 from moe_jax.experts.config import BITS, BankConfig
 from moe_jax.functional.packing import SCALE_DTYPE, dequantize, largest_level, pack

@@ -12,11 +12,10 @@ from jaxtyping import Float, Int
 
 from moe_jax.compress.base import mean_kernel
 from moe_jax.compress.design import aligned_experts, aligned_kernels, neuron_rows
-from moe_jax.compress.quantize import DEFAULT_GROUP_SIZE, quantize
-from moe_jax.compress.residual_forms import RESIDUALS, Form
+from moe_jax.compress.quantize import quantize
+from moe_jax.compress.residual_forms import DEFAULT_GROUP_SIZE, RESIDUALS, Form, joint_rank, separate_rank
 from moe_jax.compress.residuals import common_counts, concat_counts, kept_entries, prune, squared
 from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.compress.storage import joint_rank, separate_rank
 from moe_jax.compress.truncated_svd import truncated_svd
 
 KEEPS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)

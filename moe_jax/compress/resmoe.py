@@ -20,11 +20,12 @@ from moe_jax.compress.deltas import Write
 from moe_jax.compress.design import aligned_experts, aligned_kernels, design_matrices
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.method import Analysis, Method, Tick
-from moe_jax.compress.residual_forms import DESIGNS, RESIDUALS, Form, describe, write_experts
+from moe_jax.compress.residual_forms import DESIGNS, RESIDUALS, Form, describe
 from moe_jax.compress.residual_trials import forms, mean_shares, trials
 from moe_jax.compress.residuals import squared
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.compress.storage import LOW_RANK, QUANTIZED, SPARSE, disk_bytes
+from moe_jax.compress.write_experts import write_experts
 from moe_jax.errors import InputError, check_member
 from moe_jax.models import MoEConfig
 

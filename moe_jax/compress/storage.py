@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moe_jax.compress.residual_forms import Form, check_keep
 from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError, check_member
-from moe_jax.experts import BankConfig, FFNConfig, make_bank
+from moe_jax.experts import BankConfig, make_bank
 from moe_jax.experts.config import PLACES
-from moe_jax.experts.places import PLACES_LEAVES, columns_dtype, index_dtype
+from moe_jax.experts.places import PLACES_LEAVES
 from moe_jax.loading import leaf_specs
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.sharding import path_name
@@ -26,9 +27,6 @@ from moe_jax.sharding import path_name
 INT32_BYTES, INT64_BYTES = 4, 8
 # What Zarr keeps of an array beside its bytes, at most.
 LEAF_OVERHEAD = 256
-DEFAULT_GROUP_SIZE = 128
-"""Codes that share a scale."""
-
 SPARSE = ("csr16", "csr32", "bitmap", "coo", "coo64")
 LOW_RANK = ("svd", "svd-separate")
 QUANTIZED = tuple(f"quantized:{bits}" for bits in (8, 4, 3, 2, 1))
@@ -114,8 +112,7 @@ def stored_bytes(
     Raises:
       InputError: if a form is not known, or does not go with the options or the shape of the experts.
     """
-    if not 0.0 < keep <= 1.0:
-        raise InputError(f"keep={keep:g} must lie in (0, 1]: it is the share of the experts' entries that is kept")
+    check_keep(keep)
     kind = jnp.dtype(dtype or config.dtype)
     specs = leaf_specs(config, dtype)
     prefixes = tuple(f"layers/{i}/mlp/experts/" for i in layers)
@@ -175,64 +172,17 @@ def form_layer(
     if form == MERGED:
         return dataclasses.replace(moe, bank=BankConfig(), merged_experts=max(1, round(keep * moe.num_experts)))
     if form in SPARSE:
-        entries = tuple(max(1, round(keep * math.prod(shape))) for shape in expert.shapes(d_model).values())
-        places = form if form in PLACES else "csr"
-        group_size = None if value_bits is None else DEFAULT_GROUP_SIZE
-        bank = BankConfig(
-            kind="sparse", base=base, rate=1 - keep, entries=entries, places=places, bits=value_bits,
-            group_size=group_size,
-        )  # fmt: skip
-    elif form == "svd":
-        bank = BankConfig(kind="joint-low-rank", base=base, rank=joint_rank(keep, expert, d_model))
-    elif form == "svd-separate":
-        bank = BankConfig(kind="low-rank", base=base, rank=separate_rank(keep, expert, d_model))
+        bank = _bank(Form(residual="up", keep=keep, bits=value_bits, design="separate"), moe, d_model, base)
+        bank = dataclasses.replace(bank, places=form if form in PLACES else "csr")
+    elif form in LOW_RANK:
+        design = "concat" if form == "svd" else "separate"
+        bank = _bank(Form(residual="svd", keep=keep, design=design), moe, d_model, base)
     elif form in QUANTIZED:
-        bits = int(form.partition(":")[2])
-        bank = BankConfig(kind="quantized", base=base, bits=bits, group_size=DEFAULT_GROUP_SIZE)
+        bank = _bank(Form(residual="quantized", bits=int(form.partition(":")[2])), moe, d_model, base)
     else:
         bank = BankConfig()
     bank.check_fits(expert.shapes(d_model))
     return dataclasses.replace(moe, bank=bank)
-
-
-def joint_rank(keep: float, expert: FFNConfig, d_model: int) -> int:
-    """Rank of a design matrix [f, m d] that keeps as many numbers as a share of its entries: METHODS 5, SVD."""
-    f, width = expert.dim, len(expert.matrices) * d_model
-    return max(1, int(keep * f * width / (f + width)))
-
-
-def separate_rank(keep: float, expert: FFNConfig, d_model: int) -> int:
-    """The same of each kernel [d, f] on its own."""
-    return max(1, int(keep * expert.dim * d_model / (expert.dim + d_model)))
-
-
-def places_bytes(places: str, shape: tuple[int, int], entries: int) -> int:
-    """Bytes that say where the entries of one sparse kernel are.
-
-    Args:
-      places: `csr`, `bitmap` or `coo`; see `BankConfig.places`.
-      shape: [in, out] of the kernel.
-      entries: that are kept.
-    """
-    if places == "csr":
-        return entries * columns_dtype(shape).itemsize + shape[0] * INT32_BYTES
-    if places == "bitmap":
-        return shape[0] * math.ceil(shape[1] / 8)
-    assert places == "coo", places
-    return entries * sum(index_dtype(size).itemsize for size in shape)
-
-
-def fewest_bytes_places(shapes: Iterable[tuple[int, int]], entries: Sequence[int]) -> Literal["csr", "bitmap", "coo"]:
-    """The form of the places that takes the fewest bytes for all kernels of an expert; of equal ones the first.
-
-    The values take the same room in all of them, whatever their dtype.
-
-    Args:
-      shapes: [in, out] of the kernels.
-      entries: kept of each of them, in the same order.
-    """
-    pairs = list(zip(shapes, entries, strict=True))
-    return min(PLACES, key=lambda places: sum(places_bytes(places, shape, count) for shape, count in pairs))
 
 
 def disk_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> int:
@@ -263,6 +213,10 @@ def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, ja
         lambda: make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=nnx.Rngs(0), dtype=dtype)
     )
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank))}
+
+
+def _bank(form: Form, moe: MoEConfig, d_model: int, base: Literal["shared", "none"]) -> BankConfig:
+    return form.bank(moe.expert, d_model, base=base, shares=None)
 
 
 def _compared(form: str, moe: MoEConfig, counted: LayerBytes) -> LayerBytes:

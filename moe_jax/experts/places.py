@@ -10,11 +10,14 @@ Rows and columns are uint16 where they can be: with int32 the places would take 
 """
 
 import math
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int
 
 from moe_jax.errors import InputError
+from moe_jax.experts.config import PLACES
 
 PLACES_LEAVES = {"csr": ("columns", "row_ends"), "coo": ("columns", "rows"), "bitmap": ("mask",)}
 
@@ -48,6 +51,35 @@ def encode_places(
     kept = np.zeros(shape, bool)
     kept.reshape(-1)[positions] = True
     return {"mask": np.packbits(kept, axis=1, bitorder="little")}
+
+
+def places_bytes(places: str, shape: tuple[int, int], entries: int) -> int:
+    """Bytes that say where the entries of one sparse kernel are.
+
+    Args:
+      places: `csr`, `bitmap` or `coo`; see `BankConfig.places`.
+      shape: [in, out] of the kernel.
+      entries: that are kept.
+    """
+    if places == "csr":
+        return entries * columns_dtype(shape).itemsize + shape[0] * np.dtype(np.int32).itemsize
+    if places == "bitmap":
+        return shape[0] * math.ceil(shape[1] / 8)
+    assert places == "coo", places
+    return entries * sum(index_dtype(size).itemsize for size in shape)
+
+
+def fewest_bytes_places(shapes: Iterable[tuple[int, int]], entries: Sequence[int]) -> Literal["csr", "bitmap", "coo"]:
+    """The form of the places that takes the fewest bytes for all kernels of an expert; of equal ones the first.
+
+    The values take the same room in all of them, whatever their dtype.
+
+    Args:
+      shapes: [in, out] of the kernels.
+      entries: kept of each of them, in the same order.
+    """
+    pairs = list(zip(shapes, entries, strict=True))
+    return min(PLACES, key=lambda places: sum(places_bytes(places, shape, count) for shape, count in pairs))
 
 
 def check_addressable(shape: tuple[int, int]) -> None:

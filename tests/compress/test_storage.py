@@ -15,14 +15,13 @@ from moe_jax.compress.storage import (
     COMPARISONS,
     FORMS,
     RESIDUAL_FORMS,
-    fewest_bytes_places,
     form_layer,
-    places_bytes,
     stored_bytes,
 )
 from moe_jax.counting import count_bytes
 from moe_jax.experts.config import PLACES
 from moe_jax.experts.deltas import FixedIntegers, SparseDelta
+from moe_jax.experts.places import fewest_bytes_places, places_bytes
 from moe_jax.loading import leaf_specs
 from moe_jax.models import BankConfig, ModelConfig, config_to_json
 from tests.compress.conftest import moe_config
@@ -156,7 +155,7 @@ def test_a_table_is_printed(tmp_path, capsys):
         (("--compress", "up", "--keep", 1, "--residual", "svd"), "--residual svd does not go with up"),
         (("--compress", "resmoe", "--keep", 1, "--residual", "quantized:5"), "--residual quantized:5 does not go"),
         (("--compress", "svd", "--keep", 1, "--bits", 4), "--bits 4: no form of svd"),
-        (("--compress", "up", "--keep", 1, "--bits", 5), "bits=5 must be one of"),
+        (("--compress", "up", "--keep", 1, "--bits", 5), "bits=5 of kept entries must be one of"),
         (("--compress", "up", "--keep", 1, "--compress-layers", "0"), "0 of the model's MoE layers, which are 1, 2"),
         (("--compress", "up", "--keep", 1, "--compress-layers", "top:3"), "the model has 2 MoE layers"),
     ],

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from moe_jax.compress.baselines.without_centre import WithoutCentre
-from moe_jax.compress.quantize import DEFAULT_GROUP_SIZE
-from moe_jax.compress.residual_forms import Form
+from moe_jax.compress.residual_forms import DEFAULT_GROUP_SIZE, Form
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.compress.storage import QUANTIZED
 from moe_jax.experts.config import BankConfig

@@ -13,9 +13,10 @@ from moe_jax.compress.deltas import Write
 from moe_jax.compress.design import aligned_experts
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.method import Analysis, Method, Tick
-from moe_jax.compress.residual_forms import Form, describe, write_experts
+from moe_jax.compress.residual_forms import Form, describe
 from moe_jax.compress.residual_trials import mean_shares
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.compress.write_experts import write_experts
 from moe_jax.experts.config import BankConfig, FFNConfig
 from moe_jax.models import MoEConfig
 
