@@ -1,4 +1,4 @@
-"""What an expert is, and what a bank of experts is made of."""
+"""What an expert is, what a bank of experts is made of, and what small modules stand beside them."""
 
 import dataclasses
 import math
@@ -7,6 +7,62 @@ from typing import Literal
 
 from moe_jax.errors import InputError, check_member, check_positive
 from moe_jax.functional.ffn import ACTIVATION_FUNCTIONS
+
+
+def _check_dropout(config: object) -> None:
+    if not 0.0 <= config.dropout < 1.0:
+        raise InputError(f"dropout={config.dropout} must lie in [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """A bottleneck, `scale * act(h Down) Up` (METHODS 6, 7): LoRA's shape, or a parallel or sequential adapter's.
+
+    Attributes:
+      rank: width r of the bottleneck.
+      activation: `none` (LoRA), or a key of `functional.ffn.ACTIVATION_FUNCTIONS`.
+      scale: s; of LoRA α/r.
+      dropout: share of the entries of `h` set to zero in training.
+    """
+
+    rank: int
+    activation: Literal["none", "silu", "gelu", "gelu_tanh", "relu"] = "none"
+    scale: float = 1.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rank")
+        check_member("activation", self.activation, ("none", *ACTIVATION_FUNCTIONS))
+        _check_dropout(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Products `scale * (x A) B` beside some of a module's kernels (Hu et al. 2021).
+
+    Attributes:
+      rank: r.
+      targets: the kernels, by the names that they have in the module.
+      scale: α/r.
+      dropout: share of the entries of `x` set to zero in training.
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    scale: float = 2.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rank")
+        _check_dropout(self)
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise InputError(f"targets={list(self.targets)} must name at least one kernel, and each once")
+
+    def check_targets(self, known: tuple[str, ...]) -> None:
+        """Raises `InputError` for a target that is none of `known`."""
+        unknown = [name for name in self.targets if name not in known]
+        if unknown:
+            raise InputError(f"LoRA targets {', '.join(unknown)} do not exist here; there are {', '.join(known)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,16 +74,22 @@ class FFNConfig:
       gated: `act(x G) * (x U) D` if true, else `act(x U) D`.
       activation: a key of `functional.ffn.ACTIVATION_FUNCTIONS`.
       bias: biases on every matrix.
+      nf4: kernels are kept as NF4 codes and frozen. Of the experts of a bank: its base, or full kernels.
+      lora: of a bank over a shared base, beside the base; of full experts, beside every expert's kernels.
     """
 
     dim: int
     gated: bool = True
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     bias: bool = False
+    nf4: bool = False
+    lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
         check_positive(self, "dim")
         check_member("activation", self.activation, tuple(ACTIVATION_FUNCTIONS))
+        if self.lora is not None:
+            self.lora.check_targets(self.matrices)
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -39,7 +101,7 @@ class FFNConfig:
         return {name: (self.dim, d_model) if name == "down" else (d_model, self.dim) for name in self.matrices}
 
 
-BANK_KINDS = ("full", "low-rank", "joint-low-rank", "sparse", "quantized")
+BANK_KINDS = ("full", "low-rank", "joint-low-rank", "sparse", "quantized", "adapter")
 BASES = ("shared", "none")
 PLACES = ("csr", "bitmap", "coo")
 BITS = (8, 4, 3, 2, 1)
@@ -51,17 +113,25 @@ _KINDS = {
     "entries": ("sparse",),
     "bits": ("quantized", "sparse"),
     "group_size": ("quantized", "sparse"),
+    "adapter": ("adapter",),
 }
-_REQUIRED = {"low-rank": "rank", "joint-low-rank": "rank", "sparse": "rate", "quantized": "bits"}
+_REQUIRED = {
+    "low-rank": "rank",
+    "joint-low-rank": "rank",
+    "sparse": "rate",
+    "quantized": "bits",
+    "adapter": "adapter",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BankConfig:
-    """What the experts of a layer are made of (METHODS 2.1-2.3, 4, 5).
+    """What the experts of a layer are made of (METHODS 2.1-2.3, 4, 5, 6).
 
     Attributes:
       kind: `full` kernels, or a shared base plus `low-rank`, `joint-low-rank`, `sparse` or `quantized` deltas. Joint
         are the factors of a whole expert, its design matrix, of which the one over the neurons is stored once.
+        `adapter`: the base is applied once, and the experts are adapters after it.
       base: `none`: the deltas are the experts, and no base is stored.
       rank: rank r of low-rank deltas.
       rate: share of entries that a sparse delta leaves out, in [0, 1).
@@ -71,10 +141,11 @@ class BankConfig:
       bits: of a code of a quantised delta: 8, 4, 3, 2 or 1; of a value of a sparse one, None: not quantised.
       group_size: entries along the input axis that share a scale of a quantised delta; None: the whole kernel. Of a
         sparse one with bits: consecutive values that do; None: all.
+      adapter: of adapter experts.
       train_base: whether the shared base is trained.
     """
 
-    kind: Literal["full", "low-rank", "joint-low-rank", "sparse", "quantized"] = "full"
+    kind: Literal["full", "low-rank", "joint-low-rank", "sparse", "quantized", "adapter"] = "full"
     base: Literal["shared", "none"] = "shared"
     rank: int | None = None
     rate: float | None = None
@@ -82,6 +153,7 @@ class BankConfig:
     places: Literal["csr", "bitmap", "coo"] = "csr"
     bits: int | None = None
     group_size: int | None = None
+    adapter: AdapterConfig | None = None
     train_base: bool = True
 
     def __post_init__(self) -> None:
@@ -94,6 +166,8 @@ class BankConfig:
                 raise InputError(
                     f"{name}={value} does not go with bank kind {self.kind!r}: {' and '.join(kinds)} have a {name}"
                 )
+        if self.kind == "adapter" and self.base == "none":
+            raise InputError("adapter experts come after a shared FFN, and base 'none' leaves it out")
         if self.rank is not None and self.rank < 1:
             raise InputError(f"rank={self.rank} must be at least 1")
         if self.rate is not None and not 0.0 <= self.rate < 1.0:

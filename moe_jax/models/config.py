@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from moe_jax.errors import InputError, check_member, check_positive
-from moe_jax.experts.config import BankConfig, FFNConfig
+from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.rope import RopeConfig
 from moe_jax.functional.routing import GATES
 from moe_jax.functional.universal import GATE_BESIDE, UNIVERSAL
+
+PROJECTIONS = ("q", "k", "v", "o")
+VARIANTS = ("routed", "embedded", "dense", "single")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ class AttentionConfig:
       qk_norm: RMSNorm on queries and keys: over the whole `projection` (OLMoE), per `head` (Qwen3), or none.
       clip_qkv: clamps the projections to [-c, c] (OLMoE); None: no clamp.
       sliding_window: a query sees this many positions, itself included; None: all.
+      nf4: the kernels are kept as NF4 codes and frozen.
+      lora: beside any of the kernels q, k, v and o.
     """
 
     num_heads: int
@@ -38,8 +43,12 @@ class AttentionConfig:
     qk_norm: Literal["none", "projection", "head"] = "none"
     clip_qkv: float | None = None
     sliding_window: int | None = None
+    nf4: bool = False
+    lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.lora is not None:
+            self.lora.check_targets(PROJECTIONS)
         check_positive(self, "num_heads", "num_kv_heads", "head_dim")
         check_member("qk_norm", self.qk_norm, ("none", "projection", "head"))
         if self.num_heads % self.num_kv_heads:
@@ -48,6 +57,42 @@ class AttentionConfig:
             raise InputError(f"head_dim={self.head_dim} must be even for rotary embeddings")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise InputError(f"sliding_window={self.sliding_window} must be at least 1, or null for none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerftConfig:
+    """PEFT experts beside a frozen MoE (PERFT; METHODS 7).
+
+    Attributes:
+      variant: `routed` (R): M adapters with a router of their own; `embedded` (E): one adapter for every output of
+        the MoE's router, with its weights; `dense` (D): M adapters that see every token; `single` (S): one of them.
+      adapter: what each of them is.
+      num_experts: M; of `embedded` the number of experts of the MoE.
+      top_k: adapters per token K; of `routed` only.
+      gate: how the router of `routed` weights them, one of `GATES`.
+      balance_coef, z_coef: of that router's auxiliary losses.
+    """
+
+    variant: Literal["routed", "embedded", "dense", "single"]
+    adapter: AdapterConfig
+    num_experts: int = 1
+    top_k: int | None = None
+    gate: Literal["softmax_topk", "topk_softmax", "top1"] = "softmax_topk"
+    balance_coef: float = 0.01
+    z_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_member("PERFT variant", self.variant, VARIANTS)
+        check_positive(self, "num_experts")
+        check_member("gate", self.gate, GATES)
+        if self.variant == "single" and self.num_experts != 1:
+            raise InputError(f"PERFT-S is one adapter, num_experts={self.num_experts}")
+        if (self.top_k is not None) != (self.variant == "routed"):
+            raise InputError(f"top_k={self.top_k} does not go with PERFT {self.variant!r}: 'routed' has one")
+        if self.top_k is not None and not 1 <= self.top_k <= self.num_experts:
+            raise InputError(f"top_k={self.top_k} must lie between 1 and the number of adapters, {self.num_experts}")
+        if self.gate == "top1" and self.top_k != 1:
+            raise InputError(f"gate 'top1' routes to one adapter, top_k={self.top_k}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +115,8 @@ class MoEConfig:
       universal_dim: hidden width of a universal FFN beside the bank; None: that of an expert. Experts can be made
         narrower than it.
       merged_experts: G experts in the bank for the E outputs of the router; None: one for each.
+      perft: PEFT experts beside all this.
+      router_lora: beside the kernel of a linear router; its only target is `router`.
     """
 
     expert: FFNConfig
@@ -85,6 +132,8 @@ class MoEConfig:
     extended: bool = False
     universal_dim: int | None = None
     merged_experts: int | None = None
+    perft: PerftConfig | None = None
+    router_lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
         check_positive(self, "num_experts", "top_k")
@@ -101,6 +150,33 @@ class MoEConfig:
                 "or be null for one expert per output of the router"
             )
         self._check_universal()
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        if self.bank.kind == "adapter":
+            # The weights then sum to 1, so that the FFN that all share counts once (METHODS 6).
+            plain = self.gate == "topk_softmax" and self.universal == "none" and self.capacity_factor is None
+            if not plain or self.merged_experts is not None:
+                raise InputError(
+                    "adapter experts go with gate 'topk_softmax' alone: no universal FFN, capacity or merged experts"
+                )
+        if self.perft is not None and self.perft.variant == "embedded" and self.perft.num_experts != self.num_experts:
+            raise InputError(
+                f"PERFT-E has one adapter for each of the MoE's {self.num_experts} experts, "
+                f"num_experts={self.perft.num_experts}"
+            )
+        if self.router_lora is not None:
+            self.router_lora.check_targets(("router",))
+            if self.universal == "coder":
+                raise InputError("LoRA goes with a linear router, and universal 'coder' has a gate network")
+        own_kernels = self.bank.kind == "full" or self.bank.has_base
+        if self.expert.lora is not None and not own_kernels:
+            raise InputError(
+                f"LoRA on experts needs full kernels or a shared base, and {self.bank.kind} experts without one have "
+                "neither; use PERFT"
+            )
+        if self.expert.lora is not None and self.bank.kind == "full" and self.expert.lora.dropout:
+            raise InputError("LoRA on full experts has no dropout: their inputs are sorted rows; set it to 0")
 
     def _check_universal(self) -> None:
         check_member("universal", self.universal, UNIVERSAL)
@@ -172,6 +248,8 @@ class ModelConfig:
       head_bias: a bias on the output head.
       bos_id, eos_ids: special tokens, where they are known.
       dtype: dtype of the parameters when they are made anew (a checkpoint keeps its own).
+      frozen_base: only what stands beside a base is trained unless a recipe says otherwise: LoRA, adapters and the
+        routers that choose among adapters.
       foreign: keys of the source's config.json that mean nothing here, given back on export.
     """
 
@@ -188,6 +266,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    frozen_base: bool = False
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, hash=False)
 
     def __post_init__(self) -> None:

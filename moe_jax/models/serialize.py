@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax.errors import InputError, nearest
-from moe_jax.experts.config import BankConfig, FFNConfig
-from moe_jax.functional.rope import RopeConfig
+from moe_jax.experts.config import FFNConfig
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.segments import segments_of
 
@@ -46,7 +45,6 @@ def config_from_json(data: Mapping[str, Any]) -> ModelConfig:
     for segment in data.pop("segments"):
         pattern = [_layer_from_json(layer) for layer in segment["pattern"]]
         layers.extend(pattern * segment["repeats"])
-    data["rope"] = _build(RopeConfig, data.get("rope", {}), "rope")
     return _build(ModelConfig, {**data, "layers": tuple(layers)}, "config.json")
 
 
@@ -61,13 +59,12 @@ def _layer_from_json(data: Mapping[str, Any]) -> LayerConfig:
         return LayerConfig(attention=attention, mlp=_build(FFNConfig, data["ffn"], "ffn"))
     if "moe" not in data:
         raise InputError(f"a layer in config.json has neither 'ffn' nor 'moe': {sorted(data)}")
-    moe = dict(data["moe"])
-    moe["expert"] = _build(FFNConfig, moe["expert"], "moe.expert")
-    moe["bank"] = _build(BankConfig, moe["bank"], "moe.bank")
-    return LayerConfig(attention=attention, mlp=_build(MoEConfig, moe, "moe"))
+    return LayerConfig(attention=attention, mlp=_build(MoEConfig, data["moe"], "moe"))
 
 
-def _build(cls: type, data: Mapping[str, Any], where: str) -> Any:
+def _build(cls: type, data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise InputError(f"{where} is {data!r}, expected an object")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in data:
         if key not in fields:
@@ -80,11 +77,14 @@ def _build(cls: type, data: Mapping[str, Any], where: str) -> Any:
     if missing:
         raise InputError(f"{where} lacks {', '.join(missing)}")
     types_ = typing.get_type_hints(cls)
-    return cls(**{key: _tuples(value, types_[key]) for key, value in data.items()})
+    return cls(**{key: _value(value, types_[key], f"{where}.{key}") for key, value in data.items()})
 
 
-def _tuples(value: Any, annotation: Any) -> Any:
-    """JSON has lists only; a field declared as a tuple becomes one."""
+def _value(value: Any, annotation: Any, where: str) -> Any:
+    """A field declared as a dataclass becomes one, and one declared as a tuple too: JSON has lists only."""
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
+    if nested is not None and value is not None and not dataclasses.is_dataclass(value):
+        return _build(nested, value, where)
     is_tuple = any(typing.get_origin(option) is tuple for option in options)
     return tuple(value) if is_tuple and isinstance(value, list) else value
