@@ -1,10 +1,13 @@
-"""Dense model to MoE model (METHODS 2): vanilla copies, or a shared base with low-rank or sparse deltas."""
+"""Dense model to MoE model (METHODS 2, 6): vanilla copies, a shared base with deltas, or adapter experts (PESC)."""
 
 from moe_jax.upcycle.leaves import moe_leaves as moe_leaves
+from moe_jax.upcycle.options import PESC as PESC
 from moe_jax.upcycle.options import UpcycleOptions as UpcycleOptions
 from moe_jax.upcycle.options import keeps_the_function as keeps_the_function
 from moe_jax.upcycle.options import parse_delta as parse_delta
 from moe_jax.upcycle.options import upcycled_config as upcycled_config
+from moe_jax.upcycle.rest import Rest as Rest
+from moe_jax.upcycle.rest import parse_rest as parse_rest
 from moe_jax.upcycle.step0 import Step0 as Step0
 from moe_jax.upcycle.streaming import Upcycled as Upcycled
 from moe_jax.upcycle.streaming import upcycle as upcycle

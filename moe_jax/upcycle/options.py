@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from moe_jax.errors import InputError, nearest, raise_if_any
-from moe_jax.experts.config import BankConfig
+from moe_jax.experts.config import AdapterConfig, BankConfig
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.upcycle.rest import Rest, with_rest
 
 DELTAS = ("full", "low-rank:R", "sparse:RATE")
 
@@ -25,6 +26,7 @@ class UpcycleOptions:
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses.
       universal: a copy of the FFN that sees every token beside the experts: `none`, `coder` or `med` (METHODS 2.4).
       extended: the universal FFN is one more delta over the base that the experts share.
+      rest: what becomes of the dense model's own parameters. All but `full` goes with adapter experts only.
     """
 
     num_experts: int = 8
@@ -38,6 +40,15 @@ class UpcycleOptions:
     cv_coef: float = 0.0
     universal: str = "none"
     extended: bool = False
+    rest: Rest = Rest()
+
+
+PESC = UpcycleOptions(
+    every=1,
+    bank=BankConfig(kind="adapter", adapter=AdapterConfig(rank=512, activation="gelu", scale=0.25, dropout=0.1)),
+    rest=Rest(kind="qlora", rank=64),
+)
+"""PESC as the released Camelidae models were trained (METHODS 6); `dataclasses.replace` changes what is to differ."""
 
 
 def parse_delta(text: str, *, freeze_base: bool = False) -> BankConfig:
@@ -67,7 +78,8 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
       options: what to do.
 
     Returns:
-      `dense` with the FFNs of the chosen layers replaced by MoEs whose experts have the FFN's shape.
+      `dense` with the FFNs of the chosen layers replaced by MoEs whose experts have the FFN's shape, and `options.rest`
+      in all layers.
 
     Raises:
       InputError: if the model has MoE layers already, or the options do not go with it; all problems are listed.
@@ -87,8 +99,13 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
             # Equal layers have equal problems: one of them is enough.
             problems.append(str(error))
             break
+    if options.rest.kind != "full" and options.bank.kind != "adapter":
+        problems.append(
+            f"rest {options.rest.kind!r} freezes the dense model, and {options.bank.kind} experts are trained with it; "
+            "use adapter experts (PESC), or rest 'full'"
+        )
     raise_if_any(problems, "these options do not go with the model")
-    return dataclasses.replace(dense, layers=tuple(layers))
+    return with_rest(dataclasses.replace(dense, layers=tuple(layers)), options.rest)
 
 
 def keeps_the_function(options: UpcycleOptions) -> bool:
