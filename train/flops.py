@@ -1,7 +1,9 @@
 """How much arithmetic a model needs, from its config alone."""
 
 import math
+from collections.abc import Mapping
 
+from moe_jax.experts.config import LoRAConfig
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
 
@@ -30,35 +32,61 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 def _attention_params(layer: LayerConfig, d_model: int) -> int:
     attention = layer.attention
-    return d_model * attention.head_dim * 2 * (attention.num_heads + attention.num_kv_heads)
+    heads, kv_heads = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    shapes = {"q": (d_model, heads), "k": (d_model, kv_heads), "v": (d_model, kv_heads), "o": (heads, d_model)}
+    return sum(map(math.prod, shapes.values())) + _lora_params(attention.lora, shapes)
 
 
 def _mlp_params(layer: LayerConfig, config: ModelConfig) -> int:
-    mlp = layer.mlp
+    mlp, d_model = layer.mlp, config.d_model
     if isinstance(mlp, FFNConfig):
-        return _kernels(mlp, config.d_model)
-    beside = _kernels(mlp.universal_ffn, config.d_model) if mlp.universal_beside else 0
-    return _router_params(mlp, config.d_model) + beside + _bank_params(mlp, config)
+        return _ffn_params(mlp, d_model)
+    beside = _ffn_params(mlp.universal_ffn, d_model) if mlp.universal_beside else 0
+    return _router_params(mlp, d_model) + beside + _bank_params(mlp, config) + _perft_params(mlp, d_model)
 
 
 def _router_params(mlp: MoEConfig, d_model: int) -> int:
     """Of a linear router; or of a `coder` router's two matrices and that of its noise, which training needs."""
     linear = d_model * mlp.num_experts
-    return 2 * linear + mlp.num_experts**2 if mlp.universal == "coder" else linear
+    lora = _lora_params(mlp.router_lora, {"router": (d_model, mlp.num_experts)})
+    return lora + (2 * linear + mlp.num_experts**2 if mlp.universal == "coder" else linear)
 
 
 def _bank_params(mlp: MoEConfig, config: ModelConfig) -> int:
     bank, kernels = mlp.bank, _kernels(mlp.expert, config.d_model)
-    if bank.kind in ("full", "quantized"):  # a quantised delta is as dense as the kernel it belongs to
-        return mlp.bank_top_k * kernels
-    shapes = mlp.expert.shapes(config.d_model).values()
-    if bank.kind == "low-rank":
+    shapes = mlp.expert.shapes(config.d_model)
+    lora = _lora_params(mlp.expert.lora, shapes)
+    if bank.kind == "full":
+        return mlp.bank_top_k * (kernels + lora)
+    if bank.kind == "quantized":  # a quantised delta is as dense as the kernel it belongs to
+        return mlp.bank_top_k * kernels + lora
+    shapes = shapes.values()
+    if bank.kind == "adapter":
+        delta = 2 * config.d_model * bank.adapter.rank
+    elif bank.kind == "low-rank":
         delta = sum(bank.rank * sum(shape) for shape in shapes)
     elif bank.kind == "joint-low-rank":
         delta = bank.rank * (mlp.expert.dim + len(shapes) * config.d_model)
     else:
         delta = sum(bank.for_matrix(index).nonzeros(shape) for index, shape in enumerate(shapes))
-    return (kernels if bank.has_base else 0) + mlp.bank_top_k * delta
+    return (kernels if bank.has_base else 0) + lora + mlp.bank_top_k * delta
+
+
+def _perft_params(mlp: MoEConfig, d_model: int) -> int:
+    perft = mlp.perft
+    if perft is None:
+        return 0
+    chosen = {"routed": perft.top_k, "embedded": mlp.top_k}.get(perft.variant, perft.num_experts)
+    router = d_model * perft.num_experts if perft.variant == "routed" else 0
+    return router + chosen * 2 * d_model * perft.adapter.rank
+
+
+def _ffn_params(ffn: FFNConfig, d_model: int) -> int:
+    return _kernels(ffn, d_model) + _lora_params(ffn.lora, ffn.shapes(d_model))
+
+
+def _lora_params(lora: LoRAConfig | None, shapes: Mapping[str, tuple[int, int]]) -> int:
+    return 0 if lora is None else sum(lora.rank * sum(shapes[name]) for name in lora.targets)
 
 
 def _kernels(ffn: FFNConfig, d_model: int) -> int:
