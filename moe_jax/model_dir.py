@@ -5,14 +5,15 @@
     lineage.json     how the model came to be
     tokenizer files  anything else, copied through unchanged
 
-A directory is written beside its target and renamed when it is whole.
+A directory is written beside its target and renamed when it is whole. What differs in an adapter directory is in
+`adapter_dir.py`.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,7 @@ from moe_jax.staging import (
     write_durably,
 )
 
+BASE_FILE = "base.json"
 _CONFIG = "config.json"
 _PARAMS = "params"
 _JOB = "job.sha256"
@@ -56,6 +58,8 @@ def is_model_directory(path: Path) -> bool:
 
 class ModelDirectory:
     """A model directory to read from; a `ModelSource`."""
+
+    _folder = _PARAMS
 
     def __init__(self, path: Path):
         """Reads config.json; the weights stay on disk.
@@ -80,12 +84,12 @@ class ModelDirectory:
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
         """Files that go wherever the model goes: all but those this library writes."""
-        ours = (_CONFIG, LINEAGE_FILE)
+        ours = (_CONFIG, LINEAGE_FILE, BASE_FILE)
         return tuple(sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in ours))
 
     @cached_property
     def _reader(self) -> LeafReader:
-        return LeafReader(self.path / _PARAMS)
+        return LeafReader(self.path / self._folder)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Leaf path -> shape and dtype as stored."""
@@ -122,6 +126,8 @@ class ModelDirectoryWriter:
       lineage: written at the end; measured figures may be put into its last entry until then.
     """
 
+    _folder = _PARAMS
+
     def __init__(
         self,
         dst: Path,
@@ -130,15 +136,19 @@ class ModelDirectoryWriter:
         tokenizer_files: Sequence[Path],
         lineage: Sequence[Mapping[str, Any]],
         resume: bool = False,
+        leaves: Iterable[str] | None = None,
+        documents: Mapping[str, Any] | None = None,
     ):
         """Checks the target; nothing is written yet.
 
         Args:
           dst: where the directory appears.
-          config: of the model; exactly the leaves that it describes must be written.
+          config: of the model.
           tokenizer_files: files to copy.
           lineage: all entries, the last one for the command that writes.
           resume: go on with what the same job (config, command, options, sources) left when it was interrupted.
+          leaves: exactly these must be written; default all that the config describes.
+          documents: JSON-able content of further files, by name.
 
         Raises:
           InputError: if `dst` exists, or a file to copy does not.
@@ -151,7 +161,9 @@ class ModelDirectoryWriter:
         self.lineage = [dict(entry) for entry in lineage]
         refuse_existing(self._dst)
         raise_if_any([f"{file} is not there" for file in self._files if not file.is_file()], f"cannot write {dst}")
-        self._expected = leaf_specs(config)
+        specs = leaf_specs(config)
+        self._expected = specs if leaves is None else {path: specs[path] for path in leaves}
+        self._documents = dict(documents or {})
         self._written: set[str] = set()
 
     @property
@@ -181,7 +193,7 @@ class ModelDirectoryWriter:
                 remove_content(self._partial)
                 write_durably(self._partial / _JOB, self._job().encode())
             wait_for_all(f"{self._partial} begun")
-            self._leaves = LeafWriter(self._partial / _PARAMS, resume=self._resume)
+            self._leaves = LeafWriter(self._partial / self._folder, resume=self._resume)
         except BaseException:
             self._abandon()
             raise
@@ -197,7 +209,7 @@ class ModelDirectoryWriter:
         """
         for path, leaf in leaves.items():
             if path not in self._expected:
-                raise ValueError(f"leaf {path} is not part of the model that the config describes")
+                raise ValueError(f"leaf {path} is not part of the model that the config describes, or not stored here")
             if tuple(leaf.shape) != tuple(self._expected[path].shape):
                 raise ValueError(f"leaf {path} has shape {leaf.shape}, the config says {self._expected[path].shape}")
         self._leaves.write(leaves)
@@ -211,7 +223,7 @@ class ModelDirectoryWriter:
           ValueError: if leaves are missing.
         """
         self._complete_leaves()
-        return LeafReader(self._partial / _PARAMS)
+        return LeafReader(self._partial / self._folder)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -227,7 +239,7 @@ class ModelDirectoryWriter:
         self._unlock()
 
     def _complete_leaves(self) -> None:
-        if (self._partial / _PARAMS).exists():
+        if (self._partial / self._folder).exists():
             return
         missing = sorted(self._expected.keys() - self._written)
         if missing:
@@ -239,8 +251,9 @@ class ModelDirectoryWriter:
         if is_first_process():
             for file in self._files:
                 write_durably(self._partial / file.name, file.read_bytes())
-            write_durably(self._partial / LINEAGE_FILE, json.dumps(self.lineage, indent=2).encode())
-            write_durably(self._partial / _CONFIG, json.dumps(config_to_json(self._config), indent=2).encode())
+            documents = {LINEAGE_FILE: self.lineage, _CONFIG: config_to_json(self._config), **self._documents}
+            for name, content in documents.items():
+                write_durably(self._partial / name, json.dumps(content, indent=2).encode())
             (self._partial / _JOB).unlink()
             shutil.rmtree(self._partial / _NOTES, ignore_errors=True)
             sync(self._partial)
@@ -267,7 +280,7 @@ class ModelDirectoryWriter:
     def _is_same_job(self) -> bool:
         job = self._partial / _JOB
         # With params complete only the rename was left to do; that is so rare that it is not a case of its own.
-        return job.is_file() and job.read_text() == self._job() and not (self._partial / _PARAMS).exists()
+        return job.is_file() and job.read_text() == self._job() and not (self._partial / self._folder).exists()
 
 
 def _identity(data: Any) -> bytes:

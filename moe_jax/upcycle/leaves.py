@@ -1,16 +1,11 @@
-"""From the leaves of a dense FFN to those of an MoE layer (METHODS 2.1-2.4), one leaf at a time.
+"""From the leaves of a dense FFN to those of an MoE layer (METHODS 2.1-2.4), one leaf at a time."""
 
-Everything random is drawn with NumPy on the host, from a Philox stream of its own for every leaf (and expert, where
-a draw is large): files are made from files, and the same seed must give the same bits on any machine and mesh.
-"""
-
-import math
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from moe_jax.draws import draw_factor, draw_router, stream
 from moe_jax.errors import InputError
-from moe_jax.experts.bank import INIT_STD
 from moe_jax.experts.places import columns_dtype, to_csr
 from moe_jax.models import MoEConfig
 
@@ -51,17 +46,6 @@ def moe_leaves(ffn: Mapping[str, np.ndarray], moe: MoEConfig, *, seed: int, laye
             yield f"universal/{path}", leaf
 
 
-def draw_router(random: np.random.Generator, fan_in: int, num_experts: int) -> np.ndarray:
-    """A fresh matrix of a router: normal with standard deviation 0.02; float32[fan_in, E]."""
-    return random.normal(0.0, INIT_STD, (fan_in, num_experts)).astype(np.float32)
-
-
-def draw_factor(random: np.random.Generator, fan_in: int, rank: int) -> np.ndarray:
-    """`A` of one expert, kaiming uniform with a = sqrt(5) as LoRA draws it: ±1/sqrt(fan_in); float32[fan_in, r]."""
-    bound = 1 / math.sqrt(fan_in)
-    return random.uniform(-bound, bound, (fan_in, rank)).astype(np.float32)
-
-
 def draw_positions(random: np.random.Generator, size: int, count: int) -> np.ndarray:
     """`count` distinct positions in [0, size), all sets equally likely, sorted; int32[count].
 
@@ -82,12 +66,12 @@ Draws = tuple[int, int, int]
 def _router(up: np.ndarray, moe: MoEConfig, seed: int, layer: int) -> Leaves:
     """A linear router, or XFT's gate network, whose noise begins at zero."""
     d_model, num_experts = up.shape[0], moe.num_experts
-    first = draw_router(_stream(seed, layer, _ROUTER), d_model, num_experts).astype(up.dtype)
+    first = draw_router(stream(seed, layer, _ROUTER), d_model, num_experts).astype(up.dtype)
     if moe.universal != "coder":
         yield "router/kernel", first
         return
     yield "router/hidden/kernel", first
-    yield "router/out/kernel", draw_router(_stream(seed, layer, _ROUTER, 1), num_experts, num_experts).astype(up.dtype)
+    yield "router/out/kernel", draw_router(stream(seed, layer, _ROUTER, 1), num_experts, num_experts).astype(up.dtype)
     yield "router/noise/kernel", np.zeros_like(first)
 
 
@@ -131,8 +115,4 @@ def _repeat(leaf: np.ndarray, num_experts: int) -> np.ndarray:
 
 def _expert_stream(draws: Draws, purpose: int, expert: int) -> np.random.Generator:
     seed, layer, matrix = draws
-    return _stream(seed, layer, purpose, matrix, expert)
-
-
-def _stream(seed: int, *key: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
+    return stream(seed, layer, purpose, matrix, expert)

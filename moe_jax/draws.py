@@ -1,0 +1,27 @@
+"""Fresh parameters drawn with NumPy on the host: files are made from files.
+
+Each leaf has a Philox stream of its own (and each expert, where a draw is large): the same seed gives the same bits on
+any machine and mesh, whatever else is drawn.
+"""
+
+import math
+
+import numpy as np
+
+from moe_jax.experts.bank import INIT_STD
+
+
+def stream(seed: int, *key: int) -> np.random.Generator:
+    """The stream of random numbers with this key; changing a key changes what a seed gives."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
+
+
+def draw_router(random: np.random.Generator, fan_in: int, num_experts: int) -> np.ndarray:
+    """A fresh matrix of a router: normal with standard deviation 0.02; float32[fan_in, E]."""
+    return random.normal(0.0, INIT_STD, (fan_in, num_experts)).astype(np.float32)
+
+
+def draw_factor(random: np.random.Generator, fan_in: int, rank: int) -> np.ndarray:
+    """`A` of one product, kaiming uniform with a = sqrt(5) as LoRA draws it: ±1/sqrt(fan_in); float32[fan_in, r]."""
+    bound = 1 / math.sqrt(fan_in)
+    return random.uniform(-bound, bound, (fan_in, rank)).astype(np.float32)

@@ -1,0 +1,86 @@
+"""A tuned model and its base: what the base's config is, and under which names its leaves go on.
+
+A *tuned* model has adapters, LoRA or NF4 kernels; its base has none of them and is a model of its own. Paths are those
+of a model directory.
+"""
+
+import dataclasses
+import re
+
+from moe_jax.experts.config import FFNConfig
+from moe_jax.loading import leaf_specs
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+
+_LAYER = re.compile(r"layers/(\d+)/mlp/(.*)")
+_NF4 = re.compile(r"(.*)/nf4/([^/]+)")
+_PESC_BASE = "experts/base/"
+
+
+def base_config(config: ModelConfig) -> ModelConfig:
+    """The config of the model below: without adapters, LoRA, PERFT, NF4 and `frozen_base`.
+
+    Of adapter experts (PESC) the FFN that they share is left, and their layer is dense again. A config that has none
+    of these comes back equal, except that `frozen_base` is off.
+    """
+    return dataclasses.replace(config, layers=tuple(map(_base_layer, config.layers)), frozen_base=False)
+
+
+def is_tuned(config: ModelConfig) -> bool:
+    """Whether there is anything beside a base, or a kernel kept as NF4."""
+    return base_config(config).layers != config.layers
+
+
+def base_leaf(config: ModelConfig, path: str) -> str | None:
+    """The leaf of the base that a leaf of a tuned model is, or is made from; None for one that is new.
+
+    All leaves of an NF4 kernel are made from the one kernel:
+
+        layers/3/attention/q/kernel                  -> layers/3/attention/q/kernel
+        layers/3/attention/q/nf4/scales              -> layers/3/attention/q/kernel
+        layers/3/mlp/experts/base/up/kernel  (PESC)  -> layers/3/mlp/up/kernel
+        layers/3/attention/q/lora/a                  -> None
+
+    Args:
+      config: of the tuned model.
+      path: of a leaf that it describes.
+    """
+    if "/lora/" in path or "/perft/" in path:
+        return None
+    path = kernel_of(path) or path
+    match = _LAYER.fullmatch(path)
+    if not match or not _is_pesc(config.layers[int(match[1])]):
+        return path
+    below = match[2]
+    if not below.startswith(_PESC_BASE):
+        return None
+    return f"layers/{match[1]}/mlp/{below.removeprefix(_PESC_BASE)}"
+
+
+def kernel_of(path: str) -> str | None:
+    """The path of the kernel that a leaf of NF4 belongs to; None for any other leaf."""
+    match = _NF4.fullmatch(path)
+    return f"{match[1]}/kernel" if match else None
+
+
+def own_leaves(config: ModelConfig) -> frozenset[str]:
+    """Paths of the leaves that the base does not have: adapters, LoRA, and routers that choose among adapters."""
+    return frozenset(path for path in leaf_specs(config) if base_leaf(config, path) is None)
+
+
+def _base_layer(layer: LayerConfig) -> LayerConfig:
+    attention = dataclasses.replace(layer.attention, nf4=False, lora=None)
+    mlp = layer.mlp
+    if _is_pesc(layer):
+        return LayerConfig(attention=attention, mlp=_plain(mlp.expert))
+    if isinstance(mlp, MoEConfig):
+        plain = dataclasses.replace(mlp, expert=_plain(mlp.expert), perft=None, router_lora=None)
+        return LayerConfig(attention=attention, mlp=plain)
+    return LayerConfig(attention=attention, mlp=_plain(mlp))
+
+
+def _plain(ffn: FFNConfig) -> FFNConfig:
+    return dataclasses.replace(ffn, nf4=False, lora=None)
+
+
+def _is_pesc(layer: LayerConfig) -> bool:
+    return isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.kind == "adapter"

@@ -1,0 +1,66 @@
+"""What adapters, LoRA and their routers begin as: the tuned model then computes what its base does, exactly."""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from moe_jax.draws import draw_factor, draw_router, stream
+from moe_jax.errors import InputError
+from moe_jax.loading import leaf_specs
+from moe_jax.models import ModelConfig
+from moe_jax.peft.base import own_leaves
+
+
+def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the leaves that the base does not have (`own_leaves`), in the order of `leaf_specs`.
+
+    The factor that input meets first (`lora/a`, `adapters/down`) is kaiming uniform as LoRA draws it, the other one
+    (`lora/b`, `adapters/up`) zero, and a router normal with standard deviation 0.02 (METHODS 6, 7).
+
+    Args:
+      config: of the tuned model.
+      seed: the same seed gives the same leaves; every leaf has a stream of its own.
+
+    Yields:
+      Paths and leaves, in the dtype of the config.
+
+    Raises:
+      InputError: for a negative seed.
+    """
+    if seed < 0:
+        raise InputError(f"seed={seed} must not be negative")
+    own = own_leaves(config)
+    for path, spec in leaf_specs(config).items():
+        if path in own:
+            (make,) = (make for ending, make in _MAKERS.items() if path.endswith(ending))
+            yield path, make(path, spec, seed)
+
+
+def _factor(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
+    """[in, r], or [E, in, r] with a stream for every expert."""
+    leaf = np.empty(spec.shape, spec.dtype)
+    for index, one in enumerate(leaf.reshape(-1, *spec.shape[-2:])):
+        one[...] = draw_factor(_stream(seed, path, index), *one.shape)
+    return leaf
+
+
+def _zero(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
+    return np.zeros(spec.shape, spec.dtype)
+
+
+def _router(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
+    return draw_router(_stream(seed, path, 0), *spec.shape).astype(spec.dtype)
+
+
+_MAKERS: dict[str, Callable[[str, jax.ShapeDtypeStruct, int], np.ndarray]] = {
+    "/lora/a": _factor,
+    "/lora/b": _zero,
+    "/adapters/down": _factor,
+    "/adapters/up": _zero,
+    "/router/kernel": _router,
+}
+
+
+def _stream(seed: int, path: str, index: int) -> np.random.Generator:
+    return stream(seed, *path.encode(), index)
