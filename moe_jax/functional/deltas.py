@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
+from moe_jax.functional.nf4 import nf4_tile
 from moe_jax.functional.packing import dequantize, unpack
 
 Leaves = Mapping[str, Array]
@@ -115,7 +116,23 @@ class QuantizedForm:
         return unpack(codes, self.shape[0], self.bits, jnp.float32) * scales
 
 
-DeltaForm = LowRankForm | SparseForm | QuantizedForm
+@dataclasses.dataclass(frozen=True)
+class NF4Form:
+    """The arrays of `functional.nf4`; of a part that begins at `origin`, see `nf4_tile`.
+
+    Attributes:
+      shape: [i, o] of the kernel, or of the part of it that begins at `origin`.
+      columns: of the whole kernel.
+    """
+
+    shape: tuple[int, int]
+    columns: int
+
+    def tile(self, leaves: Leaves, start: Int[Array, ""] | int, width: int) -> Float[Array, "i w"]:
+        return nf4_tile(leaves, self.shape[0], self.columns, start, width)
+
+
+DeltaForm = LowRankForm | SparseForm | QuantizedForm | NF4Form
 
 
 def entry_rows(row_ends: Int[Array, " i"], entries: int) -> Int[Array, " n"]:

@@ -36,7 +36,7 @@ def synthesised_matmul(
       lhs: rows sorted by group.
       base: shared by all groups; None: zero.
       trained: floating-point arrays of the deltas by name, stacked over the groups.
-      fixed: integer arrays of the deltas by name, stacked over the groups.
+      fixed: arrays of the deltas without a gradient by name, integer or frozen ones, stacked over the groups.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
       form: what the arrays mean.
     """
@@ -91,6 +91,8 @@ def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
                 right = zero_rows_beyond(right, group_sizes[e] - offset)
                 before = lax.dynamic_slice_in_dim(dlhs, at, count, 0)
                 dlhs = lax.dynamic_update_slice_in_dim(dlhs, before + right @ kernel.T, at, 0)
+                if base is None and not trained:
+                    return dlhs, dkernel
                 outer = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
                 return dlhs, dkernel + outer
 

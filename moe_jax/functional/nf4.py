@@ -1,0 +1,221 @@
+"""NF4 kernels: codes of four bits for quantiles of the normal distribution, and doubly quantised scales of blocks.
+
+Dettmers et al. 2023 (QLoRA), section 3, with the code books of its implementation, bitsandbytes. A kernel [i, o] is cut
+into blocks of 64 consecutive rows of a column; the last of a column may be shorter. An entry is kept as the nearest
+of 16 levels times the largest magnitude of its block. These scales, less their mean, are themselves kept in eight bits,
+256 of them, row by row, to a scale in float32: 4.13 bits per weight.
+
+The arrays of a kernel, by name; those of stacked kernels have the same axes in front:
+
+- `codes` uint8 [ceil(i / 2), o]: two rows in a byte, the first in its low bits.
+- `scale_codes` uint8 [ceil(i / 64), o]: of the blocks' scales less `offset`.
+- `scales` float32 [ceil(n / 256)]: of 256 consecutive ones of the n scale codes.
+- `offset` float32 []: the mean of the blocks' scales.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt8
+
+from moe_jax.functional.grouped import over_columns, tile_width
+
+BLOCK, SCALE_BLOCK = 64, 256
+
+# fmt: off
+# As published; the construction of section 3 gives them to 2e-7: quantiles of N(0, 1), zero among them.
+LEVELS = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+], np.float32)
+# fmt: on
+
+
+def _dynamic_levels() -> np.ndarray:
+    """The 256 levels of eight bits that are a sign, a dynamic exponent and a fraction (Dettmers 2015, section 2).
+
+    Between two powers of ten from 1e-7 to 1 lie twice as many as between the two before.
+    """
+    positive = []
+    for exponent in range(7):
+        edges = np.linspace(0.1, 1.0, 2**exponent + 1)
+        positive.append((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6))
+    positive = np.concatenate(positive)
+    return np.sort(np.concatenate([-positive, [0.0], positive, [1.0]])).astype(np.float32)
+
+
+SCALE_LEVELS = _dynamic_levels()
+
+Leaves = dict[str, Array]
+
+
+def nf4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the arrays of a kernel, or of stacked ones.
+
+    Args:
+      shape: [..., i, o].
+    """
+    *stack, rows, columns = shape
+    blocks = math.ceil(rows / BLOCK)
+    return {
+        "codes": jax.ShapeDtypeStruct((*stack, math.ceil(rows / 2), columns), jnp.uint8),
+        "scale_codes": jax.ShapeDtypeStruct((*stack, blocks, columns), jnp.uint8),
+        "scales": jax.ShapeDtypeStruct((*stack, math.ceil(blocks * columns / SCALE_BLOCK)), jnp.float32),
+        "offset": jax.ShapeDtypeStruct(tuple(stack), jnp.float32),
+    }
+
+
+def zero_nf4(shape: tuple[int, ...]) -> Leaves:
+    """The arrays of a kernel of zeros, or of stacked ones, [..., i, o]."""
+    return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in nf4_shapes(shape).items()}
+
+
+@jax.jit
+def quantize_nf4(kernel: Float[Array, "... i o"]) -> Leaves:
+    """The arrays of a kernel, or of stacked ones, of any floating-point dtype.
+
+    Entries and scales go to the nearest level. A block of zeros stays one.
+    """
+    if kernel.ndim > 2:
+        return lax.map(quantize_nf4, kernel)
+    rows, columns = kernel.shape
+    blocks = _blocks(kernel.astype(jnp.float32), BLOCK)
+    largest = jnp.max(jnp.abs(blocks), axis=1)
+    # Fifteen comparisons are one loop over the kernel, and a search in the levels would be many.
+    relative = blocks * _reciprocal(largest)[:, None, :]
+    codes = sum((relative > middle).astype(jnp.uint8) for middle in _middles(LEVELS))
+    codes = _blocks(codes.reshape(-1, columns)[:rows], 2)
+
+    offset = jnp.mean(largest)
+    centred = _blocks((largest - offset).reshape(-1, 1), SCALE_BLOCK)[:, :, 0]
+    scales = jnp.max(jnp.abs(centred), axis=1)
+    relative = (centred * _reciprocal(scales)[:, None]).reshape(-1)[: largest.size]
+    scale_codes = jnp.searchsorted(jnp.asarray(_middles(SCALE_LEVELS)), relative).astype(jnp.uint8)
+    return {
+        "codes": codes[:, 0] | (codes[:, 1] << jnp.uint8(4)),
+        "scale_codes": scale_codes.reshape(largest.shape),
+        "scales": scales,
+        "offset": offset,
+    }
+
+
+@partial(jax.jit, static_argnames=("rows", "dtype"))
+def dequantize_nf4(leaves: Leaves, rows: int, dtype: jnp.dtype) -> Float[Array, "... i o"]:
+    """The kernel, or stacked kernels, that the arrays stand for, computed in float32 and rounded once.
+
+    Args:
+      leaves: as `quantize_nf4` gives them.
+      rows: i.
+      dtype: of the result.
+    """
+    if leaves["codes"].ndim > 2:
+        return lax.map(lambda one: dequantize_nf4(one, rows, dtype), dict(leaves))
+    columns = leaves["codes"].shape[1]
+    return nf4_tile(leaves, rows, columns, 0, columns).astype(dtype)
+
+
+def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int, width: int) -> Float[Array, "i w"]:
+    """Columns start ... start + width of a kernel, or of the part of it that begins at `origin`; float32.
+
+    Args:
+      leaves: of one kernel. With an `origin` (row, column) among them, `codes` and `scale_codes` have the columns of
+        the part only, `codes` also its rows only, which begin with an even one; all else is of the whole kernel.
+      rows: of the kernel, or of the part.
+      whole: columns of the whole kernel.
+      start: a column of the part.
+      width: columns of the result.
+    """
+    codes, scale_codes = (_columns(leaves[name], start, width) for name in ("codes", "scale_codes"))
+    first_row, first_column = (leaves["origin"][0], leaves["origin"][1]) if "origin" in leaves else (0, 0)
+    block = jnp.arange(scale_codes.shape[0], dtype=jnp.int32)[:, None]
+    column = jnp.arange(width, dtype=jnp.int32)[None, :] + first_column + start
+    group = (block * whole + column) // SCALE_BLOCK
+    scales = jnp.take(jnp.asarray(SCALE_LEVELS), scale_codes.astype(jnp.int32), mode="clip")
+    scales = scales * jnp.take(leaves["scales"], group, mode="clip") + leaves["offset"]
+
+    halves = (codes[:, None, :] >> jnp.array([0, 4], jnp.uint8)[None, :, None]) & jnp.uint8(15)
+    levels = _levels(halves.reshape(-1, width)[:rows])
+    if "origin" in leaves:
+        block = (first_row + jnp.arange(rows, dtype=jnp.int32)) // BLOCK
+        return levels * jnp.take(scales, block, axis=0, mode="clip")
+    per_row = jnp.broadcast_to(scales[:, None, :], (scales.shape[0], BLOCK, width))
+    return levels * per_row.reshape(-1, width)[:rows]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def nf4_matmul(x: Float[Array, "... i"], leaves: Leaves, rows: int) -> Float[Array, "... o"]:
+    """`x W` with W in NF4, in the dtype of `x`; one tile of columns of W exists at a time.
+
+    Only `x` has a gradient. For it W is made once more: nothing but the arrays given is kept.
+
+    Args:
+      x: activations.
+      leaves: of one kernel, as `quantize_nf4` gives them.
+      rows: i.
+    """
+    columns = leaves["codes"].shape[1]
+    flat = x.reshape(-1, rows)
+    tile = tile_width((rows, columns), flat.shape[0])
+
+    def multiply(start: Array, width: int, out: Array) -> Array:
+        product = flat @ nf4_tile(leaves, rows, columns, start, width).astype(x.dtype)
+        return lax.dynamic_update_slice_in_dim(out, product, start, 1)
+
+    out = over_columns(tile, columns, multiply, jnp.zeros((flat.shape[0], columns), x.dtype))
+    return out.reshape(*x.shape[:-1], columns)
+
+
+def _forward(x: Array, leaves: Leaves, rows: int) -> tuple[Array, Leaves]:
+    return nf4_matmul(x, leaves, rows), leaves
+
+
+def _backward(rows: int, leaves: Leaves, dout: Array) -> tuple[Array, None]:
+    columns = leaves["codes"].shape[1]
+    flat = dout.reshape(-1, columns)
+    tile = tile_width((rows, columns), flat.shape[0])
+
+    def add(start: Array, width: int, total: Array) -> Array:
+        kernel = nf4_tile(leaves, rows, columns, start, width).astype(dout.dtype)
+        part = lax.dynamic_slice_in_dim(flat, start, width, 1)
+        contract = (((1,), (1,)), ((), ()))
+        return total + lax.dot_general(part, kernel, contract, preferred_element_type=jnp.float32)
+
+    dx = over_columns(tile, columns, add, jnp.zeros((flat.shape[0], rows), jnp.float32))
+    return dx.astype(dout.dtype).reshape(*dout.shape[:-1], rows), None
+
+
+nf4_matmul.defvjp(_forward, _backward)
+
+
+def _levels(codes: UInt8[Array, "i w"]) -> Float[Array, "i w"]:
+    """Chosen bit by bit: fifteen selections run as vectors, where looking up single entries does not."""
+    levels = [jnp.float32(level) for level in LEVELS]
+    for bit in range(4):
+        is_set = (codes >> jnp.uint8(bit)) & jnp.uint8(1) == 1
+        levels = [jnp.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2], strict=True)]
+    return levels[0]
+
+
+def _blocks(array: Array, size: int) -> Array:
+    """[i, o] to [ceil(i / size), size, o], zeros behind the last row."""
+    padded = jnp.pad(array, ((0, -array.shape[0] % size), (0, 0)))
+    return padded.reshape(-1, size, array.shape[1])
+
+
+def _reciprocal(x: Array) -> Array:
+    """1 / x, and 0 of 0."""
+    return jnp.where(x > 0, 1 / jnp.where(x > 0, x, jnp.ones_like(x)), jnp.zeros_like(x))
+
+
+def _middles(levels: np.ndarray) -> np.ndarray:
+    return (levels[:-1] + levels[1:]) / np.float32(2)
+
+
+def _columns(array: Array, start: Int[Array, ""] | int, width: int) -> Array:
+    return array if width == array.shape[1] else lax.dynamic_slice_in_dim(array, start, width, 1)
