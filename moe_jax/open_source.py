@@ -12,12 +12,13 @@ if TYPE_CHECKING:  # it imports JAX, and the command line answers --help without
 
 
 def open_source(path: Path | str) -> "ModelSource":
-    """Opens a model directory or a Hugging Face directory; the weights stay on disk.
+    """Opens a model directory, an adapter directory or a Hugging Face directory; the weights stay on disk.
 
     Raises:
       FileNotFoundError: if there is nothing at `path`.
       InputError: if it is neither, or its config cannot be read.
     """
+    from moe_jax.adapter_dir import AdapterDirectory, is_adapter_directory
     from moe_jax.convert import HuggingFaceDirectory, is_hugging_face_directory
     from moe_jax.model_dir import ModelDirectory, is_model_directory
 
@@ -27,6 +28,8 @@ def open_source(path: Path | str) -> "ModelSource":
     expected = "expected a model directory, or a Hugging Face directory with config.json and weights"
     if not path.is_dir():
         raise InputError(f"{path} is a file; {expected}")
+    if is_adapter_directory(path):
+        return AdapterDirectory(path)
     if is_model_directory(path):
         return ModelDirectory(path)
     if is_hugging_face_directory(path):

@@ -6,8 +6,8 @@ of a model directory.
 
 import dataclasses
 import re
+from typing import Any
 
-from moe_jax.experts.config import FFNConfig
 from moe_jax.loading import leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 
@@ -16,13 +16,18 @@ _NF4 = re.compile(r"(.*)/nf4/([^/]+)")
 _PESC_BASE = "experts/base/"
 
 
-def base_config(config: ModelConfig) -> ModelConfig:
+def base_config(config: ModelConfig, *, keep_nf4: bool = False) -> ModelConfig:
     """The config of the model below: without adapters, LoRA, PERFT, NF4 and `frozen_base`.
 
     Of adapter experts (PESC) the FFN that they share is left, and their layer is dense again. A config that has none
     of these comes back equal, except that `frozen_base` is off.
+
+    Args:
+      config: of the tuned model.
+      keep_nf4: kernels that are kept as NF4 stay so: what the tuned model computes before it is trained.
     """
-    return dataclasses.replace(config, layers=tuple(map(_base_layer, config.layers)), frozen_base=False)
+    layers = tuple(_base_layer(layer, keep_nf4) for layer in config.layers)
+    return dataclasses.replace(config, layers=layers, frozen_base=False)
 
 
 def is_tuned(config: ModelConfig) -> bool:
@@ -67,19 +72,17 @@ def own_leaves(config: ModelConfig) -> frozenset[str]:
     return frozenset(path for path in leaf_specs(config) if base_leaf(config, path) is None)
 
 
-def _base_layer(layer: LayerConfig) -> LayerConfig:
-    attention = dataclasses.replace(layer.attention, nf4=False, lora=None)
-    mlp = layer.mlp
+def _base_layer(layer: LayerConfig, keep_nf4: bool) -> LayerConfig:
+    def plain(part: Any) -> Any:
+        return dataclasses.replace(part, nf4=part.nf4 and keep_nf4, lora=None)
+
+    attention, mlp = plain(layer.attention), layer.mlp
+    if not isinstance(mlp, MoEConfig):
+        return LayerConfig(attention=attention, mlp=plain(mlp))
     if _is_pesc(layer):
-        return LayerConfig(attention=attention, mlp=_plain(mlp.expert))
-    if isinstance(mlp, MoEConfig):
-        plain = dataclasses.replace(mlp, expert=_plain(mlp.expert), perft=None, router_lora=None)
-        return LayerConfig(attention=attention, mlp=plain)
-    return LayerConfig(attention=attention, mlp=_plain(mlp))
-
-
-def _plain(ffn: FFNConfig) -> FFNConfig:
-    return dataclasses.replace(ffn, nf4=False, lora=None)
+        return LayerConfig(attention=attention, mlp=plain(mlp.expert))
+    below = dataclasses.replace(mlp, expert=plain(mlp.expert), perft=None, router_lora=None)
+    return LayerConfig(attention=attention, mlp=below)
 
 
 def _is_pesc(layer: LayerConfig) -> bool:

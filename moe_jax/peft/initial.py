@@ -33,8 +33,13 @@ def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.nda
     own = own_leaves(config)
     for path, spec in leaf_specs(config).items():
         if path in own:
-            (make,) = (make for ending, make in _MAKERS.items() if path.endswith(ending))
-            yield path, make(path, spec, seed)
+            yield path, initial_leaf(path, spec, seed)
+
+
+def initial_leaf(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
+    """One of them; `spec` is its shape and dtype."""
+    (make,) = (make for ending, make in _MAKERS.items() if path.endswith(ending))
+    return make(path, spec, seed)
 
 
 def _factor(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:

@@ -1,0 +1,99 @@
+"""The leaves of a tuned model: those that are stored as its own, and those that its base stands for."""
+
+from functools import cached_property
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from moe_jax.functional.nf4 import quantize_nf4
+from moe_jax.loading import leaf_specs
+from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.peft.base import base_leaf, kernel_of
+
+
+class StoredLeaves(Protocol):
+    """What `LeafReader` offers of a folder of leaves."""
+
+    specs: dict[str, jax.ShapeDtypeStruct]
+
+    def read(self, path: str) -> np.ndarray: ...
+
+    def stored_bytes(self, path: str) -> int: ...
+
+
+class LeavesOverBase:
+    """Reads leaves by their paths in the tuned model, one at a time.
+
+    A leaf that is stored is read as it is. Any other is the base's, which of an NF4 kernel is quantised on the way, all
+    its four leaves at once.
+    """
+
+    def __init__(self, config: ModelConfig, base: ModelSource, own: StoredLeaves | None = None):
+        """No weights are read.
+
+        Args:
+          config: of the tuned model.
+          base: its base.
+          own: the leaves that are stored; None: none are.
+        """
+        self._config = config
+        self._base = base
+        self._own = own
+        self._last: tuple[str, dict[str, np.ndarray]] | None = None
+
+    @cached_property
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype as stored, of NF4 leaves as they are made. What neither side has is left out."""
+        base, specs = self._base.specs(), {}
+        for path, spec in leaf_specs(self._config).items():
+            source = base_leaf(self._config, path)
+            if self._is_own(path):
+                specs[path] = self._own.specs[path]
+            elif source in base:
+                specs[path] = base[source] if kernel_of(path) is None else spec
+        return specs
+
+    def read(self, path: str) -> np.ndarray:
+        """Reads one leaf.
+
+        Raises:
+          InputError: if it is stored on neither side.
+        """
+        if self._is_own(path):
+            return self._own.read(path)
+        source = base_leaf(self._config, path)
+        if source is None:
+            assert self._own is not None, path
+            return self._own.read(path)  # which says what is missing where
+        if kernel_of(path) is None:
+            return self._base.read(source)
+        return self._quantized(source)[path.rsplit("/", 1)[-1]]
+
+    def stored_bytes(self, path: str) -> int:
+        """What a leaf takes on the disk. Of an NF4 kernel, the codes stand for the kernel that the base stores."""
+        if self._is_own(path):
+            return self._own.stored_bytes(path)
+        source = base_leaf(self._config, path)
+        made = kernel_of(path) is not None and not path.endswith("/codes")
+        return 0 if made or source is None else self._base.stored_bytes(source)
+
+    def _is_own(self, path: str) -> bool:
+        return self._own is not None and path in self._own.specs
+
+    def _quantized(self, kernel: str) -> dict[str, np.ndarray]:
+        # The leaves of a kernel are asked for one after another; those of more than one would fill the memory.
+        if self._last is None or self._last[0] != kernel:
+            with jax.default_device(_host()):
+                leaves = quantize_nf4(self._base.read(kernel))
+            self._last = kernel, {name: np.asarray(leaf) for name, leaf in leaves.items()}
+        return self._last[1]
+
+
+def _host() -> jax.Device:
+    """The host's CPU: what is quantised is then the same whatever accelerator there is."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS names an accelerator only
+        return jax.local_devices()[0]
