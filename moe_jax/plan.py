@@ -11,26 +11,29 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from moe_jax.counting import count_bytes, count_parameters, is_parameter
+from moe_jax.counting import count_bytes, is_parameter
 from moe_jax.errors import nearest, raise_if_any
 from moe_jax.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import trainable_paths
+from moe_jax.peft.base import base_config, own_leaves
+from moe_jax.peft.counting import active_size, parameter_sizes
 from moe_jax.sharding import AXES, leaf_spec
 from moe_jax.train.flops import train_flops_per_token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Parameters are floating-point numbers that could be trained; positions of sparse deltas are not among them.
+    """Parameters are floating-point numbers that could be trained; positions of sparse deltas are not among them. Of a
+    kernel kept as NF4 they are the weights that it stands for.
 
     Attributes:
       dense_params: of the dense model: the one that is upcycled, or, for an MoE, the one it would be with a single
-        expert per MoE layer and no router (for an upcycled model that is the model it came from).
+        expert per MoE layer and no router (for an upcycled model that is the model it came from). Without adapters.
       total_params: of the model.
       added_params: `total_params - dense_params`.
-      router_params: of all routers.
-      expert_params: of all expert banks: kernels or shared bases and deltas, and per-expert biases.
+      router_params: of all routers, those that choose among adapters included.
+      expert_params: of all expert banks: kernels or shared bases, deltas, adapters, and per-expert biases.
       universal_params: of universal FFNs beside the banks; one that is a bank's last delta counts as an expert.
       norm_params: of all norms.
       active_params: parameters that one token meets, norms left out, as PERFT counts them (METHODS 8): embedding and
@@ -38,8 +41,9 @@ class Plan:
         own (all of them where fewer are left after merging).
       trainable_params: parameters that training changes if no recipe says otherwise: all but frozen bases.
       param_bytes: everything a checkpoint holds, positions included, in the dtype of the config.
-      formula_added_params: `added_params` as published counts of DeRS are made: without `universal_params`, and
-        without rounding the entries of a sparse delta per matrix, `N*P*(1-p)` per layer.
+      formula_added_params: `added_params` as published counts of DeRS and PESC are made: without `universal_params`,
+        without LoRA, which is merged, and without rounding the entries of a sparse delta per matrix, `N*P*(1-p)` per
+        layer.
       train_flops_per_token: of one training step at the full context length (see `train.flops`).
     """
 
@@ -76,14 +80,14 @@ class TrainingMemory:
 
 def make_plan(config: ModelConfig) -> Plan:
     """Counts a model. No weights are needed or made."""
-    specs = leaf_specs(config)
-    params = {path: math.prod(spec.shape) for path, spec in specs.items() if is_parameter(spec)}
+    params = parameter_sizes(config)
     total = sum(params.values())
-    dense = total if not config.moe_layers else count_parameters(leaf_specs(dense_config(config)).values())
-    routers = sum(size for path, size in params.items() if "/mlp/router/" in path)
+    dense = sum(parameter_sizes(dense_config(config)).values())
+    routers = sum(size for path, size in params.items() if "/router/" in path)
     experts = sum(size for path, size in params.items() if "/mlp/experts/" in path)
     universal = sum(size for path, size in params.items() if "/mlp/universal/" in path)
-    norms = sum(size for path, size in params.items() if path.split("/")[-2].endswith("norm"))
+    lora = sum(size for path, size in params.items() if "/lora/" in path)
+    norms = _norms(params)
     rounded_away = sum(_rounded_away(config, layer) for layer in config.layers)
     trained = trained_leaves(config)
     return Plan(
@@ -94,11 +98,43 @@ def make_plan(config: ModelConfig) -> Plan:
         expert_params=experts,
         universal_params=universal,
         norm_params=norms,
-        active_params=sum(_active(config, path, size) for path, size in params.items()) - norms,
+        active_params=_active(config, params) - norms,
         trainable_params=sum(size for path, size in params.items() if path in trained),
-        param_bytes=count_bytes(specs.values()),
-        formula_added_params=total - dense - universal + round(rounded_away),
+        param_bytes=count_bytes(leaf_specs(config).values()),
+        formula_added_params=total - dense - universal - lora + round(rounded_away),
         train_flops_per_token=train_flops_per_token(config, config.max_positions),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TunedParameters:
+    """What is trained of a model with a frozen base (METHODS 8).
+
+    Attributes:
+      total_params: adapters, LoRA, and the routers that choose among adapters.
+      active_params: what one token meets of them: of S, D and LoRA all, of E and PESC k of E adapters, of R K of M; and
+        routers as a whole.
+      active_fraction: `active_params`, as a share of the active parameters of the base model.
+    """
+
+    total_params: int
+    active_params: int
+    active_fraction: float
+
+
+def tuned_parameters(config: ModelConfig) -> TunedParameters | None:
+    """Counts what tuning trains; None for a model whose base is not frozen."""
+    if not config.frozen_base:
+        return None
+    added = own_leaves(config)
+    own = {path: size for path, size in parameter_sizes(config).items() if path in added}
+    base = base_config(config)
+    below = parameter_sizes(base)
+    active = _active(config, own)
+    return TunedParameters(
+        total_params=sum(own.values()),
+        active_params=active,
+        active_fraction=active / (_active(base, below) - _norms(below)),
     )
 
 
@@ -131,12 +167,13 @@ def training_memory(config: ModelConfig, mesh: Mapping[str, int], param_dtype: s
 
 
 def dense_config(config: ModelConfig) -> ModelConfig:
-    """The model with one expert of every MoE layer in place of the layer."""
+    """The model with one expert of every MoE layer in place of the layer, and no adapters."""
+    base = base_config(config)
     layers = (
         dataclasses.replace(layer, mlp=layer.mlp.expert) if isinstance(layer.mlp, MoEConfig) else layer
-        for layer in config.layers
+        for layer in base.layers
     )
-    return dataclasses.replace(config, layers=tuple(layers))
+    return dataclasses.replace(base, layers=tuple(layers))
 
 
 def trained_leaves(config: ModelConfig) -> frozenset[str]:
@@ -145,12 +182,13 @@ def trained_leaves(config: ModelConfig) -> frozenset[str]:
     return frozenset(leaf for path in trainable_paths(model) for leaf in disk_paths(config, path))
 
 
-def _active(config: ModelConfig, path: str, size: int) -> int:
-    """How much of a leaf one token meets."""
-    if "/mlp/experts/" not in path or "/mlp/experts/base/" in path:
-        return size
-    moe = config.layers[int(path.split("/")[1])].mlp
-    return size // moe.bank_experts * min(moe.bank_top_k, moe.bank_experts)
+def _active(config: ModelConfig, params: Mapping[str, int]) -> int:
+    """How many of these parameters one token meets."""
+    return sum(active_size(config, path, size) for path, size in params.items())
+
+
+def _norms(params: Mapping[str, int]) -> int:
+    return sum(size for path, size in params.items() if path.split("/")[-2].endswith("norm"))
 
 
 def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:

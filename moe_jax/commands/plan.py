@@ -7,23 +7,39 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from moe_jax.commands.adapting import Adapting
 from moe_jax.commands.upcycling import Upcycling
 
 if TYPE_CHECKING:
     from moe_jax.commands.planned_compression import PlannedCompression
     from moe_jax.models import ModelConfig
-    from moe_jax.plan import Plan, TrainingMemory
+    from moe_jax.plan import Plan, TrainingMemory, TunedParameters
 
+_ADAPT = ("perft-r", "perft-e", "perft-d", "perft-s", "lora")
 _NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", "compress_layers", "dtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Upcycling):
-    """Counts parameters and bytes of a model, or with any of upcycle's options of the MoE it would become; with
+class Options(Upcycling, Adapting):
+    """Counts parameters and bytes of a model, or with any of upcycle's or adapt's options of what it would become; with
     --compress also the bytes of its experts in every form in which they can be stored."""
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG_OR_MODEL")]
     """A config.json, ours or Hugging Face's, or a directory that holds one, with weights or without."""
+    method: Annotated[
+        Literal["vanilla", "ders", "pesc", "perft-r", "perft-e", "perft-d", "perft-s", "lora"] | None,
+        tyro.conf.arg(metavar="METHOD"),
+    ] = None
+    """A method of upcycle (vanilla, ders, pesc) or of adapt (perft-r, perft-e, perft-d, perft-s, lora); the options
+    below are those of the two commands."""
+    adapter: Annotated[str | None, tyro.conf.arg(metavar="INT|lora:R|parallel:R")] = None
+    """Of pesc the width of an adapter (default 512), of adapt's methods what an adapter is."""
+    scale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """What the adapters' outputs are multiplied by."""
+    experts: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Experts per MoE layer (default 8); of perft-r and perft-d, adapters beside one."""
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Experts that a token goes to (default 2); of perft-r, adapters."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Adds the bytes per chip of training with AdamW in float32, without activations, as in fsdp=8,tensor=2."""
     compress: Annotated[str | None, tyro.conf.arg(metavar="METHOD")] = None
@@ -54,26 +70,44 @@ def run(options: Options) -> None:
       InputError: if it cannot be read, or the options do not go with it.
     """
     from moe_jax.open_source import read_config
-    from moe_jax.plan import make_plan, training_memory
-    from moe_jax.upcycle import upcycled_config
+    from moe_jax.plan import make_plan, training_memory, tuned_parameters
 
-    config = read_config(options.model)
-    if options.any_given():
-        config = upcycled_config(config, options.options())
-    plan = make_plan(config)
+    config = _planned_config(read_config(options.model), options)
+    plan, tuned = make_plan(config), tuned_parameters(config)
     memory = training_memory(config, _mesh(options.mesh)) if options.mesh is not None else None
     compressed = _compression(config, options)
     if options.json:
         described = dataclasses.asdict(plan)
+        if tuned is not None:
+            described["peft"] = dataclasses.asdict(tuned)
         if memory is not None:
             described["training_bytes_per_chip"] = dataclasses.asdict(memory)
         if compressed is not None:
             described["compression"] = compressed.to_json()
         print(json.dumps(described, indent=2))
         return
-    _print(options.model, config, plan, memory)
+    _print(options.model, config, plan, tuned, memory)
     if compressed is not None:
         compressed.print()
+
+
+def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
+    """What the model would become."""
+    from moe_jax.commands.adapting import adapt_options
+    from moe_jax.errors import InputError
+    from moe_jax.peft.options import adapted_config
+    from moe_jax.upcycle import upcycled_config
+
+    upcycles, adapts = ({field.name for field in dataclasses.fields(kind)} for kind in (Upcycling, Adapting))
+    needless = upcycles - adapts if options.method in _ADAPT else adapts - upcycles
+    fields = [field for field in dataclasses.fields(options) if field.name in needless]
+    given = [_flag(field.name) for field in fields if getattr(options, field.name) != field.default]
+    if given:
+        method = f"--method {options.method}" if options.method else "upcycling; to adapt a model takes --method"
+        raise InputError(f"{', '.join(given)}: does not go with {method}")
+    if options.method in _ADAPT:
+        return adapted_config(config, adapt_options(options))
+    return upcycled_config(config, options.options()) if options.any_given() else config
 
 
 def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression | None":
@@ -82,7 +116,7 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
     if options.compress is None:
         needless = [name for name in _NEEDS_COMPRESS if getattr(options, name) is not None]
         if needless:
-            raise InputError(f"{', '.join('--' + name.replace('_', '-') for name in needless)}: only with --compress")
+            raise InputError(f"{', '.join(map(_flag, needless))}: only with --compress")
         return None
     from moe_jax.commands.planned_compression import planned_compression
 
@@ -98,6 +132,10 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
     )
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _mesh(text: str) -> dict[str, int]:
     """`fsdp=8,tensor=2` as a dict."""
     from moe_jax.errors import InputError
@@ -111,7 +149,13 @@ def _mesh(text: str) -> dict[str, int]:
     return mesh
 
 
-def _print(path: Path, config: "ModelConfig", plan: "Plan", memory: "TrainingMemory | None") -> None:
+def _print(
+    path: Path,
+    config: "ModelConfig",
+    plan: "Plan",
+    tuned: "TunedParameters | None",
+    memory: "TrainingMemory | None",
+) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -129,6 +173,10 @@ def _print(path: Path, config: "ModelConfig", plan: "Plan", memory: "TrainingMem
         universal = "" if first.universal == "none" else f"; universal FFN: {first.universal}"
         extended = ", extended" if first.extended else ""
         console.print(f"{first.num_experts} experts, {first.top_k} per token, {first.bank.kind}{universal}{extended}")
+        if first.perft is not None:
+            perft = first.perft
+            chosen = "" if perft.top_k is None else f", {perft.top_k} per token"
+            console.print(f"PERFT, {perft.variant}: {perft.num_experts} adapters of rank {perft.adapter.rank}{chosen}")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -147,7 +195,12 @@ def _print(path: Path, config: "ModelConfig", plan: "Plan", memory: "TrainingMem
     for name, count, note in rows:
         table.add_row(name, f"{count:,}", note)
     if plan.formula_added_params != plan.added_params:
-        table.add_row("  added, by formula", f"{plan.formula_added_params:,}", "as DeRS counts")
+        note = "as DeRS counts" if tuned is None else "as published counts are made: without LoRA, which is merged"
+        table.add_row("  added, by formula", f"{plan.formula_added_params:,}", note)
+    if tuned is not None:
+        note = f"{tuned.active_fraction:.2%} of what is active in the base"
+        table.add_row("tuned", f"{tuned.total_params:,}", "adapters, LoRA and the routers that choose among adapters")
+        table.add_row("  active per token", f"{tuned.active_params:,}", note)
     table.add_row("bytes", human_bytes(plan.param_bytes), f"in {config.dtype}, positions included")
     flops = f"of a training step per token, context {config.max_positions}"
     table.add_row("FLOP", f"{plan.train_flops_per_token:,.0f}", flops)

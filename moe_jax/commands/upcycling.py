@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 if TYPE_CHECKING:
+    from moe_jax.experts.config import BankConfig
     from moe_jax.upcycle import UpcycleOptions
 
 
@@ -18,17 +19,27 @@ def _arg(default: str, metavar: str) -> object:
 class Upcycling:
     """What the dense model is to become; None where the user said nothing."""
 
+    method: Annotated[Literal["vanilla", "ders", "pesc"] | None, _arg("by --delta", "vanilla|ders|pesc")] = None
+    """vanilla: the experts are copies of the FFN; ders: the FFN, which all share, plus a --delta; pesc: the FFN, which
+    all share, and an adapter after it (Camelidae)."""
     experts: Annotated[int | None, _arg("8", "INT")] = None
     """Experts per MoE layer."""
     top_k: Annotated[int | None, _arg("2", "INT")] = None
     """Experts that a token goes to."""
-    every: Annotated[int | None, _arg("2", "INT")] = None
+    every: Annotated[int | None, _arg("2, of pesc 1", "INT")] = None
     """Every N-th layer becomes an MoE: with 2 layers 1, 3, 5, ... counted from 0, with 1 all of them."""
     layers: Annotated[tuple[int, ...] | None, _arg("by --every", "INT [INT ...]")] = None
     """The layers that become MoEs, counted from 0."""
     delta: Annotated[str | None, _arg("full", "full|low-rank:R|sparse:RATE")] = None
     """What an expert is: a full copy of the FFN; or the FFN, which all share, plus a product of rank R per matrix, or
     plus single entries per matrix, of which the share RATE (such as 0.9) is left out."""
+    adapter: Annotated[str | None, _arg("512", "INT")] = None
+    """pesc: width of an adapter."""
+    scale: Annotated[float | None, _arg("0.25", "FLOAT")] = None
+    """pesc: what the adapters' outputs are multiplied by."""
+    rest: Annotated[str | None, _arg("qlora:64", "qlora:R|lora:R|frozen|full")] = None
+    """pesc: what becomes of the dense model: frozen, with LoRA of rank R beside every kernel of attention and FFNs,
+    over NF4 codes (qlora) or not (lora); frozen without; or trained with the adapters (full)."""
     freeze_base: bool = False
     """The shared FFN will not be trained (low-rank and sparse)."""
     gate: Annotated[
@@ -56,11 +67,12 @@ class Upcycling:
         """What to do, defaults filled in.
 
         Raises:
-          InputError: for a delta that cannot be read or does not go with --freeze-base, or a gate beside --universal.
+          InputError: for options that cannot be read or do not go with each other.
         """
-        from moe_jax.errors import InputError
-        from moe_jax.upcycle import UpcycleOptions, parse_delta
+        from moe_jax.errors import InputError, raise_if_any
+        from moe_jax.upcycle import PESC, UpcycleOptions, parse_delta, parse_rest
 
+        raise_if_any(_misplaced(self), f"--method {self.method}" if self.method else "upcycling")
         if self.gate is not None and self.universal not in (None, "none"):
             raise InputError(f"--gate does not go with --universal {self.universal}, which weights the experts itself")
         given = {
@@ -74,12 +86,41 @@ class Upcycling:
             "cv_coef": self.cv_coef,
             "universal": self.universal,
         }
-        bank = parse_delta(self.delta or "full", freeze_base=self.freeze_base)
-        options = UpcycleOptions(bank=bank, extended=self.extended)
+        if self.method == "pesc":
+            rest = PESC.rest if self.rest is None else parse_rest(self.rest)
+            options = dataclasses.replace(PESC, bank=_adapter_bank(PESC.bank, self.adapter, self.scale), rest=rest)
+        else:
+            bank = parse_delta(self.delta or "full", freeze_base=self.freeze_base)
+            options = UpcycleOptions(bank=bank, extended=self.extended)
         return dataclasses.replace(options, **{name: value for name, value in given.items() if value is not None})
 
     def any_given(self) -> bool:
         """Whether the user said anything about upcycling."""
-        return any(
-            getattr(self, field.name) != field.default for field in dataclasses.fields(Upcycling)
-        )
+        return any(getattr(self, field.name) != field.default for field in dataclasses.fields(Upcycling))
+
+
+def _misplaced(given: Upcycling) -> list[str]:
+    """Options that the method does not have, and those that it lacks."""
+    if given.method == "pesc":
+        absent = {"delta": given.delta, "freeze-base": given.freeze_base, "universal": given.universal}
+        absent |= {"extended": given.extended, "gate": given.gate}
+        given_here = [name for name, value in absent.items() if value not in (None, False, "none")]
+        return [f"--{name} does not go with adapter experts" for name in given_here]
+    absent = {"adapter": given.adapter, "scale": given.scale, "rest": given.rest}
+    problems = [f"--{name} goes with --method pesc only" for name, value in absent.items() if value is not None]
+    if given.method == "vanilla" and given.delta not in (None, "full"):
+        problems.append(f"its experts are copies, and --delta {given.delta} is another kind; use --method ders")
+    if given.method == "ders" and given.delta in (None, "full"):
+        problems.append("--delta is missing: low-rank:R or sparse:RATE")
+    return problems
+
+
+def _adapter_bank(bank: "BankConfig", width: str | None, scale: float | None) -> "BankConfig":
+    """PESC's bank with another adapter."""
+    from moe_jax.errors import InputError
+
+    if width is not None and not width.isdigit():
+        raise InputError(f"--adapter {width!r}: of pesc it is the width of the adapters, a whole number such as 512")
+    changed = {"rank": None if width is None else int(width), "scale": scale}
+    adapter = dataclasses.replace(bank.adapter, **{key: value for key, value in changed.items() if value is not None})
+    return dataclasses.replace(bank, adapter=adapter)

@@ -1,0 +1,245 @@
+"""What tuning is asked to do, and the config of the model that is then tuned."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from moe_jax.errors import InputError, check_member, nearest, raise_if_any
+from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
+from moe_jax.models.config import PROJECTIONS, LayerConfig, ModelConfig, MoEConfig, PerftConfig
+from moe_jax.peft.base import is_tuned
+
+METHODS = {"perft-r": "routed", "perft-e": "embedded", "perft-d": "dense", "perft-s": "single", "lora": "lora"}
+BASES = ("stored", "nf4")
+ROUTER = "router"
+DROPOUT = 0.05
+# Alpha is twice the rank unless something else is said (METHODS 7).
+LORA_SCALE = 2.0
+PARALLEL_SCALE = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptOptions:
+    """How a model is tuned with few parameters. None: not said, where a method may have something to say about it.
+
+    Attributes:
+      method: one of `METHODS`.
+      adapter: `lora:R` or `parallel:R`, with the width R.
+      scale: of the adapters' outputs; of LoRA 2, of parallel adapters 1.
+      alpha: of LoRA, instead of `scale`, which is alpha/R.
+      dropout: on the adapters' inputs; 0.05.
+      num_experts, top_k: M adapters, of which K for every token (PERFT-R; of PERFT-D, M alone).
+      balance_coef, z_coef: of the losses of PERFT-R's own router; 0.01 and 0.
+      targets: the kernels that LoRA stands beside, by name: q, k, v, o, gate, up, down, router.
+      base: how the frozen base is held: as it is stored, or as NF4 codes.
+    """
+
+    method: str
+    adapter: str
+    scale: float | None = None
+    alpha: float | None = None
+    dropout: float | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
+    balance_coef: float | None = None
+    z_coef: float | None = None
+    targets: tuple[str, ...] | None = None
+    base: Literal["stored", "nf4"] = "stored"
+
+
+# What belongs to some methods only.
+_ONLY = {
+    "num_experts": ("perft-r", "perft-d"),
+    "top_k": ("perft-r",),
+    "balance_coef": ("perft-r",),
+    "z_coef": ("perft-r",),
+    "targets": ("lora",),
+}
+_REQUIRED = {"num_experts": ("perft-r", "perft-d"), "top_k": ("perft-r",), "targets": ("lora",)}
+_FLAGS = {"num_experts": "--experts"}
+
+
+def adapted_config(config: ModelConfig, options: AdaptOptions) -> ModelConfig:
+    """The config of a model with fresh adapters beside a frozen base.
+
+    Args:
+      config: of the base.
+      options: what to do.
+
+    Returns:
+      `config` with adapters in every layer that can have them, and `frozen_base`.
+
+    Raises:
+      InputError: if the options do not go with each other or with the model; all problems are listed.
+    """
+    check_member("--method", options.method, tuple(METHODS))
+    check_member("--base", options.base, BASES)
+    problems: list[str] = []
+    adapter = _collected(problems, lambda: parse_adapter(options))
+    problems += _misplaced(options)
+    problems += _unfit(config, options)
+    if adapter is None or problems:
+        raise_if_any(problems, f"--method {options.method}")
+    layers = list(config.layers)
+    for i, layer in enumerate(layers):
+        try:
+            layers[i] = _adapted(layer, options, adapter)
+        except InputError as error:
+            # Equal layers have equal problems: one of them is enough.
+            raise InputError(f"--method {options.method}: {error}") from None
+    adapted = dataclasses.replace(config, layers=tuple(layers), frozen_base=True)
+    return with_nf4(adapted) if options.base == "nf4" else adapted
+
+
+def parse_adapter(options: AdaptOptions) -> AdapterConfig:
+    """Reads `lora:R` or `parallel:R`, with scale, alpha and dropout.
+
+    Raises:
+      InputError: for anything else, or values that make no sense.
+    """
+    kind, colon, number = options.adapter.partition(":")
+    if kind not in ("lora", "parallel") or not colon:
+        raise InputError(
+            f"unknown --adapter {options.adapter!r}{nearest(kind, ('lora', 'parallel'))}; it is lora:R or parallel:R"
+        )
+    if options.method == "lora" and kind != "lora":
+        raise InputError(f"--adapter {options.adapter} does not go with LoRA, whose adapters are lora:R")
+    try:
+        rank = int(number)
+    except ValueError:
+        raise InputError(f"--adapter {options.adapter!r}: expected a whole number after the colon") from None
+    if rank < 1:
+        raise InputError(f"--adapter {options.adapter}: the rank must be at least 1")
+    scale = _scale(options, kind, rank)
+    if not 0.0 < scale < math.inf:
+        raise InputError(f"a scale of {scale:g} makes nothing of the adapters; it must be above 0")
+    return AdapterConfig(
+        rank=rank,
+        activation="none" if kind == "lora" else "silu",
+        scale=scale,
+        dropout=DROPOUT if options.dropout is None else options.dropout,
+    )
+
+
+def targets_of(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the kernels that LoRA can stand beside somewhere in a model."""
+    found: dict[str, None] = dict.fromkeys(PROJECTIONS)
+    for layer in config.layers:
+        found |= dict.fromkeys(_targets(layer.mlp))
+    return tuple(found)
+
+
+def with_nf4(config: ModelConfig) -> ModelConfig:
+    """The same with the kernels of attention, FFNs, shared bases and full experts as NF4 codes.
+
+    Embeddings, head, norms, routers and everything small stay as they are.
+    """
+    layers = []
+    for layer in config.layers:
+        mlp = layer.mlp
+        if isinstance(mlp, FFNConfig):
+            mlp = dataclasses.replace(mlp, nf4=True)
+        elif has_kernels(mlp):
+            mlp = dataclasses.replace(mlp, expert=dataclasses.replace(mlp.expert, nf4=True))
+        layers.append(LayerConfig(attention=dataclasses.replace(layer.attention, nf4=True), mlp=mlp))
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+def has_kernels(moe: MoEConfig) -> bool:
+    """Whether the experts of a layer have kernels, of their own or shared: deltas without a base have none."""
+    return moe.bank.kind == "full" or moe.bank.has_base
+
+
+def _scale(options: AdaptOptions, kind: str, rank: int) -> float:
+    if options.alpha is None:
+        return options.scale if options.scale is not None else LORA_SCALE if kind == "lora" else PARALLEL_SCALE
+    if kind != "lora":
+        raise InputError("--alpha is LoRA's, and a parallel adapter has none; use --scale")
+    if options.scale is not None:
+        raise InputError("give --alpha or --scale, which is alpha/R, but not both")
+    return options.alpha / rank
+
+
+def _misplaced(options: AdaptOptions) -> list[str]:
+    """What the method cannot have, and what it lacks."""
+    problems = []
+    for name, methods in _ONLY.items():
+        flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+        given = getattr(options, name) is not None
+        if given and options.method == "perft-e" and name == "num_experts":
+            problems.append("PERFT-E has one adapter for each of the MoE's experts; leave --experts out")
+        elif given and options.method not in methods:
+            problems.append(f"{flag} goes with {' and '.join(methods)} only")
+        elif not given and options.method in _REQUIRED.get(name, ()):
+            problems.append(f"{flag} is missing")
+    return problems
+
+
+def _unfit(config: ModelConfig, options: AdaptOptions) -> list[str]:
+    """Why the model cannot be tuned so."""
+    problems = []
+    if is_tuned(config):
+        problems.append("the model has adapters already; merge them (moe-jax merge) or adapt the model below them")
+    if options.method != "lora" and not config.moe_layers:
+        problems.append(
+            "PERFT stands beside an MoE, and the model is dense; upcycle it first (moe-jax upcycle), or use LoRA"
+        )
+    if options.method == "lora" and options.targets is not None:
+        known = targets_of(config)
+        unknown = [name for name in options.targets if name not in known]
+        if unknown or not options.targets:
+            named = ", ".join(unknown) or "nothing"
+            problems.append(f"--targets: {named} matches no kernel; this model has {', '.join(known)}")
+        if len(set(options.targets)) < len(options.targets):
+            problems.append("--targets: name every kernel once")
+    return problems
+
+
+def _collected(problems: list[str], make) -> AdapterConfig | None:
+    try:
+        return make()
+    except InputError as error:
+        problems.append(str(error))
+        return None
+
+
+def _adapted(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig) -> LayerConfig:
+    if options.method == "lora":
+        return _with_lora(layer, options, adapter)
+    if not isinstance(layer.mlp, MoEConfig):
+        return layer
+    given = {"balance_coef": options.balance_coef, "z_coef": options.z_coef}
+    perft = PerftConfig(
+        variant=METHODS[options.method],
+        adapter=adapter,
+        num_experts=layer.mlp.num_experts if options.method == "perft-e" else options.num_experts or 1,
+        top_k=options.top_k,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, perft=perft))
+
+
+def _with_lora(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig) -> LayerConfig:
+    def lora(known: Iterable[str], dropout: float = adapter.dropout) -> LoRAConfig | None:
+        targets = tuple(name for name in options.targets if name in known)
+        return LoRAConfig(rank=adapter.rank, targets=targets, scale=adapter.scale, dropout=dropout) if targets else None
+
+    attention = dataclasses.replace(layer.attention, lora=lora(PROJECTIONS))
+    if isinstance(layer.mlp, FFNConfig):
+        return LayerConfig(attention=attention, mlp=dataclasses.replace(layer.mlp, lora=lora(layer.mlp.matrices)))
+    known = _targets(layer.mlp)
+    # Inputs of full experts are sorted rows, which have no dropout; what is asked for expressly is refused there.
+    full = layer.mlp.bank.kind == "full" and options.dropout is None
+    beside = lora([name for name in known if name != ROUTER], *([0.0] if full else []))
+    expert = dataclasses.replace(layer.mlp.expert, lora=beside)
+    router = lora([ROUTER] if ROUTER in known else [])
+    return LayerConfig(attention=attention, mlp=dataclasses.replace(layer.mlp, expert=expert, router_lora=router))
+
+
+def _targets(mlp: FFNConfig | MoEConfig) -> tuple[str, ...]:
+    """Names of the kernels of a layer's FFN or MoE that LoRA can stand beside."""
+    if isinstance(mlp, FFNConfig):
+        return mlp.matrices
+    router = () if mlp.universal == "coder" else (ROUTER,)
+    return (*(mlp.expert.matrices if has_kernels(mlp) else ()), *router)

@@ -1,0 +1,119 @@
+"""What is said of the parameters that will be trained: by `adapt`, `upcycle` and `train` in the same words."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import rich.console
+import rich.table
+
+from moe_jax.loading import leaf_specs
+from moe_jax.models import ModelConfig
+from moe_jax.peft.base import own_leaves
+from moe_jax.peft.counting import active_size, parameter_sizes
+
+
+class ParameterGroup(NamedTuple):
+    """A parameter of all layers that have it.
+
+    Attributes:
+      pattern: leaf path, with the layers that it stands for: `layers/{0,2,4}/mlp/router/kernel`.
+      size: number of parameters.
+      active: how many of them one token meets.
+    """
+
+    pattern: str
+    size: int
+    active: int
+
+
+def trained_groups(config: ModelConfig, trained: Collection[str]) -> list[ParameterGroup]:
+    """The parameters that are trained, layers folded, in the order of the model.
+
+    Args:
+      config: of the model.
+      trained: paths of leaves as on disk.
+    """
+    sizes = parameter_sizes(config)
+    folded: dict[str, list[str]] = {}
+    for path in sizes:
+        if path in trained:
+            folded.setdefault(re.sub(r"^layers/\d+/", "layers/*/", path), []).append(path)
+    return [
+        ParameterGroup(
+            pattern=_pattern(paths),
+            size=sum(sizes[path] for path in paths),
+            active=sum(active_size(config, path, sizes[path]) for path in paths),
+        )
+        for paths in folded.values()
+    ]
+
+
+def print_trained(console: rich.console.Console, config: ModelConfig, trained: Collection[str]) -> None:
+    """Prints what will be trained: patterns, counts, shares of the model, and whether routers are among it.
+
+    Args:
+      console: to print to.
+      config: of the model.
+      trained: paths of leaves as on disk.
+    """
+    sizes, groups = parameter_sizes(config), trained_groups(config, trained)
+    total, active = sum(sizes.values()), sum(group.active for group in groups)
+    count = sum(group.size for group in groups)
+    table = rich.table.Table("will be trained", box=None, header_style="bold", pad_edge=False)
+    for column in ("parameters", "active", "of the model"):
+        table.add_column(column, justify="right")
+    for group in groups:
+        table.add_row(group.pattern, f"{group.size:,}", f"{group.active:,}", _percent(group.size, total))
+    lines = [
+        f"trained: {count:,} of {total:,} parameters ({_percent(count, total)}), {active:,} of them active per token",
+        *([f"frozen: {total - count:,} parameters{_as_nf4(config, sizes)}"] if count < total else []),
+        *_router_lines(config, sizes, trained),
+    ]
+    console.print(table, highlight=False)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collection[str]) -> list[str]:
+    """The router of the model, and the one that chooses among adapters, where there are any."""
+    own = own_leaves(config)
+    routers = [path for path in sizes if "/router/" in path]
+    lora = [path for path in routers if "/lora/" in path]
+    choosing = [path for path in routers if path in own and path not in lora]
+    models = [path for path in routers if path not in own]
+    lines = []
+    if models:
+        beside = ", but LoRA beside it is" if any(path in trained for path in lora) else ""
+        lines.append(f"the router is among them: {_how_many(models, trained)}{beside}")
+    if choosing:
+        lines.append(f"the adapters' own router is among them: {_how_many(choosing, trained)}")
+    return lines
+
+
+def _how_many(paths: Sequence[str], trained: Collection[str]) -> str:
+    inside = [path in trained for path in paths]
+    return "yes" if all(inside) else "some" if any(inside) else "no"
+
+
+def _as_nf4(config: ModelConfig, sizes: Mapping[str, int]) -> str:
+    """How many there are of the kernels that the model has no leaves for but NF4's."""
+    missing = sizes.keys() - leaf_specs(config).keys()
+    return f", {sum(sizes[path] for path in missing):,} of them as NF4 codes" if missing else ""
+
+
+def _percent(part: int, total: int) -> str:
+    """With enough digits to tell a small share from nothing."""
+    share = part / total
+    return f"{share:.2%}" if share >= 0.001 or not part else f"{100 * share:.2g}%"
+
+
+def _pattern(paths: Sequence[str]) -> str:
+    if not paths[0].startswith("layers/"):
+        return paths[0]
+    layers = [int(path.split("/")[1]) for path in paths]
+    if len(layers) == 1:
+        return paths[0]
+    consecutive = layers[-1] - layers[0] == len(layers) - 1
+    shown = f"{layers[0]}-{layers[-1]}" if consecutive else ",".join(map(str, layers))
+    return f"layers/{{{shown}}}/{paths[0].split('/', 2)[2]}"
