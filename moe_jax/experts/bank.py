@@ -40,8 +40,11 @@ class ExpertBank(nnx.Module, abc.ABC):
         self.num_experts = num_experts
 
     @abc.abstractmethod
-    def __call__(self, x: Float[Array, "T d"], routing: Routing) -> Float[Array, "T d"]:
-        """Sum over the chosen experts of weight times expert output, in the dtype of `x`."""
+    def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
+        """Sum over the chosen experts of weight times expert output, in the dtype of `x`.
+
+        `key` is for what is random in training (dropout); None: nothing is.
+        """
 
     @abc.abstractmethod
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
@@ -59,7 +62,7 @@ class ExpertBank(nnx.Module, abc.ABC):
 
     def frozen_leaves(self) -> re.Pattern[str]:
         """Matches the paths, below the bank, of parameters that are not trained."""
-        return re.compile("^base/" if not self.config.train_base else "^$")
+        return re.compile("^base/(?!.*/lora/)" if not self.config.train_base else "^$")
 
     def num_parameters(self) -> int:
         """Parameters of the bank; positions and codes, which are integers, are not counted (METHODS 8)."""

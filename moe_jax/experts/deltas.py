@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.config import BankConfig
+from moe_jax.experts.parallel import low_rank_specs
 from moe_jax.experts.places import check_addressable, columns_dtype, index_dtype
 from moe_jax.functional.deltas import DeltaForm, LowRankForm, QuantizedForm, SparseForm
 from moe_jax.functional.packing import SCALE_DTYPE, codes_shape, pack, scales_shape
@@ -65,13 +66,6 @@ class LowRankDelta(Delta):
 
     def specs(self, split: str) -> dict[str, P]:
         return low_rank_specs(split)
-
-
-def low_rank_specs(split: str) -> dict[str, P]:
-    """How stacked low-rank factors lie on the mesh; see `Delta.specs`."""
-    if split == "in":
-        return {"a": P("expert", "tensor", None), "b": P("expert", None, None)}
-    return {"a": P("expert", None, None), "b": P("expert", None, "tensor")}
 
 
 class JointFactor(nnx.Module):

@@ -9,7 +9,7 @@ states are combined before it. What is left per expert are the activation and th
 - `entrywise`: the same, with sparse deltas applied entry by entry.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ class Deltas(NamedTuple):
 def factored_ffn(
     x: Float[Array, "T d"],
     routing: Routing,
-    bases: Mapping[str, Float[Array, "i o"] | None],
+    bases: Mapping[str, Callable[[Array], Array] | None],
     deltas: Mapping[str, Deltas],
     biases: Mapping[str, Float[Array, "E o"]],
     activation: str,
@@ -48,7 +48,7 @@ def factored_ffn(
     Args:
       x: tokens.
       routing: chosen experts and weights.
-      bases: `up`, `down`, and `gate` if gated; None each where the deltas are all there is.
+      bases: products with the base of `up`, `down`, and `gate` if gated; None each where the deltas are all there is.
       deltas: by the same names.
       biases: any of them by the same names.
       activation: of the FFN.
@@ -68,12 +68,12 @@ def factored_ffn(
 
     def into_hidden(name: str) -> Float[Array, "M f"]:
         own, base = delta_product(rows, name), bases[name]
-        return own if base is None else dispatch(linear(x, base), order, top_k) + own
+        return own if base is None else dispatch(base(x), order, top_k) + own
 
     gate = into_hidden("gate") if "gate" in bases else None
     h = hidden(into_hidden("up"), gate, activation)
     y = combine(delta_product(h, "down"), order, routing.weights)
-    return y if bases["down"] is None else linear(combine(h, order, routing.weights), bases["down"]) + y
+    return y if bases["down"] is None else bases["down"](combine(h, order, routing.weights)) + y
 
 
 def _delta_matmul(
@@ -93,7 +93,7 @@ def _delta_matmul(
 def _side_by_side(
     x: Float[Array, "T d"],
     routing: Routing,
-    bases: Mapping[str, Array | None],
+    bases: Mapping[str, Callable[[Array], Array] | None],
     deltas: Mapping[str, Deltas],
     biases: Mapping[str, Array],
     activation: str,
@@ -116,8 +116,9 @@ def _side_by_side(
     def into_hidden(name: str) -> Float[Array, "T k f"]:
         a, b = factors(name)
         y = linear(masked(linear(x, a), chosen), b)
-        if bases[name] is not None:
-            y = y + linear(x, bases[name])[:, None, :]
+        base = bases[name]
+        if base is not None:
+            y = y + base(x)[:, None, :]
         return y + linear(chosen, biases[name]) if name in biases else y
 
     gate = into_hidden("gate") if "gate" in bases else None
@@ -125,5 +126,5 @@ def _side_by_side(
     a, b = factors("down")
     y = linear(jnp.sum(masked(linear(h.reshape(tokens * top_k, -1), a), weighted), axis=1), b)
     if bases["down"] is not None:
-        y = linear(weighted_sum(h, routing.weights), bases["down"]) + y
+        y = bases["down"](weighted_sum(h, routing.weights)) + y
     return y + linear(jnp.sum(weighted, axis=1), biases["down"]) if "down" in biases else y

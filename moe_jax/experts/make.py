@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 
+from moe_jax.experts.adapters import AdapterBank
 from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.config import BankConfig, FFNConfig
 from moe_jax.experts.full import FullBank
@@ -22,5 +23,5 @@ def make_bank(
       rngs: random keys, stream `params`.
       dtype: dtype of the parameters.
     """
-    bank = FullBank if config.kind == "full" else SharedBaseBank
+    bank = {"full": FullBank, "adapter": AdapterBank}.get(config.kind, SharedBaseBank)
     return bank(config, expert, num_experts, d_model, rngs=rngs, dtype=dtype)

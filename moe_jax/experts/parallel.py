@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from moe_jax.functional.deltas import NF4Form
 from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.grouped import grouped_matmul
@@ -102,6 +103,56 @@ class SynthesisedKernels(Kernels):
             fixed["origin"] = jnp.broadcast_to(part.origin[None, :], (group_sizes.shape[0], 2))
         form = self._delta.form(self.shape if part is None else part.shape)
         return synthesised_matmul(rows, arrays.get("base"), trained, fixed, group_sizes, form)
+
+
+class NF4Kernels(Kernels):
+    """Frozen kernels as NF4 leaves stacked over the experts; a kernel exists only while it is multiplied."""
+
+    def __init__(self, leaves: dict[str, Array], shape: tuple[int, int]):
+        self._leaves, self.shape = leaves, shape
+
+    def arrays(self) -> dict[str, Array]:
+        return self._leaves
+
+    def specs(self, split: str) -> dict[str, P]:
+        specs = {name: P("expert", *[None] * (leaf.ndim - 1)) for name, leaf in self._leaves.items()}
+        if split == "in":
+            return specs | {"codes": P("expert", "tensor", None)}
+        return specs | {name: P("expert", None, "tensor") for name in ("codes", "scale_codes")}
+
+    def product(self, rows: Array, arrays: dict[str, Array], group_sizes: Array, part: Part | None) -> Array:
+        fixed, form = dict(arrays), NF4Form(self.shape, self.shape[1])
+        if part is not None:
+            fixed["origin"] = jnp.broadcast_to(part.origin[None, :], (group_sizes.shape[0], 2))
+            form = NF4Form(part.shape, self.shape[1])
+        return synthesised_matmul(rows, None, {}, fixed, group_sizes, form)
+
+
+class KernelsWithLoRA(Kernels):
+    """Any kernels, with `scale * a_e b_e` of every expert beside them: two thin grouped products more."""
+
+    def __init__(self, kernels: Kernels, a: Float[Array, "E i r"], b: Float[Array, "E r o"], scale: float):
+        self._kernels, self._factors, self._scale = kernels, {"lora_a": a, "lora_b": b}, scale
+        self.shape = kernels.shape
+
+    def arrays(self) -> dict[str, Array]:
+        return self._kernels.arrays() | self._factors
+
+    def specs(self, split: str) -> dict[str, P]:
+        return self._kernels.specs(split) | {f"lora_{name}": spec for name, spec in low_rank_specs(split).items()}
+
+    def product(self, rows: Array, arrays: dict[str, Array], group_sizes: Array, part: Part | None) -> Array:
+        inner = {name: array for name, array in arrays.items() if name not in self._factors}
+        a, b = arrays["lora_a"].astype(rows.dtype), arrays["lora_b"].astype(rows.dtype)
+        thin = grouped_matmul(grouped_matmul(rows, a, group_sizes), b, group_sizes)
+        return self._kernels.product(rows, inner, group_sizes, part) + thin * jnp.asarray(self._scale, rows.dtype)
+
+
+def low_rank_specs(split: str) -> dict[str, P]:
+    """How stacked low-rank factors lie on the mesh; see `Kernels.specs`."""
+    if split == "in":
+        return {"a": P("expert", "tensor", None), "b": P("expert", None, None)}
+    return {"a": P("expert", None, None), "b": P("expert", None, "tensor")}
 
 
 def apply_experts(

@@ -1,15 +1,20 @@
 """A shared base plus something small per expert, `W_i = W + Δ_i` (METHODS 2.2, 2.3, 3, 4, 5)."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.bank import ExpertBank, Weights, add_stacked_biases, normal_kernel
+from moe_jax.experts.bank import ExpertBank, add_stacked_biases
 from moe_jax.experts.config import BankConfig, FFNConfig
 from moe_jax.experts.deltas import DELTAS, NEURONS, Delta, JointFactor, JointLowRankDelta, draw_a
 from moe_jax.experts.factored import Deltas, factored_ffn
+from moe_jax.experts.linear import Linear, lora_for
 from moe_jax.experts.parallel import SynthesisedKernels, apply_experts
 from moe_jax.experts.strategy import choose_strategy
+from moe_jax.functional.keys import fold_in
 from moe_jax.functional.routing import Routing
 
 
@@ -18,7 +23,8 @@ class SharedBaseBank(ExpertBank):
 
     Applied in one of two exact ways: *factored*, with the base products once per token, or *synthesised*, every
     kernel made tile by tile inside the grouped product. `experts.strategy` says which. No [E, in, out] array exists
-    in either, forward or backward.
+    in either, forward or backward. A base with LoRA, or kept as NF4 codes, is always applied on its own, that is
+    factored.
     """
 
     def __init__(
@@ -27,8 +33,11 @@ class SharedBaseBank(ExpertBank):
         super().__init__(config, expert, num_experts)
         self._d_model = d_model
         if config.has_base:
-            kernels = {name: normal_kernel(rngs, shape, dtype) for name, shape in self._shapes.items()}
-            self.base = nnx.Dict({name: Weights(kernel) for name, kernel in kernels.items()})
+            linears = {}
+            for name, shape in self._shapes.items():
+                lora = lora_for(expert.lora, name)
+                linears[name] = Linear(shape, nf4=expert.nf4, lora=lora, rngs=rngs, dtype=dtype)
+            self.base = nnx.Dict(linears)
         if config.kind == "joint-low-rank":
             self.delta = nnx.Dict(_joint_factors(config, expert.dim, num_experts, d_model, self._shapes, rngs, dtype))
         else:
@@ -44,14 +53,15 @@ class SharedBaseBank(ExpertBank):
         # Not an attribute: NNX hashes those.
         return self.expert.shapes(self._d_model)
 
-    def __call__(self, x: Float[Array, "T d"], routing: Routing) -> Float[Array, "T d"]:
+    def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
         strategy = choose_strategy(self.config, self.expert, self.num_experts, *x.shape, routing.experts.shape[1])
-        bases = {name: self._base(name) for name in self._shapes}
         if strategy == "synthesised":
             kernels = {
-                name: SynthesisedKernels(bases[name], self._delta(name), shape) for name, shape in self._shapes.items()
+                name: SynthesisedKernels(self._base(name), self._delta(name), shape)
+                for name, shape in self._shapes.items()
             }
             return apply_experts(x, routing, kernels, self.stacked_biases(), self.expert.activation)
+        bases = {name: self._base_product(index, name, key) for index, name in enumerate(self._shapes)}
         deltas = {name: _with_form(self._delta(name), shape) for name, shape in self._shapes.items()}
         how = strategy.removeprefix("factored-")
         return factored_ffn(x, routing, bases, deltas, self.stacked_biases(), self.expert.activation, how)
@@ -66,7 +76,10 @@ class SharedBaseBank(ExpertBank):
         return tile if base is None else (base.astype(jnp.float32) + tile).astype(base.dtype)
 
     def _base(self, name: str) -> Float[Array, "i o"] | None:
-        return self.base[name].kernel[...] if self.config.has_base else None
+        return self.base[name].materialise() if self.config.has_base else None
+
+    def _base_product(self, index: int, name: str, key: Array | None) -> Callable[[Array], Array] | None:
+        return partial(self.base[name], key=fold_in(key, index)) if self.config.has_base else None
 
     def _delta(self, name: str) -> Delta | JointLowRankDelta:
         if self.config.kind != "joint-low-rank":

@@ -94,7 +94,13 @@ def _choose(
 ) -> str:
     """Cached, so that a choice is logged once."""
     costs = _costs(config, expert, num_experts, tokens, d_model, top_k)
-    if not alone:
+    if config.has_base and (expert.nf4 or expert.lora is not None):
+        # Inside a kernel's tile, LoRA would become `W + A B`. Over a mesh, sparse and quantised deltas then have no
+        # better way than to sort rows that are sharded.
+        costs.pop("synthesised")
+        if not alone:
+            costs = {name: cost for name, cost in costs.items() if name == "factored-side-by-side"} or costs
+    elif not alone:
         # Rows sorted over a mesh would be gathered everywhere. Only `side-by-side` needs no exchange at all, and
         # `synthesised` is written by hand for a mesh.
         costs = {name: cost for name, cost in costs.items() if name in ("factored-side-by-side", "synthesised")}

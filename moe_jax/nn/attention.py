@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from moe_jax.experts.linear import lora_for
 from moe_jax.functional.attention import Visibility, attention
+from moe_jax.functional.keys import fold_in
 from moe_jax.functional.rope import apply_rope
-from moe_jax.models.config import AttentionConfig, ModelConfig
+from moe_jax.models.config import PROJECTIONS, AttentionConfig, ModelConfig
 from moe_jax.nn.layers import Linear, Norm
 
 
@@ -26,10 +28,10 @@ class Attention(nnx.Module):
         self.config = config
         d, width = model.d_model, config.head_dim
         q_width, kv_width = config.num_heads * width, config.num_kv_heads * width
-        self.q = Linear((d, q_width), bias=config.qkv_bias, rngs=rngs, dtype=dtype)
-        self.k = Linear((d, kv_width), bias=config.qkv_bias, rngs=rngs, dtype=dtype)
-        self.v = Linear((d, kv_width), bias=config.qkv_bias, rngs=rngs, dtype=dtype)
-        self.o = Linear((q_width, d), bias=config.out_bias, rngs=rngs, dtype=dtype)
+        shapes = {"q": (d, q_width), "k": (d, kv_width), "v": (d, kv_width), "o": (q_width, d)}
+        for name, shape in shapes.items():
+            bias, lora = config.out_bias if name == "o" else config.qkv_bias, lora_for(config.lora, name)
+            setattr(self, name, Linear(shape, bias=bias, nf4=config.nf4, lora=lora, rngs=rngs, dtype=dtype))
         if config.qk_norm != "none":
             per_head = config.qk_norm == "head"
             self.q_norm = Norm("rms", width if per_head else q_width, model.norm_eps, dtype=dtype)
@@ -41,10 +43,12 @@ class Attention(nnx.Module):
         rope: tuple[Array, Array],
         visible: Visibility,
         cache: KVCache | None = None,
+        key: Array | None = None,
     ) -> tuple[Float[Array, "B T d"], KVCache | None]:
         """Attends over the input, or over the cache after writing the input's keys and values into
-        the slots that are the queries' places."""
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        the slots that are the queries' places. `key` is for LoRA's dropout in training."""
+        keys = {name: fold_in(key, index) for index, name in enumerate(PROJECTIONS)}
+        q, k, v = self.q(x, keys["q"]), self.k(x, keys["k"]), self.v(x, keys["v"])
         if self.config.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.config.clip_qkv is not None:
@@ -62,4 +66,4 @@ class Attention(nnx.Module):
             )
             k, v = (a.astype(x.dtype) for a in cache)
         y = attention(q, k, v, visible, window=self.config.sliding_window, aligned=cache is None)
-        return self.o(y.reshape(*x.shape[:2], -1)), cache
+        return self.o(y.reshape(*x.shape[:2], -1), keys["o"]), cache

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from moe_jax.functional import keys
 from moe_jax.functional.attention import Visibility
 from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.segments import Segment
 from moe_jax.nn.attention import Attention, KVCache
-from moe_jax.nn.keys import fold_in
 from moe_jax.nn.layers import FFN, Norm
 from moe_jax.nn.moe import MoE
 
@@ -48,14 +48,15 @@ class Block(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T d"], context: Context, cache: KVCache | None, key: Array | None = None
-    ) -> tuple[Float[Array, "B T d"], KVCache | None, RouterStats | None]:
-        """Applies the layer; `key` is its own random key in training."""
-        y, cache = self.attention(self.attention_norm(x), context.rope, context.visible, cache)
+    ) -> tuple[Float[Array, "B T d"], KVCache | None, tuple[RouterStats, ...]]:
+        """Applies the layer; `key` is its own random key in training. Also gives the statistics of its routers."""
+        attention_key = keys.fold_in(key, keys.ATTENTION)
+        y, cache = self.attention(self.attention_norm(x), context.rope, context.visible, cache, attention_key)
         x = x + y
         if self.is_moe:
             y, stats = self.mlp(self.mlp_norm(x), context.valid, key)
             return x + y, cache, stats
-        return x + self.mlp(self.mlp_norm(x)), cache, None
+        return x + self.mlp(self.mlp_norm(x), keys.fold_in(key, keys.FFN)), cache, ()
 
 
 class BlockStack(nnx.Module):
@@ -84,7 +85,7 @@ class BlockStack(nnx.Module):
           key: random key of the forward pass in training; None: deterministic.
 
         Returns:
-          Activations, caches, and stacked statistics of every MoE position.
+          Activations, caches, and stacked statistics of every router of every position.
         """
         graphdef, params = nnx.split(self.blocks)
 
@@ -93,10 +94,10 @@ class BlockStack(nnx.Module):
             blocks = nnx.merge(graphdef, params)
             new_caches, stats = [], []
             for position, block in enumerate(blocks):
-                layer_key = fold_in(key, first_layer + position)
+                layer_key = keys.fold_in(key, first_layer + position)
                 x, cache, router = block(x, context, None if caches is None else caches[position], layer_key)
                 new_caches.append(cache)
-                stats.extend([] if router is None else [router])
+                stats.extend(router)
             return x, (None if caches is None else tuple(new_caches), tuple(stats))
 
         if remat != "none":

@@ -4,22 +4,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.bank import Weights, normal_kernel
+from moe_jax.experts.bank import normal_kernel
 from moe_jax.experts.config import FFNConfig
-from moe_jax.functional.ffn import ffn
-from moe_jax.functional.linear import linear
+from moe_jax.experts.linear import Linear as Linear
+from moe_jax.experts.linear import apply_ffn, lora_for
 from moe_jax.functional.norms import layer_norm, rms_norm
-
-
-class Linear(Weights):
-    """`x W + b`; kernel [in, out]."""
-
-    def __init__(self, shape: tuple[int, int], *, bias: bool = False, rngs: nnx.Rngs, dtype: jnp.dtype):
-        super().__init__(normal_kernel(rngs, shape, dtype), jnp.zeros(shape[1], dtype) if bias else None)
-        self.has_bias = bias
-
-    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        return linear(x, self.kernel[...], self.bias[...] if self.has_bias else None)
 
 
 class Norm(nnx.Module):
@@ -44,13 +33,12 @@ class FFN(nnx.Module):
     def __init__(self, config: FFNConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
         for name, shape in config.shapes(d_model).items():
-            setattr(self, name, Linear(shape, bias=config.bias, rngs=rngs, dtype=dtype))
+            lora = lora_for(config.lora, name)
+            setattr(self, name, Linear(shape, bias=config.bias, nf4=config.nf4, lora=lora, rngs=rngs, dtype=dtype))
 
-    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    def __call__(self, x: Float[Array, "... d"], key: Array | None = None) -> Float[Array, "... d"]:
         linears = {name: getattr(self, name) for name in self.config.matrices}
-        kernels = {name: one.kernel[...] for name, one in linears.items()}
-        biases = {name: one.bias[...] for name, one in linears.items()} if self.config.bias else {}
-        return ffn(x, kernels, biases, self.config.activation)
+        return apply_ffn(linears, x, self.config.activation, key)
 
 
 class Embedding(nnx.Module):

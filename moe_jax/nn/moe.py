@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts module: a router, a bank, and perhaps a universal FFN."""
+"""The Mixture-of-Experts module: a router, a bank, and perhaps a universal FFN and PEFT experts."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -6,11 +6,12 @@ from jaxtyping import Array, Bool, Float
 
 from moe_jax.experts.deltas import FixedIntegers
 from moe_jax.experts.make import make_bank
+from moe_jax.functional import keys
 from moe_jax.functional.routing import RouterStats, route
 from moe_jax.functional.universal import add_choice, add_weighted, universal_weight
 from moe_jax.models.config import MoEConfig
-from moe_jax.nn.keys import ROUTER_NOISE, fold_in
 from moe_jax.nn.layers import FFN
+from moe_jax.nn.perft import Perft
 from moe_jax.nn.router import CoderRouter, LinearRouter
 
 
@@ -18,23 +19,28 @@ class MoE(nnx.Module):
     """Routes every token to `top_k` experts of a bank, and to the universal FFN where there is one (METHODS 2.4).
 
     The universal FFN stands beside the bank, or with `extended` is the bank's last expert. Of merged experts the bank
-    holds fewer than the router has outputs, and `groups` int32[E] says which one each output means.
+    holds fewer than the router has outputs, and `groups` int32[E] says which one each output means. PEFT experts add to
+    what all these give (METHODS 7).
     """
 
     def __init__(self, config: MoEConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
-        make_router = CoderRouter if config.universal == "coder" else LinearRouter
-        self.router = make_router(d_model, config.num_experts, rngs=rngs, dtype=dtype)
+        if config.universal == "coder":
+            self.router = CoderRouter(d_model, config.num_experts, rngs=rngs, dtype=dtype)
+        else:
+            self.router = LinearRouter(d_model, config.num_experts, lora=config.router_lora, rngs=rngs, dtype=dtype)
         self.experts = make_bank(config.bank, config.expert, config.bank_experts, d_model, rngs=rngs, dtype=dtype)
         if config.merged_experts is not None:
             # Which expert of the bank every output of the router stands for.
             self.groups = FixedIntegers(jnp.arange(config.num_experts, dtype=jnp.int32) % config.merged_experts)
         if config.universal_beside:
             self.universal = FFN(config.universal_ffn, d_model, rngs=rngs, dtype=dtype)
+        if config.perft is not None:
+            self.perft = Perft(config.perft, d_model, rngs=rngs, dtype=dtype)
 
     def __call__(
         self, x: Float[Array, "B T d"], valid: Bool[Array, "B T"] | None = None, key: Array | None = None
-    ) -> tuple[Float[Array, "B T d"], RouterStats]:
+    ) -> tuple[Float[Array, "B T d"], tuple[RouterStats, ...]]:
         """Applies the layer.
 
         Args:
@@ -43,23 +49,29 @@ class MoE(nnx.Module):
           key: the layer's random key in training; None: deterministic.
 
         Returns:
-          The layer's output and what its router did.
+          The layer's output, and what its router did, and that of its PEFT experts where they have one.
         """
         tokens = x.reshape(-1, x.shape[-1])
-        logits = self.router(tokens, fold_in(key, ROUTER_NOISE))
+        valid = None if valid is None else valid.reshape(-1)
+        logits = self.router(tokens, keys.fold_in(key, keys.ROUTER_NOISE))
         routing, stats = route(
             logits,
             self.config.top_k,
             self.config.weighting,
-            valid=None if valid is None else valid.reshape(-1),
+            valid=valid,
             capacity_factor=self.config.capacity_factor,
         )
+        chosen = routing
         if self.config.merged_experts is not None:
             # Two choices may become the same expert: it is then applied with both weights.
             routing = routing._replace(experts=jnp.take(self.groups[...], routing.experts))
         if self.config.extended:
             routing = add_choice(routing, self.config.routed_experts, universal_weight(logits, self.config.universal))
-        y = self.experts(tokens, routing)
+        y = self.experts(tokens, routing, keys.fold_in(key, keys.EXPERTS))
         if self.config.universal_beside:
-            y = add_weighted(y, self.universal(tokens), universal_weight(logits, self.config.universal))
-        return y.reshape(x.shape), stats
+            universal = self.universal(tokens, keys.fold_in(key, keys.FFN))
+            y = add_weighted(y, universal, universal_weight(logits, self.config.universal))
+        if self.config.perft is None:
+            return y.reshape(x.shape), (stats,)
+        added, own_stats = self.perft(tokens, chosen, valid, keys.fold_in(key, keys.PERFT))
+        return (y + added).reshape(x.shape), (stats, *own_stats)

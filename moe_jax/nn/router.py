@@ -5,20 +5,22 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.experts.bank import Weights
-from moe_jax.functional.linear import linear
+from moe_jax.experts.config import LoRAConfig
 from moe_jax.functional.universal import add_noise, coder_logits
 from moe_jax.nn.layers import Linear
 
 
 class LinearRouter(Linear):
-    """`x W`; kernel [d, E]."""
+    """`x W`; kernel [d, E], perhaps with LoRA beside it."""
 
-    def __init__(self, d_model: int, num_experts: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        super().__init__((d_model, num_experts), rngs=rngs, dtype=dtype)
+    def __init__(
+        self, d_model: int, num_experts: int, *, lora: LoRAConfig | None = None, rngs: nnx.Rngs, dtype: jnp.dtype
+    ):
+        super().__init__((d_model, num_experts), lora=lora, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T d"], key: Array | None = None) -> Float[Array, "T E"]:
-        """Logits, float32; nothing is drawn with the key."""
-        return linear(x.astype(jnp.float32), self.kernel[...])
+        """Logits, float32; the key is for LoRA's dropout in training."""
+        return super().__call__(x.astype(jnp.float32), key)
 
 
 class CoderRouter(nnx.Module):

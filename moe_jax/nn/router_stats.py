@@ -11,7 +11,8 @@ from moe_jax.models.config import ModelConfig, MoEConfig
 from moe_jax.models.segments import segments_of
 
 StackedStats = tuple[RouterStats, ...]
-"""One entry per MoE position of every segment, in order; its arrays are stacked over the repeats."""
+"""One entry per router of every MoE position of every segment, in order; its arrays are stacked over the repeats. The
+router of a position's PEFT experts, where they have one, comes after the MoE's."""
 
 
 class RouterStatistics(NamedTuple):
@@ -29,10 +30,10 @@ class RouterStatistics(NamedTuple):
 
 
 def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""]:
-    """Sum over the layers of `balance_coef * balance + z_coef * z + cv_coef * cv` (METHODS 1), float32."""
+    """Sum over all routers of `balance_coef * balance + z_coef * z + cv_coef * cv` (METHODS 1), float32."""
     total = jnp.zeros((), jnp.float32)
-    for (moe, _), stats in zip(_positions(config), router, strict=True):
-        losses = moe.balance_coef * stats.balance + moe.z_coef * stats.z + moe.cv_coef * stats.cv
+    for position, stats in zip(_routers(config), router, strict=True):
+        losses = position.balance_coef * stats.balance + position.z_coef * stats.z + position.cv_coef * stats.cv
         total = total + jnp.sum(losses)
     return total
 
@@ -42,20 +43,38 @@ def load_per_layer(config: ModelConfig, router: StackedStats) -> dict[int, Float
     return {layer: stats.load for layer, stats in stats_per_layer(config, router).items()}
 
 
-def stats_per_layer(config: ModelConfig, router: StackedStats) -> dict[int, RouterStats]:
-    """What every router did, unstacked, by layer index; arrays may be NumPy's."""
+def stats_per_layer(config: ModelConfig, router: StackedStats, *, of_perft: bool = False) -> dict[int, RouterStats]:
+    """What every MoE's router did, or with `of_perft` that of its PEFT experts; unstacked, by layer index.
+
+    Arrays may be NumPy's.
+    """
     per_layer = {}
-    for (_, layers), stats in zip(_positions(config), router, strict=True):
-        for repeat, layer in enumerate(layers):
-            per_layer[layer] = RouterStats(*(field[repeat] for field in stats))
+    for position, stats in zip(_routers(config), router, strict=True):
+        if position.of_perft == of_perft:
+            for repeat, layer in enumerate(position.layers):
+                per_layer[layer] = RouterStats(*(field[repeat] for field in stats))
     return dict(sorted(per_layer.items()))
 
 
-def _positions(config: ModelConfig) -> list[tuple[MoEConfig, list[int]]]:
-    """Every MoE position of every segment, with the layers it stands for."""
-    return [
-        (layer.mlp, [segment.layer(repeat, position) for repeat in range(segment.repeats)])
-        for segment in segments_of(config.layers)
-        for position, layer in enumerate(segment.pattern)
-        if isinstance(layer.mlp, MoEConfig)
-    ]
+class _Router(NamedTuple):
+    """A router as it is stacked, and the layers that it stands for."""
+
+    layers: list[int]
+    of_perft: bool
+    balance_coef: float
+    z_coef: float
+    cv_coef: float
+
+
+def _routers(config: ModelConfig) -> list[_Router]:
+    """The routers of every MoE position of every segment, in the order in which they report."""
+    routers = []
+    for segment in segments_of(config.layers):
+        for position, layer in enumerate(segment.pattern):
+            if not isinstance(layer.mlp, MoEConfig):
+                continue
+            moe, layers = layer.mlp, [segment.layer(repeat, position) for repeat in range(segment.repeats)]
+            routers.append(_Router(layers, False, moe.balance_coef, moe.z_coef, moe.cv_coef))
+            if moe.perft is not None and moe.perft.variant == "routed":
+                routers.append(_Router(layers, True, moe.perft.balance_coef, moe.perft.z_coef, 0.0))
+    return routers

@@ -72,7 +72,7 @@ def test_choices_that_fall_into_one_expert_add_up(moe_config):
     x = jax.random.normal(jax.random.key(2), (2, 5, D_MODEL))
     chosen = jax.lax.top_k(x.reshape(-1, D_MODEL) @ moe.router.kernel[...], 3)[1]
     assert any(len(set(GROUPS[row])) < 3 for row in np.asarray(chosen))
-    y, stats = nnx.jit(lambda moe, x: moe(x))(moe, x)
+    y, (stats,) = nnx.jit(lambda moe, x: moe(x))(moe, x)
     np.testing.assert_allclose(y, reference(moe, x), rtol=2e-5, atol=2e-5)
     assert stats.load.shape == (EXPERTS,)  # of the outputs of the router, not of the bank
     np.testing.assert_allclose(stats.load.sum(), 1.0, rtol=1e-6)

@@ -180,6 +180,6 @@ def test_capacity_drops_routed_experts_and_not_the_universal_ffn():
     moe_config = dataclasses.replace(config("med", GATED, BankConfig()), capacity_factor=1e-3)
     moe = nnx.merge(*random_moe(moe_config))
     x = jax.random.normal(jax.random.key(0), (1, 9, D_MODEL))
-    y, stats = moe(x)
+    y, (stats,) = moe(x)
     assert stats.dropped > 0.6
     np.testing.assert_allclose(y[:, -1], moe.universal(x)[:, -1], atol=1e-6)

@@ -1,0 +1,106 @@
+"""Adapters: `scale * act(x Down) Up`, one for all tokens or several with a weight for each token (METHODS 6, 7).
+
+The cost is that of the two thin products. Nothing of the size of the kernels that they stand beside is ever made.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert
+from moe_jax.functional.ffn import ACTIVATION_FUNCTIONS
+from moe_jax.functional.grouped import grouped_matmul
+from moe_jax.functional.linear import linear
+from moe_jax.functional.routing import Routing
+
+WAYS = ("side-by-side", "grouped")
+
+# What sorting the rows costs for each entry of a row, in operations: about eight reads and writes of four bytes, in
+# place of each of which a CPU core does some 15 operations.
+_PER_SORTED_ENTRY = 8 * 4 * 15
+
+
+def activate(h: Float[Array, "..."], activation: str) -> Float[Array, "..."]:
+    """Applies a key of `ACTIVATION_FUNCTIONS`, or `none`."""
+    return h if activation == "none" else ACTIVATION_FUNCTIONS[activation](h)
+
+
+def adapter(
+    x: Float[Array, "... d"], down: Float[Array, "d r"], up: Float[Array, "r o"], activation: str, scale: float
+) -> Float[Array, "... o"]:
+    """One adapter, or LoRA: `scale * act(x Down) Up` in the dtype of `x`."""
+    return linear(activate(linear(x, down), activation), up) * jnp.asarray(scale, x.dtype)
+
+
+def all_adapters(
+    x: Float[Array, "T d"], down: Float[Array, "M d r"], up: Float[Array, "M r d"], activation: str, scale: float
+) -> Float[Array, "T d"]:
+    """The sum of M adapters, each with weight 1: one adapter of M times the rank (PERFT-D and PERFT-S)."""
+    return adapter(x, _side_by_side(down), up.reshape(-1, up.shape[2]), activation, scale)
+
+
+def routed_adapters(
+    x: Float[Array, "T d"],
+    routing: Routing,
+    down: Float[Array, "M d r"],
+    up: Float[Array, "M r d"],
+    activation: str,
+    scale: float,
+    *,
+    batch_axes: tuple[str, ...],
+    way: str | None = None,
+) -> Float[Array, "T d"]:
+    """`sum_j w_j * scale * act(x Down_j) Up_j` over the chosen adapters of every token.
+
+    Args:
+      x: tokens.
+      routing: chosen adapters and weights.
+      down, up: of all adapters.
+      activation: a key of `ACTIVATION_FUNCTIONS`, or `none`.
+      scale: s.
+      batch_axes: axes of a mesh over which tokens are split, if there is one.
+      way: `side-by-side`: all adapters of every token, those that were not chosen with weight zero; `grouped`: rows
+        sorted by adapter meet their own. None: the cheaper one.
+    """
+    num_adapters, _, rank = down.shape
+    top_k = routing.experts.shape[1]
+    if way is None:
+        spared = 4 * rank * (num_adapters - top_k)
+        way = "grouped" if spared > _PER_SORTED_ENTRY * top_k else "side-by-side"
+    if way == "side-by-side":
+        return _weighted(x, routing, down, up, activation, scale)
+    apply = partial(_grouped, activation=activation, scale=scale)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return apply(x, routing, down, up)
+    shards = 1
+    for axis in batch_axes:
+        shards *= mesh.shape[axis]
+    tokens = P(batch_axes, None) if x.shape[0] % shards == 0 else P(None, None)
+    # Every device sorts its own tokens and has all adapters: left to the compiler, a sort gathers all tokens.
+    return jax.shard_map(
+        apply, in_specs=(tokens, Routing(tokens, tokens), P(), P()), out_specs=tokens, check_vma=False
+    )(x, routing, down, up)
+
+
+def _weighted(x: Array, routing: Routing, down: Array, up: Array, activation: str, scale: float) -> Array:
+    num_adapters, _, rank = down.shape
+    chosen = jax.nn.one_hot(routing.experts, num_adapters, dtype=jnp.float32)
+    weights = jnp.sum(chosen * routing.weights[:, :, None], axis=1)
+    h = activate(linear(x, _side_by_side(down)), activation).reshape(-1, num_adapters, rank)
+    h = (h.astype(jnp.float32) * (scale * weights)[:, :, None]).astype(x.dtype)
+    return linear(h.reshape(-1, num_adapters * rank), up.reshape(-1, up.shape[2]))
+
+
+def _grouped(x: Array, routing: Routing, down: Array, up: Array, *, activation: str, scale: float) -> Array:
+    order = sort_by_expert(routing.experts, down.shape[0])
+    rows = dispatch(x, order, routing.experts.shape[1])
+    h = activate(grouped_matmul(rows, down.astype(x.dtype), order.group_sizes), activation)
+    return combine(grouped_matmul(h, up.astype(x.dtype), order.group_sizes), order, scale * routing.weights)
+
+
+def _side_by_side(down: Float[Array, "M d r"]) -> Float[Array, "d Mr"]:
+    return jnp.swapaxes(down, 0, 1).reshape(down.shape[1], -1)
