@@ -26,8 +26,9 @@ class StoredLeaves(Protocol):
 class LeavesOverBase:
     """Reads leaves by their paths in the tuned model, one at a time.
 
-    A leaf that is stored is read as it is. Any other is the base's, which of an NF4 kernel is quantised on the way, all
-    its four leaves at once.
+    A leaf that is stored is read as it is. Any other is the base's, which of an NF4 kernel is quantised on the way,
+    once for all its leaves: the small ones then wait to be read, whether a model is read layer by layer or leaf by
+    leaf.
     """
 
     def __init__(self, config: ModelConfig, base: ModelSource, own: StoredLeaves | None = None):
@@ -41,7 +42,7 @@ class LeavesOverBase:
         self._config = config
         self._base = base
         self._own = own
-        self._last: tuple[str, dict[str, np.ndarray]] | None = None
+        self._waiting: dict[str, np.ndarray] = {}
 
     @cached_property
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -69,7 +70,9 @@ class LeavesOverBase:
             return self._own.read(path)  # which says what is missing where
         if kernel_of(path) is None:
             return self._base.read(source)
-        return self._quantized(source)[path.rsplit("/", 1)[-1]]
+        if path not in self._waiting:
+            self._quantize(source, path.rsplit("/", 1)[0])
+        return self._waiting.pop(path)
 
     def stored_bytes(self, path: str) -> int:
         """What a leaf takes on the disk. Of an NF4 kernel, the codes stand for the kernel that the base stores."""
@@ -82,13 +85,12 @@ class LeavesOverBase:
     def _is_own(self, path: str) -> bool:
         return self._own is not None and path in self._own.specs
 
-    def _quantized(self, kernel: str) -> dict[str, np.ndarray]:
-        # The leaves of a kernel are asked for one after another; those of more than one would fill the memory.
-        if self._last is None or self._last[0] != kernel:
-            with jax.default_device(_host()):
-                leaves = quantize_nf4(self._base.read(kernel))
-            self._last = kernel, {name: np.asarray(leaf) for name, leaf in leaves.items()}
-        return self._last[1]
+    def _quantize(self, kernel: str, folder: str) -> None:
+        with jax.default_device(_host()):
+            leaves = quantize_nf4(self._base.read(kernel))
+        # Codes are the bulk, and those of one kernel are enough.
+        waiting = {path: leaf for path, leaf in self._waiting.items() if not path.endswith("/codes")}
+        self._waiting = waiting | {f"{folder}/{name}": np.asarray(leaf) for name, leaf in leaves.items()}
 
 
 def _host() -> jax.Device:

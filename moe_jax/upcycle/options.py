@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from moe_jax.errors import InputError, nearest, raise_if_any
 from moe_jax.experts.config import AdapterConfig, BankConfig
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.peft.base import is_tuned
 from moe_jax.upcycle.rest import Rest, with_rest
 
 DELTAS = ("full", "low-rank:R", "sparse:RATE")
@@ -82,12 +83,15 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
       in all layers.
 
     Raises:
-      InputError: if the model has MoE layers already, or the options do not go with it; all problems are listed.
+      InputError: if the model has MoE layers or adapters already, or the options do not go with it; all problems are
+        listed.
     """
     if dense.moe_layers:
         raise InputError(
             f"the model is an MoE already (layers {_some(dense.moe_layers)}); upcycling starts from a dense model"
         )
+    if is_tuned(dense):
+        raise InputError("the model has adapters or NF4 kernels already; merge them first, or upcycle its base")
     problems: list[str] = []
     chosen = _chosen_layers(dense.num_layers, options, problems)
     layers = list(dense.layers)

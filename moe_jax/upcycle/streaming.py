@@ -1,31 +1,33 @@
 """Dense model -> MoE model, on disk, layer by layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from moe_jax.adapter_dir import AdapterDirectoryWriter
 from moe_jax.counting import count_bytes, count_parameters
 from moe_jax.errors import InputError
 from moe_jax.loading import leaf_specs
-from moe_jax.memory import available_memory
 from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry, read_lineage
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
+from moe_jax.peft.base import base_leaf, is_tuned, kernel_of, own_leaves
+from moe_jax.peft.counting import parameter_sizes
+from moe_jax.peft.initial import initial_leaf
+from moe_jax.peft.over_base import LeavesOverBase
 from moe_jax.upcycle.leaves import MATRICES, moe_leaves
 from moe_jax.upcycle.options import UpcycleOptions, keeps_the_function, upcycled_config
-from moe_jax.upcycle.step0 import Step0, StreamedModel, compare_logits, probe_tokens
+from moe_jax.upcycle.probe import Probe, Progress
+from moe_jax.upcycle.step0 import Step0, probe_tokens
 
 Specs = dict[str, jax.ShapeDtypeStruct]
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how much of it is done: `progress("writing layers", 3, 32)`."""
 
 
 class Stored(NamedTuple):
-    """How much is stored: parameters (positions of sparse deltas are not counted), and bytes of everything."""
+    """How much there is: parameters (`peft.counting.parameter_sizes`), and bytes of everything as it is loaded."""
 
     params: int
     bytes: int
@@ -37,13 +39,19 @@ class Upcycled(NamedTuple):
     Attributes:
       config: of the new model.
       dense, upcycled: what is stored before and after.
-      step0: comparison with the dense model; None if it was not asked for.
+      own: what of it an adapter directory holds itself; None if a model directory was written.
+      step0: comparison with the dense model, or, where kernels are kept as NF4, with the dense model with these
+        kernels; None if it was not asked for.
+      quantization: comparison of the dense model with these kernels with the dense model as it is; None if there are
+        none.
     """
 
     config: ModelConfig
     dense: Stored
     upcycled: Stored
-    step0: Step0 | None
+    own: Stored | None = None
+    step0: Step0 | None = None
+    quantization: Step0 | None = None
 
 
 def upcycle(
@@ -58,9 +66,12 @@ def upcycle(
 ) -> Upcycled:
     """Writes the MoE that a dense model becomes. Memory holds one layer at a time.
 
+    What is written is a model directory; of adapter experts over a frozen model (PESC) an adapter directory, which
+    refers to the source.
+
     Args:
       source: the dense model.
-      dst: the model directory to write.
+      dst: the directory to write.
       options: what to do.
       seed: of routers, factors and positions; the same seed gives the same files' contents.
       check: compare the logits of the written model with the source's before it appears at `dst`.
@@ -76,19 +87,24 @@ def upcycle(
         raise InputError(f"seed={seed} must not be negative")
     if check and not keeps_the_function(options):
         raise InputError(_why_not_equal(options))
-    dense_specs = source.specs()
-    specs = upcycled_specs(config, dense_specs)
-    entry = new_lineage_entry("upcycle", described, [source])
-    writer = ModelDirectoryWriter(
-        dst, config, tokenizer_files=source.tokenizer_files, lineage=[*read_lineage(source.path), entry]
-    )
-    step0 = None
-    probe = _Probe(source, config, specs, seed) if check else None
+    specs = upcycled_specs(config, source.specs())
+    lineage = [*read_lineage(source.path), new_lineage_entry("upcycle", described, [source])]
+    files = source.tokenizer_files
+    if config.frozen_base:
+        writer = AdapterDirectoryWriter(dst, config, base=source, tokenizer_files=files, lineage=lineage)
+    else:
+        writer = ModelDirectoryWriter(dst, config, tokenizer_files=files, lineage=lineage)
+    probe = Probe(source, config, specs, seed) if check else None
+    result = Upcycled(config, *_sizes(source, config, specs))
     with writer:
-        _write_layers(source, config, writer, seed, progress)
+        if options.bank.kind == "adapter":
+            _write_adapter_experts(source, config, writer, seed, progress)
+        else:
+            _write_layers(source, config, writer, seed, progress)
         if probe is not None:
-            step0 = probe.compare(writer.read_back().read, progress)
-        result = Upcycled(config, _stored(dense_specs), _stored(specs), step0)
+            written = writer.read_back()
+            read = LeavesOverBase(config, source, written).read if config.frozen_base else written.read
+            result = result._replace(**probe.compare(read, progress)._asdict())
         writer.lineage[-1]["measured"] = _measured(result)
     return result
 
@@ -110,12 +126,16 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
 
     Args:
       config: of the upcycled model.
-      dense: of the dense model as stored; its dtypes are kept, and new leaves take those of the FFN.
+      dense: of the dense model as stored; its dtypes are kept, and new leaves take those of the FFN, but adapters
+        and LoRA that of the config.
     """
 
     def stored(path: str, spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if path in dense:
             return dense[path]
+        if is_tuned(config):
+            source = base_leaf(config, path)
+            return spec if source is None or kernel_of(path) is not None else dense[source]
         if not jnp.issubdtype(spec.dtype, jnp.floating):
             return spec
         layer, below = path.split("/mlp/")
@@ -124,42 +144,6 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
         return jax.ShapeDtypeStruct(spec.shape, dense[f"{layer}/mlp/{matrix}/{kind}"].dtype)
 
     return {path: stored(path, spec) for path, spec in leaf_specs(config).items()}
-
-
-class _Probe:
-    """Both models, compiled for the step-0 check before anything is written."""
-
-    def __init__(self, source: ModelSource, config: ModelConfig, specs: Specs, seed: int):
-        tokens = probe_tokens(source.config, seed)
-        self._source = source
-        self._dense = StreamedModel(source.config, source.specs(), tokens)
-        self._upcycled = StreamedModel(config, specs, tokens, like=self._dense)
-        self._total = source.config.num_layers + config.num_layers
-        needed, available = max(self._dense.memory, self._upcycled.memory), available_memory()
-        if available is not None and needed > available:
-            raise InputError(
-                f"the step-0 check needs {needed / 1e9:.1f} GB for the largest layer, {available / 1e9:.1f} GB are "
-                "free; use a larger machine, or --no-step0-check"
-            )
-
-    def compare(self, read: Callable[[str], np.ndarray], progress: Progress) -> Step0:
-        """Raises `InputError` if the model that is read is not equal to the source."""
-        done = 0
-
-        def on_layer() -> None:
-            nonlocal done
-            done += 1
-            progress("checking step 0", done, self._total)
-
-        dense = self._dense.logits(self._source.read, on_layer)
-        step0 = compare_logits(dense, self._upcycled.logits(read, on_layer), self._source.config.num_layers)
-        if not step0.equal:
-            raise InputError(
-                f"step-0 check: the upcycled model's logits differ from the dense model's by {step0.difference:.3g} "
-                f"(largest logit {step0.largest:.3g}, allowed {step0.allowed:.3g}); nothing was kept. Are all weights "
-                "of the dense model finite?"
-            )
-        return step0
 
 
 def _write_layers(
@@ -184,8 +168,30 @@ def _write_layers(
         progress("writing layers", done, len(by_layer))
 
 
-def _stored(specs: Mapping[str, jax.ShapeDtypeStruct]) -> Stored:
-    return Stored(count_parameters(specs.values()), count_bytes(specs.values()))
+def _write_adapter_experts(
+    source: ModelSource, config: ModelConfig, writer: ModelDirectoryWriter, seed: int, progress: Progress
+) -> None:
+    """What is new, and with it the dense model's leaves unless the directory refers to them."""
+    by_layer: dict[str, list[str]] = {}
+    own, specs = own_leaves(config), leaf_specs(config)
+    for path in (path for path in specs if path in own or not config.frozen_base):
+        by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "", []).append(path)
+    for done, paths in enumerate(by_layer.values(), start=1):
+        for path in paths:
+            leaf = initial_leaf(path, specs[path], seed) if path in own else source.read(base_leaf(config, path))
+            writer.write({path: leaf})
+        progress("writing layers", done, len(by_layer))
+
+
+def _sizes(source: ModelSource, config: ModelConfig, specs: Specs) -> tuple[Stored, Stored, Stored | None]:
+    """Of the dense model, of the upcycled one, and of what an adapter directory holds."""
+    dense, sizes = source.specs().values(), parameter_sizes(config)
+    before = Stored(count_parameters(dense), count_bytes(dense))
+    after = Stored(sum(sizes.values()), count_bytes(specs.values()))
+    if not config.frozen_base:
+        return before, after, None
+    own = own_leaves(config)
+    return before, after, Stored(sum(sizes[path] for path in own), count_bytes(specs[path] for path in own))
 
 
 def _measured(result: Upcycled) -> dict[str, Any]:
@@ -195,6 +201,8 @@ def _measured(result: Upcycled) -> dict[str, Any]:
         "param_bytes": result.upcycled.bytes,
         "step0_max_abs_difference": None,
     }
+    if result.own is not None:
+        measured |= {"adapter_params": result.own.params, "adapter_bytes": result.own.bytes}
     if result.step0 is not None:
         measured |= {
             "step0_max_abs_difference": result.step0.difference,
@@ -202,4 +210,6 @@ def _measured(result: Upcycled) -> dict[str, Any]:
             "step0_allowed": result.step0.allowed,
             "step0_probe_tokens": list(probe_tokens(result.config, seed=0).shape),
         }
+    if result.quantization is not None:
+        measured["nf4_max_abs_difference"] = result.quantization.difference
     return measured

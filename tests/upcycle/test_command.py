@@ -11,7 +11,7 @@ from moe_jax import cli
 from moe_jax.loading import leaf_specs, load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.open_source import open_source
-from moe_jax.upcycle import step0, streaming
+from moe_jax.upcycle import probe, step0, streaming
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 DELTAS = ("full", "low-rank:4", "sparse:0.9")
@@ -185,7 +185,7 @@ def test_a_wrong_leaf_fails_the_check(delta, dense_model, tmp_path, failing, mon
 
 
 def test_a_check_beyond_memory_is_refused_before_anything_is_written(dense_model, tmp_path, failing, monkeypatch):
-    monkeypatch.setattr(streaming, "available_memory", lambda: 1000)
+    monkeypatch.setattr(probe, "available_memory", lambda: 1000)
     monkeypatch.setattr(step0.StreamedModel, "logits", None)
     err = failing(dense_model, tmp_path / "moe")
     assert "the step-0 check needs" in err and "--no-step0-check" in err and err.count("\n") == 1

@@ -1,0 +1,90 @@
+"""The dense model and the upcycled one on the same tokens, before the upcycled one appears."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from moe_jax.errors import InputError
+from moe_jax.memory import available_memory
+from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.peft.base import base_config, is_tuned
+from moe_jax.peft.over_base import LeavesOverBase
+from moe_jax.upcycle.step0 import Step0, StreamedModel, compare_logits, probe_tokens
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, and how much of it is done: `progress("writing layers", 3, 32)`."""
+
+
+class Compared(NamedTuple):
+    """See `Upcycled`."""
+
+    step0: Step0
+    quantization: Step0 | None
+
+
+class Probe:
+    """Both models, compiled before anything is written; and the dense one with NF4 kernels, where these are used."""
+
+    def __init__(
+        self, source: ModelSource, config: ModelConfig, specs: Mapping[str, jax.ShapeDtypeStruct], seed: int
+    ):
+        """Compiles; no weights are read.
+
+        Args:
+          source: the dense model.
+          config: of the upcycled model.
+          specs: leaf path -> shape and dtype, of the upcycled model.
+          seed: of the tokens.
+
+        Raises:
+          InputError: if the largest layer does not fit into this machine's memory.
+        """
+        tokens = probe_tokens(source.config, seed)
+        self._source = source
+        self._dense = StreamedModel(source.config, source.specs(), tokens)
+        self._upcycled = StreamedModel(config, specs, tokens, like=self._dense)
+        models = [self._dense, self._upcycled]
+        nf4 = base_config(config, keep_nf4=True)
+        self._nf4: tuple[StreamedModel, LeavesOverBase] | None = None
+        if is_tuned(nf4):
+            leaves = LeavesOverBase(nf4, source)
+            self._nf4 = StreamedModel(nf4, leaves.specs, tokens, like=self._upcycled), leaves
+            models.append(self._nf4[0])
+        self._total = len(models) * config.num_layers
+        needed, available = max(model.memory for model in models), available_memory()
+        if available is not None and needed > available:
+            raise InputError(
+                f"the step-0 check needs {needed / 1e9:.1f} GB for the largest layer, {available / 1e9:.1f} GB are "
+                "free; use a larger machine, or --no-step0-check"
+            )
+
+    def compare(self, read: Callable[[str], np.ndarray], progress: Progress) -> Compared:
+        """Compares the upcycled model that `read` reads with the source.
+
+        Raises:
+          InputError: if they are not equal.
+        """
+        done = 0
+
+        def on_layer() -> None:
+            nonlocal done
+            done += 1
+            progress("checking step 0", done, self._total)
+
+        num_layers, quantization = self._source.config.num_layers, None
+        expected = dense = self._dense.logits(self._source.read, on_layer)
+        if self._nf4 is not None:
+            model, leaves = self._nf4
+            expected = model.logits(leaves.read, on_layer)
+            quantization = compare_logits(dense, expected, num_layers)
+        step0 = compare_logits(expected, self._upcycled.logits(read, on_layer), num_layers)
+        if not step0.equal:
+            raise InputError(
+                f"step-0 check: the upcycled model's logits differ from the dense model's by {step0.difference:.3g} "
+                f"(largest logit {step0.largest:.3g}, allowed {step0.allowed:.3g}); nothing was kept. Are all weights "
+                "of the dense model finite?"
+            )
+        return Compared(step0, quantization)
