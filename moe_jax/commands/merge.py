@@ -1,0 +1,54 @@
+"""`moe-jax merge ADAPTER OUT`: LoRA becomes part of the kernels, and the model stands on its own."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Folds LoRA into the kernels that it stands beside, and writes a model directory that needs no base.
+
+    With an NF4 base it is folded into the dequantised kernels, so that the model computes what was trained.
+    """
+
+    adapter: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ADAPTER")]
+    """An adapter directory, or a model directory with LoRA or NF4 kernels."""
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """Where the model directory appears; must not exist."""
+    base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where the base is now; by default where the adapter directory says."""
+    partly: bool = False
+    """Keeps what cannot be folded, adapter experts (PESC) and PERFT, instead of refusing."""
+
+
+def run(options: Options) -> None:
+    """Merges, and says what became of what.
+
+    Raises:
+      FileNotFoundError, InputError: bad input; see `moe_jax.peft.merging`.
+    """
+    from moe_jax.adapter_dir import AdapterDirectory, is_adapter_directory
+    from moe_jax.commands.progress import progress_bars
+    from moe_jax.errors import InputError
+    from moe_jax.open_source import open_source
+    from moe_jax.peft.merging import merge
+    from moe_jax.staging import refuse_existing
+
+    # A source is fingerprinted when it is opened, which for a large base takes a while.
+    refuse_existing(options.out)
+    if options.base is not None and not is_adapter_directory(options.adapter):
+        raise InputError(f"--base: {options.adapter} is not an adapter directory, and has no base")
+    if options.base is not None:
+        source = AdapterDirectory(options.adapter, base=options.base)
+    else:
+        source = open_source(options.adapter)
+    with progress_bars() as progress:
+        merged = merge(source, options.out, partly=options.partly, progress=progress)
+    print(f"wrote {options.out}: LoRA folded into {merged.folded} kernels")
+    if merged.dequantized:
+        print(f"{merged.dequantized} kernels are those that their NF4 codes stand for, as they were in training")
+    for kind in merged.kept:
+        print(f"kept: {kind}")

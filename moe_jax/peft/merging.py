@@ -1,0 +1,184 @@
+"""Folding what tuning added into the kernels it stands beside: `W + scale * A B`, rounded once.
+
+LoRA on attention, FFNs, bases of experts, full experts and routers becomes part of their kernels. With an NF4 base it
+is added to the dequantised kernel, because that is the model that was trained: the result computes what the tuned
+model did, and is not the unquantised base with LoRA. Adapters (PESC, PERFT) have no kernel that could hold them.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from moe_jax.adapter_dir import AdapterDirectory
+from moe_jax.errors import InputError, raise_if_any
+from moe_jax.experts.config import FFNConfig, LoRAConfig
+from moe_jax.functional.nf4 import dequantize_nf4
+from moe_jax.lineage import new_lineage_entry, read_lineage
+from moe_jax.loading import check_leaves, leaf_specs
+from moe_jax.model_dir import ModelDirectoryWriter
+from moe_jax.model_source import ModelSource
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.peft.base import base_leaf, is_tuned
+
+_KERNEL = re.compile(r"layers/(\d+)/(attention|mlp)/(.*)/kernel")
+_NF4_LEAVES = ("codes", "scale_codes", "scales", "offset")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What merging did.
+
+    Attributes:
+      folded: kernels that LoRA was folded into.
+      dequantized: kernels that were NF4 codes.
+      kept: what was kept beside them, one phrase for each kind.
+    """
+
+    folded: int
+    dequantized: int
+    kept: tuple[str, ...]
+
+
+def merge(
+    source: ModelSource,
+    out: Path,
+    *,
+    partly: bool = False,
+    progress: Callable[[str, float, int], None] = lambda what, done, total: None,
+) -> Merged:
+    """Writes a tuned model as a model directory that stands on its own, leaf by leaf.
+
+    Memory holds one leaf as it was and as it becomes, and in float32 one of its kernels.
+
+    Args:
+      source: an adapter directory, or another tuned model.
+      out: where the model directory appears; must not exist.
+      partly: fold what can be folded, and keep adapters as they are.
+      progress: called with ("merging", leaves done, leaves).
+
+    Returns:
+      What was done.
+
+    Raises:
+      InputError: if there is nothing to fold, something cannot be folded and `partly` is not said, or `out` exists.
+    """
+    kept = unmergeable(source.config)
+    if kept and not partly:
+        raise_if_any(
+            [f"{kind}, which {why}" for kind, why in kept.items()],
+            f"cannot merge {source.path}; --partly folds the rest and keeps them",
+        )
+    config = merged_config(source.config)
+    stored, expected = source.specs(), leaf_specs(config)
+    folded = [path for path in expected if _lora_beside(source.config, path) is not None]
+    dequantized = [path for path in expected if path not in leaf_specs(source.config)]
+    if not is_tuned(source.config) or not (folded or dequantized or isinstance(source, AdapterDirectory)):
+        raise InputError(f"{source.path} has nothing to merge: no LoRA and no NF4 kernels beside which it would stand")
+    check_leaves(leaf_specs(source.config), stored, str(source.path))
+
+    result = Merged(len(folded), len(dequantized), tuple(kept))
+    lineage = [*read_lineage(source.path), new_lineage_entry("merge", {"partly": partly}, [source])]
+    lineage[-1]["measured"] = {"folded_kernels": result.folded, "dequantized_kernels": result.dequantized}
+    with ModelDirectoryWriter(out, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
+        progress("merging", 0, len(expected))
+        for done, path in enumerate(expected, 1):
+            unchanged = path in stored and path not in folded
+            writer.write({path: source.read(path) if unchanged else _folded_kernel(source, path)})
+            progress("merging", done, len(expected))
+    return result
+
+
+def unmergeable(config: ModelConfig) -> dict[str, str]:
+    """What no kernel can hold: phrases that name it -> why."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for i in config.moe_layers:
+        moe = config.layers[i].mlp
+        if moe.bank.kind == "adapter":
+            why = f"come after the FFN that all experts share and are nonlinear ({moe.bank.adapter.activation})"
+            if moe.bank.adapter.activation == "none":
+                why = "come after the FFN that all experts share, so that they would need kernels of their own"
+            found.setdefault("adapter experts (PESC)", (why, []))[1].append(i)
+        if moe.perft is not None:
+            why = "stand parallel to the whole MoE, which is nonlinear, so that no kernel is theirs to join"
+            found.setdefault(f"PERFT experts ({moe.perft.variant})", (why, []))[1].append(i)
+    return {f"{kind} in {_layers(indices, config)}": why for kind, (why, indices) in found.items()}
+
+
+def merged_config(config: ModelConfig) -> ModelConfig:
+    """The config after folding: without LoRA, NF4 and `frozen_base`; adapters (PESC, PERFT) stay."""
+    return replace(config, layers=tuple(map(_merged_layer, config.layers)), frozen_base=False)
+
+
+def _merged_layer(layer: LayerConfig) -> LayerConfig:
+    attention, mlp = replace(layer.attention, nf4=False, lora=None), layer.mlp
+    if isinstance(mlp, MoEConfig):
+        return LayerConfig(attention=attention, mlp=replace(mlp, expert=_plain(mlp.expert), router_lora=None))
+    return LayerConfig(attention=attention, mlp=_plain(mlp))
+
+
+def _plain(ffn: FFNConfig) -> FFNConfig:
+    return replace(ffn, nf4=False, lora=None)
+
+
+def _lora_beside(config: ModelConfig, path: str) -> LoRAConfig | None:
+    """What stands beside a kernel, by the kernel's path."""
+    match = _KERNEL.fullmatch(path)
+    if not match:
+        return None
+    layer, name = config.layers[int(match[1])], match[3].rsplit("/", 1)[-1]
+    if match[2] == "attention":
+        lora = layer.attention.lora
+    elif not isinstance(layer.mlp, MoEConfig):
+        lora = layer.mlp.lora
+    else:
+        lora = layer.mlp.router_lora if match[3] == "router" else layer.mlp.expert.lora
+    return lora if lora is not None and name in lora.targets else None
+
+
+def _folded_kernel(source: ModelSource, path: str) -> np.ndarray:
+    """One kernel, or stacked ones one after another, in the dtype that it had before anything was added."""
+    module, lora = path.removesuffix("/kernel"), _lora_beside(source.config, path)
+    shape = leaf_specs(merged_config(source.config))[path].shape
+    result = np.empty(shape, _kernel_dtype(source, path))
+    factors = None if lora is None else [source.read(f"{module}/lora/{name}") for name in ("a", "b")]
+    for index, kernel in enumerate(_kernels(source, path, shape)):
+        if factors is not None:
+            a, b = (factor.reshape(-1, *factor.shape[-2:])[index].astype(np.float32) for factor in factors)
+            kernel = kernel + np.float32(lora.scale) * (a @ b)
+        result.reshape(-1, *shape[-2:])[index] = kernel.astype(result.dtype)
+    return result
+
+
+def _kernels(source: ModelSource, path: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """Kernels as the tuned model multiplies with them, without LoRA; float32."""
+    if path in source.specs():
+        for kernel in source.read(path).reshape(-1, *shape[-2:]):
+            yield kernel.astype(np.float32)
+        return
+    module = path.removesuffix("/kernel")
+    leaves = {name: source.read(f"{module}/nf4/{name}") for name in _NF4_LEAVES}
+    if len(shape) == 2:
+        leaves = {name: leaf[None] for name, leaf in leaves.items()}
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for index in range(len(leaves["codes"])):
+            one = {name: leaf[index] for name, leaf in leaves.items()}
+            yield np.asarray(dequantize_nf4(one, shape[-2], np.dtype(np.float32)))
+
+
+def _kernel_dtype(source: ModelSource, path: str) -> np.dtype:
+    """That of the kernel; of NF4 codes that of the base's, or where none is at hand the model's."""
+    if path in source.specs():
+        return np.dtype(source.specs()[path].dtype)
+    if isinstance(source, AdapterDirectory):
+        return np.dtype(source.base.specs()[base_leaf(source.config, path)].dtype)
+    return np.dtype(leaf_specs(merged_config(source.config))[path].dtype)
+
+
+def _layers(indices: list[int], config: ModelConfig) -> str:
+    if len(indices) == config.num_layers:
+        return "every layer"
+    return f"layer {indices[0]}" if len(indices) == 1 else f"{len(indices)} layers (first: {indices[0]})"
