@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(Upcycling):
-    """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained."""
+    """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained.
+
+    With --method pesc, unless --rest is full, what is written holds the adapters alone and refers to the dense model,
+    which has to stay where it is.
+    """
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """A dense model: a model directory or a Hugging Face directory."""
@@ -37,16 +41,19 @@ def run(options: Options) -> None:
     from rich.console import Console
 
     from moe_jax.commands.progress import progress_bars
+    from moe_jax.commands.trained import print_default_training
     from moe_jax.open_source import open_source
     from moe_jax.upcycle import upcycle
 
     chosen, seed = options.options(), options.seed or 0
+    pesc = chosen.bank.adapter is not None
     described = {
+        "method": options.method,
         "experts": chosen.num_experts,
         "top_k": chosen.top_k,
         "every": chosen.every if chosen.layers is None else None,
         "layers": chosen.layers,
-        "delta": options.delta or "full",
+        "delta": None if pesc else options.delta or "full",
         "freeze_base": options.freeze_base,
         "gate": chosen.gate if chosen.universal == "none" else None,
         "universal": chosen.universal,
@@ -57,6 +64,8 @@ def run(options: Options) -> None:
         "seed": seed,
         "step0_check": not options.no_step0_check,
     }
+    if pesc:
+        described |= {"adapter": dataclasses.asdict(chosen.bank.adapter), "rest": dataclasses.asdict(chosen.rest)}
     with progress_bars() as progress:
         result = upcycle(
             open_source(options.src),
@@ -68,6 +77,7 @@ def run(options: Options) -> None:
             progress=progress,
         )
     Console().print(_summary(options.dst, result))
+    print_default_training(result.config)
 
 
 def _summary(dst: Path, result: "Upcycled") -> "Table":
@@ -83,9 +93,13 @@ def _summary(dst: Path, result: "Upcycled") -> "Table":
     table.add_row("parameters", f"{result.dense.params:,} -> {result.upcycled.params:,}")
     table.add_row("added", f"{result.upcycled.params - result.dense.params:,}")
     table.add_row("bytes", f"{result.dense.bytes:,} -> {result.upcycled.bytes:,}")
+    if result.own is not None:
+        table.add_row("stored here", f"{result.own.params:,} parameters, {result.own.bytes:,} bytes")
     if result.step0 is None:
         table.add_row("step-0 difference", "not checked")
     else:
         step0 = result.step0
         table.add_row("step-0 difference", f"{step0.difference:.2g} (largest logit {step0.largest:.3g})")
+    if result.quantization is not None:
+        table.add_row("NF4's own difference", f"{result.quantization.difference:.2g}")
     return table

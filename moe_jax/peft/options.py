@@ -209,11 +209,11 @@ def _adapted(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig) 
         return _with_lora(layer, options, adapter)
     if not isinstance(layer.mlp, MoEConfig):
         return layer
-    given = {"balance_coef": options.balance_coef, "z_coef": options.z_coef}
+    num_experts = layer.mlp.num_experts if options.method == "perft-e" else options.num_experts
+    given = {"num_experts": num_experts, "balance_coef": options.balance_coef, "z_coef": options.z_coef}
     perft = PerftConfig(
         variant=METHODS[options.method],
         adapter=adapter,
-        num_experts=layer.mlp.num_experts if options.method == "perft-e" else options.num_experts or 1,
         top_k=options.top_k,
         **{name: value for name, value in given.items() if value is not None},
     )

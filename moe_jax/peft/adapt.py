@@ -1,0 +1,100 @@
+"""A model becomes the base of fresh adapters, which are written beside a reference to it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_jax.adapter_dir import AdapterDirectoryWriter
+from moe_jax.counting import count_bytes
+from moe_jax.lineage import new_lineage_entry, read_lineage
+from moe_jax.loading import leaf_specs
+from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.peft.base import own_leaves
+from moe_jax.peft.counting import parameter_sizes
+from moe_jax.peft.initial import initial_leaves
+from moe_jax.peft.options import AdaptOptions, adapted_config
+from moe_jax.peft.over_base import LeavesOverBase
+from moe_jax.upcycle.probe import Probe, Progress
+from moe_jax.upcycle.step0 import Step0
+
+
+class Adapted(NamedTuple):
+    """What came out.
+
+    Attributes:
+      config: of the tuned model.
+      params, bytes: of the adapters.
+      step0: comparison with the untouched model, or, where kernels are kept as NF4, with that model with these kernels;
+        None if it was not asked for.
+      quantization: comparison of the untouched model with these kernels with the model as it is; None if there are
+        none.
+    """
+
+    config: ModelConfig
+    params: int
+    bytes: int
+    step0: Step0 | None = None
+    quantization: Step0 | None = None
+
+
+def adapt(
+    source: ModelSource,
+    dst: Path,
+    options: AdaptOptions,
+    *,
+    seed: int = 0,
+    check: bool = True,
+    described: Mapping[str, Any],
+    progress: Progress = lambda what, done, total: None,
+) -> Adapted:
+    """Writes an adapter directory whose adapters add nothing yet. Memory holds one layer at a time.
+
+    Args:
+      source: the model.
+      dst: the directory to write.
+      options: what to do.
+      seed: of adapters and routers.
+      check: compare the logits of the written model with the source's before it appears at `dst`.
+      described: the options as the user gave them, for the lineage.
+      progress: called after every leaf and layer.
+
+    Raises:
+      InputError: if the options do not go with the model, it has adapters already, `dst` exists, the check cannot be
+        made in this machine's memory, or the logits differ. Nothing is left behind.
+    """
+    config = adapted_config(source.config, options)
+    leaves, own, sizes = initial_leaves(config, seed), own_leaves(config), parameter_sizes(config)
+    writer = AdapterDirectoryWriter(
+        dst,
+        config,
+        base=source,
+        tokenizer_files=source.tokenizer_files,
+        lineage=[*read_lineage(source.path), new_lineage_entry("adapt", described, [source])],
+    )
+    specs = leaf_specs(config)
+    result = Adapted(config, sum(sizes[path] for path in own), count_bytes(specs[path] for path in own))
+    below = LeavesOverBase(config, source).specs
+    probe = Probe(source, config, below | {path: specs[path] for path in own}, seed) if check else None
+    with writer:
+        for done, (path, leaf) in enumerate(leaves, start=1):
+            writer.write({path: leaf})
+            progress("writing adapters", done, len(own))
+        if probe is not None:
+            read = LeavesOverBase(config, source, writer.read_back()).read
+            result = result._replace(**probe.compare(read, progress)._asdict())
+        writer.lineage[-1]["measured"] = _measured(result)
+    return result
+
+
+def _measured(result: Adapted) -> dict[str, Any]:
+    measured = {"adapter_params": result.params, "adapter_bytes": result.bytes}
+    if result.step0 is not None:
+        measured |= {
+            "step0_max_abs_difference": result.step0.difference,
+            "step0_max_abs_logit": result.step0.largest,
+            "step0_allowed": result.step0.allowed,
+        }
+    if result.quantization is not None:
+        measured["nf4_max_abs_difference"] = result.quantization.difference
+    return measured
