@@ -1,7 +1,7 @@
 """From leaves on disk, one per parameter per layer, to a stacked and sharded model, and back."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -42,8 +42,7 @@ def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.S
 def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDtypeStruct]:
     specs = {}
     for path, leaf in _leaves(nnx.state(abstract_model(config))):
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        leaf_dtype = jnp.dtype(dtype) if dtype and floating else leaf.dtype
+        leaf_dtype = jnp.dtype(dtype) if dtype and may_be_cast(path, leaf.dtype) else leaf.dtype
         shape = leaf.shape[1:] if _STACKED.fullmatch(path) else leaf.shape
         specs.update({name: jax.ShapeDtypeStruct(shape, leaf_dtype) for name in disk_paths(config, path)})
     return dict(sorted(specs.items(), key=lambda item: _by_layer(item[0])))
@@ -61,7 +60,7 @@ def disk_paths(config: ModelConfig, path: str) -> list[str]:
 def load_model(
     source: ModelSource,
     *,
-    param_dtype: str | None = None,
+    param_dtype: str | Callable[[str], str | None] | None = None,
     compute_dtype: str = "float32",
     remat: str = "none",
     mesh: Mesh | None = None,
@@ -69,8 +68,9 @@ def load_model(
     """Reads a model, leaf by leaf; layers are stacked on the device, so the host holds one leaf at a time.
 
     Args:
-      source: a model directory or a Hugging Face directory.
-      param_dtype: dtype of floating-point parameters; default as stored (the widest, where stacked layers differ).
+      source: a model directory, an adapter directory or a Hugging Face directory.
+      param_dtype: dtype of floating-point parameters, or what it is for a path in memory; None: as stored (the widest,
+        where stacked layers differ). What belongs to NF4 kernels is always as stored.
       compute_dtype: dtype of the activations.
       remat: see `Decoder`.
       mesh: shards by the rule table; None: one device.
@@ -90,8 +90,9 @@ def load_model(
     def load(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
         names = disk_paths(source.config, path_name(path))
         dtype = jnp.result_type(*(specs[name].dtype for name in names))
-        if param_dtype and jnp.issubdtype(dtype, jnp.floating):
-            dtype = jnp.dtype(param_dtype)
+        wanted = param_dtype(path_name(path)) if callable(param_dtype) else param_dtype
+        if wanted and may_be_cast(names[0], dtype):
+            dtype = jnp.dtype(wanted)
         if leaf.shape == specs[names[0]].shape:
             return _put(source.read(names[0]), dtype, sharding)
         stacked = jax.jit(lambda: jnp.zeros(leaf.shape, dtype), out_shardings=sharding)()
@@ -101,6 +102,11 @@ def load_model(
         return stacked
 
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(load, state, shardings))
+
+
+def may_be_cast(path: str, dtype: jnp.dtype) -> bool:
+    """Whether a leaf may be kept in another floating-point dtype: not integers, nor the scales of NF4 kernels."""
+    return jnp.issubdtype(dtype, jnp.floating) and "/nf4/" not in path
 
 
 def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array]]:

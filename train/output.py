@@ -1,17 +1,17 @@
-"""The trained model as a model directory."""
+"""The trained model as a model directory, or as an adapter directory if it was one before."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.lineage import new_lineage_entry, read_lineage
-from moe_jax.loading import model_leaves
+from moe_jax.loading import disk_paths, may_be_cast, model_leaves
 from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
 from moe_jax.nn import Decoder
@@ -26,8 +26,12 @@ def write_model(
     source: ModelSource | None,
     tokenizer: Path,
     measured: dict[str, Any],
+    trainable: Collection[str],
 ) -> Path:
     """Writes `run_dir/model` and returns its path; an earlier one of the same run is replaced.
+
+    Of what started from an adapter directory another one is left, over the same base: with what that had of its own,
+    and what else was trained.
 
     Args:
       model: with the trained parameters.
@@ -35,6 +39,7 @@ def write_model(
       source: what it started from; its lineage is continued and its tokenizer files are copied.
       tokenizer: the tokenizer file of the run, copied if there is no source.
       measured: figures for the lineage.
+      trainable: paths in memory of the trained parameters.
     """
     target = Path(recipe.run_dir) / "model"
     options = {key: value for key, value in strict.flatten(recipe).items() if value is not None}
@@ -49,9 +54,18 @@ def write_model(
             if stale.exists():
                 shutil.rmtree(stale)
     wait_for_all("stale models removed")
+    if continued and isinstance(source, AdapterDirectory):
+        trained = {name for path in trainable for name in disk_paths(model.config, path)}
+        own = trained | source.own_specs().keys()
+        writer = AdapterDirectoryWriter(
+            fresh, model.config, base=source.base, trained=own, tokenizer_files=files, lineage=lineage
+        )
+    else:
+        own = None
+        writer = ModelDirectoryWriter(fresh, model.config, tokenizer_files=files, lineage=lineage)
     # Orbax needs the calls of every process; only the first one writes.
-    with ModelDirectoryWriter(fresh, model.config, tokenizer_files=files, lineage=lineage) as writer:
-        for path, leaf in _gathered(model, recipe.model.output_dtype):
+    with writer:
+        for path, leaf in _gathered(model, recipe.model.output_dtype, own):
             writer.write({path: leaf})
     if is_first_process():
         if target.exists():
@@ -62,10 +76,12 @@ def write_model(
     return target
 
 
-def _gathered(model: Decoder, dtype: str | None) -> Iterator[tuple[str, np.ndarray]]:
-    """Whole leaves; every process takes part in gathering what lies on several hosts."""
+def _gathered(model: Decoder, dtype: str | None, only: Collection[str] | None) -> Iterator[tuple[str, np.ndarray]]:
+    """Whole leaves, all or some; every process takes part in gathering what lies on several hosts."""
     for path, leaf in model_leaves(model):
-        if dtype and jnp.issubdtype(leaf.dtype, jnp.floating):
+        if only is not None and path not in only:
+            continue
+        if dtype and may_be_cast(path, leaf.dtype):
             leaf = leaf.astype(dtype)
         if jax.process_count() > 1:
             leaf = multihost_utils.process_allgather(leaf, tiled=True)

@@ -14,12 +14,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.loading import abstract_model, load_model
+from moe_jax.loading import abstract_model, load_model, may_be_cast
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.sharding import make_mesh, state_shardings
+from moe_jax.sharding import make_mesh, path_name, state_shardings
 from moe_jax.train.optimizer import learning_rate, make_optimizer
 from moe_jax.train.placement import batch_sharding, check_batch_divides
 from moe_jax.train.recipe import Recipe
@@ -31,14 +31,15 @@ class Program:
     """A run without its weights and data.
 
     Attributes:
-      config: of the model; its dtype is that of the parameters in training.
+      config: of the model; its dtype is that of the trained parameters.
       mesh: the devices.
       model: abstract.
       trainable: paths in memory of the trained parameters.
       graphdef: of the model, for the states below.
       optimizer: over the trained parameters.
       state: abstract `TrainState`, every leaf with its sharding.
-      frozen: abstract state of the parameters that are not trained, likewise.
+      frozen: abstract state of the parameters that are not trained, likewise; in the dtype of the config unless the
+        recipe says one, which a checkpoint may differ from.
       step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`.
     """
 
@@ -66,6 +67,7 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     """
     mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
     check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
+    frozen_dtype = recipe.model.frozen_dtype or config.dtype
     config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
     model = abstract_model(config, compute_dtype=recipe.model.compute_dtype, remat=recipe.model.remat)
     trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
@@ -73,7 +75,7 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     schedule = learning_rate(recipe.optimizer, recipe.schedule, recipe.train.steps)
     optimizer = make_optimizer(recipe.optimizer, schedule)
     state = _abstract_state(params, optimizer, mesh)
-    frozen = _with_shardings(frozen, state_shardings(frozen, mesh))
+    frozen = _with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
     replicated = NamedSharding(mesh, P())
     step = jax.jit(
         make_step(graphdef, config, optimizer, schedule, seed=recipe.seed, accumulation=recipe.train.accumulation),
@@ -100,14 +102,19 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
     """
     if recipe.model.init == "checkpoint":
         assert source is not None
-        loaded = load_model(source, param_dtype=recipe.model.param_dtype, mesh=program.mesh)
+        dtypes = recipe.model
+
+        def param_dtype(path: str) -> str | None:
+            return dtypes.param_dtype if path in program.trainable else dtypes.frozen_dtype
+
+        loaded = load_model(source, param_dtype=param_dtype, mesh=program.mesh)
         _, params, frozen = split_model(loaded, program.trainable)
         return params, frozen
 
     def draw() -> tuple[nnx.State, nnx.State]:
         model = Decoder(program.config, rngs=nnx.Rngs(recipe.seed))
         _, params, frozen = split_model(model, program.trainable)
-        return params, frozen
+        return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), frozen, program.frozen)
 
     shardings = (_shardings(program.state.params), _shardings(program.frozen))
     return jax.jit(draw, out_shardings=shardings)()
@@ -130,6 +137,15 @@ def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, 
         optimizer, lambda _, sharding: sharding, state.opt_state, shardings, transform_non_params=lambda _: replicated
     )
     return _with_shardings(state, TrainState(replicated, shardings, moments))
+
+
+def _cast(frozen: nnx.State, dtype: str) -> nnx.State:
+    """An abstract state in another dtype, where that may be."""
+
+    def cast(path: tuple, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype if may_be_cast(path_name(path), leaf.dtype) else leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, frozen)
 
 
 def _with_shardings(tree: Any, shardings: Any) -> Any:

@@ -30,9 +30,10 @@ class ModelSection:
       config: instead of `path`, a config.json alone (of this library or Hugging Face's): for `init = "random"` and
         for `--compile-only`.
       init: `checkpoint` starts from the weights at `path`, `random` from new ones drawn with the seed.
-      param_dtype: dtype the parameters and the optimizer's moments are kept in.
+      param_dtype: dtype the trained parameters and the optimizer's moments are kept in.
+      frozen_dtype: dtype of the parameters that are not trained. None: as stored. NF4 kernels are always as stored.
       compute_dtype: dtype of the matrix products.
-      output_dtype: dtype of the model that is left at the end. None: `param_dtype`.
+      output_dtype: dtype of the model that is left at the end. None: as in training.
       remat: what the backward pass computes again instead of keeping it: nothing, every layer (`full`), or
         every layer but its matrix products (`dots`).
     """
@@ -41,6 +42,7 @@ class ModelSection:
     config: str | None = None
     init: Literal["checkpoint", "random"] = "checkpoint"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
+    frozen_dtype: Literal["float32", "bfloat16"] | None = None
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     output_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     remat: Literal["none", "full", "dots"] = "none"
@@ -122,11 +124,14 @@ class DataSection:
 class PartitionSection:
     """Which parameters are trained: those that match a pattern of `train` and none of `freeze`.
 
+    Without `train` it is all parameters, or of a model with a frozen base what stands beside it: adapters, LoRA, and
+    routers that choose among adapters.
+
     Patterns are regular expressions that must match a whole leaf path, such as `layers/3/mlp/router/kernel`
     (`moe-jax inspect` lists them): `layers/.*/attention/.*`, `.*/router/.*`, `embed/.*|lm_head/.*`.
     """
 
-    train: tuple[str, ...] = (".*",)
+    train: tuple[str, ...] | None = None
     freeze: tuple[str, ...] = ()
 
 

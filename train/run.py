@@ -100,7 +100,7 @@ def train(
     model = nnx.merge(program.graphdef, state.params, frozen)
     model.config = dataclasses.replace(config, dtype=recipe.model.output_dtype or recipe.model.param_dtype)
     measured = {"steps": int(state.step)} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
-    path = write_model(model, recipe, source, tokenizer, measured)
+    path = write_model(model, recipe, source, tokenizer, measured, program.trainable)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return path
 

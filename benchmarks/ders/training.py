@@ -162,7 +162,8 @@ class Trainer:
         if keep is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
             trained_model = nnx.merge(program.graphdef, state.params, frozen)
-            write_model(trained_model, recipe, model, task.tokenizer, {"eval_loss": result["loss"]})
+            measured = {"eval_loss": result["loss"]}
+            write_model(trained_model, recipe, model, task.tokenizer, measured, program.trainable)
         return result
 
 

@@ -1,4 +1,4 @@
-"""The dense model and the upcycled one on the same tokens, before the upcycled one appears."""
+"""A model and what was made of it, on the same tokens, before the latter appears."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Compared(NamedTuple):
 
 
 class Probe:
-    """Both models, compiled before anything is written; and the dense one with NF4 kernels, where these are used."""
+    """Both models, compiled before anything is written; and the source with NF4 kernels, where these are used."""
 
     def __init__(
         self, source: ModelSource, config: ModelConfig, specs: Mapping[str, jax.ShapeDtypeStruct], seed: int
@@ -34,9 +34,9 @@ class Probe:
         """Compiles; no weights are read.
 
         Args:
-          source: the dense model.
-          config: of the upcycled model.
-          specs: leaf path -> shape and dtype, of the upcycled model.
+          source: the model at first.
+          config: of the new model.
+          specs: leaf path -> shape and dtype, of the new model.
           seed: of the tokens.
 
         Raises:
@@ -44,14 +44,14 @@ class Probe:
         """
         tokens = probe_tokens(source.config, seed)
         self._source = source
-        self._dense = StreamedModel(source.config, source.specs(), tokens)
-        self._upcycled = StreamedModel(config, specs, tokens, like=self._dense)
-        models = [self._dense, self._upcycled]
+        self._before = StreamedModel(source.config, source.specs(), tokens)
+        self._after = StreamedModel(config, specs, tokens, like=self._before)
+        models = [self._before, self._after]
         nf4 = base_config(config, keep_nf4=True)
         self._nf4: tuple[StreamedModel, LeavesOverBase] | None = None
         if is_tuned(nf4):
             leaves = LeavesOverBase(nf4, source)
-            self._nf4 = StreamedModel(nf4, leaves.specs, tokens, like=self._upcycled), leaves
+            self._nf4 = StreamedModel(nf4, leaves.specs, tokens, like=self._after), leaves
             models.append(self._nf4[0])
         self._total = len(models) * config.num_layers
         needed, available = max(model.memory for model in models), available_memory()
@@ -62,7 +62,7 @@ class Probe:
             )
 
     def compare(self, read: Callable[[str], np.ndarray], progress: Progress) -> Compared:
-        """Compares the upcycled model that `read` reads with the source.
+        """Compares the new model that `read` reads with the source.
 
         Raises:
           InputError: if they are not equal.
@@ -75,16 +75,16 @@ class Probe:
             progress("checking step 0", done, self._total)
 
         num_layers, quantization = self._source.config.num_layers, None
-        expected = dense = self._dense.logits(self._source.read, on_layer)
+        expected = before = self._before.logits(self._source.read, on_layer)
         if self._nf4 is not None:
             model, leaves = self._nf4
             expected = model.logits(leaves.read, on_layer)
-            quantization = compare_logits(dense, expected, num_layers)
-        step0 = compare_logits(expected, self._upcycled.logits(read, on_layer), num_layers)
+            quantization = compare_logits(before, expected, num_layers)
+        step0 = compare_logits(expected, self._after.logits(read, on_layer), num_layers)
         if not step0.equal:
             raise InputError(
-                f"step-0 check: the upcycled model's logits differ from the dense model's by {step0.difference:.3g} "
+                f"step-0 check: the new model's logits differ from the source's by {step0.difference:.3g} "
                 f"(largest logit {step0.largest:.3g}, allowed {step0.allowed:.3g}); nothing was kept. Are all weights "
-                "of the dense model finite?"
+                "of the source finite?"
             )
         return Compared(step0, quantization)

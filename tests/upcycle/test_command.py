@@ -167,7 +167,7 @@ def test_weights_that_are_not_finite_fail_the_check(tmp_path, failing):
     leaves["layers/2/mlp/down/kernel"][3, 4] = np.nan
     source = write_model(tmp_path / "dense", config, leaves)
     err = failing(source, tmp_path / "moe")
-    assert "step-0 check: the upcycled model's logits differ" in err and err.count("\n") == 1
+    assert "step-0 check: the new model's logits differ" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("delta", DELTAS)
