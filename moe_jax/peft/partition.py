@@ -17,6 +17,7 @@ from moe_jax.errors import InputError, nearest, raise_if_any
 from moe_jax.experts import ExpertBank
 from moe_jax.loading import disk_paths
 from moe_jax.nn import Decoder
+from moe_jax.peft.base import own_leaves
 from moe_jax.sharding import path_name
 
 
@@ -34,15 +35,18 @@ class ParameterGroup(NamedTuple):
     trainable: bool
 
 
-def trainable_paths(model: Decoder, *, train: Sequence[str] = (".*",), freeze: Sequence[str] = ()) -> frozenset[str]:
+def trainable_paths(
+    model: Decoder, *, train: Sequence[str] | None = None, freeze: Sequence[str] = ()
+) -> frozenset[str]:
     """Paths in memory (`segments/0/blocks/1/...`) of the parameters that are trained.
 
-    Trained is what matches a pattern of `train` and none of `freeze`, except integer leaves and what a bank keeps
-    frozen itself (the base, with `train_base=False`).
+    Trained is what matches a pattern of `train` and none of `freeze`, except integer leaves, NF4 kernels, and what a
+    bank keeps frozen itself (the base, with `train_base=False`).
 
     Args:
       model: may be abstract.
-      train, freeze: regular expressions that must match whole leaf paths.
+      train, freeze: regular expressions that must match whole leaf paths. Without `train` it is all parameters, or of
+        a model with a frozen base those that the base does not have: adapters, LoRA, and routers among adapters.
 
     Raises:
       InputError: for a pattern that is no regular expression or matches nothing, one that matches some but not all
@@ -65,7 +69,11 @@ def trainable_paths(model: Decoder, *, train: Sequence[str] = (".*",), freeze: S
             matched |= hits
         return matched
 
-    chosen = matching(train) - matching(freeze)
+    if train is not None:
+        candidates = matching(train)
+    else:
+        candidates = set(own_leaves(model.config)) if model.config.frozen_base else set(every)
+    chosen = candidates - matching(freeze)
     raise_if_any(problems, "partition (a pattern must match a whole leaf path)")
     for names in leaves.values():
         inside = [name for name in names if name in chosen]
