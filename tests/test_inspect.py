@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from moe_jax import cli
-from moe_jax.commands.inspect import collapse, human_bytes, index_set
+from moe_jax.commands.inspect import collapse, human_bytes
+from moe_jax.leaf_names import index_set
 from moe_jax.loading import leaf_specs
 from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig

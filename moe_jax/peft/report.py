@@ -7,6 +7,7 @@ from typing import NamedTuple
 import rich.console
 import rich.table
 
+from moe_jax.leaf_names import index_set
 from moe_jax.loading import leaf_specs
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import own_leaves
@@ -17,7 +18,7 @@ class ParameterGroup(NamedTuple):
     """A parameter of all layers that have it.
 
     Attributes:
-      pattern: leaf path, with the layers that it stands for: `layers/{0,2,4}/mlp/router/kernel`.
+      pattern: leaf path, with the layers that it stands for: `layers/{0..4..2}/mlp/router/kernel`.
       size: number of parameters.
       active: how many of them one token meets.
     """
@@ -112,9 +113,5 @@ def _percent(part: int, total: int) -> str:
 def _pattern(paths: Sequence[str]) -> str:
     if not paths[0].startswith("layers/"):
         return paths[0]
-    layers = [int(path.split("/")[1]) for path in paths]
-    if len(layers) == 1:
-        return paths[0]
-    consecutive = layers[-1] - layers[0] == len(layers) - 1
-    shown = f"{layers[0]}-{layers[-1]}" if consecutive else ",".join(map(str, layers))
-    return f"layers/{{{shown}}}/{paths[0].split('/', 2)[2]}"
+    layers = index_set(int(path.split("/")[1]) for path in paths)
+    return f"layers/{layers}/{paths[0].split('/', 2)[2]}"
