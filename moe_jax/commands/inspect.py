@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from moe_jax.counting import count_parameters
+from moe_jax.counting import is_parameter
+from moe_jax.leaf_names import index_set
 
 if TYPE_CHECKING:
     import jax
@@ -44,6 +45,8 @@ def run(options: Options) -> None:
       FileNotFoundError: if there is nothing at the path.
       InputError: if it is not a model that can be read, or cannot be drawn.
     """
+    from moe_jax.adapter_dir import AdapterDirectory
+    from moe_jax.commands.adapter_lines import described_base
     from moe_jax.commands.plotting import check_options, draw
     from moe_jax.lineage import read_lineage
     from moe_jax.models import config_to_json
@@ -55,24 +58,27 @@ def run(options: Options) -> None:
     if options.plots is not None:
         plots = draw(source, options.plots, text=options.text, seq_len=options.seq_len, split=options.split)
     specs = source.specs()
+    sizes = _sizes(source.config, specs)
+    base = described_base(source, sizes) if isinstance(source, AdapterDirectory) else {}
     lineage = read_lineage(source.path)
     if options.json:
         described = {
             "path": str(source.path),
-            "parameters": count_parameters(specs.values()),
+            "parameters": sum(sizes.values()),
             "bytes": sum(map(nbytes, specs.values())),
             "leaves": [
                 {"path": path, "shape": list(spec.shape), "dtype": str(spec.dtype), "bytes": nbytes(spec)}
                 for path, spec in specs.items()
             ],
-            "experts": describe_experts(source.config, specs),
+            "experts": describe_experts(source.config, specs, sizes),
+            **base,
             "config": config_to_json(source.config),
             "lineage": lineage,
             **({"plots": [str(file) for file in plots]} if plots else {}),
         }
         print(json.dumps(described, indent=2))
         return
-    _print(source.path, source.config, specs, lineage)
+    _print(source.path, source.config, specs, sizes, base, lineage)
     for file in plots:
         print(f"wrote {file}")
     if plots and options.text is None:
@@ -107,23 +113,14 @@ def collapse(specs: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, tuple[ja
     return rows
 
 
-def index_set(indices: Iterable[int]) -> str:
-    """Indices in short, as a shell would expand them: 3, {0..5}, {1..31..2}, {0,3,4}."""
-    ordered = sorted(indices)
-    if len(ordered) == 1:
-        return str(ordered[0])
-    step = ordered[1] - ordered[0]
-    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1, step)):
-        return f"{{{ordered[0]}..{ordered[-1]}{f'..{step}' if step > 1 else ''}}}"
-    return f"{{{','.join(map(str, ordered))}}}"
-
-
-def describe_experts(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> list[dict[str, Any]]:
+def describe_experts(
+    config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]", sizes: Mapping[str, int]
+) -> list[dict[str, Any]]:
     """One entry per layer with experts: what its bank is made of, and how large it is."""
     experts = []
     for layer in config.moe_layers:
         moe = config.layers[layer].mlp
-        leaves = [spec for path, spec in specs.items() if path.startswith(f"layers/{layer}/mlp/experts/")]
+        prefix = f"layers/{layer}/mlp/experts/"
         experts.append(
             {
                 "layer": layer,
@@ -134,8 +131,8 @@ def describe_experts(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeS
                 "universal": moe.universal,
                 "extended": moe.extended,
                 "bank": _bank(moe.bank),
-                "parameters": count_parameters(leaves),
-                "bytes": sum(map(nbytes, leaves)),
+                "parameters": sum(size for path, size in sizes.items() if path.startswith(prefix)),
+                "bytes": sum(nbytes(spec) for path, spec in specs.items() if path.startswith(prefix)),
             }
         )
     return experts
@@ -144,11 +141,21 @@ def describe_experts(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeS
 def _bank(bank: "BankConfig") -> dict[str, Any]:
     """What is not as in most banks, and always the kind and whether a base is trained."""
     told = ("kind", "train_base")
+    values = dataclasses.asdict(bank)
     return {
-        field.name: getattr(bank, field.name)
+        field.name: values[field.name]
         for field in dataclasses.fields(bank)
         if field.name in told or getattr(bank, field.name) != field.default
     }
+
+
+def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> dict[str, int]:
+    """Parameters by leaf path; a kernel kept as NF4 counts the weights that it stands for."""
+    if any("/nf4/" in path for path in specs):
+        from moe_jax.peft.counting import parameter_sizes
+
+        return parameter_sizes(config)
+    return {path: spec.size for path, spec in specs.items() if is_parameter(spec)}
 
 
 def human_bytes(count: int) -> str:
@@ -170,11 +177,18 @@ def _split(path: str) -> tuple[int, str]:
 
 
 def _print(
-    path: Path, config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]", lineage: list[dict[str, Any]]
+    path: Path,
+    config: "ModelConfig",
+    specs: "Mapping[str, jax.ShapeDtypeStruct]",
+    sizes: Mapping[str, int],
+    base: Mapping[str, Any],
+    lineage: list[dict[str, Any]],
 ) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    from moe_jax.commands.adapter_lines import adapter_lines
 
     # Piped into a file or a pager, nothing is cut off.
     console = Console(highlight=False)
@@ -189,9 +203,13 @@ def _print(
         layers = str(count) if name.startswith("layers/") else ""
         table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, human_bytes(count * nbytes(spec)))
     console.print(table)
-    parameters = count_parameters(specs.values())
-    console.print(f"total: {parameters:,} parameters, {human_bytes(sum(map(nbytes, specs.values())))}")
-    for line in _expert_lines(describe_experts(config, specs)):
+    total = sum(sizes.values())
+    console.print(f"total: {total:,} parameters, {human_bytes(sum(map(nbytes, specs.values())))}")
+    if base:
+        own, below = base["own"], base["base"]
+        console.print(f"stored here: {own['parameters']:,} parameters, {human_bytes(own['bytes'])}", markup=False)
+        console.print(f"base: {below['path']} ({below['fingerprint'][:12]})", markup=False, soft_wrap=True)
+    for line in [*_expert_lines(describe_experts(config, specs, sizes)), *adapter_lines(config)]:
         console.print(line, markup=False)
     for entry in lineage:
         console.print(_lineage_line(entry), markup=False)
@@ -208,9 +226,11 @@ def _summary(config: "ModelConfig") -> str:
 
 def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
     """One line per kind of layer with experts."""
+    from moe_jax.commands.adapter_lines import in_words
+
     kinds: dict[str, list[int]] = {}
     for entry in experts:
-        bank = ", ".join(f"{name} {value}" for name, value in entry["bank"].items())
+        bank = ", ".join(f"{name} {in_words(value)}" for name, value in entry["bank"].items())
         merged = "" if entry["merged_experts"] is None else f" merged into {entry['merged_experts']}"
         line = (
             f"{entry['num_experts']} experts{merged}, top {entry['top_k']}, {_weighting(entry)}; {bank}; "

@@ -8,6 +8,7 @@ from moe_jax.errors import InputError
 
 if TYPE_CHECKING:
     from moe_jax.model_source import ModelSource
+    from moe_jax.models import MoEConfig
     from moe_jax.train.expert_load import ExpertLoad
 
 _DEFAULT_SEQ_LEN = 1024
@@ -48,6 +49,12 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
     config = source.config
     if not config.moe_layers:
         raise InputError(f"{source.path} is dense: --plots draws experts, and it has none")
+    compared = [i for i in config.moe_layers if _has_plain_kernels(config.layers[i].mlp)]
+    if not compared and text is None:
+        raise InputError(
+            f"--plots compares the kernels of experts, and those of {source.path} are adapters, or have LoRA or NF4; "
+            "draw those of its base, or give --text FILE to draw their load alone"
+        )
     most = config.max_positions
     seq_len = min(_DEFAULT_SEQ_LEN, most) if seq_len is None else seq_len
     if seq_len > most:
@@ -56,14 +63,19 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
     with progress_bars() as progress:
         # First, because it finds what is wrong with the text.
         load = None if text is None else _measure_load(source, text, seq_len, split)
-        for done, layer in enumerate(config.moe_layers, start=1):
+        for done, layer in enumerate(compared, start=1):
             layers.append(measure_similarity(source, layer))
-            progress("comparing experts", done, len(config.moe_layers))
+            progress("comparing experts", done, len(compared))
     described: dict[str, Any] = {}
     if load is not None:
         tried_on = {"path": str(text), "tokens": load.tokens, "seq_len": seq_len}
         described = {"shares": load.shares, "text": tried_on}
     return write_figures(dst, layers, name="/".join(source.path.resolve().parts[-2:]), **described)
+
+
+def _has_plain_kernels(moe: "MoEConfig") -> bool:
+    """Whether the experts are kernels, and those that are stored."""
+    return moe.bank.kind != "adapter" and moe.expert.lora is None and not moe.expert.nf4
 
 
 def _measure_load(source: "ModelSource", text: Path, seq_len: int, split: bool) -> "ExpertLoad":

@@ -21,6 +21,7 @@ from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry, read_lineage
 from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.peft.base import is_tuned
 from moe_jax.staging import refuse_existing
 
 Progress = Callable[[str, float, int], None]
@@ -135,10 +136,12 @@ def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[in
     """The layers to compress, ascending.
 
     Raises:
-      InputError: if the model has no experts, or a layer is not one of its MoE layers; all are listed.
+      InputError: if the model has no experts, or adapters, or a layer is not one of its MoE layers; all are listed.
     """
     if not config.moe_layers:
         raise InputError("the model is dense: it has no experts to compress; moe-jax upcycle makes an MoE of it")
+    if is_tuned(config):
+        raise InputError("the model has adapters, LoRA or NF4 kernels: compress its base, and adapt what comes out")
     if layers is None:
         return config.moe_layers
     chosen = sorted(set(layers))

@@ -27,7 +27,7 @@ def write_figures(
 
     Args:
       dst: the folder to make.
-      layers: how alike the experts are.
+      layers: how alike the experts are; empty where they cannot be compared, and there is then no such picture.
       name: of the model, for the titles.
       shares: by layer index, the share of the assignments per expert; None: no such picture.
       text: what they were measured on: `path`, `tokens` and `seq_len`.
@@ -40,9 +40,11 @@ def write_figures(
     """
     dst = Path(dst)
     with staged_directory(dst) as folder:
-        plot_to_base(layers, folder / TO_BASE, title=name)
-        plot_between(layers, folder / BETWEEN, title=name)
-        files = [TO_BASE, BETWEEN]
+        files = []
+        if layers:
+            plot_to_base(layers, folder / TO_BASE, title=name)
+            plot_between(layers, folder / BETWEEN, title=name)
+            files += [TO_BASE, BETWEEN]
         if shares is not None and text is not None:
             title = f"{name}: load of the experts, {text['tokens']:,} tokens of {Path(text['path']).name}"
             plot_load(shares, folder / LOAD, title=title)
@@ -50,7 +52,8 @@ def write_figures(
         numbers = {
             "model": name,
             "text": None if text is None else dict(text),
-            "layers": [_numbers(layer, None if shares is None else shares[layer.layer]) for layer in layers],
+            "layers": [_numbers(layer, None if shares is None else shares[layer.layer]) for layer in layers]
+            or [{"layer": layer, "load": share.tolist()} for layer, share in (shares or {}).items()],
         }
         write_durably(folder / NUMBERS, json.dumps(numbers, indent=1).encode())
     return [dst / file for file in (*files, NUMBERS)]
