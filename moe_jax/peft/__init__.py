@@ -1,6 +1,4 @@
 """Tuning with few parameters: which of them are trained."""
 
-from moe_jax.peft.partition import ParameterGroup as ParameterGroup
-from moe_jax.peft.partition import parameter_groups as parameter_groups
 from moe_jax.peft.partition import split_model as split_model
 from moe_jax.peft.partition import trainable_paths as trainable_paths

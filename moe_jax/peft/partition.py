@@ -5,10 +5,8 @@ Patterns are written against the leaf paths of a model directory, one per parame
 trained or frozen by accident.
 """
 
-import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 from flax import nnx
@@ -19,20 +17,6 @@ from moe_jax.loading import disk_paths
 from moe_jax.nn import Decoder
 from moe_jax.peft.base import own_leaves
 from moe_jax.sharding import path_name
-
-
-class ParameterGroup(NamedTuple):
-    """A parameter as it is stacked in memory.
-
-    Attributes:
-      name: leaf path, with the layers it stands for: `layers/{0,2,4}/mlp/router/kernel`.
-      size: number of parameters.
-      trainable: whether they are trained.
-    """
-
-    name: str
-    size: int
-    trainable: bool
 
 
 def trainable_paths(
@@ -105,16 +89,6 @@ def split_model(model: Decoder, trainable: frozenset[str]) -> tuple[nnx.GraphDef
     return nnx.split(model, is_trainable, ...)
 
 
-def parameter_groups(model: Decoder, trainable: frozenset[str]) -> list[ParameterGroup]:
-    """All parameters of a model in order, and which of them are trained; integer leaves are left out."""
-    groups = []
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param)):
-        path = path_name(key_path)
-        name = _group_name(disk_paths(model.config, path))
-        groups.append(ParameterGroup(name, math.prod(leaf.shape), path in trainable))
-    return groups
-
-
 def _paths(state: nnx.State) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
 
@@ -127,12 +101,3 @@ def _frozen_by_their_bank(model: Decoder) -> set[str]:
             frozen = module.frozen_leaves()
             held |= {prefix + leaf for leaf in _paths(nnx.state(module)) if frozen.match(leaf)}
     return held
-
-
-def _group_name(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    layers = [name.split("/")[1] for name in names]
-    consecutive = int(layers[-1]) - int(layers[0]) == len(layers) - 1
-    shown = f"{layers[0]}-{layers[-1]}" if consecutive else ",".join(layers)
-    return f"layers/{{{shown}}}/{names[0].split('/', 2)[2]}"

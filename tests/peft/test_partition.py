@@ -1,7 +1,6 @@
 """Which parameters are trained: whole paths, nothing by accident, nothing in vain."""
 
 import dataclasses
-import math
 
 import jax
 import pytest
@@ -10,7 +9,7 @@ from flax import nnx
 from moe_jax.errors import InputError
 from moe_jax.loading import abstract_model
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
-from moe_jax.peft import parameter_groups, split_model, trainable_paths
+from moe_jax.peft import split_model, trainable_paths
 from moe_jax.sharding import path_name
 
 LOW_RANK = BankConfig(kind="low-rank", rank=2)
@@ -82,14 +81,3 @@ def test_a_split_model_merges_to_itself():
     assert paths_of(params) | paths_of(frozen) == paths_of(nnx.state(model))
     assert paths_of(params).isdisjoint(paths_of(frozen))
     assert paths_of(nnx.state(nnx.merge(graphdef, params, frozen))) == paths_of(nnx.state(model))
-
-
-def test_groups_name_their_layers_and_count_every_parameter():
-    model = model_of()
-    groups = parameter_groups(model, trainable_paths(model, freeze=["layers/.*/router/.*"]))
-    by_name = {group.name: group for group in groups}
-    router = by_name["layers/{1,3}/mlp/router/kernel"]
-    assert router.size == 2 * 8 * 4 and not router.trainable
-    assert by_name["embed/embedding"].trainable
-    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    assert sum(group.size for group in groups) == total
