@@ -26,6 +26,7 @@ from moe_jax.errors import InputError, check_member
 from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry, read_lineage
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
+from moe_jax.peft.base import is_tuned
 from moe_jax.staging import refuse_existing, require_space, staged_directory, sync, write_durably
 
 DENSE_LAYERS = ("replicate", "refuse")
@@ -66,6 +67,11 @@ def export(
     max_bytes = parse_size(max_shard_size)
     dst = Path(dst)
     refuse_existing(dst)
+    if is_tuned(source.config):
+        raise InputError(
+            f"{source.path} has adapters, LoRA or NF4 kernels, which no Hugging Face checkpoint holds; fold them first "
+            "with moe-jax merge, or write LoRA alone with --format peft"
+        )
 
     config = merged_config(source.config, replicate_dense=dense_layers == "replicate")
     write_hf_config(config)  # before a byte is read: can the format hold this model?

@@ -1,10 +1,12 @@
-"""`moe-jax export SRC DST`: a model becomes a Hugging Face checkpoint."""
+"""`moe-jax export SRC DST`: a model becomes a Hugging Face checkpoint, or LoRA an adapter of the PEFT library."""
 
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+
+from moe_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Options:
     """One tensor per expert, as on the hub; or the fused tensors of Transformers 5, which no older release reads."""
     dense_layers: Literal["replicate", "refuse"] = "replicate"
     """Where the format needs an MoE in every layer, store a dense layer as equal experts, or stop."""
+    format: Literal["checkpoint", "peft"] = "checkpoint"
+    """A checkpoint of the whole model; or, of an adapter directory, its LoRA for the PEFT library."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of all tensors; by default every one is kept bit for bit."""
     dry_run: bool = False
@@ -33,9 +37,13 @@ def run(options: Options) -> None:
     Raises:
       InputError: if no Hugging Face format can hold the model, or DST exists.
     """
-    from moe_jax.convert import export
+    from moe_jax.convert import export, export_peft
     from moe_jax.open_source import open_source
 
+    if options.format == "peft":
+        _check_only_format(options)
+        export_peft(open_source(options.src), options.dst)
+        return
     export(
         open_source(options.src),
         options.dst,
@@ -45,3 +53,12 @@ def run(options: Options) -> None:
         dtype=options.dtype,
         dry_run=options.dry_run,
     )
+
+
+def _check_only_format(options: Options) -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(options)}
+    known = ("src", "dst", "format")
+    given = [name for name, default in fields.items() if name not in known and getattr(options, name) != default]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InputError(f"{names}: does not go with --format peft, which writes LoRA as it is stored")

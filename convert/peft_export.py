@@ -1,0 +1,200 @@
+"""LoRA of an adapter directory -> an adapter of the Hugging Face PEFT library.
+
+PEFT puts LoRA beside linear modules of a Transformers model, which are named as their tensors are. `a` [in, r] and `b`
+[r, out] here are the transposed `lora_A.weight` and `lora_B.weight` there, and the scale is `lora_alpha / r`.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from moe_jax.adapter_dir import AdapterDirectory
+from moe_jax.convert.families import family_named
+from moe_jax.convert.hf_config import write_hf_config
+from moe_jax.convert.merged import merged_config
+from moe_jax.convert.progress import console_for
+from moe_jax.convert.safetensors_file import encode_header
+from moe_jax.convert.source import HuggingFaceDirectory
+from moe_jax.convert.table import PER_EXPERT, apply_table
+from moe_jax.convert.tensors import DTYPE_NAMES
+from moe_jax.errors import InputError, raise_if_any
+from moe_jax.experts.config import LoRAConfig
+from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry, read_lineage
+from moe_jax.loading import leaf_specs
+from moe_jax.model_source import ModelSource
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.peft.base import base_config, own_leaves
+from moe_jax.staging import refuse_existing, staged_directory, write_durably
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+class Module(NamedTuple):
+    """A linear module with LoRA: its path here, its name in Transformers, and what stands beside it."""
+
+    path: str
+    name: str
+    lora: LoRAConfig
+
+
+def export_peft(source: ModelSource, dst: Path | str, *, console: Console | None = None) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors`, which `peft.PeftModel.from_pretrained` loads.
+
+    Args:
+      source: an adapter directory with LoRA on attention, or on dense FFNs, and nothing else.
+      dst: where the directory appears; must not exist.
+      console: where to print; default standard error.
+
+    Raises:
+      InputError: if `source` is something else, PEFT cannot express it, or `dst` exists.
+    """
+    console = console or console_for(dry_run=False)
+    dst = Path(dst)
+    refuse_existing(dst)
+    if not isinstance(source, AdapterDirectory):
+        raise InputError(f"{source.path} is not an adapter directory; PEFT's format holds adapters without their base")
+    raise_if_any(_inexpressible(source), f"PEFT's format cannot hold {source.path}")
+    modules = _modules(source.config)
+    tensors = dict(_tensors(source, modules))
+    base = source.base.path if isinstance(source.base, HuggingFaceDirectory) else None
+    config = peft_config(modules, num_layers=source.config.num_layers, base=base)
+    lineage = [*read_lineage(source.path), new_lineage_entry("export", {"format": "peft"}, [source])]
+    with staged_directory(dst) as folder:
+        write_durably(folder / WEIGHTS_FILE, _safetensors(tensors))
+        write_durably(folder / CONFIG_FILE, _json(config))
+        write_durably(folder / LINEAGE_FILE, _json(lineage))
+    console.print(f"wrote {dst}: LoRA beside {len(modules)} linear modules", markup=False)
+    if base is None:
+        console.print(f"its base as a Hugging Face checkpoint: moe-jax export {source.base.path} DST", markup=False)
+    if any("/nf4/" in path for path in source.specs()):
+        console.print("it was trained over NF4 kernels: over the unquantised base it computes something a little else")
+
+
+def peft_config(modules: Iterable[Module], *, num_layers: int, base: Path | None) -> dict[str, Any]:
+    """The adapter_config.json that says where LoRA stands, with which ranks and scales.
+
+    PEFT has one dropout for all modules; it does not matter to what is computed, and the first one's is written.
+
+    Args:
+      modules: all with LoRA.
+      num_layers: of the model.
+      base: the Hugging Face checkpoint below; None: not known.
+    """
+    modules = list(modules)
+    ranks = {module.name: module.lora.rank for module in modules}
+    alphas = {module.name: _alpha(module.lora) for module in modules}
+    rank, alpha = ranks[modules[0].name], alphas[modules[0].name]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else str(base.resolve()),
+        "inference_mode": True,
+        "target_modules": _targets(modules, num_layers),
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": _others(ranks, rank),
+        "alpha_pattern": _others(alphas, alpha),
+        "lora_dropout": modules[0].lora.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+    }
+
+
+def _targets(modules: Iterable[Module], num_layers: int) -> list[str]:
+    """Short names such as `q_proj` of what every layer has; full ones of all else."""
+    by_name: dict[str, list[str]] = {}
+    for module in modules:
+        by_name.setdefault(module.name.rsplit(".", 1)[-1], []).append(module.name)
+    return [target for short, names in by_name.items() for target in ([short] if len(names) == num_layers else names)]
+
+
+def _alpha(lora: LoRAConfig) -> float:
+    """Alpha of a scale alpha/r; as an integer where it is one."""
+    alpha = lora.scale * lora.rank
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def _others(values: Mapping[str, float], default: float) -> dict[str, float]:
+    """What differs from the default, by patterns that end a module's name, without `model.` as all of PEFT need it."""
+    return {name.removeprefix("model."): value for name, value in values.items() if value != default}
+
+
+def _inexpressible(source: AdapterDirectory) -> list[str]:
+    """What the adapter directory has besides LoRA on attention and dense FFNs, one phrase for each kind."""
+    config, problems = source.config, []
+    moes = [config.layers[i].mlp for i in config.moe_layers]
+    kinds = {
+        "adapter experts (PESC)": [moe.bank.kind == "adapter" for moe in moes],
+        "PERFT experts": [moe.perft is not None for moe in moes],
+        "LoRA on routers": [moe.router_lora is not None for moe in moes],
+        "LoRA on experts": [moe.expert.lora is not None for moe in moes],
+    }
+    problems += [f"{kind} have no place in it" for kind, found in kinds.items() if any(found)]
+    retrained = sorted(source.own_specs().keys() - own_leaves(config))
+    if retrained:
+        problems.append(f"{len(retrained)} leaves of the base were trained too, the first is {retrained[0]}")
+    if not problems and not any(_loras(layer) for layer in config.layers):
+        problems.append("it has no LoRA")
+    return problems
+
+
+def _loras(layer: LayerConfig) -> dict[str, LoRAConfig]:
+    """Module below the layer -> LoRA beside it, of those modules that Transformers has too."""
+    found = {}
+    mlp = None if isinstance(layer.mlp, MoEConfig) else layer.mlp
+    for part, lora in (("attention", layer.attention.lora), ("mlp", mlp and mlp.lora)):
+        if lora is not None:
+            found |= {f"{part}/{name}": lora for name in lora.targets}
+    return found
+
+
+def _modules(config: ModelConfig) -> list[Module]:
+    """All modules with LoRA, by their names in the model that `export` would write of the base.
+
+    Raises:
+      InputError: if no Hugging Face format holds the base, or it stores a module in another form.
+    """
+    base = merged_config(base_config(config), replicate_dense=True)
+    write_hf_config(base)  # raises where no format can say it
+    family = family_named(base.family)
+    mapped = apply_table(family.table, leaf_specs(base), base.num_layers, PER_EXPERT, family.name)
+    modules = []
+    for i, layer in enumerate(config.layers):
+        for name, lora in _loras(layer).items():
+            path = f"layers/{i}/{name}"
+            pieces = mapped.pieces.get(f"{path}/kernel", [])
+            # A part of a fused tensor is no module of its own.
+            if len(pieces) != 1 or pieces[0].shape != mapped.tensors[pieces[0].tensor]:
+                raise InputError(f"in the format of {family.name!r}, {path} is no linear module that LoRA could join")
+            modules.append(Module(path, pieces[0].tensor.removesuffix(".weight"), lora))
+    return modules
+
+
+def _tensors(source: ModelSource, modules: Iterable[Module]) -> Iterable[tuple[str, np.ndarray]]:
+    for module in modules:
+        for ours, theirs in (("a", "lora_A"), ("b", "lora_B")):
+            factor = source.read(f"{module.path}/lora/{ours}")
+            yield f"base_model.model.{module.name}.{theirs}.weight", np.ascontiguousarray(factor.T)
+
+
+def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """A whole file; adapters are small."""
+    # Widest dtypes first, as the reference implementation does: every tensor then begins aligned.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    spans, end = {}, 0
+    for name, tensor in tensors.items():
+        spans[name] = (DTYPE_NAMES[tensor.dtype], tensor.shape, end, end + tensor.nbytes)
+        end += tensor.nbytes
+    return encode_header(spans) + b"".join(tensor.tobytes() for tensor in tensors.values())
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,0 +1,138 @@
+"""LoRA in the format of the PEFT library: what it loads computes what the tuned model does."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax import cli
+from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
+from moe_jax.convert import HuggingFaceDirectory
+from moe_jax.convert.safetensors_file import read_header
+from moe_jax.experts.config import AdapterConfig, LoRAConfig
+from moe_jax.loading import leaf_specs, load_model
+from moe_jax.model_dir import ModelDirectory
+from moe_jax.models.config import PerftConfig
+from moe_jax.peft.base import own_leaves
+from tests.convert.conftest import BASE, random_tensors, write_checkpoint
+from tests.upcycle.conftest import write_model
+
+TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4]])
+TWO_LAYERS = {**BASE, "num_hidden_layers": 2}
+LLAMA = {**TWO_LAYERS, "model_type": "llama", "attention_bias": True}
+OLMOE = {**TWO_LAYERS, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5}
+
+
+def lora(rank: int, *targets: str, scale: float = 2.0) -> LoRAConfig:
+    return LoRAConfig(rank=rank, targets=targets, scale=scale)
+
+
+def with_attention(config, *loras):
+    layers = [
+        dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, lora=one))
+        for layer, one in zip(config.layers, loras, strict=True)
+    ]
+    return dataclasses.replace(config, layers=tuple(layers), frozen_base=True)
+
+
+def with_mlp(config, **changes):
+    """Changes the FFN or MoE of the first layer."""
+    first = dataclasses.replace(config.layers[0], mlp=dataclasses.replace(config.layers[0].mlp, **changes))
+    return dataclasses.replace(config, layers=(first, *config.layers[1:]))
+
+
+def base_of(folder, keys) -> HuggingFaceDirectory:
+    return HuggingFaceDirectory(write_checkpoint(folder / "base", keys, random_tensors(keys)))
+
+
+def write_adapter(folder, base, config, trained=()) -> AdapterDirectory:
+    rng = np.random.default_rng(1)
+    with AdapterDirectoryWriter(folder, config, base=base, tokenizer_files=(), lineage=[], trained=trained) as writer:
+        for path, spec in leaf_specs(config).items():
+            if path in own_leaves(config) | frozenset(trained):
+                writer.write({path: rng.normal(0, 0.3, spec.shape).astype(np.float32)})
+    return AdapterDirectory(folder)
+
+
+def logits(source) -> np.ndarray:
+    return np.asarray(nnx.jit(lambda model, tokens: model(tokens).logits)(load_model(source), jnp.asarray(TOKENS)))
+
+
+@pytest.mark.parametrize("keys", [LLAMA, OLMOE], ids=["llama", "olmoe"])
+def test_peft_gives_the_logits_of_the_tuned_model(tmp_path, capsys, keys):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    base = base_of(tmp_path, keys)
+    if keys is LLAMA:  # different in every layer, and beside the FFN too
+        config = with_attention(base.config, lora(2, "q", "v"), lora(3, "q", "k", "o", scale=0.7))
+        config = with_mlp(config, lora=lora(4, "gate", "down", scale=1.5))
+    else:
+        config = with_attention(base.config, *[lora(4, "q", "k", "v", "o", scale=0.25)] * 2)
+    source = write_adapter(tmp_path / "adapter", base, config)
+    assert cli.main(["export", str(source.path), str(tmp_path / "out"), "--format", "peft"]) == 0
+    assert "LoRA beside" in capsys.readouterr().err
+
+    said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(base.path)
+    if keys is OLMOE:
+        assert (said["target_modules"], said["r"], said["lora_alpha"]) == (
+            ["q_proj", "k_proj", "v_proj", "o_proj"],
+            4,
+            1,
+        )
+        assert not said["rank_pattern"] and not said["alpha_pattern"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base.path)
+    with torch.no_grad():
+        plain = theirs(torch.tensor(TOKENS)).logits.numpy()
+        # It warns of keys that are missing or unexpected; the first sort would be left at random, the second out.
+        tuned = peft.PeftModel.from_pretrained(theirs, tmp_path / "out")
+        names = set(peft.get_peft_model_state_dict(tuned))
+        assert names == set(read_header(tmp_path / "out" / "adapter_model.safetensors"))
+        found = tuned.eval()(torch.tensor(TOKENS)).logits.numpy()
+    expected = logits(source)
+    assert np.abs(plain - expected).max() > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_what_peft_cannot_say_is_refused(tmp_path, capsys):
+    base = base_of(tmp_path, OLMOE)
+    plain = with_attention(base.config, *[lora(2, "q")] * 2)
+    perft = PerftConfig(variant="single", adapter=AdapterConfig(rank=2))
+    refused = {
+        "PERFT experts": with_mlp(plain, perft=perft),
+        "LoRA on routers": with_mlp(plain, router_lora=lora(1, "router")),
+        "LoRA on experts": with_mlp(plain, expert=dataclasses.replace(plain.layers[0].mlp.expert, lora=lora(1, "up"))),
+    }
+    for index, (phrase, config) in enumerate(refused.items()):
+        source = write_adapter(tmp_path / f"adapter{index}", base, config)
+        assert cli.main(["export", str(source.path), str(tmp_path / "out"), "--format", "peft"]) == 2
+        said = capsys.readouterr().err
+        assert f"{phrase} have no place in it" in said and said.count("\n") == 1
+
+    retrained = write_adapter(tmp_path / "retrained", base, plain, trained=("final_norm/scale",))
+    for source, options, phrase in (
+        (base.path, ["--format", "peft"], "is not an adapter directory"),
+        (retrained.path, ["--format", "peft"], "1 leaves of the base were trained too, the first is final_norm/scale"),
+        (retrained.path, ["--format", "peft", "--dtype", "bfloat16"], "--dtype: does not go with --format peft"),
+        (retrained.path, [], "fold them first with moe-jax merge"),
+    ):
+        assert cli.main(["export", str(source), str(tmp_path / "out"), *options]) == 2
+        assert phrase in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_says_what_the_adapter_stands_on(tmp_path, capsys):
+    """A base that is no Hugging Face checkpoint yet, and was quantised for training."""
+    leaves = base_of(tmp_path, LLAMA)
+    base = ModelDirectory(write_model(tmp_path / "model", leaves.config, {p: leaves.read(p) for p in leaves.specs()}))
+    config = with_attention(base.config, *[lora(2, "q")] * 2)
+    attention = dataclasses.replace(config.layers[0].attention, nf4=True)
+    config = dataclasses.replace(config, layers=(dataclasses.replace(config.layers[0], attention=attention),) * 2)
+    source = write_adapter(tmp_path / "adapter", base, config)
+    assert cli.main(["export", str(source.path), str(tmp_path / "out"), "--format", "peft"]) == 0
+    said = capsys.readouterr().err
+    assert f"moe-jax export {base.path} DST" in said and "trained over NF4 kernels" in said
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] is None
