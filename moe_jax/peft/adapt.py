@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.adapter_dir import AdapterDirectoryWriter
 from moe_jax.counting import count_bytes
+from moe_jax.errors import InputError
 from moe_jax.lineage import new_lineage_entry, read_lineage
 from moe_jax.loading import leaf_specs
 from moe_jax.model_source import ModelSource
@@ -60,10 +61,12 @@ def adapt(
       progress: called after every leaf and layer.
 
     Raises:
-      InputError: if the options do not go with the model, it has adapters already, `dst` exists, the check cannot be
-        made in this machine's memory, or the logits differ. Nothing is left behind.
+      InputError: if the options do not go with the model, it has adapters already, the seed is negative, `dst` exists,
+        the check cannot be made in this machine's memory, or the logits differ. Nothing is left behind.
     """
     config = adapted_config(source.config, options)
+    if seed < 0:
+        raise InputError(f"seed={seed} must not be negative")
     leaves, own, sizes = initial_leaves(config, seed), own_leaves(config), parameter_sizes(config)
     writer = AdapterDirectoryWriter(
         dst,
