@@ -26,7 +26,8 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
 
     Keys: `step`, `loss`, `aux_loss` (what is added to the loss), `grad_norm`, `learning_rate`, `tokens`,
     `scored_tokens`; for a model with MoE layers also `balance_loss`, `z_loss` and `cv_loss` (means over the layers,
-    without coefficients), `expert_load` and `dropped` (by layer index).
+    without coefficients), `expert_load` and `dropped` (by layer index); where PEFT experts have routers of their own,
+    `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise.
     """
     metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
     record: Record = {
@@ -45,6 +46,11 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
         record["cv_loss"] = float(np.mean([stats.cv for stats in layers.values()]))
         record["expert_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in layers.items()}
         record["dropped"] = {str(i): float(stats.dropped) for i, stats in layers.items()}
+    beside = stats_per_layer(config, metrics.router, of_perft=True)
+    if beside:
+        record["perft_balance_loss"] = float(np.mean([stats.balance for stats in beside.values()]))
+        record["perft_z_loss"] = float(np.mean([stats.z for stats in beside.values()]))
+        record["perft_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in beside.items()}
     return record
 
 

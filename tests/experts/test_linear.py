@@ -1,0 +1,161 @@
+"""LoRA and NF4 in linear maps, dense FFNs and banks, against kernels with everything added up."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.errors import InputError
+from moe_jax.experts.linear import Linear
+from moe_jax.experts.make import make_bank
+from moe_jax.functional.routing import Routing
+from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
+from moe_jax.sharding import leaf_spec, make_mesh, path_name
+
+D_MODEL, EXPERTS, TOKENS, TOP_K = 16, 4, 16, 2
+LORA = LoRAConfig(rank=3, targets=("gate", "up", "down"), scale=0.5)
+BANKS = {
+    "full": BankConfig(),
+    "low-rank": BankConfig(kind="low-rank", rank=2),
+    "sparse": BankConfig(kind="sparse", rate=0.8),
+    "quantized": BankConfig(kind="quantized", bits=4, group_size=8),
+}
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+
+def randomised(module):
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    leaves, tree = jax.tree.flatten(params)
+    drawn = [0.5 * jax.random.normal(jax.random.key(i), leaf.shape).astype(leaf.dtype) for i, leaf in enumerate(leaves)]
+    return graphdef, jax.tree.unflatten(tree, drawn), rest
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_a_linear_map_equals_its_kernel_with_everything_added_up(nf4):
+    lora = LoRAConfig(rank=3, targets=("q",), scale=0.5)
+    made = Linear((20, 12), bias=True, nf4=nf4, lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    graphdef, params, rest = randomised(made)
+    x, target = jax.random.normal(jax.random.key(0), (7, 20)), jax.random.normal(jax.random.key(1), (7, 12))
+
+    def value(params, x, added_up):
+        linear = nnx.merge(graphdef, params, rest)
+        y = x @ linear.materialise() + linear.bias[...][None, :] if added_up else linear(x)
+        return jnp.sum(y * target), y
+
+    got, expected = (jax.grad(value, argnums=(0, 1), has_aux=True)(params, x, added_up) for added_up in (False, True))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.max(jnp.abs(b)))))
+
+
+def test_lora_adds_nothing_before_training():
+    made = Linear((20, 12), lora=LoRAConfig(rank=3, targets=("q",)), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    x = jax.random.normal(jax.random.key(0), (7, 20))
+    np.testing.assert_array_equal(made(x), x @ made.kernel[...])
+
+
+def per_expert(bank, x, routing):
+    outputs = []
+    for e in range(EXPERTS):
+        kernels = bank.kernels(e)
+        outputs.append((jax.nn.silu(x @ kernels["gate"]) * (x @ kernels["up"])) @ kernels["down"])
+    chosen = jnp.take_along_axis(jnp.stack(outputs, axis=1), routing.experts[:, :, None], axis=1)
+    return jnp.sum(chosen * routing.weights[:, :, None], axis=1)
+
+
+def routed(seed):
+    experts = jnp.argsort(jax.random.uniform(jax.random.key(seed), (TOKENS, EXPERTS)), axis=1)[:, :TOP_K]
+    weights = jax.nn.softmax(jax.random.normal(jax.random.key(seed + 1), (TOKENS, TOP_K)))
+    return Routing(experts.astype(jnp.int32), weights)
+
+
+def loss_of(graphdef, rest, x, routing, target, reference):
+    def value(params):
+        bank = nnx.merge(graphdef, params, rest)
+        y = per_expert(bank, x, routing) if reference else bank(x, routing)
+        return jnp.sum(y * target), y
+
+    return jax.grad(value, has_aux=True)
+
+
+def bank_with(kind, nf4, lora):
+    expert = FFNConfig(dim=24, nf4=nf4, lora=LORA if lora else None)
+    made = make_bank(BANKS[kind], expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    return randomised(made)
+
+
+@pytest.mark.parametrize(("nf4", "lora"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("kind", BANKS)
+def test_banks_equal_experts_with_everything_added_up(kind, nf4, lora):
+    graphdef, params, rest = bank_with(kind, nf4, lora)
+    x, target = jax.random.normal(jax.random.key(5), (2, TOKENS, D_MODEL))
+    programs = (jax.jit(loss_of(graphdef, rest, x, routed(0), target, reference)) for reference in (False, True))
+    results = [program(params) for program in programs]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.max(jnp.abs(b)))))
+
+
+@pytest.mark.parametrize("kind", ["full", "low-rank"])
+def test_banks_over_a_mesh_equal_one_device(kind):
+    graphdef, params, rest = bank_with(kind, True, True)
+    x, target = jax.random.normal(jax.random.key(5), (2, TOKENS, D_MODEL))
+    expected = jax.jit(loss_of(graphdef, rest, x, routed(0), target, False))(params)
+    mesh = make_mesh({"fsdp": 2, "expert": 2, "tensor": 2})
+
+    def put(path, leaf):
+        path = f"layers/0/mlp/experts/{path_name(path)}"
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, leaf_spec(path)))
+
+    params, rest = (jax.tree_util.tree_map_with_path(put, state) for state in (params, rest))
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda params, rest: loss_of(graphdef, rest, x, routed(0), target, False)(params))(params, rest)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.max(jnp.abs(b)))))
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_no_array_of_the_size_of_the_kernel_is_made(nf4):
+    """`W + A B` would be one, and so would a kernel taken out of its codes as a whole."""
+    width = 4096
+    lora = LoRAConfig(rank=4, targets=("q",))
+    made = nnx.eval_shape(
+        lambda: Linear((width, width), nf4=nf4, lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    )
+    graphdef, factors, rest = nnx.split(made, lambda path, _: "lora" in path, ...)
+    x = jax.ShapeDtypeStruct((8, width), jnp.float32)
+
+    def loss(factors, rest, x):
+        return jnp.sum(jnp.square(nnx.merge(graphdef, factors, rest)(x)))
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 2))).lower(factors, rest, x).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4 * width * width / 8
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LoRAConfig(rank=0, targets=("q",)), "rank=0"),
+        (lambda: LoRAConfig(rank=1, targets=()), "must name at least one kernel"),
+        (lambda: FFNConfig(dim=4, gated=False, lora=LORA), "LoRA targets gate do not exist here; there are up, down"),
+        (
+            lambda: MoEConfig(
+                expert=FFNConfig(dim=4, lora=LORA),
+                num_experts=2,
+                top_k=1,
+                bank=BankConfig(kind="low-rank", rank=1, base="none"),
+            ),
+            "needs full kernels or a shared base",
+        ),
+        (
+            lambda: MoEConfig(
+                expert=FFNConfig(dim=4, lora=dataclasses.replace(LORA, dropout=0.1)), num_experts=2, top_k=1
+            ),
+            "LoRA on full experts has no dropout",
+        ),
+    ],
+)
+def test_configs_that_make_no_sense(make, said):
+    with pytest.raises(InputError, match=said):
+        make()

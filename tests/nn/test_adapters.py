@@ -1,0 +1,270 @@
+"""PESC and PERFT layers against one plain adapter per expert, forward and gradient; what holds before training."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.errors import InputError
+from moe_jax.functional.adapters import WAYS, routed_adapters
+from moe_jax.functional.ffn import ACTIVATION_FUNCTIONS
+from moe_jax.functional.keys import dropout
+from moe_jax.functional.routing import Routing, route
+from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig
+from moe_jax.nn.layers import FFN
+from moe_jax.nn.moe import MoE
+from moe_jax.sharding import leaf_spec, make_mesh, path_name
+
+D_MODEL = 12
+EXPERT = FFNConfig(dim=10, bias=True)
+LORA = AdapterConfig(rank=3, scale=2.0)
+PARALLEL = AdapterConfig(rank=5, activation="silu")
+MOE = MoEConfig(expert=EXPERT, num_experts=4, top_k=2, gate="softmax_topk")
+
+
+def perft(variant, adapter, num_experts=1, top_k=None, **others):
+    return dataclasses.replace(
+        MOE, perft=PerftConfig(variant=variant, adapter=adapter, num_experts=num_experts, top_k=top_k, **others)
+    )
+
+
+CONFIGS = {
+    "pesc": dataclasses.replace(
+        MOE,
+        gate="topk_softmax",
+        bank=BankConfig(kind="adapter", adapter=AdapterConfig(rank=6, activation="gelu", scale=0.25)),
+    ),
+    "routed": perft("routed", LORA, 6, 3),
+    "routed-topk-softmax": perft("routed", PARALLEL, 3, 2, gate="topk_softmax"),
+    "embedded": perft("embedded", PARALLEL, 4),
+    "dense": perft("dense", LORA, 3),
+    "single": perft("single", PARALLEL),
+}
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+
+@functools.cache
+def random_moe(config):
+    """A layer in which nothing is zero."""
+    graphdef, params, rest = nnx.split(MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32), nnx.Param, ...)
+    leaves, tree = jax.tree.flatten(params)
+    drawn = [0.5 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
+    return graphdef, jax.tree.unflatten(tree, drawn), rest
+
+
+def one_adapter(adapters, j, x):
+    """`s * act(x Down_j) Up_j`, written out."""
+    config, h = adapters.config, x @ adapters.down[j]
+    act = ACTIVATION_FUNCTIONS.get(config.activation, lambda h: h)
+    return config.scale * (act(h) @ adapters.up[j])
+
+
+def weighted(outputs, routing):
+    """Sum over the choices of a token of weight times output; `outputs` is one [T, d] per expert."""
+    outputs = jnp.stack(outputs, axis=1)
+    chosen = jnp.take_along_axis(outputs, routing.experts[:, :, None], axis=1)
+    return jnp.sum(chosen * routing.weights[:, :, None], axis=1)
+
+
+def per_expert_reference(moe, x):
+    tokens, config = x.reshape(-1, D_MODEL), moe.config
+    routing, _ = route(tokens @ moe.router.kernel[...], config.top_k, config.gate)
+    experts = range(config.num_experts)
+    if config.bank.kind == "adapter":
+        base = moe.experts.base
+        kernels = {name: base[name].kernel[...] for name in config.expert.matrices}
+        biases = {name: base[name].bias[...][None, :] for name in config.expert.matrices}
+        gate, up = (tokens @ kernels[name] + biases[name] for name in ("gate", "up"))
+        h = (jax.nn.silu(gate) * up) @ kernels["down"] + biases["down"]
+        y = weighted([h + one_adapter(moe.experts.adapters, i, h) for i in experts], routing)
+        return y.reshape(x.shape)
+    variant, adapters = config.perft.variant, moe.perft.adapters
+    beside = [one_adapter(adapters, j, tokens) for j in range(config.perft.num_experts)]
+    outputs = []
+    for i in experts:
+        kernels, biases = moe.experts.kernels(i), moe.experts.biases(i)
+        gate, up = (tokens @ kernels[name] + biases[name][None, :] for name in ("gate", "up"))
+        output = (jax.nn.silu(gate) * up) @ kernels["down"] + biases["down"][None, :]
+        outputs.append(output + beside[i] if variant == "embedded" else output)
+    y = weighted(outputs, routing)
+    if variant == "routed":
+        own, _ = route(tokens @ moe.perft.router.kernel[...], config.perft.top_k, config.perft.gate)
+        y = y + weighted(beside, own)
+    elif variant != "embedded":
+        y = y + sum(beside)
+    return y.reshape(x.shape)
+
+
+@functools.cache
+def gradients_and_output(config, reference):
+    graphdef, _, rest = random_moe(config)
+
+    def value(params, x, target):
+        moe = nnx.merge(graphdef, params, rest)
+        y = per_expert_reference(moe, x) if reference else moe(x)[0]
+        return jnp.sum(y * target), y
+
+    return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
+
+
+def assert_close(got, expected, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        scale = max(1.0, float(np.max(np.abs(b))))
+        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer_equals_one_adapter_per_expert(name):
+    @settings(max_examples=4)
+    @given(st.integers(0, 999))
+    def check(seed):
+        x, target = jax.random.normal(jax.random.key(seed), (2, 2, 5, D_MODEL))
+        params = random_moe(CONFIGS[name])[1]
+        got, expected = (gradients_and_output(CONFIGS[name], ref)(params, x, target) for ref in (False, True))
+        assert_close(got, expected)
+
+    check()
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_both_ways_of_routed_adapters_are_one_function(activation):
+    """Also where a token chooses the same adapter twice, and for tokens without weight."""
+
+    @settings(max_examples=4)
+    @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(0, 99))
+    def check(tokens, adapters, top_k, rank, seed):
+        keys = jax.random.split(jax.random.key(seed), 5)
+        x, target = jax.random.normal(keys[0], (2, tokens, 4))
+        weights = jnp.maximum(jax.random.normal(keys[1], (tokens, top_k)), 0.0)
+        routing = Routing(jax.random.randint(keys[2], (tokens, top_k), 0, adapters, jnp.int32), weights)
+        down = jax.random.normal(keys[3], (adapters, 4, rank))
+        up = jax.random.normal(keys[4], (adapters, rank, 4))
+
+        def value(x, weights, down, up, way):
+            chosen = routing._replace(weights=weights)
+            y = routed_adapters(x, chosen, down, up, activation, 0.5, batch_axes=(), way=way)
+            return jnp.sum(y * target), y
+
+        program = jax.jit(jax.grad(value, argnums=(0, 1, 2, 3), has_aux=True), static_argnames="way")
+        one, other = (program(x, weights, down, up, way=way) for way in WAYS)
+        assert_close(one, other)
+
+    check()
+
+
+def fresh(config):
+    return MoE(config, D_MODEL, rngs=nnx.Rngs(3), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_before_training_pesc_is_its_ffn_to_the_last_bit(top_k):
+    moe = fresh(dataclasses.replace(CONFIGS["pesc"], top_k=top_k))
+    x = jax.random.normal(jax.random.key(0), (3, 7, D_MODEL))
+    dense = FFN(EXPERT, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    for name in EXPERT.matrices:
+        setattr(dense, name, moe.experts.base[name])
+    y, expected = nnx.jit(lambda moe, dense, x: (moe(x)[0], dense(x.reshape(-1, D_MODEL)).reshape(x.shape)))(
+        moe, dense, x
+    )
+    np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("name", ["routed", "embedded", "dense", "single"])
+def test_before_training_perft_is_the_untouched_moe_to_the_last_bit(name):
+    tuned, untouched = fresh(CONFIGS[name]), fresh(MOE)
+    x = jax.random.normal(jax.random.key(0), (3, 7, D_MODEL))
+    apply = nnx.jit(lambda moe, x: moe(x)[0])
+    np.testing.assert_array_equal(apply(tuned, x), apply(untouched, x))
+
+
+def test_perft_r_with_one_adapter_is_perft_s():
+    one = perft("routed", PARALLEL, 1, 1)
+    routed, single = (nnx.merge(*random_moe(config)) for config in (one, CONFIGS["single"]))
+    single.perft.adapters, single.experts, single.router = routed.perft.adapters, routed.experts, routed.router
+    x = jax.random.normal(jax.random.key(1), (2, 5, D_MODEL))
+    apply = nnx.jit(lambda moe, x: moe(x)[0])
+    np.testing.assert_array_equal(apply(routed, x), apply(single, x))
+
+
+def test_the_own_router_of_perft_r_learns_from_the_task():
+    """The task alone, without a balance loss: its gradient comes through the weights of the adapters."""
+    graphdef, params, rest = random_moe(CONFIGS["routed"])
+    x, target = jax.random.normal(jax.random.key(2), (2, 2, 9, D_MODEL))
+    program = jax.jit(jax.grad(lambda params: jnp.sum(nnx.merge(graphdef, params, rest)(x)[0] * target)))
+    gradient = program(params)
+    assert float(jnp.min(jnp.linalg.norm(gradient["perft"]["router"]["kernel"][...], axis=0))) > 1e-2
+
+
+def test_dropout_is_for_training_and_keeps_the_mean():
+    x = jnp.ones((400, 50))
+    assert dropout(x, 0.25, None) is x
+    dropped = dropout(x, 0.25, jax.random.key(0))
+    kept = dropped != 0
+    np.testing.assert_allclose(dropped[kept], 1 / 0.75, rtol=1e-6)
+    assert abs(float(jnp.mean(kept)) - 0.75) < 0.01
+
+    config = dataclasses.replace(MOE, perft=dataclasses.replace(CONFIGS["single"].perft, adapter=LORA))
+    noisy = dataclasses.replace(config.perft, adapter=dataclasses.replace(LORA, dropout=0.5))
+    graphdef, params, rest = random_moe(dataclasses.replace(config, perft=noisy))
+    moe = nnx.merge(graphdef, params, rest)
+    plain = nnx.merge(*random_moe(config))
+    x = jax.random.normal(jax.random.key(4), (2, 5, D_MODEL))
+    apply = nnx.jit(lambda moe, x, key: moe(x, None, key)[0])
+    expected = apply(plain, x, jax.random.key(0))
+    np.testing.assert_array_equal(apply(moe, x, None), expected)
+    assert not np.array_equal(apply(moe, x, jax.random.key(0)), expected)
+
+
+@pytest.mark.parametrize("name", ["pesc", "routed"])
+def test_a_layer_over_a_mesh_equals_one_device(name):
+    """With dropout, and so many adapters that rows are sorted, which every device does for itself."""
+    config = CONFIGS[name]
+    adapter = AdapterConfig(rank=200, activation="gelu", scale=0.25, dropout=0.2)
+    if name == "pesc":
+        config = dataclasses.replace(config, num_experts=16, bank=BankConfig(kind="adapter", adapter=adapter))
+    else:
+        own = dataclasses.replace(config.perft, num_experts=16, top_k=2, adapter=adapter)
+        config = dataclasses.replace(config, perft=own)
+    graphdef, params, rest = random_moe(config)
+    x, target = jax.random.normal(jax.random.key(0), (2, 8, 2, D_MODEL))
+
+    def value(params, x, target):
+        y, stats = nnx.merge(graphdef, params, rest)(x, None, jax.random.key(5))
+        return jnp.sum(y * target), (y, stats)
+
+    program = jax.grad(value, has_aux=True)
+    expected = jax.jit(program)(params, x, target)
+    mesh = make_mesh({"fsdp": 2, "expert": 2, "tensor": 2})
+
+    def put(path, leaf):
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, leaf_spec(f"layers/0/mlp/{path_name(path)}")))
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(program)(jax.tree_util.tree_map_with_path(put, params), x, target)
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: perft("routed", LORA, 2, 3), "top_k=3 must lie between 1 and the number of adapters, 2"),
+        (lambda: perft("routed", LORA, 2), "top_k=None does not go with PERFT 'routed'"),
+        (lambda: perft("dense", LORA, 2, 1), "top_k=1 does not go with PERFT 'dense'"),
+        (lambda: perft("single", LORA, 2), "PERFT-S is one adapter, num_experts=2"),
+        (lambda: perft("embedded", LORA, 3), "one adapter for each of the MoE's 4 experts, num_experts=3"),
+        (lambda: AdapterConfig(rank=0), "rank=0"),
+        (lambda: AdapterConfig(rank=1, dropout=1.0), "dropout=1.0 must lie in"),
+        (lambda: dataclasses.replace(CONFIGS["pesc"], gate="softmax_topk"), "go with gate 'topk_softmax' alone"),
+        (lambda: BankConfig(kind="adapter"), "adapter=None does not go with bank kind 'adapter'"),
+        (lambda: BankConfig(kind="adapter", adapter=LORA, base="none"), "come after a shared FFN"),
+    ],
+)
+def test_configs_that_make_no_sense(make, said):
+    with pytest.raises(InputError, match=said):
+        make()
