@@ -1,0 +1,191 @@
+"""What the numbers say about what the papers say: compared here, not written beforehand."""
+
+from collections.abc import Sequence
+
+from quality.spread import mean_and_spread
+from tuning.kinds import DENSE, DENSE_LORA, KINDS, QLORA, VANILLA
+from tuning.results import Results
+from tuning.summary import Point, compare, curve, difference, losses, points, runs
+from tuning.variants import FULL, LORA_QV, LORA_ROUTER, D, E, R, S
+
+AGREES, DISAGREES, UNDECIDED = "agrees with the paper", "**does not agree with the paper**", "undecided between seeds"
+
+
+def verdict(signed: Sequence[float]) -> str:
+    """Whether something is as expected: the differences of all seeds are above zero, below, or of both signs."""
+    if all(value > 0 for value in signed):
+        return AGREES
+    return DISAGREES if all(value < 0 for value in signed) else UNDECIDED
+
+
+def upcycled_findings(results: Results) -> str:
+    """PESC against dense tuning, vanilla upcycling and itself with another rest."""
+    text = "shakespeare"
+
+    def found(name: str) -> dict[str, float]:
+        return losses(results, "upcycled", text, name)
+
+    lines = []
+    # (what is said of the pair, those expected to be better, the others)
+    pairs = [("PESC, all trained, against dense tuning", f"PESC {a}, rest full", DENSE) for a in (8, 64)]
+    pairs += [("vanilla upcycling against dense tuning", VANILLA, DENSE)]
+    pairs += [("PESC's experts beside LoRA against LoRA alone", f"PESC {a}, rest LoRA", DENSE_LORA) for a in (8, 64)]
+    pairs += [("wide adapters against narrow ones", f"PESC 64, rest {rest}", f"PESC 8, rest {rest}")
+              for rest in ("full", "LoRA", "QLoRA", "frozen")]  # fmt: skip
+    for what, better, worse in pairs:
+        gains = difference(found(worse), found(better))
+        if gains:
+            lines.append(f"- {what}: {better} is {_lower(gains)} than {worse}; {verdict(gains)}.")
+    # Nobody claims a sign here.
+    for rest, other in (("QLoRA", "LoRA"), ("LoRA", "full"), ("frozen", "LoRA")):
+        for a in (8, 64):
+            costs = difference(found(f"PESC {a}, rest {rest}"), found(f"PESC {a}, rest {other}"))
+            if costs:
+                lines.append(f"- PESC {a}, rest {rest} costs {mean_and_spread(costs, '+.4f')} against rest {other}.")
+    return "\n".join(lines)
+
+
+def tuned_findings(results: Results, text: str) -> str:
+    """What PERFT (arXiv 2411.08212) says of its variants, on one text."""
+    found, count = points(results, text), results.settings.num_experts
+    lines = [*_order(results, found), *_degradation(found), *_sizes(found), *_forms(found)]
+    full = [point for point in found if point.variant.family == FULL]
+    beside = [point for point in found if point.variant.family != FULL]
+    if full and beside:
+        best = min(beside, key=lambda point: point.mean)
+        gap = mean_and_spread(difference(best.losses, full[0].losses), "+.4f")
+        lines.append(
+            f"- the lowest loss beside a frozen MoE ({count} experts) is that of {best.variant.name}, {best.mean:.4f} "
+            f"with {best.active:,} active parameters: {gap} against full fine-tuning."
+        )
+    return "\n".join(lines)
+
+
+def _order(results: Results, found: Sequence[Point]) -> list[str]:
+    """R and E above D and S, and all of them above LoRA, at equal active parameters."""
+    settings, lines = results.settings, []
+    for better, worse, experts in (
+        *((ours, theirs, None) for ours in (R, E) for theirs in (S, D)),
+        *((ours, LORA_QV, None) for ours in (R, E, S)),
+        *((D, LORA_QV, experts) for experts in (2, 4, 8)),
+        *((ours, LORA_ROUTER, None) for ours in (R, E, S)),
+    ):
+        default = {R: 8, E: settings.num_experts}.get(better, 1)
+        line = curve(found, better, experts or default, settings)
+        others = [point for point in found if point.variant.family == worse and not point.variant.parallel]
+        comparison = compare(line, others)
+        if comparison is None:
+            continue
+        name = f"{better} ({experts} adapters)" if experts else better
+        lines.append(
+            f"- {name} above {worse} at equal active parameters: better at {comparison.won} of {comparison.budgets} "
+            f"budgets, loss {_lower(comparison.gains)} on average; {verdict(comparison.gains)}."
+        )
+    return lines
+
+
+def _degradation(found: Sequence[Point]) -> list[str]:
+    """D gets worse with more adapters, and D and S with a larger rank."""
+    dense = {(p.variant.experts, p.variant.rank): p for p in found if p.variant.family == D and not p.variant.parallel}
+    single = {(1, p.variant.rank): p for p in found if p.variant.family == S and not p.variant.parallel}
+    lines = []
+    for rank in sorted({rank for _, rank in dense}):
+        counts = sorted(experts for experts, at in dense if at == rank)
+        lines += _worse(f"{D} r={rank} degrades from M={counts[0]} to {counts[-1]}",
+                        dense[counts[0], rank], dense[counts[-1], rank])  # fmt: skip
+    for family, sizes in ((D, dense), (S, single)):
+        for experts in sorted({experts for experts, _ in sizes}):
+            ranks = sorted(rank for at, rank in sizes if at == experts)
+            name = f"{family} M={experts}" if family == D else family
+            lines += _worse(f"{name} degrades from rank {ranks[0]} to {ranks[-1]}",
+                            sizes[experts, ranks[0]], sizes[experts, ranks[-1]])  # fmt: skip
+    return lines
+
+
+def _worse(what: str, small: Point, large: Point) -> list[str]:
+    rises = difference(large.losses, small.losses)
+    if small is large or not rises:
+        return []
+    return [f"- {what}: loss changes by {mean_and_spread(rises, '+.4f')}; {verdict(rises)}."]
+
+
+def _sizes(found: Sequence[Point]) -> list[str]:
+    """How many adapters PERFT-R should have and use, at one rank."""
+    routed = [p for p in found if p.variant.family == R and p.variant.rank == 8 and not p.variant.parallel]
+    if len(routed) < 2:
+        return []
+    best, worst = (choose(routed, key=lambda point: point.mean) for choose in (min, max))
+    gap = mean_and_spread(difference(worst.losses, best.losses), ".4f")
+    lines = [f"- of the sizes M/K of {R} at rank 8 {_size(best)} is best and {_size(worst)} worst, {gap} apart."]
+    all_used = next((p for p in routed if (p.variant.experts, p.variant.top_k) == (8, 8)), None)
+    ungated = next((p for p in found if (p.variant.family, p.variant.experts, p.variant.rank) == (D, 8, 8)), None)
+    if all_used and ungated:
+        gains = difference(ungated.losses, all_used.losses)
+        if gains:
+            lines.append(
+                f"- a router over 8 adapters that are all used ({R} 8/8) is {_lower(gains)} than none ({D} 8)."
+            )
+    return lines
+
+
+def _size(point: Point) -> str:
+    return f"{point.variant.experts}/{point.variant.top_k} ({point.mean:.4f})"
+
+
+def _forms(found: Sequence[Point]) -> list[str]:
+    """Parallel adapters against LoRA's shape."""
+    by_name = {point.variant.name: point for point in found}
+    lines = []
+    for name, point in by_name.items():
+        plain = by_name.get(name.removesuffix(" parallel"))
+        if point.variant.parallel and plain:
+            gains = difference(plain.losses, point.losses)
+            if gains:
+                lines.append(f"- {name} is {_lower(gains)} than the same of LoRA's shape.")
+    return lines
+
+
+def check_findings(results: Results) -> str:
+    """Whether models start as what they were made of, auxiliary losses are there, and learning rates lie inside."""
+    lines = []
+    for part in ("upcycled", "tuned"):
+        gaps, auxiliary = [], []
+        for text, by_name in (results.get(part) or {}).items():
+            exact = {name: by_seed for name, by_seed in by_name.items() if not _is_rounded(name)}
+            for seed in {seed for by_seed in exact.values() for seed in by_seed}:
+                starts = [by_seed[seed]["start_validation_loss"] for by_seed in exact.values() if seed in by_seed]
+                gaps.append(max(starts) - min(starts))
+            for name in by_name:
+                for run in runs(results, part, text, name).values():
+                    if not name.startswith("dense"):
+                        auxiliary.append(min(run["auxiliary"]))
+        if gaps:
+            lines.append(
+                f"- {part}: before training, the losses of all that start from the same model differ by at most "
+                f"{max(gaps):.1g} nats."
+            )
+        if auxiliary:
+            lines.append(
+                f"- {part}: the auxiliary losses of the routers add at least {min(auxiliary):.4f} to every loss that "
+                "is trained on."
+            )
+        for name, tried in (results.get("rates", part) or {}).items():
+            rates = sorted(map(float, tried["validation_loss"]))
+            if tried["chosen"] in (rates[0], rates[-1]):
+                edge = "highest" if tried["chosen"] == rates[-1] else "lowest"
+                lines.append(
+                    f"- {part}, {name}: the best learning rate is the {edge} that was tried, {tried['chosen']:g}."
+                )
+    return "\n".join(lines)
+
+
+def _is_rounded(name: str) -> bool:
+    """A model over an NF4 base does not start as the model in float32."""
+    return name in KINDS and KINDS[name].rest == QLORA
+
+
+def _lower(gains: Sequence[float]) -> str:
+    """Such as `0.0210 ± 0.0030 lower`."""
+    word = "lower" if sum(gains) >= 0 else "higher"
+    sign = 1 if sum(gains) >= 0 else -1
+    return f"{mean_and_spread([sign * gain for gain in gains])} {word}"

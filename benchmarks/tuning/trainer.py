@@ -1,0 +1,113 @@
+"""A model shape compiled once: its training step and its score, for any parameters, seed, text and learning rate."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from moe_jax.functional.losses import token_losses
+from moe_jax.loading import abstract_model
+from moe_jax.models import ModelConfig
+from moe_jax.nn import Decoder
+from moe_jax.peft import split_model, trainable_paths
+from moe_jax.train.evaluation import text_windows
+from moe_jax.train.optimizer import learning_rate, make_optimizer
+from moe_jax.train.recipe import OptimizerSection, ScheduleSection
+from moe_jax.train.step import TrainState, init_state, make_step
+
+_SCORED_AT_ONCE = 16
+# Steps whose losses are averaged.
+_LAST = 25
+
+Batches = Sequence[dict[str, np.ndarray]]
+
+
+class Trained(NamedTuple):
+    """Attributes:
+    model: after training.
+    loss: training loss, mean of the last steps.
+    auxiliary: what the auxiliary losses added to the first step's and to the last one's.
+    seconds: of the steps.
+    """
+
+    model: Decoder
+    loss: float
+    auxiliary: tuple[float, float]
+    seconds: float
+
+
+class Trainer:
+    """Trains and scores models of one config.
+
+    What is trained is what the config says, of a model with a frozen base the adapters alone; the loss, with the
+    auxiliary losses of all routers, the optimizer and the schedule are those of `moe-jax train`. Without weight decay.
+    """
+
+    def __init__(self, config: ModelConfig, *, steps: int, warmup_steps: int):
+        """Compiles nothing yet.
+
+        Args:
+          config: of the models.
+          steps: of a run, which the schedule ends with.
+          warmup_steps: at its beginning.
+        """
+        model = abstract_model(config)
+        self._steps = steps
+        self._trainable = trainable_paths(model)
+        graphdef, params, _ = split_model(model, self._trainable)
+        self.trained_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+        section = OptimizerSection(learning_rate=1.0, weight_decay=0.0)
+        unit = learning_rate(section, ScheduleSection(warmup_steps=warmup_steps), steps)
+
+        # The highest learning rate and the seed are arguments: no run of the same shape is compiled again.
+        def step(peak: jax.Array, seed: jax.Array, state: TrainState, frozen: nnx.State, batch: dict) -> tuple:
+            def schedule(done: jax.Array) -> jax.Array:
+                return peak * unit(done)
+
+            optimizer = make_optimizer(section, schedule)
+            return make_step(graphdef, config, optimizer, schedule, seed=seed)(state, frozen, batch)
+
+        def window_losses(params: nnx.State, frozen: nnx.State, batch: dict) -> jax.Array:
+            model = nnx.merge(graphdef, params, frozen)
+            logits = model(batch["tokens"], segment_ids=batch["segment_ids"]).logits
+            scored = batch["segment_ids"][:, 1:].astype(jnp.float32)
+            return jnp.sum(token_losses(logits[:, :-1], batch["tokens"][:, 1:]) * scored)
+
+        self._init = jax.jit(lambda params: init_state(params, make_optimizer(section, optax.constant_schedule(1.0))))
+        self._step = jax.jit(step, donate_argnums=2)
+        self._window_losses = jax.jit(window_losses)
+
+    def run(self, model: Decoder, batches: Batches, *, seed: int, peak: float) -> Trained:
+        """Trains a model; it is not changed.
+
+        Args:
+          model: of this config.
+          batches: as many as there are steps.
+          seed: of what is random in a step (dropout).
+          peak: the highest learning rate.
+        """
+        graphdef, params, frozen = split_model(model, self._trainable)
+        # The step donates its state, and a caller may go on from the same model.
+        state = self._init(jax.tree.map(jnp.copy, params))
+        started = time.monotonic()
+        losses, auxiliary = [], []
+        for batch in batches[: self._steps]:
+            state, metrics = self._step(jnp.float32(peak), jnp.uint32(seed), state, frozen, batch)
+            losses.append(metrics.loss)
+            auxiliary.append(metrics.auxiliary)
+        loss = float(np.mean(losses[-_LAST:]))
+        trained = nnx.merge(graphdef, state.params, frozen)
+        return Trained(trained, loss, (float(auxiliary[0]), float(auxiliary[-1])), time.monotonic() - started)
+
+    def score(self, model: Decoder, ids: np.ndarray, seq_len: int) -> float:
+        """Mean loss of a text Int32[n], in windows as `moe-jax eval` cuts it, nats per token."""
+        _, params, frozen = split_model(model, self._trainable)
+        total = 0.0
+        for batch in text_windows(ids, seq_len=seq_len, batch_size=_SCORED_AT_ONCE):
+            total += float(self._window_losses(params, frozen, batch))
+        return total / (len(ids) - -(-len(ids) // seq_len))
