@@ -85,9 +85,8 @@ def test_a_negative_seed_is_refused():
         list(initial_leaves(CASES["PESC"][0], -1))
 
 
-@pytest.mark.parametrize("name", ["PESC", "PERFT-R beside NF4 experts"])
-def test_kernels_are_quantised_once(name, tmp_path, monkeypatch):
-    tuned, config = CASES[name]
+def test_kernels_are_quantised_once(tmp_path, monkeypatch):
+    tuned, config = CASES["PERFT-R beside NF4 experts"]
     base = ModelDirectory(write_model(tmp_path / "base", config, random_leaves(config)))
     made = []
     monkeypatch.setattr(over_base, "quantize_nf4", lambda kernel: made.append(kernel) or quantize_nf4(kernel))
