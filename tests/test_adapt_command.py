@@ -25,7 +25,7 @@ METHODS = {
 ROUTERS = {
     "perft-r": ["the router is among them: no", "the adapters' own router is among them: yes"],
     "perft-e": ["the router is among them: no"],
-    "lora": ["the router is among them: no itself, with LoRA beside it"],
+    "lora": ["the router is among them: no, but LoRA beside it is"],
 }
 
 

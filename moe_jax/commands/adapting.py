@@ -20,11 +20,11 @@ class Adapting:
 
     method: Annotated[
         Literal["perft-r", "perft-e", "perft-d", "perft-s", "lora"] | None,
-        _arg("", "perft-r|perft-e|perft-d|perft-s|lora"),
+        tyro.conf.arg(metavar="perft-r|perft-e|perft-d|perft-s|lora", help_behavior_hint="(required)"),
     ] = None
     """PERFT puts adapters beside every MoE: M with a router of their own (perft-r), one for each expert and with the
     MoE's router (perft-e), M that see every token (perft-d), or one (perft-s). lora: products beside --targets."""
-    adapter: Annotated[str | None, _arg("", "lora:R|parallel:R")] = None
+    adapter: Annotated[str | None, tyro.conf.arg(metavar="lora:R|parallel:R", help_behavior_hint="(required)")] = None
     """What an adapter is: a product of rank R, or one with SiLU between its factors (PERFT only)."""
     experts: Annotated[int | None, _arg("", "M")] = None
     """perft-r and perft-d: how many adapters there are."""

@@ -85,8 +85,9 @@ def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collec
     models = [path for path in routers if path not in own]
     lines = []
     if models:
-        itself = _how_many(models, trained)
-        beside = " itself, with LoRA beside it" if any(path in trained for path in lora) else ""
+        itself, beside = _how_many(models, trained), ""
+        if any(path in trained for path in lora):
+            beside = ", but LoRA beside it is" if itself == "no" else ", and so is LoRA beside it"
         lines.append(f"the router is among them: {itself}{beside}")
     if choosing:
         lines.append(f"the adapters' own router is among them: {_how_many(choosing, trained)}")
