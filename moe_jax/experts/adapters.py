@@ -8,7 +8,7 @@ from moe_jax.errors import InputError
 from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig
 from moe_jax.experts.deltas import draw_a
-from moe_jax.experts.linear import Linear, apply_ffn, lora_for
+from moe_jax.experts.linear import Linear, apply_ffn, lora_for, split_of
 from moe_jax.experts.parallel import BATCH_AXES
 from moe_jax.functional.adapters import all_adapters, routed_adapters
 from moe_jax.functional.keys import dropout, fold_in
@@ -54,8 +54,8 @@ class AdapterBank(ExpertBank):
         assert config.adapter is not None
         linears = {}
         for name, shape in expert.shapes(d_model).items():
-            lora = lora_for(expert.lora, name)
-            linears[name] = Linear(shape, bias=expert.bias, nf4=expert.nf4, lora=lora, rngs=rngs, dtype=dtype)
+            how = {"bias": expert.bias, "nf4": expert.nf4, "lora": lora_for(expert.lora, name), "split": split_of(name)}
+            linears[name] = Linear(shape, **how, rngs=rngs, dtype=dtype)
         self.base = nnx.Dict(linears)
         self.adapters = Adapters(config.adapter, num_experts, d_model, rngs=rngs, dtype=dtype)
 

@@ -1,6 +1,7 @@
 """A linear map that may be frozen as NF4 codes and may have LoRA beside it."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,11 +10,12 @@ from jaxtyping import Array, Float
 from moe_jax.experts.bank import Weights, normal_kernel
 from moe_jax.experts.config import LoRAConfig
 from moe_jax.experts.deltas import draw_a
+from moe_jax.experts.nf4_linear import nf4_linear
 from moe_jax.functional.adapters import adapter
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.keys import dropout, fold_in
 from moe_jax.functional.linear import linear
-from moe_jax.functional.nf4 import dequantize_nf4, nf4_matmul, quantize_nf4
+from moe_jax.functional.nf4 import dequantize_nf4, quantize_nf4
 
 
 class NF4Leaf(nnx.Variable):
@@ -57,6 +59,11 @@ def lora_for(config: LoRAConfig | None, name: str) -> LoRAConfig | None:
     return config if config is not None and name in config.targets else None
 
 
+def split_of(name: str) -> Literal["in", "out"]:
+    """The axis of a kernel of an FFN that `tensor` splits: always that of the neurons."""
+    return "in" if name == "down" else "out"
+
+
 class Linear(Weights):
     """`x W + b`; kernel [in, out], or its NF4 leaves, and `scale * (x A) B` beside it."""
 
@@ -67,12 +74,24 @@ class Linear(Weights):
         bias: bool = False,
         nf4: bool = False,
         lora: LoRAConfig | None = None,
+        split: Literal["in", "out"] = "out",
         rngs: nnx.Rngs,
         dtype: jnp.dtype,
     ):
+        """Draws the kernel.
+
+        Args:
+          shape: [in, out].
+          bias: whether there is one.
+          nf4: the kernel is kept as NF4 codes.
+          lora: beside the kernel; None: nothing is.
+          split: the axis that `tensor` splits, which NF4 needs to know.
+          rngs: to draw with.
+          dtype: of the parameters.
+        """
         kernel = normal_kernel(rngs, shape, dtype)
         super().__init__(None if nf4 else kernel, jnp.zeros(shape[1], dtype) if bias else None)
-        self.fan_in = shape[0]
+        self.fan_in, self.split = shape[0], split
         self.has_bias, self.has_lora, self.is_nf4 = bias, lora is not None, nf4
         if nf4:
             self.nf4 = NF4Kernel(kernel)
@@ -86,7 +105,10 @@ class Linear(Weights):
 
     def __call__(self, x: Float[Array, "... i"], key: Array | None = None) -> Float[Array, "... o"]:
         """Applies the map; `key` is for LoRA's dropout in training."""
-        y = nf4_matmul(x, self.nf4.leaves(), self.fan_in) if self.is_nf4 else linear(x, self.kernel[...])
+        if self.is_nf4:
+            y = nf4_linear(x, self.nf4.leaves(), self.fan_in, self.split)
+        else:
+            y = linear(x, self.kernel[...])
         if self.has_lora:
             y = y + self.lora(x, key)
         return y + _as_row(self.bias[...].astype(x.dtype), y.ndim) if self.has_bias else y

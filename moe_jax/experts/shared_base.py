@@ -11,7 +11,7 @@ from moe_jax.experts.bank import ExpertBank, add_stacked_biases
 from moe_jax.experts.config import BankConfig, FFNConfig
 from moe_jax.experts.deltas import DELTAS, NEURONS, Delta, JointFactor, JointLowRankDelta, draw_a
 from moe_jax.experts.factored import Deltas, factored_ffn
-from moe_jax.experts.linear import Linear, lora_for
+from moe_jax.experts.linear import Linear, lora_for, split_of
 from moe_jax.experts.parallel import SynthesisedKernels, apply_experts
 from moe_jax.experts.strategy import choose_strategy
 from moe_jax.functional.keys import fold_in
@@ -35,8 +35,8 @@ class SharedBaseBank(ExpertBank):
         if config.has_base:
             linears = {}
             for name, shape in self._shapes.items():
-                lora = lora_for(expert.lora, name)
-                linears[name] = Linear(shape, nf4=expert.nf4, lora=lora, rngs=rngs, dtype=dtype)
+                how = {"nf4": expert.nf4, "lora": lora_for(expert.lora, name), "split": split_of(name)}
+                linears[name] = Linear(shape, **how, rngs=rngs, dtype=dtype)
             self.base = nnx.Dict(linears)
         if config.kind == "joint-low-rank":
             self.delta = nnx.Dict(_joint_factors(config, expert.dim, num_experts, d_model, self._shapes, rngs, dtype))

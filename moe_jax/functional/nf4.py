@@ -148,40 +148,41 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
     return levels * per_row.reshape(-1, width)[:rows]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def nf4_matmul(x: Float[Array, "... i"], leaves: Leaves, rows: int) -> Float[Array, "... o"]:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def nf4_matmul(x: Float[Array, "... i"], leaves: Leaves, rows: int, whole: int | None = None) -> Float[Array, "... o"]:
     """`x W` with W in NF4, in the dtype of `x`; one tile of columns of W exists at a time.
 
     Only `x` has a gradient. For it W is made once more: nothing but the arrays given is kept.
 
     Args:
       x: activations.
-      leaves: of one kernel, as `quantize_nf4` gives them.
-      rows: i.
+      leaves: of one kernel, as `quantize_nf4` gives them; or with an `origin` of a part of it, see `nf4_tile`.
+      rows: i, of the kernel or of the part.
+      whole: columns of the whole kernel; None: `leaves` are of the whole.
     """
     columns = leaves["codes"].shape[1]
     flat = x.reshape(-1, rows)
     tile = tile_width((rows, columns), flat.shape[0])
 
     def multiply(start: Array, width: int, out: Array) -> Array:
-        product = flat @ nf4_tile(leaves, rows, columns, start, width).astype(x.dtype)
+        product = flat @ nf4_tile(leaves, rows, whole or columns, start, width).astype(x.dtype)
         return lax.dynamic_update_slice_in_dim(out, product, start, 1)
 
     out = over_columns(tile, columns, multiply, jnp.zeros((flat.shape[0], columns), x.dtype))
     return out.reshape(*x.shape[:-1], columns)
 
 
-def _forward(x: Array, leaves: Leaves, rows: int) -> tuple[Array, Leaves]:
-    return nf4_matmul(x, leaves, rows), leaves
+def _forward(x: Array, leaves: Leaves, rows: int, whole: int | None) -> tuple[Array, Leaves]:
+    return nf4_matmul(x, leaves, rows, whole), leaves
 
 
-def _backward(rows: int, leaves: Leaves, dout: Array) -> tuple[Array, None]:
+def _backward(rows: int, whole: int | None, leaves: Leaves, dout: Array) -> tuple[Array, None]:
     columns = leaves["codes"].shape[1]
     flat = dout.reshape(-1, columns)
     tile = tile_width((rows, columns), flat.shape[0])
 
     def add(start: Array, width: int, total: Array) -> Array:
-        kernel = nf4_tile(leaves, rows, columns, start, width).astype(dout.dtype)
+        kernel = nf4_tile(leaves, rows, whole or columns, start, width).astype(dout.dtype)
         part = lax.dynamic_slice_in_dim(flat, start, width, 1)
         contract = (((1,), (1,)), ((), ()))
         return total + lax.dot_general(part, kernel, contract, preferred_element_type=jnp.float32)

@@ -31,7 +31,9 @@ class Attention(nnx.Module):
         shapes = {"q": (d, q_width), "k": (d, kv_width), "v": (d, kv_width), "o": (q_width, d)}
         for name, shape in shapes.items():
             bias, lora = config.out_bias if name == "o" else config.qkv_bias, lora_for(config.lora, name)
-            setattr(self, name, Linear(shape, bias=bias, nf4=config.nf4, lora=lora, rngs=rngs, dtype=dtype))
+            split = "in" if name == "o" else "out"
+            linear = Linear(shape, bias=bias, nf4=config.nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
+            setattr(self, name, linear)
         if config.qk_norm != "none":
             per_head = config.qk_norm == "head"
             self.q_norm = Norm("rms", width if per_head else q_width, model.norm_eps, dtype=dtype)

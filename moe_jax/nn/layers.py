@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from moe_jax.experts.bank import normal_kernel
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.linear import Linear as Linear
-from moe_jax.experts.linear import apply_ffn, lora_for
+from moe_jax.experts.linear import apply_ffn, lora_for, split_of
 from moe_jax.functional.norms import layer_norm, rms_norm
 
 
@@ -33,8 +33,8 @@ class FFN(nnx.Module):
     def __init__(self, config: FFNConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
         for name, shape in config.shapes(d_model).items():
-            lora = lora_for(config.lora, name)
-            setattr(self, name, Linear(shape, bias=config.bias, nf4=config.nf4, lora=lora, rngs=rngs, dtype=dtype))
+            how = {"bias": config.bias, "nf4": config.nf4, "lora": lora_for(config.lora, name), "split": split_of(name)}
+            setattr(self, name, Linear(shape, **how, rngs=rngs, dtype=dtype))
 
     def __call__(self, x: Float[Array, "... d"], key: Array | None = None) -> Float[Array, "... d"]:
         linears = {name: getattr(self, name) for name in self.config.matrices}
