@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from moe_jax.counting import count_bytes, is_parameter
+from moe_jax.counting import count_bytes
 from moe_jax.errors import nearest, raise_if_any
 from moe_jax.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
@@ -144,7 +144,7 @@ def training_memory(config: ModelConfig, mesh: Mapping[str, int], param_dtype: s
     Args:
       config: of the model.
       mesh: size of every axis; absent ones are 1.
-      param_dtype: of parameters and gradients.
+      param_dtype: of trained parameters and gradients; frozen ones are in the dtype of the config.
 
     Raises:
       InputError: for unknown axes or sizes, or a dimension that its axes do not divide; all are listed.
@@ -157,7 +157,7 @@ def training_memory(config: ModelConfig, mesh: Mapping[str, int], param_dtype: s
     params = trained = 0
     for path, spec in leaf_specs(config).items():
         size = math.prod(_shard_shape(path, spec.shape, mesh, problems))
-        params += size * (itemsize if is_parameter(spec) else spec.dtype.itemsize)
+        params += size * (itemsize if path in trained_here else spec.dtype.itemsize)
         trained += size if path in trained_here else 0
     raise_if_any(problems, "mesh")
     gradients, optimizer = trained * itemsize, trained * 2 * 4

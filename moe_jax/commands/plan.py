@@ -41,7 +41,8 @@ class Options(Upcycling, Adapting):
     top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Experts that a token goes to (default 2); of perft-r, adapters."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
-    """Adds the bytes per chip of training with AdamW in float32, without activations, as in fsdp=8,tensor=2."""
+    """Adds the bytes per chip of training with AdamW, in float32 but for what is frozen, without activations, as in
+    fsdp=8,tensor=2."""
     compress: Annotated[str | None, tyro.conf.arg(metavar="METHOD")] = None
     """Adds what the experts take when they are compressed by a method of moe-jax compress."""
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
@@ -206,6 +207,7 @@ def _print(
     table.add_row("FLOP", f"{plan.train_flops_per_token:,.0f}", flops)
     if memory is not None:
         parts = f"parameters {human_bytes(memory.params)}, gradients {human_bytes(memory.gradients)}, "
-        parts += f"AdamW {human_bytes(memory.optimizer)}; float32, without activations"
+        frozen = f"; what is frozen in {config.dtype}" if plan.trainable_params < plan.total_params else ""
+        parts += f"AdamW {human_bytes(memory.optimizer)}; float32, without activations{frozen}"
         table.add_row("training, per chip", human_bytes(memory.total), parts)
     console.print(table)

@@ -14,7 +14,7 @@ from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.counting import active_size, parameter_sizes
 from moe_jax.peft.options import AdaptOptions, adapted_config
 from moe_jax.peft.report import trained_groups
-from moe_jax.plan import dense_config, make_plan, trained_leaves, tuned_parameters
+from moe_jax.plan import dense_config, make_plan, trained_leaves, training_memory, tuned_parameters
 from moe_jax.train.flops import active_matmul_params
 from moe_jax.upcycle import PESC, Rest, upcycled_config
 from tests.peft.models import FFN, FULL, SHARED, model_of
@@ -72,12 +72,6 @@ def test_camelidae_8x7b(rest, data_dir, capsys):
     assert counted["total_params"] == 7_813_206_016 + lora
     assert counted["peft"]["total_params"] == counted["trainable_params"] == adapters + lora
     assert counted["peft"]["active_params"] == 32 * (2 * 2 * 4096 * 512 + 8 * 4096) + lora
-
-
-def test_pesc_is_what_camelidae_was_unless_something_else_is_said(data_dir, capsys):
-    config = data_dir / "configs" / f"{LLAMA_7B}.json"
-    options = ("--experts", 8, "--top-k", 2, "--adapter", 512, "--scale", 0.25, "--rest", "qlora:64", "--every", 1)
-    assert plan(capsys, config, "--method", "pesc") == plan(capsys, config, "--method", "pesc", *options)
 
 
 def test_a_base_as_nf4_takes_few_bits(data_dir, capsys):
@@ -148,6 +142,14 @@ def test_a_token_meets_the_adapters_that_its_router_chooses():
     assert active("pesc", "layers/0/mlp/experts/base/up/lora/a") == 16 * 2
     assert active("lora", "layers/1/mlp/experts/gate/lora/b") == 2 * 3 * 24  # of full experts: k of E
     assert active("lora", "layers/2/mlp/experts/base/gate/lora/b") == 3 * 24  # of a shared base: once
+
+
+@pytest.mark.parametrize("base", ["stored", "nf4"])
+def test_in_training_what_is_frozen_is_held_as_it_is_stored(base):
+    config = adapted(model_of(FFN, FULL, dtype="bfloat16"), "perft-e", base=base)
+    memory, trained = training_memory(config, {}), 2 * 4 * 16 * 3
+    assert memory.params == make_plan(config).param_bytes + 2 * trained  # 4 bytes each, not 2
+    assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
 
 
 def test_models_without_a_frozen_base_have_no_such_counts(tmp_path, capsys):
