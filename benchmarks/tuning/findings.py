@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from quality.spread import mean_and_spread
-from tuning.kinds import DENSE, DENSE_LORA, KINDS, QLORA, VANILLA
+from tuning.kinds import DENSE, DENSE_LORA, VANILLA
 from tuning.results import Results
-from tuning.summary import Point, compare, curve, difference, losses, points, runs
+from tuning.summary import Point, compare, curve, difference, losses, points
 from tuning.variants import FULL, LORA_QV, LORA_ROUTER, D, E, R, S
 
 AGREES, DISAGREES, UNDECIDED = "agrees with the paper", "**does not agree with the paper**", "undecided between seeds"
@@ -85,26 +85,30 @@ def _order(results: Results, found: Sequence[Point]) -> list[str]:
 
 
 def _degradation(found: Sequence[Point]) -> list[str]:
-    """D gets worse with more adapters, and D and S with a larger rank."""
+    """D gets worse with more adapters and with a larger rank; what a larger rank does to S."""
     dense = {(p.variant.experts, p.variant.rank): p for p in found if p.variant.family == D and not p.variant.parallel}
-    single = {(1, p.variant.rank): p for p in found if p.variant.family == S and not p.variant.parallel}
     lines = []
     for rank in sorted({rank for _, rank in dense}):
         counts = sorted(experts for experts, at in dense if at == rank)
-        lines += _worse(f"{D} r={rank} degrades from M={counts[0]} to {counts[-1]}",
-                        dense[counts[0], rank], dense[counts[-1], rank])  # fmt: skip
-    for family, sizes in ((D, dense), (S, single)):
-        for experts in sorted({experts for experts, _ in sizes}):
-            ranks = sorted(rank for at, rank in sizes if at == experts)
-            name = f"{family} M={experts}" if family == D else family
-            lines += _worse(f"{name} degrades from rank {ranks[0]} to {ranks[-1]}",
-                            sizes[experts, ranks[0]], sizes[experts, ranks[-1]])  # fmt: skip
+        rises = difference(dense[counts[-1], rank].losses, dense[counts[0], rank].losses)
+        lines += _degrades(f"{D} r={rank} degrades from M={counts[0]} to {counts[-1]}", rises)
+    for experts in sorted({experts for experts, _ in dense}):
+        ranks = sorted(rank for at, rank in dense if at == experts)
+        rises = difference(dense[experts, ranks[-1]].losses, dense[experts, ranks[0]].losses)
+        lines += _degrades(f"{D} M={experts} degrades from rank {ranks[0]} to {ranks[-1]}", rises)
+    single = sorted(
+        (p for p in found if p.variant.family == S and not p.variant.parallel), key=lambda point: point.active
+    )
+    if len(single) > 1:
+        change = mean_and_spread(difference(single[-1].losses, single[0].losses), "+.4f")
+        ranks = f"{single[0].variant.rank} to {single[-1].variant.rank}"
+        lines.append(f"- {S} from rank {ranks}: loss changes by {change}.")
     return lines
 
 
-def _worse(what: str, small: Point, large: Point) -> list[str]:
-    rises = difference(large.losses, small.losses)
-    if small is large or not rises:
+def _degrades(what: str, rises: Sequence[float]) -> list[str]:
+    """Nothing where there are no two points of a seed, or where both are the same one."""
+    if not any(rises):
         return []
     return [f"- {what}: loss changes by {mean_and_spread(rises, '+.4f')}; {verdict(rises)}."]
 
@@ -143,45 +147,6 @@ def _forms(found: Sequence[Point]) -> list[str]:
             if gains:
                 lines.append(f"- {name} is {_lower(gains)} than the same of LoRA's shape.")
     return lines
-
-
-def check_findings(results: Results) -> str:
-    """Whether models start as what they were made of, auxiliary losses are there, and learning rates lie inside."""
-    lines = []
-    for part in ("upcycled", "tuned"):
-        gaps, auxiliary = [], []
-        for text, by_name in (results.get(part) or {}).items():
-            exact = {name: by_seed for name, by_seed in by_name.items() if not _is_rounded(name)}
-            for seed in {seed for by_seed in exact.values() for seed in by_seed}:
-                starts = [by_seed[seed]["start_validation_loss"] for by_seed in exact.values() if seed in by_seed]
-                gaps.append(max(starts) - min(starts))
-            for name in by_name:
-                for run in runs(results, part, text, name).values():
-                    if not name.startswith("dense"):
-                        auxiliary.append(min(run["auxiliary"]))
-        if gaps:
-            lines.append(
-                f"- {part}: before training, the losses of all that start from the same model differ by at most "
-                f"{max(gaps):.1g} nats."
-            )
-        if auxiliary:
-            lines.append(
-                f"- {part}: the auxiliary losses of the routers add at least {min(auxiliary):.4f} to every loss that "
-                "is trained on."
-            )
-        for name, tried in (results.get("rates", part) or {}).items():
-            rates = sorted(map(float, tried["validation_loss"]))
-            if tried["chosen"] in (rates[0], rates[-1]):
-                edge = "highest" if tried["chosen"] == rates[-1] else "lowest"
-                lines.append(
-                    f"- {part}, {name}: the best learning rate is the {edge} that was tried, {tried['chosen']:g}."
-                )
-    return "\n".join(lines)
-
-
-def _is_rounded(name: str) -> bool:
-    """A model over an NF4 base does not start as the model in float32."""
-    return name in KINDS and KINDS[name].rest == QLORA
 
 
 def _lower(gains: Sequence[float]) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from quality.spread import mean_and_spread
-from tuning.findings import check_findings, tuned_findings, upcycled_findings
+from tuning.checks import check_findings
+from tuning.findings import tuned_findings, upcycled_findings
 from tuning.kinds import DENSE, KINDS, VANILLA
 from tuning.plots import plot_tuned, plot_upcycled
 from tuning.results import Results

@@ -93,16 +93,18 @@ class Part:
         scored, seq_len = task.scored(text), task.settings.seq_len
         base_seed = seed if seed in task.seeds else task.seeds[0]
         model = model_of(grown(run.config, self._base(base_seed), seed))
-        start = trainer.score(model, scored.validation, seq_len)
+        found = {}
+        if seed == task.seeds[0]:
+            # Once is enough to see whether a run starts as its base.
+            found["start_validation_loss"] = trainer.score(model, scored.validation, seq_len)
         trained = trainer.run(model, task.batches(text, seed), seed=seed, peak=peak)
-        # Of the runs that choose a learning rate, the held-out text stays unseen.
-        held_out = {} if seed == task.settings.rate_seed else {
-            "loss": trainer.score(trained.model, scored.held_out, seq_len)
-        }  # fmt: skip
+        # A learning rate is chosen without a look at the held-out text.
+        if seed == task.settings.rate_seed:
+            found["validation_loss"] = trainer.score(trained.model, scored.validation, seq_len)
+        else:
+            found["loss"] = trainer.score(trained.model, scored.held_out, seq_len)
         return {
-            **held_out,
-            "validation_loss": trainer.score(trained.model, scored.validation, seq_len),
-            "start_validation_loss": start,
+            **found,
             "train_loss": trained.loss,
             "auxiliary": trained.auxiliary,
             "trained_params": trainer.trained_params,

@@ -51,5 +51,5 @@ QUICK = Settings(
 )
 
 # Of models whose own weights are trained, and of adapters, which begin at nothing and need more.
-FULL_RATES = (1e-3, 3e-3, 1e-2)
+FULL_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 ADAPTER_RATES = (3e-3, 1e-2, 3e-2, 1e-1)
