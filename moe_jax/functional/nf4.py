@@ -71,11 +71,6 @@ def nf4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def zero_nf4(shape: tuple[int, ...]) -> Leaves:
-    """The arrays of a kernel of zeros, or of stacked ones, [..., i, o]."""
-    return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in nf4_shapes(shape).items()}
-
-
 @jax.jit
 def quantize_nf4(kernel: Float[Array, "... i o"]) -> Leaves:
     """The arrays of a kernel, or of stacked ones, of any floating-point dtype.
