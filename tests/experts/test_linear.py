@@ -120,9 +120,7 @@ def test_no_array_of_the_size_of_the_kernel_is_made(nf4):
     """`W + A B` would be one, and so would a kernel taken out of its codes as a whole."""
     width = 4096
     lora = LoRAConfig(rank=4, targets=("q",))
-    made = nnx.eval_shape(
-        lambda: Linear((width, width), nf4=nf4, lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    )
+    made = nnx.eval_shape(lambda: Linear((width, width), nf4=nf4, lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32))
     graphdef, factors, rest = nnx.split(made, lambda path, _: "lora" in path, ...)
     x = jax.ShapeDtypeStruct((8, width), jnp.float32)
 

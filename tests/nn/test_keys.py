@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from moe_jax.functional.keys import fold_in
 from moe_jax.loading import disk_paths, model_leaves
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
-from moe_jax.functional.keys import fold_in
 from moe_jax.nn.router_stats import stats_per_layer
 from moe_jax.sharding import path_name
 

@@ -1,6 +1,5 @@
 """Balance losses of all routers while a model is tuned: they are there, they move, and they pull a router back."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,9 +41,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 16)), jnp.int3
 
 def tuned_model(name):
     layers = (LayerConfig(attention=ATTENTION, mlp=MLPS[name]),) * 2
-    config = ModelConfig(
-        family="llama", vocab_size=64, d_model=16, max_positions=16, layers=layers, frozen_base=True
-    )
+    config = ModelConfig(family="llama", vocab_size=64, d_model=16, max_positions=16, layers=layers, frozen_base=True)
     model = Decoder(config, rngs=nnx.Rngs(0))
     return config, *split_model(model, trainable_paths(model))
 
