@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from moe_jax.errors import InputError, check_member, nearest, raise_if_any
@@ -196,7 +196,7 @@ def _unfit(config: ModelConfig, options: AdaptOptions) -> list[str]:
     return problems
 
 
-def _collected(problems: list[str], make) -> AdapterConfig | None:
+def _collected(problems: list[str], make: Callable[[], AdapterConfig]) -> AdapterConfig | None:
     try:
         return make()
     except InputError as error:
