@@ -77,7 +77,7 @@ def merge(
     folded = [path for path in expected if _lora_beside(source.config, path) is not None]
     dequantized = [path for path in expected if path not in leaf_specs(source.config)]
     if not is_tuned(source.config) or not (folded or dequantized or isinstance(source, AdapterDirectory)):
-        raise InputError(f"{source.path} has nothing to merge: no LoRA and no NF4 kernels beside which it would stand")
+        raise InputError(f"{source.path} has nothing to merge: neither LoRA nor NF4 kernels")
     check_leaves(leaf_specs(source.config), stored, str(source.path))
 
     result = Merged(len(folded), len(dequantized), tuple(kept))

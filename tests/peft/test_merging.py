@@ -39,22 +39,16 @@ def moe(expert: FFNConfig = FFN, **options) -> MoEConfig:
 
 
 def folds() -> ModelConfig:
-    """LoRA beside all that it can be folded into, over stored kernels and over NF4 ones."""
-    return model(
-        moe(dataclasses.replace(FFN, nf4=True), router_lora=ROUTER_LORA),
-        moe(bank=BankConfig(kind="low-rank", rank=2), universal="med", router_lora=ROUTER_LORA),
-        attention=dataclasses.replace(ATTENTION, nf4=True),
-    )
+    """LoRA beside attention, a router, the base of experts and a universal FFN, over NF4 kernels and stored ones."""
+    experts = moe(bank=BankConfig(kind="low-rank", rank=2), universal="med", router_lora=ROUTER_LORA)
+    return model(experts, attention=dataclasses.replace(ATTENTION, nf4=True))
 
 
 def keeps() -> ModelConfig:
-    """Adapters that stay, beside LoRA that does not."""
+    """PERFT, which stays, beside LoRA over the NF4 kernels of full experts, which does not."""
     perft = PerftConfig(variant="routed", adapter=ADAPTER, num_experts=2, top_k=1)
-    adapters = BankConfig(kind="adapter", adapter=ADAPTER)
-    return model(
-        moe(dataclasses.replace(FFN, nf4=True), bank=adapters),
-        moe(dataclasses.replace(FFN, lora=None), perft=perft, router_lora=ROUTER_LORA),
-    )
+    experts = moe(dataclasses.replace(FFN, nf4=True), perft=perft, router_lora=ROUTER_LORA)
+    return model(experts, attention=dataclasses.replace(ATTENTION, lora=None))
 
 
 def write_adapter(folder, config, dtype="float32"):
@@ -84,9 +78,9 @@ def names(folder):
 def test_merged_model_gives_the_logits_of_the_tuned_one(tmp_path, capsys):
     source = write_adapter(tmp_path, folds())
     assert cli.main(["merge", str(source.path), str(tmp_path / "out")]) == 0
-    kernels = 2 * 4 + (3 + 1) + (3 + 3 + 1)
+    kernels = 4 + 1 + 3 + 3
     said = capsys.readouterr().out
-    assert f"LoRA folded into {kernels} kernels" in said and f"{2 * 4 + 3} kernels are those" in said
+    assert f"LoRA folded into {kernels} kernels" in said and "4 kernels are those" in said
 
     merged = ModelDirectory(tmp_path / "out")
     assert merged.config == base_config(source.config) and not merged.config.frozen_base
@@ -115,10 +109,10 @@ def test_partly_keeps_adapters_and_needs_no_base(tmp_path, capsys):
     arguments = ["merge", str(source.path), str(tmp_path / "out"), "--partly", "--base", str(tmp_path / "moved")]
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out
-    assert "kept: adapter experts (PESC) in layer 0" in said and "kept: PERFT experts (routed) in layer 1" in said
+    assert "LoRA folded into 4 kernels" in said and "kept: PERFT experts (routed) in every layer" in said
     shutil.rmtree(tmp_path / "moved")
     merged = ModelDirectory(tmp_path / "out")
-    assert merged.config.layers[0].mlp.bank.kind == "adapter" and merged.config.layers[1].mlp.perft is not None
+    assert merged.config.layers[0].mlp.perft == source.config.layers[0].mlp.perft
     assert not any("/lora/" in path or "/nf4/" in path for path in merged.specs())
     np.testing.assert_allclose(logits(merged), expected, atol=1e-5 * np.abs(expected).max())
     # It has nothing more to fold.
@@ -141,6 +135,12 @@ def test_what_cannot_be_folded_is_refused_with_the_reason(tmp_path, capsys):
     assert cli.main(["merge", str(source.path), str(tmp_path / "base"), "--partly"]) == 2
     assert "already exists" in capsys.readouterr().err
     assert names(tmp_path) == before
+
+    assert cli.main(["merge", str(source.path), str(tmp_path / "out"), "--partly"]) == 0
+    merged, path = ModelDirectory(tmp_path / "out"), "layers/0/mlp/experts"
+    assert merged.config.layers[0].mlp == dataclasses.replace(source.config.layers[0].mlp, expert=FFNConfig(dim=24))
+    np.testing.assert_array_equal(merged.read(f"{path}/adapters/up"), source.read(f"{path}/adapters/up"))
+    assert not np.array_equal(merged.read(f"{path}/base/up/kernel"), source.read(f"{path}/base/up/kernel"))
 
 
 def test_nothing_half_written_is_left(tmp_path):
