@@ -26,7 +26,8 @@ def learning_rate(section: OptimizerSection, schedule: ScheduleSection, steps: i
     if schedule.warmup_steps:
         warmup = optax.linear_schedule(0.0, peak, schedule.warmup_steps)
         decay = optax.join_schedules([warmup, decay], [schedule.warmup_steps])
-    return lambda done: decay(done + 1)
+    # Rounding would leave the last step of a decay to 0 a rate just below it.
+    return lambda done: jnp.maximum(decay(done + 1), 0.0)
 
 
 def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:

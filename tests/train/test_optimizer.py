@@ -34,6 +34,13 @@ def test_learning_rate_without_warm_up_starts_near_the_peak():
     assert float(schedule(9)) == pytest.approx(0.0)
 
 
+def test_the_learning_rate_is_never_below_zero():
+    """Compiled, the last step of a decay to 0 would come out at -1e-10."""
+    section = OptimizerSection(learning_rate=5e-3)
+    schedule = learning_rate(section, ScheduleSection(kind="linear", warmup_steps=20, final_ratio=0.0), steps=200)
+    assert float(jax.jit(schedule)(jnp.int32(199))) == 0.0
+
+
 def test_norms_and_biases_are_not_decayed():
     config = config_of(moe(BANKS["low-rank"]), FFN)
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.state(abstract_model(config)))]
