@@ -5,7 +5,7 @@ import rich.console
 from moe_jax.models import ModelConfig
 from moe_jax.peft.report import print_trained
 from moe_jax.plan import trained_leaves
-from moe_jax.upcycle.step0 import Step0
+from moe_jax.step0 import Step0
 
 
 def print_default_training(config: ModelConfig) -> None:

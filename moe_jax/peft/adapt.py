@@ -16,8 +16,8 @@ from moe_jax.peft.counting import parameter_sizes
 from moe_jax.peft.initial import initial_leaves
 from moe_jax.peft.options import AdaptOptions, adapted_config
 from moe_jax.peft.over_base import LeavesOverBase
-from moe_jax.upcycle.probe import Probe, Progress
-from moe_jax.upcycle.step0 import Step0
+from moe_jax.probe import Probe, Progress
+from moe_jax.step0 import Step0
 
 
 class Adapted(NamedTuple):

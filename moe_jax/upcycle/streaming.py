@@ -18,10 +18,10 @@ from moe_jax.peft.base import base_leaf, is_tuned, kernel_of, own_leaves
 from moe_jax.peft.counting import parameter_sizes
 from moe_jax.peft.initial import initial_leaf
 from moe_jax.peft.over_base import LeavesOverBase
+from moe_jax.probe import Probe, Progress
+from moe_jax.step0 import Step0, probe_tokens
 from moe_jax.upcycle.leaves import MATRICES, moe_leaves
 from moe_jax.upcycle.options import UpcycleOptions, keeps_the_function, upcycled_config
-from moe_jax.upcycle.probe import Probe, Progress
-from moe_jax.upcycle.step0 import Step0, probe_tokens
 
 Specs = dict[str, jax.ShapeDtypeStruct]
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax import cli
+from moe_jax import cli, probe, step0
 from moe_jax.loading import leaf_specs, load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.open_source import open_source
-from moe_jax.upcycle import probe, step0, streaming
+from moe_jax.upcycle import streaming
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 DELTAS = ("full", "low-rank:4", "sparse:0.9")

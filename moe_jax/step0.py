@@ -1,4 +1,4 @@
-"""Step-0 equality: an upcycled model gives the dense model's logits before it is trained (METHODS 2.5).
+"""Step-0 equality: an upcycled or adapted model gives its source's logits before it is trained (METHODS 2.5).
 
 Both models are run on the same tokens, layer by layer from disk, so that memory holds one layer at a time and the
 check is the same whatever the size of the model. The layers are those that training runs, and what is compared are
@@ -33,11 +33,11 @@ Specs = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Step0(NamedTuple):
-    """How far the upcycled model is from the dense one.
+    """How far the new model is from its source.
 
     Attributes:
       difference: largest absolute difference of two logits; infinite where one is not finite.
-      largest: largest absolute logit of the dense model.
+      largest: largest absolute logit of the source.
       allowed: what rounding explains (see `compare_logits`).
     """
 
@@ -51,7 +51,7 @@ class Step0(NamedTuple):
 
 
 def compare_logits(
-    dense: Float[np.ndarray, "B T V"], upcycled: Float[np.ndarray, "B T V"], num_layers: int
+    before: Float[np.ndarray, "B T V"], after: Float[np.ndarray, "B T V"], num_layers: int
 ) -> Step0:
     """Compares the logits of two models in float32.
 
@@ -59,8 +59,8 @@ def compare_logits(
     adds up: measured on 24 layers of width 256, 1e-6 relative with well-scaled weights and 1e-5 with weights three
     times as large. So beyond 10 layers 1e-6 per layer is allowed. A wrong leaf or gate shows as 1e-2 or more.
     """
-    difference = float(np.max(np.abs(dense - upcycled)))
-    largest = float(np.max(np.abs(dense)))
+    difference = float(np.max(np.abs(before - after)))
+    largest = float(np.max(np.abs(before)))
     allowed = max(TOLERANCE, TOLERANCE_PER_LAYER * num_layers) * max(1.0, largest)
     return Step0(difference if np.isfinite(difference) else np.inf, largest, allowed)
 

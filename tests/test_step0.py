@@ -8,7 +8,7 @@ from moe_jax.experts.places import to_csr
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
-from moe_jax.upcycle.step0 import PROBE_SHAPE, StreamedModel, compare_logits, probe_tokens
+from moe_jax.step0 import PROBE_SHAPE, StreamedModel, compare_logits, probe_tokens
 from tests.upcycle.conftest import ATTENTION, dense_config, random_leaves, write_model
 
 

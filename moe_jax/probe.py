@@ -12,7 +12,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import base_config, is_tuned
 from moe_jax.peft.over_base import LeavesOverBase
-from moe_jax.upcycle.step0 import Step0, StreamedModel, compare_logits, probe_tokens
+from moe_jax.step0 import Step0, StreamedModel, compare_logits, probe_tokens
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and how much of it is done: `progress("writing layers", 3, 32)`."""
