@@ -10,7 +10,7 @@ from moe_jax.errors import InputError
 from moe_jax.memory import available_memory
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
-from moe_jax.peft.base import base_config, is_tuned
+from moe_jax.peft.base import as_base, base_config, is_tuned
 from moe_jax.peft.over_base import LeavesOverBase
 from moe_jax.step0 import Step0, StreamedModel, compare_logits, probe_tokens
 
@@ -47,7 +47,7 @@ class Probe:
         self._before = StreamedModel(source.config, source.specs(), tokens)
         self._after = StreamedModel(config, specs, tokens, like=self._before)
         models = [self._before, self._after]
-        nf4 = base_config(config, keep_nf4=True)
+        nf4 = as_base(base_config(config, keep_nf4=True))
         self._nf4: tuple[StreamedModel, LeavesOverBase] | None = None
         if is_tuned(nf4):
             leaves = LeavesOverBase(nf4, source)

@@ -209,3 +209,27 @@ def test_pesc_is_what_camelidae_was_unless_something_else_is_said():
         method="pesc", experts=8, top_k=2, every=1, adapter="512", scale=0.25, rest="qlora:64", balance_coef=0.01
     )
     assert Upcycling(method="pesc").options() == spelled_out.options() == PESC
+
+
+@pytest.mark.parametrize(
+    "options", ["--method perft-s --adapter lora:2", "--method lora --adapter lora:2 --targets q,up"]
+)
+def test_a_model_with_adapter_experts_of_its_own_is_a_base(options, models, tmp_path, capsys):
+    """One of PESC with nothing frozen is a model by itself: what stands beside it is new, its adapters are not."""
+    base, tuned, merged = (tmp_path / name for name in ("pesc", "tuned", "merged"))
+    pesc = "--method pesc --experts 2 --top-k 2 --adapter 3 --rest full"
+    assert run("upcycle", models / "dense", base, pesc, NO_CHECK) == 0
+    assert run("adapt", base, tuned, options) == 0
+    assert "step-0 difference from the model: 0 " in capsys.readouterr().out
+    opened = AdapterDirectory(tuned)
+    assert all("/perft/" in path or "/lora/" in path for path in own_leaves(opened.config))
+    np.testing.assert_array_equal(
+        opened.read("layers/0/mlp/experts/adapters/down"), opened.base.read("layers/0/mlp/experts/adapters/down")
+    )
+    code = run("merge", tuned, merged)
+    error = capsys.readouterr().err
+    if "perft" in options:
+        assert code == 2 and "PERFT experts (single)" in error and "PESC" not in error
+    else:
+        assert code == 0
+        assert run("adapt", merged, tmp_path / "again", options, NO_CHECK) == 0

@@ -23,12 +23,14 @@ class AdapterConfig:
       activation: `none` (LoRA), or a key of `functional.ffn.ACTIVATION_FUNCTIONS`.
       scale: s; of LoRA α/r.
       dropout: share of the entries of `h` set to zero in training.
+      of_base: it belongs to the model that others stand beside, and is frozen with it.
     """
 
     rank: int
     activation: Literal["none", "silu", "gelu", "gelu_tanh", "relu"] = "none"
     scale: float = 1.0
     dropout: float = 0.0
+    of_base: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self, "rank")

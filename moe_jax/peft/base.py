@@ -19,7 +19,8 @@ _PESC_BASE = "experts/base/"
 def base_config(config: ModelConfig, *, keep_nf4: bool = False) -> ModelConfig:
     """The config of the model below: without adapters, LoRA, PERFT, NF4 and `frozen_base`.
 
-    Of adapter experts (PESC) the FFN that they share is left, and their layer is dense again. A config that has none
+    Of adapter experts (PESC) the FFN that they share is left, and their layer is dense again, unless they belong to the
+    base themselves. A config that has none
     of these comes back equal, except that `frozen_base` is off.
 
     Args:
@@ -30,9 +31,20 @@ def base_config(config: ModelConfig, *, keep_nf4: bool = False) -> ModelConfig:
     return dataclasses.replace(config, layers=layers, frozen_base=False)
 
 
+def as_base(config: ModelConfig) -> ModelConfig:
+    """The same model with adapter experts (PESC) that belong to it, to be a base for others.
+
+    A model with a frozen base comes back as it is: its adapters belong to that base.
+    """
+    if config.frozen_base:
+        return config
+    return dataclasses.replace(config, layers=tuple(with_of_base(layer, True) for layer in config.layers))
+
+
 def is_tuned(config: ModelConfig) -> bool:
     """Whether there is anything beside a base, or a kernel kept as NF4."""
-    return base_config(config).layers != config.layers
+    plain = tuple(with_of_base(layer, False) for layer in config.layers)
+    return base_config(config).layers != plain
 
 
 def base_leaf(config: ModelConfig, path: str) -> str | None:
@@ -82,8 +94,18 @@ def _base_layer(layer: LayerConfig, keep_nf4: bool) -> LayerConfig:
     if _is_pesc(layer):
         return LayerConfig(attention=attention, mlp=plain(mlp.expert))
     below = dataclasses.replace(mlp, expert=plain(mlp.expert), perft=None, router_lora=None)
-    return LayerConfig(attention=attention, mlp=below)
+    return with_of_base(LayerConfig(attention=attention, mlp=below), False)
 
 
 def _is_pesc(layer: LayerConfig) -> bool:
-    return isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.kind == "adapter"
+    """Whether the experts are adapters that stand after what the base has."""
+    return isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.kind == "adapter" and not layer.mlp.bank.adapter.of_base
+
+
+def with_of_base(layer: LayerConfig, of_base: bool) -> LayerConfig:
+    """The layer with adapter experts, where it has any, that are the base's or stand beside it."""
+    if not isinstance(layer.mlp, MoEConfig) or layer.mlp.bank.adapter is None:
+        return layer
+    adapter = dataclasses.replace(layer.mlp.bank.adapter, of_base=of_base)
+    bank = dataclasses.replace(layer.mlp.bank, adapter=adapter)
+    return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bank=bank))

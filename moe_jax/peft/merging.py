@@ -22,7 +22,7 @@ from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
-from moe_jax.peft.base import base_leaf, is_tuned
+from moe_jax.peft.base import base_leaf, is_tuned, with_of_base
 
 _KERNEL = re.compile(r"layers/(\d+)/(attention|mlp)/(.*)/kernel")
 _NF4_LEAVES = ("codes", "scale_codes", "scales", "offset")
@@ -97,7 +97,7 @@ def unmergeable(config: ModelConfig) -> dict[str, str]:
     found: dict[str, tuple[str, list[int]]] = {}
     for i in config.moe_layers:
         moe = config.layers[i].mlp
-        if moe.bank.kind == "adapter":
+        if moe.bank.kind == "adapter" and not moe.bank.adapter.of_base:
             why = f"come after the FFN that all experts share and are nonlinear ({moe.bank.adapter.activation})"
             if moe.bank.adapter.activation == "none":
                 why = "come after the FFN that all experts share, so that they would need kernels of their own"
@@ -114,6 +114,7 @@ def merged_config(config: ModelConfig) -> ModelConfig:
 
 
 def _merged_layer(layer: LayerConfig) -> LayerConfig:
+    layer = with_of_base(layer, False)
     attention, mlp = replace(layer.attention, nf4=False, lora=None), layer.mlp
     if isinstance(mlp, MoEConfig):
         return LayerConfig(attention=attention, mlp=replace(mlp, expert=_plain(mlp.expert), router_lora=None))

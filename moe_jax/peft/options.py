@@ -8,7 +8,7 @@ from typing import Literal
 from moe_jax.errors import InputError, check_member, nearest, raise_if_any
 from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.models.config import PROJECTIONS, LayerConfig, ModelConfig, MoEConfig, PerftConfig
-from moe_jax.peft.base import is_tuned
+from moe_jax.peft.base import as_base, is_tuned
 
 METHODS = {"perft-r": "routed", "perft-e": "embedded", "perft-d": "dense", "perft-s": "single", "lora": "lora"}
 BASES = ("stored", "nf4")
@@ -75,6 +75,7 @@ def adapted_config(config: ModelConfig, options: AdaptOptions) -> ModelConfig:
     """
     check_member("--method", options.method, tuple(METHODS))
     check_member("--base", options.base, BASES)
+    config = as_base(config)
     problems: list[str] = []
     adapter = _collected(problems, lambda: parse_adapter(options))
     problems += _misplaced(options)
