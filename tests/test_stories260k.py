@@ -84,11 +84,11 @@ def shakespeare(folder, data_dir, tmp_path_factory):
     return texts, held_out_loss(folder / "hf", texts / "held-out.txt")
 
 
-@pytest.mark.parametrize("delta", ["full", "low-rank:4", "sparse:0.9"])
-def test_upcycled_and_trained_it_beats_the_dense_model_it_came_from(delta, folder, shakespeare, tmp_path):
+def test_upcycled_and_trained_it_beats_the_dense_model_it_came_from(folder, shakespeare, tmp_path):
+    """One kind of expert over a mesh; benchmarks/upcycle_stories260k.py trains all kinds, and for longer."""
     texts, dense = shakespeare
     (tmp_path / "recipe.toml").write_text(RECIPE.format(folder=tmp_path, texts=texts))
-    moe = ("--experts", 4, "--top-k", 2, "--every", 2, "--delta", delta)
+    moe = ("--experts", 4, "--top-k", 2, "--every", 2, "--delta", "low-rank:4")
     command("upcycle", folder / "hf", tmp_path / "moe", *moe)
     (entry,) = json.loads((tmp_path / "moe" / "lineage.json").read_text())
     assert entry["measured"]["step0_max_abs_difference"] < 1e-5

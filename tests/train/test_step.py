@@ -236,13 +236,11 @@ def test_bfloat16_compute_keeps_float32_parameters_and_a_near_loss(two_layers):
     assert np.abs(rough[:, 0] - exact[:, 0]).max() > 0
 
 
-def test_rematerialisation_changes_nothing_but_memory():
+def test_rematerialisation_changes_no_number():
     config = config_of(FFN, FFN)
     plain, *_ = run(recipe_of(), config)
-    for remat in ("full", "dots"):
-        model = ModelSection(config="c", init="random", remat=remat)
-        again, *_ = run(recipe_of(model=model), config)
-        np.testing.assert_allclose(again, plain, rtol=1e-5)
+    again, *_ = run(recipe_of(model=ModelSection(config="c", init="random", remat="full")), config)
+    np.testing.assert_allclose(again, plain, rtol=1e-5)
 
 
 def test_moments_lie_where_their_parameters_do():
