@@ -127,7 +127,8 @@ def test_a_model_with_adapters_is_not_adapted_again(method):
     options = {"targets": ("k",)} if method == "lora" else {}
     tuned = adapted(MIXED, "lora", targets=("q",))
     pesc = BankConfig(kind="adapter", adapter=adapted(MIXED, "perft-s").layers[1].mlp.perft.adapter)
-    for config in (tuned, model_of(FFN, dataclasses.replace(FULL, bank=pesc))):
+    over_base = dataclasses.replace(model_of(FFN, dataclasses.replace(FULL, bank=pesc)), frozen_base=True)
+    for config in (tuned, over_base):
         with pytest.raises(InputError, match="has adapters already; merge them"):
             adapted(config, method, **options)
 
