@@ -5,7 +5,7 @@ from typing import Any
 
 from tuning.kinds import KINDS, NONE, QLORA
 from tuning.results import Results
-from tuning.variants import R
+from tuning.variants import R, variants
 
 
 def check_findings(results: Results) -> str:
@@ -13,7 +13,16 @@ def check_findings(results: Results) -> str:
     lines = []
     for part in ("upcycled", "tuned"):
         lines += [*_starts(results, part), *_auxiliary(results, part), *_rates(results, part)]
-    return "\n".join(f"- {line}" for line in lines)
+    return "\n".join(f"- {line}" for line in [*lines, *_coverage(results)])
+
+
+def _coverage(results: Results) -> list[str]:
+    """How many of the variants there are results of."""
+    every = variants(results.settings)
+    return [
+        f"tuned: {sum(variant.name in by_name for variant in every)} of {len(every)} variants were run on {text}."
+        for text, by_name in (results.get("tuned") or {}).items()
+    ]
 
 
 def _starts(results: Results, part: str) -> list[str]:
