@@ -9,6 +9,7 @@ import pytest
 from moe_jax import cli
 from moe_jax.adapter_dir import AdapterDirectory
 from moe_jax.commands.upcycling import Upcycling
+from moe_jax.model_dir import ModelDirectory
 from moe_jax.peft import adapt as adapt_module
 from moe_jax.peft.base import own_leaves
 from moe_jax.peft.counting import parameter_sizes
@@ -233,3 +234,16 @@ def test_a_model_with_adapter_experts_of_its_own_is_a_base(options, models, tmp_
     else:
         assert code == 0
         assert run("adapt", merged, tmp_path / "again", options, NO_CHECK) == 0
+
+
+@pytest.mark.parametrize("compression", ["--method resmoe --keep 0.5", "--method ders-quantize --bits 4"])
+def test_a_compressed_model_is_a_base(compression, models, tmp_path, capsys):
+    """Its centre is held as NF4, its residuals stay as they are, and every expert gets an adapter."""
+    small, tuned = tmp_path / "small", tmp_path / "tuned"
+    assert run("compress", models / "moe", small, compression) == 0
+    assert run("adapt", small, tuned, "--method perft-e --adapter lora:2 --base nf4") == 0
+    assert "step-0 difference from the same model with NF4 kernels: 0 " in capsys.readouterr().out
+    opened = AdapterDirectory(tuned)
+    (kind,) = {opened.config.layers[i].mlp.bank.kind for i in opened.config.moe_layers}
+    assert kind == ModelDirectory(small).config.layers[0].mlp.bank.kind != "full"
+    assert {"layers/0/mlp/experts/base/up/nf4/codes", "layers/0/mlp/perft/adapters/up"} <= opened.specs().keys()

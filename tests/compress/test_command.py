@@ -257,13 +257,12 @@ def test_a_sweep(models, tmp_path, out_of, nll, text):
     assert point["perplexity"] == pytest.approx(np.exp(point["nll"]))
 
 
-def test_a_sweep_tries_all_methods_and_draws_them(models, tmp_path, out_of, monkeypatch, text):
+def test_a_sweep_tries_all_values_and_draws_them(models, tmp_path, out_of, monkeypatch, text):
     # Worse from model to model, at last beyond what a float holds: the axis becomes logarithmic.
-    scores = iter([*np.linspace(2, 4, 11), 1000.0, 2.0])
+    scores = iter([*np.linspace(2, 4, 4), 1000.0, 2.0])
     monkeypatch.setattr(compress_command, "_scorer", lambda source, options: lambda model: float(next(scores)))
-    words = ("--method", "ders-sparsify,ders-quantize")
+    words = ("--method", "ders-quantize")
     printed = out_of("compress", models["moe"], tmp_path / "out", "--sweep", "--text", text, *words)
-    assert all(f"ders-sparsify   drop {drop}" in printed for drop in (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99))
     assert all(f"ders-quantize   bits {bits}" in printed for bits in (8, 4, 3, 2, 1))
     assert sorted(os.listdir(tmp_path / "out")) == ["sweep.json", "sweep.png"]
     assert "not compressed" in printed and "7.3891" in printed

@@ -137,8 +137,7 @@ def test_a_frozen_base_leaves_the_universal_ffn_to_be_trained():
 @pytest.mark.parametrize(
     "options",
     [
-        ("--delta", "full", "--top-k", 3),
-        ("--delta", "sparse:0.9", "--extended", "--freeze-base"),
+        ("--delta", "sparse:0.9", "--top-k", 3, "--extended", "--freeze-base"),
     ],
     ids=str,
 )
