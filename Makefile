@@ -1,8 +1,7 @@
 # `make demo` and `make test` set everything up themselves; the second time they start at once.
 PYTHON ?= python3
 VENV ?= .venv
-# Tests of a file stay together on a worker as long as there is enough to do: they share what they compile.
-PYTEST_ARGS ?= -n auto --dist worksteal
+PYTEST_ARGS ?= -n auto
 
 .PHONY: demo test lint clean
 
