@@ -76,9 +76,8 @@ def _perft_params(mlp: MoEConfig, d_model: int) -> int:
     perft = mlp.perft
     if perft is None:
         return 0
-    chosen = {"routed": perft.top_k, "embedded": mlp.top_k}.get(perft.variant, perft.num_experts)
     router = d_model * perft.num_experts if perft.variant == "routed" else 0
-    return router + chosen * 2 * d_model * perft.adapter.rank
+    return router + mlp.perft_top_k * 2 * d_model * perft.adapter.rank
 
 
 def _ffn_params(ffn: FFNConfig, d_model: int) -> int:

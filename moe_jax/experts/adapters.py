@@ -1,17 +1,22 @@
 """Adapters as experts: in PESC after an FFN that all share, in PERFT beside an MoE (METHODS 6, 7)."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.errors import InputError
 from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig
 from moe_jax.experts.deltas import draw_a
-from moe_jax.experts.linear import Linear, apply_ffn, lora_for, split_of
-from moe_jax.experts.parallel import BATCH_AXES
-from moe_jax.functional.adapters import all_adapters, routed_adapters
-from moe_jax.functional.keys import dropout, fold_in
+from moe_jax.experts.linear import apply_ffn, ffn_linears
+from moe_jax.experts.parallel import BATCH_AXES, axes_size
+from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
+from moe_jax.functional.dropout import dropout
+from moe_jax.functional.keys import fold_in
 from moe_jax.functional.routing import Routing
 
 
@@ -37,7 +42,17 @@ class Adapters(nnx.Module):
         down, up = self.down[...], self.up[...]
         if routing is None:
             return all_adapters(x, down, up, config.activation, config.scale)
-        return routed_adapters(x, routing, down, up, config.activation, config.scale, batch_axes=BATCH_AXES)
+        num_adapters, _, rank = down.shape
+        way = cheaper_way(num_adapters, rank, routing.experts.shape[1])
+        apply = partial(routed_adapters, activation=config.activation, scale=config.scale, way=way)
+        mesh = jax.sharding.get_abstract_mesh()
+        if way == "side-by-side" or mesh.empty or mesh.size == 1:
+            return apply(x, routing, down, up)
+        tokens = P(BATCH_AXES if x.shape[0] % axes_size(mesh, *BATCH_AXES) == 0 else None, None)
+        # Every device sorts its own tokens and has all adapters: left to the compiler, a sort gathers all tokens.
+        return jax.shard_map(
+            apply, in_specs=(tokens, Routing(tokens, tokens), P(), P()), out_specs=tokens, check_vma=False
+        )(x, routing, down, up)
 
 
 class AdapterBank(ExpertBank):
@@ -52,11 +67,7 @@ class AdapterBank(ExpertBank):
     ):
         super().__init__(config, expert, num_experts)
         assert config.adapter is not None
-        linears = {}
-        for name, shape in expert.shapes(d_model).items():
-            how = {"bias": expert.bias, "nf4": expert.nf4, "lora": lora_for(expert.lora, name), "split": split_of(name)}
-            linears[name] = Linear(shape, **how, rngs=rngs, dtype=dtype)
-        self.base = nnx.Dict(linears)
+        self.base = nnx.Dict(ffn_linears(expert, d_model, bias=expert.bias, rngs=rngs, dtype=dtype))
         self.adapters = Adapters(config.adapter, num_experts, d_model, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:

@@ -188,6 +188,11 @@ class BankConfig:
         """Whether there are base kernels."""
         return self.kind != "full" and self.base == "shared"
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether there are kernels, full or of a base: deltas that are all there is have none."""
+        return self.kind == "full" or self.has_base
+
     def for_matrix(self, index: int) -> "BankConfig":
         """The same for one matrix of the FFN, by its index in `FFNConfig.matrices`: `entries` is a number or None."""
         if not isinstance(self.entries, tuple):

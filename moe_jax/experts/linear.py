@@ -8,12 +8,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.experts.bank import Weights, normal_kernel
-from moe_jax.experts.config import LoRAConfig
+from moe_jax.experts.config import FFNConfig, LoRAConfig
 from moe_jax.experts.deltas import draw_a
 from moe_jax.experts.nf4_linear import nf4_linear
 from moe_jax.functional.adapters import adapter
+from moe_jax.functional.dropout import dropout
 from moe_jax.functional.ffn import hidden
-from moe_jax.functional.keys import dropout, fold_in
+from moe_jax.functional.keys import fold_in
 from moe_jax.functional.linear import linear
 from moe_jax.functional.nf4 import dequantize_nf4, quantize_nf4
 
@@ -57,11 +58,6 @@ class LoRA(nnx.Module):
 def lora_for(config: LoRAConfig | None, name: str) -> LoRAConfig | None:
     """The config where the kernel `name` is among the targets, else None."""
     return config if config is not None and name in config.targets else None
-
-
-def split_of(name: str) -> Literal["in", "out"]:
-    """The axis of a kernel of an FFN that `tensor` splits: always that of the neurons."""
-    return "in" if name == "down" else "out"
 
 
 class Linear(Weights):
@@ -122,6 +118,19 @@ class Linear(Weights):
         else:
             kernel = self.kernel[...].astype(jnp.float32)
         return kernel + self.lora.product() if self.has_lora else kernel
+
+
+def ffn_linears(
+    config: FFNConfig, d_model: int, *, bias: bool, rngs: nnx.Rngs, dtype: jnp.dtype
+) -> dict[str, Linear]:
+    """The linear maps of an FFN, by name; with `bias` each has one."""
+    linears = {}
+    for name, shape in config.shapes(d_model).items():
+        # `tensor` always splits the axis of the neurons.
+        split = "in" if name == "down" else "out"
+        lora = lora_for(config.lora, name)
+        linears[name] = Linear(shape, bias=bias, nf4=config.nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
+    return linears
 
 
 def apply_ffn(

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from moe_jax.experts.parallel import BATCH_AXES
+from moe_jax.experts.parallel import BATCH_AXES, axes_size
 from moe_jax.functional.nf4 import Leaves, nf4_matmul
 
 
@@ -37,10 +37,7 @@ def nf4_linear(
         axis = None
     else:
         axis = "tensor"
-    batch = 1
-    for name in BATCH_AXES:
-        batch *= mesh.shape[name]
-    first = BATCH_AXES if x.shape[0] % batch == 0 else None
+    first = BATCH_AXES if x.shape[0] % axes_size(mesh, *BATCH_AXES) == 0 else None
     inner = (None,) * (x.ndim - 2)
     specs = {name: P(*[None] * leaf.ndim) for name, leaf in leaves.items()}
     if split == "in":

@@ -177,7 +177,7 @@ def apply_experts(
     if mesh.empty or mesh.size == 1:
         return grouped_ffn(x, routing, kernels, arrays, biases, activation, {})
 
-    split_tokens = x.shape[0] % _size(mesh, *BATCH_AXES) == 0
+    split_tokens = x.shape[0] % axes_size(mesh, *BATCH_AXES) == 0
     tokens = P(BATCH_AXES, None) if split_tokens else P(None, None)
     array_specs = {name: kernel.specs("in" if name == "down" else "out") for name, kernel in kernels.items()}
     bias_specs = {n: P("expert", None) if n == "down" else P("expert", "tensor") for n in biases}
@@ -190,7 +190,8 @@ def apply_experts(
     )(x, routing, arrays, biases)
 
 
-def _size(mesh: jax.sharding.AbstractMesh, *axes: str) -> int:
+def axes_size(mesh: jax.sharding.AbstractMesh, *axes: str) -> int:
+    """Into how many parts these axes of a mesh split something."""
     size = 1
     for axis in axes:
         size *= mesh.shape[axis]

@@ -11,7 +11,7 @@ from moe_jax.experts.bank import ExpertBank, add_stacked_biases
 from moe_jax.experts.config import BankConfig, FFNConfig
 from moe_jax.experts.deltas import DELTAS, NEURONS, Delta, JointFactor, JointLowRankDelta, draw_a
 from moe_jax.experts.factored import Deltas, factored_ffn
-from moe_jax.experts.linear import Linear, lora_for, split_of
+from moe_jax.experts.linear import ffn_linears
 from moe_jax.experts.parallel import SynthesisedKernels, apply_experts
 from moe_jax.experts.strategy import choose_strategy
 from moe_jax.functional.keys import fold_in
@@ -33,11 +33,7 @@ class SharedBaseBank(ExpertBank):
         super().__init__(config, expert, num_experts)
         self._d_model = d_model
         if config.has_base:
-            linears = {}
-            for name, shape in self._shapes.items():
-                how = {"nf4": expert.nf4, "lora": lora_for(expert.lora, name), "split": split_of(name)}
-                linears[name] = Linear(shape, **how, rngs=rngs, dtype=dtype)
-            self.base = nnx.Dict(linears)
+            self.base = nnx.Dict(ffn_linears(expert, d_model, bias=False, rngs=rngs, dtype=dtype))
         if config.kind == "joint-low-rank":
             self.delta = nnx.Dict(_joint_factors(config, expert.dim, num_experts, d_model, self._shapes, rngs, dtype))
         else:

@@ -3,11 +3,8 @@
 The cost is that of the two thin products. Nothing of the size of the kernels that they stand beside is ever made.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert
@@ -42,6 +39,12 @@ def all_adapters(
     return adapter(x, _side_by_side(down), up.reshape(-1, up.shape[2]), activation, scale)
 
 
+def cheaper_way(num_adapters: int, rank: int, top_k: int) -> str:
+    """Which of `WAYS` costs less, by a count of operations."""
+    spared = 4 * rank * (num_adapters - top_k)
+    return "grouped" if spared > _PER_SORTED_ENTRY * top_k else "side-by-side"
+
+
 def routed_adapters(
     x: Float[Array, "T d"],
     routing: Routing,
@@ -49,9 +52,7 @@ def routed_adapters(
     up: Float[Array, "M r d"],
     activation: str,
     scale: float,
-    *,
-    batch_axes: tuple[str, ...],
-    way: str | None = None,
+    way: str,
 ) -> Float[Array, "T d"]:
     """`sum_j w_j * scale * act(x Down_j) Up_j` over the chosen adapters of every token.
 
@@ -61,29 +62,12 @@ def routed_adapters(
       down, up: of all adapters.
       activation: a key of `ACTIVATION_FUNCTIONS`, or `none`.
       scale: s.
-      batch_axes: axes of a mesh over which tokens are split, if there is one.
       way: `side-by-side`: all adapters of every token, those that were not chosen with weight zero; `grouped`: rows
-        sorted by adapter meet their own. None: the cheaper one.
+        sorted by adapter meet their own.
     """
-    num_adapters, _, rank = down.shape
-    top_k = routing.experts.shape[1]
-    if way is None:
-        spared = 4 * rank * (num_adapters - top_k)
-        way = "grouped" if spared > _PER_SORTED_ENTRY * top_k else "side-by-side"
-    if way == "side-by-side":
-        return _weighted(x, routing, down, up, activation, scale)
-    apply = partial(_grouped, activation=activation, scale=scale)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return apply(x, routing, down, up)
-    shards = 1
-    for axis in batch_axes:
-        shards *= mesh.shape[axis]
-    tokens = P(batch_axes, None) if x.shape[0] % shards == 0 else P(None, None)
-    # Every device sorts its own tokens and has all adapters: left to the compiler, a sort gathers all tokens.
-    return jax.shard_map(
-        apply, in_specs=(tokens, Routing(tokens, tokens), P(), P()), out_specs=tokens, check_vma=False
-    )(x, routing, down, up)
+    assert way in WAYS, way
+    apply = _weighted if way == "side-by-side" else _grouped
+    return apply(x, routing, down, up, activation, scale)
 
 
 def _weighted(x: Array, routing: Routing, down: Array, up: Array, activation: str, scale: float) -> Array:
@@ -95,7 +79,7 @@ def _weighted(x: Array, routing: Routing, down: Array, up: Array, activation: st
     return linear(h.reshape(-1, num_adapters * rank), up.reshape(-1, up.shape[2]))
 
 
-def _grouped(x: Array, routing: Routing, down: Array, up: Array, *, activation: str, scale: float) -> Array:
+def _grouped(x: Array, routing: Routing, down: Array, up: Array, activation: str, scale: float) -> Array:
     order = sort_by_expert(routing.experts, down.shape[0])
     rows = dispatch(x, order, routing.experts.shape[1])
     h = activate(grouped_matmul(rows, down.astype(x.dtype), order.group_sizes), activation)

@@ -169,8 +169,7 @@ class MoEConfig:
             self.router_lora.check_targets(("router",))
             if self.universal == "coder":
                 raise InputError("LoRA goes with a linear router, and universal 'coder' has a gate network")
-        own_kernels = self.bank.kind == "full" or self.bank.has_base
-        if self.expert.lora is not None and not own_kernels:
+        if self.expert.lora is not None and not self.bank.has_kernels:
             raise InputError(
                 f"LoRA on experts needs full kernels or a shared base, and {self.bank.kind} experts without one have "
                 "neither; use PERFT"
@@ -217,6 +216,14 @@ class MoEConfig:
     def bank_experts(self) -> int:
         """Experts in the bank: E, or G if they are merged, and one more if the universal FFN is its last."""
         return self.routed_experts + self.extended
+
+    @property
+    def perft_top_k(self) -> int:
+        """PEFT experts that a token goes to; 0 without any."""
+        if self.perft is None:
+            return 0
+        chosen = {"routed": self.perft.top_k, "embedded": self.top_k}
+        return chosen.get(self.perft.variant, self.perft.num_experts)
 
     @property
     def bank_top_k(self) -> int:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.errors import check_member
-from moe_jax.experts.parallel import BATCH_AXES
+from moe_jax.experts.parallel import BATCH_AXES, axes_size
 from moe_jax.functional.attention import Visibility
 from moe_jax.functional.linear import linear
 from moe_jax.functional.rope import rope_tables
@@ -146,7 +146,5 @@ def _shard_batch(x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    shards = 1
-    for axis in BATCH_AXES:
-        shards *= mesh.shape[axis]
-    return jax.lax.with_sharding_constraint(x, P(BATCH_AXES if x.shape[0] % shards == 0 else None, None, None))
+    split = x.shape[0] % axes_size(mesh, *BATCH_AXES) == 0
+    return jax.lax.with_sharding_constraint(x, P(BATCH_AXES if split else None, None, None))

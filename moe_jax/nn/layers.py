@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from moe_jax.experts.bank import normal_kernel
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.linear import Linear as Linear
-from moe_jax.experts.linear import apply_ffn, lora_for, split_of
+from moe_jax.experts.linear import apply_ffn, ffn_linears
 from moe_jax.functional.norms import layer_norm, rms_norm
 
 
@@ -32,9 +32,8 @@ class FFN(nnx.Module):
 
     def __init__(self, config: FFNConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
-        for name, shape in config.shapes(d_model).items():
-            how = {"bias": config.bias, "nf4": config.nf4, "lora": lora_for(config.lora, name), "split": split_of(name)}
-            setattr(self, name, Linear(shape, **how, rngs=rngs, dtype=dtype))
+        for name, one in ffn_linears(config, d_model, bias=config.bias, rngs=rngs, dtype=dtype).items():
+            setattr(self, name, one)
 
     def __call__(self, x: Float[Array, "... d"], key: Array | None = None) -> Float[Array, "... d"]:
         linears = {name: getattr(self, name) for name in self.config.matrices}

@@ -47,6 +47,23 @@ def is_tuned(config: ModelConfig) -> bool:
     return base_config(config).layers != plain
 
 
+def with_nf4(config: ModelConfig, nf4: bool) -> ModelConfig:
+    """The same model with the kernels of attention, FFNs, shared bases and full experts as NF4 codes, or plain.
+
+    Embeddings, head, norms, routers and everything small stay as they are.
+    """
+
+    def layer_with(layer: LayerConfig) -> LayerConfig:
+        mlp = layer.mlp
+        if not isinstance(mlp, MoEConfig):
+            mlp = dataclasses.replace(mlp, nf4=nf4)
+        elif mlp.bank.has_kernels:
+            mlp = dataclasses.replace(mlp, expert=dataclasses.replace(mlp.expert, nf4=nf4))
+        return LayerConfig(attention=dataclasses.replace(layer.attention, nf4=nf4), mlp=mlp)
+
+    return dataclasses.replace(config, layers=tuple(map(layer_with, config.layers)))
+
+
 def base_leaf(config: ModelConfig, path: str) -> str | None:
     """The leaf of the base that a leaf of a tuned model is, or is made from; None for one that is new.
 

@@ -1,11 +1,11 @@
 """Parameters of a model, tuned or not, from its config alone (METHODS 8)."""
 
-import dataclasses
 import math
 
 from moe_jax.counting import is_parameter
 from moe_jax.loading import leaf_specs
-from moe_jax.models import ModelConfig, MoEConfig
+from moe_jax.models import ModelConfig
+from moe_jax.peft.base import with_nf4
 
 
 def parameter_sizes(config: ModelConfig) -> dict[str, int]:
@@ -14,7 +14,7 @@ def parameter_sizes(config: ModelConfig) -> dict[str, int]:
     Positions of sparse deltas and codes of quantised ones are not parameters. A kernel that is kept as NF4 codes counts
     the weights that it stands for, under the path that it would have as a plain kernel; its scales count nothing.
     """
-    specs = leaf_specs(without_nf4(config))
+    specs = leaf_specs(with_nf4(config, False))
     return {path: math.prod(spec.shape) for path, spec in specs.items() if is_parameter(spec)}
 
 
@@ -31,23 +31,10 @@ def active_size(config: ModelConfig, path: str, size: int) -> int:
     """
     if "/mlp/perft/adapters/" in path:
         moe = config.layers[int(path.split("/")[1])].mlp
-        perft = moe.perft
-        chosen = {"routed": perft.top_k, "embedded": moe.top_k}.get(perft.variant, perft.num_experts)
-        return size // perft.num_experts * chosen
+        return size // moe.perft.num_experts * moe.perft_top_k
     if "/mlp/experts/" not in path or "/mlp/experts/base/" in path:
         return size
     moe = config.layers[int(path.split("/")[1])].mlp
     return size // moe.bank_experts * min(moe.bank_top_k, moe.bank_experts)
 
 
-def without_nf4(config: ModelConfig) -> ModelConfig:
-    """The same model with plain kernels in place of NF4 codes."""
-    layers = []
-    for layer in config.layers:
-        mlp = layer.mlp
-        if isinstance(mlp, MoEConfig):
-            mlp = dataclasses.replace(mlp, expert=dataclasses.replace(mlp.expert, nf4=False))
-        else:
-            mlp = dataclasses.replace(mlp, nf4=False)
-        layers.append(dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, nf4=False), mlp=mlp))
-    return dataclasses.replace(config, layers=tuple(layers))

@@ -8,7 +8,7 @@ from typing import Literal
 from moe_jax.errors import InputError, check_member, nearest, raise_if_any
 from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.models.config import PROJECTIONS, LayerConfig, ModelConfig, MoEConfig, PerftConfig
-from moe_jax.peft.base import as_base, is_tuned
+from moe_jax.peft.base import as_base, is_tuned, with_nf4
 
 METHODS = {"perft-r": "routed", "perft-e": "embedded", "perft-d": "dense", "perft-s": "single", "lora": "lora"}
 BASES = ("stored", "nf4")
@@ -90,7 +90,7 @@ def adapted_config(config: ModelConfig, options: AdaptOptions) -> ModelConfig:
             # Equal layers have equal problems: one of them is enough.
             raise InputError(f"--method {options.method}: {error}") from None
     adapted = dataclasses.replace(config, layers=tuple(layers), frozen_base=True)
-    return with_nf4(adapted) if options.base == "nf4" else adapted
+    return with_nf4(adapted, True) if options.base == "nf4" else adapted
 
 
 def parse_adapter(options: AdaptOptions) -> AdapterConfig:
@@ -129,27 +129,6 @@ def targets_of(config: ModelConfig) -> tuple[str, ...]:
     for layer in config.layers:
         found |= dict.fromkeys(_targets(layer.mlp))
     return tuple(found)
-
-
-def with_nf4(config: ModelConfig) -> ModelConfig:
-    """The same with the kernels of attention, FFNs, shared bases and full experts as NF4 codes.
-
-    Embeddings, head, norms, routers and everything small stay as they are.
-    """
-    layers = []
-    for layer in config.layers:
-        mlp = layer.mlp
-        if isinstance(mlp, FFNConfig):
-            mlp = dataclasses.replace(mlp, nf4=True)
-        elif has_kernels(mlp):
-            mlp = dataclasses.replace(mlp, expert=dataclasses.replace(mlp.expert, nf4=True))
-        layers.append(LayerConfig(attention=dataclasses.replace(layer.attention, nf4=True), mlp=mlp))
-    return dataclasses.replace(config, layers=tuple(layers))
-
-
-def has_kernels(moe: MoEConfig) -> bool:
-    """Whether the experts of a layer have kernels, of their own or shared: deltas without a base have none."""
-    return moe.bank.kind == "full" or moe.bank.has_base
 
 
 def _scale(options: AdaptOptions, kind: str, rank: int) -> float:
@@ -243,4 +222,4 @@ def _targets(mlp: FFNConfig | MoEConfig) -> tuple[str, ...]:
     if isinstance(mlp, FFNConfig):
         return mlp.matrices
     router = () if mlp.universal == "coder" else (ROUTER,)
-    return (*(mlp.expert.matrices if has_kernels(mlp) else ()), *router)
+    return (*(mlp.expert.matrices if mlp.bank.has_kernels else ()), *router)

@@ -1,6 +1,6 @@
 """Dense model -> MoE model, on disk, layer by layer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,10 +130,12 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
         and LoRA that of the config.
     """
 
+    tuned = is_tuned(config)
+
     def stored(path: str, spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if path in dense:
             return dense[path]
-        if is_tuned(config):
+        if tuned:
             source = base_leaf(config, path)
             return spec if source is None or kernel_of(path) is not None else dense[source]
         if not jnp.issubdtype(spec.dtype, jnp.floating):
@@ -149,9 +151,7 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
 def _write_layers(
     source: ModelSource, config: ModelConfig, writer: ModelDirectoryWriter, seed: int, progress: Progress
 ) -> None:
-    by_layer: dict[str, list[str]] = {}
-    for path in leaf_specs(source.config):
-        by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "", []).append(path)
+    by_layer = _by_layer(leaf_specs(source.config))
     for path in by_layer.pop(""):
         writer.write({path: source.read(path)})
     upcycled = {str(i) for i in config.moe_layers}
@@ -172,15 +172,21 @@ def _write_adapter_experts(
     source: ModelSource, config: ModelConfig, writer: ModelDirectoryWriter, seed: int, progress: Progress
 ) -> None:
     """What is new, and with it the dense model's leaves unless the directory refers to them."""
-    by_layer: dict[str, list[str]] = {}
     own, specs = own_leaves(config), leaf_specs(config)
-    for path in (path for path in specs if path in own or not config.frozen_base):
-        by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "", []).append(path)
+    by_layer = _by_layer(path for path in specs if path in own or not config.frozen_base)
     for done, paths in enumerate(by_layer.values(), start=1):
         for path in paths:
             leaf = initial_leaf(path, specs[path], seed) if path in own else source.read(base_leaf(config, path))
             writer.write({path: leaf})
         progress("writing layers", done, len(by_layer))
+
+
+def _by_layer(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Paths of leaves by the index of their layer, and under "" what belongs to none."""
+    by_layer: dict[str, list[str]] = {}
+    for path in paths:
+        by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "", []).append(path)
+    return by_layer
 
 
 def _sizes(source: ModelSource, config: ModelConfig, specs: Specs) -> tuple[Stored, Stored, Stored | None]:

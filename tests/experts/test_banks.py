@@ -19,6 +19,7 @@ from moe_jax.functional.deltas import entry_rows
 from moe_jax.functional.ffn import ffn
 from moe_jax.functional.routing import Routing
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
+from tests.numerics import assert_close
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -115,12 +116,6 @@ def draw(rng, tokens, top_k, concentration):
     arrays = rng.standard_normal((tokens, D_MODEL)), rng.random((tokens, top_k)), rng.standard_normal((tokens, D_MODEL))
     x, weights, target = (jnp.asarray(a, jnp.float32) for a in arrays)
     return x, weights, jnp.asarray(experts, jnp.int32), target
-
-
-def assert_close(got, expected, tolerance=1e-5):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        scale = max(1.0, float(np.max(np.abs(b))))
-        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
 
 
 @pytest.mark.parametrize(

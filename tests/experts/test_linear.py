@@ -14,6 +14,7 @@ from moe_jax.experts.make import make_bank
 from moe_jax.functional.routing import Routing
 from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
+from tests.numerics import assert_close
 
 D_MODEL, EXPERTS, TOKENS, TOP_K = 16, 4, 16, 2
 LORA = LoRAConfig(rank=3, targets=("gate", "up", "down"), scale=0.5)
@@ -46,8 +47,7 @@ def test_a_linear_map_equals_its_kernel_with_everything_added_up(nf4):
         return jnp.sum(y * target), y
 
     got, expected = (jax.grad(value, argnums=(0, 1), has_aux=True)(params, x, added_up) for added_up in (False, True))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.max(jnp.abs(b)))))
+    assert_close(got, expected)
 
 
 def test_lora_adds_nothing_before_training():
@@ -93,8 +93,7 @@ def test_banks_equal_experts_with_everything_added_up(kind, nf4, lora):
     x, target = jax.random.normal(jax.random.key(5), (2, TOKENS, D_MODEL))
     programs = (jax.jit(loss_of(graphdef, rest, x, routed(0), target, reference)) for reference in (False, True))
     results = [program(params) for program in programs]
-    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.max(jnp.abs(b)))))
+    assert_close(*results, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["full", "low-rank"])
@@ -111,8 +110,7 @@ def test_banks_over_a_mesh_equal_one_device(kind):
     params, rest = (jax.tree_util.tree_map_with_path(put, state) for state in (params, rest))
     with jax.set_mesh(mesh):
         got = jax.jit(lambda params, rest: loss_of(graphdef, rest, x, routed(0), target, False)(params))(params, rest)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.max(jnp.abs(b)))))
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("nf4", [False, True])

@@ -15,6 +15,7 @@ from moe_jax.functional.deltas import LowRankForm, QuantizedForm, SparseForm
 from moe_jax.functional.packing import codes_shape, dequantize, largest_level, pack, scales_shape, unpack
 from moe_jax.functional.sparse_product import grouped_sparse_matmul
 from moe_jax.functional.synthesis import synthesised_matmul
+from tests.numerics import assert_close
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -60,11 +61,6 @@ def program(kind, tiled, reference):
         return jnp.sum(y * target), y
 
     return jax.jit(jax.grad(value, argnums=(0, 1, 2), has_aux=True))
-
-
-def assert_close(got, expected):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.max(jnp.abs(b)))))
 
 
 group_sizes = st.lists(st.integers(0, ROWS // GROUPS), min_size=GROUPS, max_size=GROUPS)

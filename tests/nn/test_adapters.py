@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from moe_jax.errors import InputError
 from moe_jax.functional.adapters import WAYS, routed_adapters
+from moe_jax.functional.dropout import dropout
 from moe_jax.functional.ffn import ACTIVATION_FUNCTIONS
-from moe_jax.functional.keys import dropout
 from moe_jax.functional.routing import Routing, route
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig
 from moe_jax.nn.layers import FFN
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
+from tests.numerics import assert_close, gradients_and_output
 
 D_MODEL = 12
 EXPERT = FFNConfig(dim=10, bias=True)
@@ -102,21 +103,9 @@ def per_expert_reference(moe, x):
 
 
 @functools.cache
-def gradients_and_output(config, reference):
+def layer_program(config, reference):
     graphdef, _, rest = random_moe(config)
-
-    def value(params, x, target):
-        moe = nnx.merge(graphdef, params, rest)
-        y = per_expert_reference(moe, x) if reference else moe(x)[0]
-        return jnp.sum(y * target), y
-
-    return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
-
-
-def assert_close(got, expected, tolerance=1e-5):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        scale = max(1.0, float(np.max(np.abs(b))))
-        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
+    return gradients_and_output(graphdef, rest, per_expert_reference if reference else lambda moe, x: moe(x)[0])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -126,7 +115,7 @@ def test_a_layer_equals_one_adapter_per_expert(name):
     def check(seed):
         x, target = jax.random.normal(jax.random.key(seed), (2, 2, 5, D_MODEL))
         params = random_moe(CONFIGS[name])[1]
-        got, expected = (gradients_and_output(CONFIGS[name], ref)(params, x, target) for ref in (False, True))
+        got, expected = (layer_program(CONFIGS[name], ref)(params, x, target) for ref in (False, True))
         assert_close(got, expected)
 
     check()
@@ -148,7 +137,7 @@ def test_both_ways_of_routed_adapters_are_one_function(activation):
 
         def value(x, weights, down, up, way):
             chosen = routing._replace(weights=weights)
-            y = routed_adapters(x, chosen, down, up, activation, 0.5, batch_axes=(), way=way)
+            y = routed_adapters(x, chosen, down, up, activation, 0.5, way)
             return jnp.sum(y * target), y
 
         program = jax.jit(jax.grad(value, argnums=(0, 1, 2, 3), has_aux=True), static_argnames="way")

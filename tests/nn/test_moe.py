@@ -15,6 +15,7 @@ from moe_jax.functional.ffn import ffn
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
+from tests.numerics import assert_close, gradients_and_output
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -66,21 +67,9 @@ def per_ffn_reference(moe, x):
 
 
 @functools.cache
-def gradients_and_output(moe_config, reference):
+def layer_program(moe_config, reference):
     graphdef, _, rest = random_moe(moe_config)
-
-    def value(params, x, target):
-        moe = nnx.merge(graphdef, params, rest)
-        y = per_ffn_reference(moe, x) if reference else moe(x)[0]
-        return jnp.sum(y * target), y
-
-    return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
-
-
-def assert_close(got, expected, tolerance=1e-5):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        scale = max(1.0, float(np.max(np.abs(b))))
-        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
+    return gradients_and_output(graphdef, rest, per_ffn_reference if reference else lambda moe, x: moe(x)[0])
 
 
 @pytest.mark.parametrize(
@@ -105,7 +94,7 @@ def test_a_layer_equals_one_ffn_per_expert(name, top_k):
     def check(seed):
         x, target = jax.random.normal(jax.random.key(seed), (2, 2, 5, D_MODEL))
         params = random_moe(moe_config)[1]
-        got, expected = (gradients_and_output(moe_config, ref)(params, x, target) for ref in (False, True))
+        got, expected = (layer_program(moe_config, ref)(params, x, target) for ref in (False, True))
         assert_close(got, expected)
 
     check()

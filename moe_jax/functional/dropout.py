@@ -1,0 +1,13 @@
+"""Dropout."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:
+    """Sets the share `rate` of the entries to zero and scales the others up by `1 / (1 - rate)`; nothing for None."""
+    if key is None or rate == 0.0:
+        return x
+    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
