@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compress.design import design_matrices
+from moe_jax.compress.alignment.design_matrix import design_matrices
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.model_source import ModelSource
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.compress import Method, compress
-from moe_jax.compress.report import Report
+from moe_jax.compress.job.report import Report
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
 

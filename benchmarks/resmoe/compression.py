@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.compress import METHODS, make_method
-from moe_jax.compress.report import Report
+from moe_jax.compress.job.report import Report
 from moe_jax.counting import count_parameters
 from moe_jax.loading import load_model
 from moe_jax.nn import Decoder

@@ -22,7 +22,7 @@ class Variant:
 
     Attributes:
       family: `RESMOE`, `BASELINE` or `PLAIN`.
-      method: a key of `moe_jax.compress.methods.METHODS`.
+      method: a key of `moe_jax.compress.METHODS`.
       options: of the method.
       swept: the option that says how much is kept.
       values: of that option.

@@ -16,7 +16,7 @@ import tyro
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.commands.method_options import command_fields, given_options, one_method, swept_methods
 from moe_jax.compress import METHODS, compress, sweep
-from moe_jax.compress.job import choose_layers
+from moe_jax.compress.job.stream import choose_layers
 from moe_jax.errors import InputError
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from rich.table import Table
 
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.commands.compression_tables import console
-from moe_jax.compress.base import NO_BASE
-from moe_jax.compress.job import choose_layers
-from moe_jax.compress.methods import METHODS
-from moe_jax.compress.storage import FULL, RESIDUAL_FORMS, Stored, stored_bytes
+from moe_jax.compress.coding.storage import FULL, RESIDUAL_FORMS, Stored, stored_bytes
+from moe_jax.compress.job.stream import choose_layers
+from moe_jax.compress.methods.delta_base import NO_BASE
+from moe_jax.compress.methods.registry import METHODS
 from moe_jax.errors import InputError, check_member
 
 if TYPE_CHECKING:

@@ -1,14 +1,17 @@
 """The experts of one MoE layer of a model on disk, whatever its bank; kernels are made one at a time."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from moe_jax.compress.calibration import RouterStatistics
 from moe_jax.experts.materialise import expert_kernels
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig
+from moe_jax.nn.router_stats import RouterStatistics
+
+Write = Callable[[str, np.ndarray], None]
+"""Takes a leaf: its path below the layer's `mlp`, and the array."""
 
 
 class SourceLayer:

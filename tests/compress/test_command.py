@@ -9,8 +9,8 @@ import pytest
 
 from moe_jax.commands import compress as compress_command
 from moe_jax.commands.choose_layers import parse_layers
-from moe_jax.compress.base import check_base
-from moe_jax.compress.job import choose_layers
+from moe_jax.compress.job.stream import choose_layers
+from moe_jax.compress.methods.delta_base import check_base
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError

@@ -10,8 +10,8 @@ from flax import nnx
 from rich.console import Console
 
 from moe_jax import cli
-from moe_jax.compress.job import compress
-from moe_jax.compress.methods import METHODS
+from moe_jax.compress.job.stream import compress
+from moe_jax.compress.methods.registry import METHODS
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.convert import export, read_hf_config
 from moe_jax.loading import load_model

@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.commands import method_options
 from moe_jax.commands.method_options import command_fields, given_options, one_method, swept_methods
-from moe_jax.compress import methods
+from moe_jax.compress.methods import registry
 from moe_jax.errors import InputError
 
 
@@ -43,7 +43,7 @@ class Places:
 
 @pytest.fixture(autouse=True)
 def two_methods(monkeypatch):
-    for module in (method_options, methods):
+    for module in (method_options, registry):
         monkeypatch.setattr(module, "METHODS", {"shares": Shares, "places": Places})
 
 

@@ -1,0 +1,1 @@
+"""Experts brought into one order of neurons: transport, matching, barycenter."""

@@ -1,0 +1,203 @@
+"""Point clouds brought into one order, so that they lie as near to their mean as local search gets them."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from moe_jax.compress.alignment.transport import (
+    assign,
+    distinct_nearest,
+    reduce_costs,
+    row_blocks,
+    transport_costs,
+    working_dtype,
+)
+
+# Called after every alignment: the round (from 1), clouds done in it, and the objective after the last whole round.
+AlignmentProgress = Callable[[int, int, float], None]
+
+# A new order is taken if it gains more than rounding could make up: a part of the mean squared norm of the clouds.
+_LEAST_GAIN = 1e-13
+
+
+class Matching:
+    """E clouds, an order of each, and their mean. Beside the clouds it holds the mean and one cloud at a time.
+
+    Attributes:
+      clouds: [n, D] each.
+      permutations: Int32[E, n]; cloud k in its order is `clouds[k][permutations[k]]`.
+      mean: [n, D] of the clouds in their orders, float64 if they are small and else float32.
+      objectives: (1/E) sum_k ||cloud k in its order - mean||_F^2 after every round.
+      converged: whether the last search ended because no order changed any more.
+      moved: places of all clouds that got another point in the last round.
+    """
+
+    def __init__(self, clouds: Sequence[Float[np.ndarray, "n D"]], permutations: Int[np.ndarray, "E n"]):
+        self.clouds = clouds
+        self.permutations = np.array(permutations, np.int32)
+        n, dim = clouds[0].shape
+        self.mean = np.empty((n, dim), working_dtype(n, dim))
+        self.objectives: list[float] = []
+        self.converged = False
+        self.moved = 0
+        self._distinct = n > 1  # whether every assignment so far could be read off the nearest points
+        self._deviations = np.empty(n)
+        self._squared_norm = 0.0
+        self._refresh(np.ones(n, bool))
+
+    @property
+    def objective(self) -> float:
+        """(1/E) sum_k ||cloud k in its order - mean||_F^2, as it was at the end of the last round."""
+        return float(self._deviations.sum()) / len(self.clouds)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether products are made in float64, and take no time."""
+        return self.mean.dtype == np.float64
+
+    def copy(self) -> "Matching":
+        """A matching that goes its own way from here."""
+        other = Matching(self.clouds, self.permutations)
+        other.objectives = list(self.objectives)
+        return other
+
+    def rows(self, k: int, dtype: np.dtype, places: Int[np.ndarray, " m"] | slice = slice(None)) -> np.ndarray:
+        """A copy of cloud k in its order, or of some places of it."""
+        return self.clouds[k][self.permutations[k][places]].astype(dtype, copy=False)
+
+    def align_all(
+        self, target: Float[np.ndarray, "n D"], progress: AlignmentProgress | None = None, *, source: int | None = None
+    ) -> None:
+        """The first round: every cloud gets the order nearest to the target, whatever its order was.
+
+        Args:
+          target: what to align to.
+          progress: see `AlignmentProgress`.
+          source: the cloud that is the target, in the order that it has.
+        """
+        for k in range(len(self.clouds)):
+            if k != source:
+                self.permutations[k] = self.permutations[k][self._nearest_order(k, target, far=True)]
+            self._report(progress, k)
+        self._end_round(np.ones(len(target), bool))
+
+    def alternate(self, max_rounds: int, progress: AlignmentProgress | None = None) -> None:
+        """Aligns all clouds to the mean, takes the mean, and so on until no order changes."""
+        self.converged = False
+        while not self.converged and len(self.objectives) < max_rounds:
+            changed = np.zeros(len(self.mean), bool)
+            self.moved = 0
+            for k in range(len(self.clouds)):
+                places, order = self._better_order(k, self.mean)
+                self.permutations[k][places] = order
+                changed[places] = True
+                self.moved += len(places)
+                self._report(progress, k)
+            self._end_round(changed)
+            self.converged = not self.moved
+
+    def descend(self, max_rounds: int, progress: AlignmentProgress | None = None) -> None:
+        """Aligns one cloud after another to the sum of the others until no order changes.
+
+        This is coordinate descent on sum_{j<k} ||cloud j - cloud k||^2, which is E^2 times the objective. Without the
+        pull of a cloud towards where it is already, it leaves most of the orders in which `alternate` is stuck: its
+        fixed points are fixed points of `alternate` as well, and not the other way round.
+        """
+        count = len(self.clouds)
+        # Clouds in a row that are in their best order. Of two, one is if the other is.
+        settled, enough = 0, 1 if count == 2 else count
+        self.converged = False
+        while not self.converged and len(self.objectives) < max_rounds:
+            changed = np.zeros(len(self.mean), bool)
+            self.moved = 0
+            for k in range(count):
+                places, order = self._better_order(k, self._sum_of_others(k))
+                self._move(k, places, order)
+                changed[places] = True
+                self.moved += len(places)
+                self._report(progress, k)
+                settled = 1 if len(places) else settled + 1
+                if settled >= enough:
+                    break
+            self._end_round(changed)
+            self.converged = settled >= enough
+
+    def _better_order(self, k: int, target: Float[np.ndarray, "n D"]) -> tuple[np.ndarray, np.ndarray]:
+        """Places at which cloud k should have another point, and the points; none if it is in the best order."""
+        relative = self._nearest_order(k, target)
+        places = np.flatnonzero(relative != np.arange(len(relative)))
+        order = self.permutations[k][relative[places]]
+        gain = 0.0
+        for part in self._blocks(len(places)):
+            difference = self._difference(k, places[part], order[part], np.float64)
+            gain += float(np.einsum("id,id->", target[places[part]].astype(np.float64, copy=False), difference))
+        # A step that gains only what rounding made up would let orders alternate for ever.
+        if gain <= _LEAST_GAIN * self._squared_norm:
+            return places[:0], order[:0]
+        return places, order
+
+    def _nearest_order(
+        self, k: int, target: Float[np.ndarray, "n D"], *, far: bool = False
+    ) -> Int[np.ndarray, " n"]:
+        """The best order of cloud k, relative to the one it has: between equal ones nothing moves.
+
+        `far` says that the order is not yet near the target; it makes the search faster, and changes nothing else.
+        """
+        if self._distinct:
+            points, rounded = self.rows(k, np.float32), target.astype(np.float32, copy=False)
+            costs = transport_costs(rounded, points)
+            order = distinct_nearest(costs, rounded, points)
+            if order is not None:
+                return order
+            self._distinct = False  # one cloud that needs a search is a sign that the others do, too
+            if not self.is_small:
+                return assign(costs)
+        target = target.astype(self.mean.dtype, copy=False)
+        costs = transport_costs(target, self.rows(k, self.mean.dtype))
+        return assign(reduce_costs(costs) if far else costs)
+
+    def _sum_of_others(self, k: int) -> Float[np.ndarray, "n D"]:
+        total = self.mean * self.mean.dtype.type(len(self.clouds))
+        for part in self._blocks(len(total)):
+            total[part] -= self.rows(k, total.dtype, part)
+        return total
+
+    def _move(self, k: int, places: Int[np.ndarray, " m"], order: Int[np.ndarray, " m"]) -> None:
+        for part in self._blocks(len(places)):
+            difference = self._difference(k, places[part], order[part], self.mean.dtype)
+            self.mean[places[part]] += difference / self.mean.dtype.type(len(self.clouds))
+        self.permutations[k][places] = order
+
+    def _difference(self, k, places: np.ndarray, order: np.ndarray, dtype: np.dtype) -> Float[np.ndarray, "m D"]:
+        return self.clouds[k][order].astype(dtype, copy=False) - self.rows(k, dtype, places)
+
+    def _end_round(self, changed: np.ndarray) -> None:
+        self._refresh(changed)
+        self.objectives.append(self.objective)
+
+    def _refresh(self, changed: np.ndarray) -> None:
+        """Takes the mean and the deviations from it anew in the changed places, so that no error grows."""
+        places, count = np.flatnonzero(changed), len(self.clouds)
+        whole = len(places) == len(changed)
+        if whole:
+            self._squared_norm = 0.0
+        for part in self._blocks(len(places)):
+            block = part if whole else places[part]
+            total = sum(self.rows(k, np.float64, block) for k in range(count))
+            mean = total / count
+            self.mean[block] = mean
+            deviations = np.zeros(len(mean))
+            for k in range(count):
+                difference = self.rows(k, np.float64, block) - mean
+                deviations += np.einsum("id,id->i", difference, difference)
+            self._deviations[block] = deviations
+            if whole:
+                self._squared_norm += float(np.einsum("id,id->", mean, mean) + deviations.sum() / count)
+
+    def _blocks(self, count: int) -> Iterator[slice]:
+        return row_blocks(count, self.mean.shape[1])
+
+    def _report(self, progress: AlignmentProgress | None, k: int) -> None:
+        if progress is not None:
+            progress(len(self.objectives) + 1, k + 1, self.objectives[-1] if self.objectives else float("nan"))

@@ -1,0 +1,1 @@
+"""A budget divided among the layers of a model."""

@@ -1,0 +1,50 @@
+"""How the experts are used: on a text, or as far as the weights of the router say (METHODS 5)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.errors import InputError
+from moe_jax.nn.router_stats import RouterStatistics
+
+
+class Calibration(NamedTuple):
+    """All routers. `train.expert_load.measure_router_statistics` measures them.
+
+    Attributes:
+      text: the file.
+      layers: by layer index.
+    """
+
+    text: Path
+    layers: Mapping[int, RouterStatistics]
+
+
+def statistics_of(layer: SourceLayer) -> RouterStatistics:
+    """What is known of the router, for the experts in the bank: on a text, or else from its weights.
+
+    Without a text all experts count as used alike, and are as similar as the columns of the router's (last) matrix.
+
+    Raises:
+      InputError: if the router has weights that are not finite.
+    """
+    known = layer.statistics
+    if known is None:
+        matrix = layer.leaf("router/out/kernel" if layer.moe.universal == "coder" else "router/kernel")
+        columns = matrix.astype(np.float64)
+        if not np.isfinite(columns).all():
+            raise InputError(f"the router of layer {layer.index} has entries that are not finite")
+        norms = np.linalg.norm(columns, axis=0)
+        products = np.outer(norms, norms)
+        similarity = np.divide(columns.T @ columns, products, out=np.zeros_like(products), where=products > 0)
+        uniform = np.full(len(norms), 1 / len(norms))
+        known = RouterStatistics(uniform, uniform, similarity)
+    if layer.moe.merged_experts is None:
+        return known
+    # Experts that are merged already: what goes to one of them is added up.
+    member = np.eye(layer.moe.merged_experts)[layer.leaf("groups")]
+    share = member / member.sum(axis=0)
+    return RouterStatistics(known.usage @ member, known.score @ member, share.T @ known.similarity @ share)

@@ -1,0 +1,246 @@
+"""Bytes of compressed experts in every form in which they can be stored, from a config alone (METHODS 5 and 8).
+
+What a bank holds is counted on that bank, built by `eval_shape`: no weights are needed, and no formula can disagree
+with the disk.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moe_jax.compress.coding.schemes import Form, check_keep
+from moe_jax.counting import count_bytes
+from moe_jax.errors import InputError, check_member
+from moe_jax.experts import BankConfig, make_bank
+from moe_jax.experts.config import PLACES
+from moe_jax.experts.places import PLACES_LEAVES
+from moe_jax.loading import leaf_specs
+from moe_jax.models import ModelConfig, MoEConfig
+from moe_jax.sharding import path_name
+
+INT32_BYTES, INT64_BYTES = 4, 8
+# What Zarr keeps of an array beside its bytes, at most.
+LEAF_OVERHEAD = 256
+SPARSE = ("csr16", "csr32", "bitmap", "coo", "coo64")
+LOW_RANK = ("svd", "svd-separate")
+QUANTIZED = tuple(f"quantized:{bits}" for bits in (8, 4, 3, 2, 1))
+RESIDUAL_FORMS = {"up": SPARSE, "svd": LOW_RANK, "quantized": QUANTIZED}
+"""Forms by the kind of residual."""
+
+FULL, NARROWED, MERGED = "full", "narrowed", "merged"
+"""Forms of full kernels: as many as there are experts, with fewer neurons, and fewer of them."""
+FORMS = (*SPARSE, *LOW_RANK, *QUANTIZED, FULL, NARROWED, MERGED)
+
+COMPARISONS = ("csr32", "coo64")
+"""Forms that are never written: CSR has int16 columns where these are enough, and int64 is what public code stores."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Of the experts of one layer.
+
+    Attributes:
+      values: kernels, entries, factors, or codes and scales.
+      places: where sparse entries are: rows, columns, bits; and which expert an output of the router stands for.
+      row_pointers: ends of the rows of CSR.
+      centre: the base that the experts share.
+      biases: of the experts; they are not compressed.
+    """
+
+    values: int = 0
+    places: int = 0
+    row_pointers: int = 0
+    centre: int = 0
+    biases: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of all of them."""
+        return self.values + self.places + self.row_pointers + self.centre + self.biases
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A model with its experts in one form.
+
+    Attributes:
+      form: its name.
+      layer: bytes of the first layer that is compressed.
+      expert_bytes: of all layers that are.
+      model_bytes: of the model.
+      share: `expert_bytes` by what the same experts take as they are.
+      bits_per_weight: of the experts, everything included.
+      written: whether a model can be written in the form, or it is shown to compare with.
+    """
+
+    form: str
+    layer: LayerBytes
+    expert_bytes: int
+    model_bytes: int
+    share: float
+    bits_per_weight: float
+    written: bool
+
+
+def stored_bytes(
+    config: ModelConfig,
+    layers: Sequence[int],
+    forms: Iterable[str],
+    *,
+    keep: float,
+    base: Literal["shared", "none"] = "shared",
+    value_bits: int | None = None,
+    dtype: str | None = None,
+) -> list[Stored]:
+    """Counts a model in several forms.
+
+    Args:
+      config: of the model.
+      layers: the MoE layers that are compressed.
+      forms: of `FORMS`.
+      keep: share, in (0, 1], of the entries of an expert that sparse forms keep; low-rank ones have as many numbers.
+        Of neurons or experts, where these are fewer.
+      base: whether the experts share a centre.
+      value_bits: of the entries of sparse forms; None: they have the dtype of the model.
+      dtype: of all parameters; None: that of the config.
+
+    Raises:
+      InputError: if a form is not known, or does not go with the options or the shape of the experts.
+    """
+    check_keep(keep)
+    kind = jnp.dtype(dtype or config.dtype)
+    specs = leaf_specs(config, dtype)
+    prefixes = tuple(f"layers/{i}/mlp/experts/" for i in layers)
+    before = count_bytes(spec for path, spec in specs.items() if path.startswith(prefixes))
+    whole = count_bytes(specs.values())
+    weights = sum(_weights(config.layers[i].mlp, config.d_model) for i in layers)
+    counted = []
+    for form in forms:
+        of_shape: dict[MoEConfig, LayerBytes] = {}  # layers are mostly alike, and are counted once
+        for i in layers:
+            moe = config.layers[i].mlp
+            if moe not in of_shape:
+                target = form_layer(form, moe, config.d_model, keep=keep, base=base, value_bits=value_bits)
+                of_shape[moe] = _compared(form, target, layer_bytes(target, config.d_model, kind))
+        experts = sum(of_shape[config.layers[i].mlp].total for i in layers)
+        counted.append(
+            Stored(
+                form=form,
+                layer=of_shape[config.layers[layers[0]].mlp],
+                expert_bytes=experts,
+                model_bytes=whole - before + experts,
+                share=experts / before,
+                bits_per_weight=8 * experts / weights,
+                written=form not in COMPARISONS,
+            )
+        )
+    return counted
+
+
+def form_layer(
+    form: str,
+    moe: MoEConfig,
+    d_model: int,
+    *,
+    keep: float,
+    base: Literal["shared", "none"] = "shared",
+    value_bits: int | None = None,
+) -> MoEConfig:
+    """A layer with its experts in a form; of a form that is never written, the one that it is compared with.
+
+    Args:
+      form, keep, base, value_bits: see `stored_bytes`.
+      moe: the layer as it is.
+      d_model: width of the model.
+
+    Raises:
+      InputError: see `stored_bytes`.
+    """
+    check_member("form of storage", form, FORMS)
+    expert = moe.expert
+    if value_bits is not None and form not in SPARSE:
+        raise InputError(f"value_bits={value_bits} does not go with {form}: only {', '.join(SPARSE)} have entries")
+    if form == NARROWED:
+        universal_dim = moe.universal_ffn.dim if moe.universal_beside else None
+        narrow = dataclasses.replace(expert, dim=max(1, round(keep * expert.dim)))
+        return dataclasses.replace(moe, expert=narrow, bank=BankConfig(), universal_dim=universal_dim)
+    if form == MERGED:
+        return dataclasses.replace(moe, bank=BankConfig(), merged_experts=max(1, round(keep * moe.num_experts)))
+    if form in SPARSE:
+        bank = _bank(Form(residual="up", keep=keep, bits=value_bits, design="separate"), moe, d_model, base)
+        bank = dataclasses.replace(bank, places=form if form in PLACES else "csr")
+    elif form in LOW_RANK:
+        design = "concat" if form == "svd" else "separate"
+        bank = _bank(Form(residual="svd", keep=keep, design=design), moe, d_model, base)
+    elif form in QUANTIZED:
+        bank = _bank(Form(residual="quantized", bits=int(form.partition(":")[2])), moe, d_model, base)
+    else:
+        bank = BankConfig()
+    bank.check_fits(expert.shapes(d_model))
+    return dataclasses.replace(moe, bank=bank)
+
+
+def disk_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> int:
+    """What the experts of a layer take on the disk, Zarr's metadata included; see `layer_bytes`."""
+    return layer_bytes(moe, d_model, dtype).total + LEAF_OVERHEAD * len(_bank_leaves(moe, d_model, dtype))
+
+
+def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
+    """What the experts of a layer take.
+
+    Args:
+      moe: the layer.
+      d_model: width of the model.
+      dtype: of its parameters.
+    """
+    sizes = dict.fromkeys((field.name for field in dataclasses.fields(LayerBytes)), 0)
+    for path, leaf in _bank_leaves(moe, d_model, dtype).items():
+        sizes[_part(path)] += count_bytes([leaf])
+    if moe.merged_experts is not None:  # which of them each output of the router stands for
+        sizes["places"] += moe.num_experts * INT32_BYTES
+    return LayerBytes(**sizes)
+
+
+@lru_cache(maxsize=4096)
+def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of all leaves of the bank of a layer, by path."""
+    bank = nnx.eval_shape(
+        lambda: make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=nnx.Rngs(0), dtype=dtype)
+    )
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank))}
+
+
+def _bank(form: Form, moe: MoEConfig, d_model: int, base: Literal["shared", "none"]) -> BankConfig:
+    return form.bank(moe.expert, d_model, base=base, shares=None)
+
+
+def _compared(form: str, moe: MoEConfig, counted: LayerBytes) -> LayerBytes:
+    """The same layer in a form that is never written."""
+    if form not in COMPARISONS:
+        return counted
+    entries = moe.bank_experts * sum(moe.bank.entries)
+    if form == "csr32":
+        return dataclasses.replace(counted, places=entries * INT32_BYTES)
+    return dataclasses.replace(counted, places=entries * 2 * INT64_BYTES, row_pointers=0)
+
+
+def _part(path: str) -> str:
+    """The field of `LayerBytes` that a leaf of a bank counts for."""
+    leaf = path.rpartition("/")[2]
+    if path.startswith("base/"):
+        return "centre"
+    if leaf in ("bias", "row_ends"):
+        return "biases" if leaf == "bias" else "row_pointers"
+    return "places" if any(leaf in leaves for leaves in PLACES_LEAVES.values()) else "values"
+
+
+def _weights(moe: MoEConfig, d_model: int) -> int:
+    """Weights of the experts of a layer, as full kernels, biases included."""
+    shapes = moe.expert.shapes(d_model).values()
+    biases = sum(shape[1] for shape in shapes) if moe.expert.bias else 0
+    return moe.bank_experts * (sum(map(math.prod, shapes)) + biases)

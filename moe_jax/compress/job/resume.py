@@ -1,0 +1,73 @@
+"""What was found out about the layers of a model, kept beside the target until the job is done."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from moe_jax.compress.methods.method import Analysis
+from moe_jax.errors import InputError
+from moe_jax.staging import lock_directory, remove_content, remove_directory, sync, write_durably
+
+_JOB = "job.sha256"
+
+
+class AnalysisStore:
+    """A folder `.NAME.analysis` with a file for every layer. A context manager.
+
+    It is removed when the block ends without an error, or with one that the same job would meet again. What another
+    job left there is removed first. Nothing in its files is executed.
+    """
+
+    def __init__(self, dst: Path, job: Mapping[str, Any]):
+        """Touches nothing yet.
+
+        Args:
+          dst: what the job writes.
+          job: JSON-able, the same for the same job only.
+        """
+        self._dst = Path(dst).absolute()
+        self._folder = self._dst.with_name(f".{self._dst.name}.analysis")
+        self._job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_directory(self._folder, self._dst)
+        job = self._folder / _JOB
+        if not (job.is_file() and job.read_text() == self._job):
+            remove_content(self._folder)
+            write_durably(job, self._job.encode())
+        return self
+
+    def get(self, layer: int) -> Analysis | None:
+        """What was put for a layer, by this process or one before."""
+        file = self._file(layer)
+        if not file.is_file():
+            return None
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+
+    def put(self, layer: int, analysis: Analysis) -> None:
+        """Keeps the analysis of a layer; it is there whole or not at all."""
+        new = self._file(layer).with_suffix(".new")
+        with open(new, "wb") as file:
+            np.savez(file, **analysis)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(self._file(layer))
+        sync(self._folder)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, InputError):
+            remove_directory(self._folder)
+        os.close(self._lock)
+
+    def _file(self, layer: int) -> Path:
+        return self._folder / f"{layer}.npz"

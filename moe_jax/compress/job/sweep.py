@@ -1,0 +1,88 @@
+"""Quality against kept bytes: one model compressed again and again, scored, and thrown away."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_jax.compress.job.report import Point, Sweep
+from moe_jax.compress.job.stream import Progress, compress
+from moe_jax.compress.job.sweep_plot import plot_sweep
+from moe_jax.compress.methods.method import Method
+from moe_jax.lineage import new_lineage_entry
+from moe_jax.model_dir import ModelDirectory
+from moe_jax.model_source import ModelSource
+from moe_jax.staging import refuse_existing, remove_directory, staged_directory, write_durably
+
+Score = Callable[[ModelSource], float]
+"""Mean negative log-likelihood per token of a text, natural log."""
+
+
+def sweep(
+    source: ModelSource,
+    dst: Path,
+    methods: Sequence[tuple[str, Method]],
+    score: Score,
+    *,
+    described: Mapping[str, Any],
+    sources: Sequence[ModelSource | Path],
+    progress: Progress = lambda what, done, total: None,
+    **options: Any,
+) -> Sweep:
+    """Writes a folder with `sweep.json` and `sweep.png`.
+
+    Args:
+      source: the model.
+      dst: the folder, which appears when all is done.
+      methods: what to try, by name; each differs from the others of its name in the option that it sweeps.
+      score: see `Score`.
+      described: the options as the user gave them.
+      sources: the models and the text that were read.
+      progress: called at the start and after every model.
+      **options: of `compress`: base, extended, layers, statistics.
+
+    Raises:
+      InputError: see `compress`. Nothing is left behind.
+    """
+    refuse_existing(dst)
+    points: list[Point] = []
+    warnings: dict[str, None] = {}
+    progress("compressing and scoring", 0, len(methods))
+    with staged_directory(dst) as folder:
+        for done, (name, method) in enumerate(methods, start=1):
+            report = compress(source, folder / "model", method, described={}, **options)
+            warnings |= dict.fromkeys(report.warnings)
+            option, nll = method.swept[0], score(ModelDirectory(folder / "model"))
+            remove_directory(folder / "model")
+            points.append(
+                Point(
+                    method=name,
+                    option=option,
+                    value=getattr(method, option),
+                    expert_bytes=report.expert_bytes_after,
+                    kept=report.expert_bytes_after / report.expert_bytes_before,
+                    relative_error=sum(layer.relative_error for layer in report.layers) / len(report.layers),
+                    nll=nll,
+                    perplexity=perplexity(nll),
+                )
+            )
+            progress("compressing and scoring", done, len(methods))
+        nll = score(source)
+        result = Sweep(
+            nll=nll,
+            perplexity=perplexity(nll),
+            expert_bytes=report.expert_bytes_before,
+            points=tuple(points),
+            warnings=tuple(warnings),
+        )
+        entry = new_lineage_entry("compress --sweep", described, sources, dataclasses.asdict(result))
+        write_durably(folder / "sweep.json", json.dumps(entry, indent=2).encode())
+        plot_sweep(result, folder / "sweep.png", title=str(source.path))
+    return result
+
+
+def perplexity(nll: float) -> float:
+    """exp(nll), at most 1e30, and that for what is not a number: a model that is destroyed must still fit a picture."""
+    return math.exp(min(nll, math.log(1e30))) if math.isfinite(nll) else 1e30

@@ -1,0 +1,1 @@
+"""The methods of compression, and the table of them."""

@@ -1,0 +1,63 @@
+"""`ders-quantize`: every delta as codes of a few bits and a scale per group (METHODS 4)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+from jaxtyping import Array
+
+from moe_jax.compress.coding.quantizer import quantize
+from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE
+from moe_jax.compress.coding.storage import QUANTIZED
+from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.methods.delta_base import Base, compress_deltas
+from moe_jax.compress.methods.method import Analysis, Method
+from moe_jax.compress.source_layer import SourceLayer, Write
+from moe_jax.errors import check_member
+from moe_jax.experts.config import BITS, BankConfig
+from moe_jax.models import MoEConfig
+
+SCALES = ("mse", "absmax")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantize(Method):
+    """Quantised deltas over a shared base.
+
+    Attributes:
+      bits: of a code: 8, 4, 2 or 1.
+      group_size: entries along the input axis that share a scale; 0: the whole kernel.
+      scale: what the largest level stands for. `absmax`: the largest absolute value of the group; `mse`: the share of
+        it that gives the least squared error. One bit has no choice: its scale, the mean absolute value, is already
+        the one of least error.
+    """
+
+    swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
+    forms: ClassVar[tuple[str, ...]] = QUANTIZED
+
+    bits: int
+    group_size: int = DEFAULT_GROUP_SIZE
+    scale: Literal["mse", "absmax"] = "mse"
+
+    def __post_init__(self) -> None:
+        check_member("scale", self.scale, SCALES)
+        self._bank()  # checks bits and group size
+
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        """See `Method`."""
+        return {layer.index: layer.target(self._bank()) for layer in layers}
+
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        """See `Method`."""
+        bank = target.bank
+
+        def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], Array]:
+            made = quantize(delta, bits=bank.bits, group_size=bank.group_size, clip=self.scale == "mse")
+            return {"codes": np.asarray(made.codes), "scales": np.asarray(made.scales)}, made.approximation
+
+        return compress_deltas(layer, base, encode, write)
+
+    def _bank(self) -> BankConfig:
+        return BankConfig(kind="quantized", bits=self.bits, group_size=self.group_size or None)

@@ -1,0 +1,74 @@
+"""What a method of compression is."""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.methods.delta_base import Base
+from moe_jax.compress.source_layer import SourceLayer, Write
+from moe_jax.models import MoEConfig
+
+Analysis = Mapping[str, np.ndarray]
+"""What a method found out about one layer: arrays by name, small enough to be kept for every layer."""
+
+Tick = Callable[[float], None]
+
+
+class Method(abc.ABC):
+    """A frozen dataclass: its fields are its options, and also the command's.
+
+    A job analyses every layer, then plans what all of them become, then compresses one after another.
+
+    Attributes:
+      swept: name of the option that says how much is kept, and the values that a sweep tries.
+      forms: of `storage.FORMS`, in which it can leave the experts.
+      origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
+        `delta_base.Base`.
+    """
+
+    swept: ClassVar[tuple[str, tuple[Any, ...]]]
+    forms: ClassVar[tuple[str, ...]]
+    origin: ClassVar[str | None] = None
+
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        """Raises `InputError` if the options do not go with the layers to compress; from their configs alone."""
+        del layers
+
+    def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
+        """What `plan` and `compress` have to know of the weights of a layer, where that takes long to find out.
+
+        Kept on the disk until the job is done: a killed job does not do it again.
+
+        Args:
+          layer: its experts.
+          tick: called with the share of the work that is done.
+
+        Raises:
+          InputError: if weights are not finite.
+        """
+        del layer, tick
+        return {}
+
+    @abc.abstractmethod
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        """What the layers to compress become, by index: before the first leaf is written."""
+
+    @abc.abstractmethod
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        """Makes the leaves of one layer.
+
+        Args:
+          layer: its experts as they are.
+          base: what deltas may be taken from.
+          target: what `plan` said the layer becomes.
+          write: takes leaves by their paths below `mlp`. What is not given to it stays as it is.
+          analysis: what `analyse` returned for the layer.
+
+        Raises:
+          InputError: if weights are not finite.
+        """

@@ -1,0 +1,95 @@
+"""The table of the methods of compression. Nothing else knows a method by name."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from moe_jax.compress.methods.ders_quantize import Quantize
+from moe_jax.compress.methods.ders_sparsify import Sparsify
+from moe_jax.compress.methods.merging import MEO, GitReBasin, MSMoE
+from moe_jax.compress.methods.method import Method
+from moe_jax.compress.methods.mlp_fusion import MLPFusion
+from moe_jax.compress.methods.resmoe import ResMoE
+from moe_jax.compress.methods.structured_pruning import StructuredPruning
+from moe_jax.compress.methods.without_centre import SVD, PlainQuantize, UnstructuredPruning
+from moe_jax.errors import InputError, check_member
+
+METHODS: dict[str, type[Method]] = {
+    "ders-sparsify": Sparsify,
+    "ders-quantize": Quantize,
+    "resmoe": ResMoE,
+    "up": UnstructuredPruning,
+    "sp": StructuredPruning,
+    "svd": SVD,
+    "msmoe": MSMoE,
+    "meo": MEO,
+    "git-rebasin": GitReBasin,
+    "mlp-fusion": MLPFusion,
+    "quantize": PlainQuantize,
+}
+
+
+def option_names() -> tuple[str, ...]:
+    """Options of all methods."""
+    return tuple(dict.fromkeys(name for method in METHODS for name in _options_of(method)))
+
+
+def make_method(name: str, options: Mapping[str, Any]) -> Method:
+    """Makes a method from what the user gave.
+
+    Args:
+      name: a key of `METHODS`.
+      options: by name; only those that were given.
+
+    Raises:
+      InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
+    """
+    check_member("method", name, tuple(METHODS))
+    _check_options([name], options)
+    for field in dataclasses.fields(METHODS[name]):
+        if field.default is dataclasses.MISSING and field.name not in options:
+            raise InputError(f"{name} needs {_flag(field.name)}")
+    return METHODS[name](**options)
+
+
+def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[str, Method]]:
+    """Makes the methods that a sweep tries.
+
+    Args:
+      names: keys of `METHODS`; none: those whose swept option is given, or else all.
+      options: by name; of a swept option all the values to try, by default the method's own.
+
+    Returns:
+      One for every method and value, by name.
+
+    Raises:
+      InputError: see `make_method`.
+    """
+    for name in names:
+        check_member("method", name, tuple(METHODS))
+    names = names or [name for name, method in METHODS.items() if method.swept[0] in options] or list(METHODS)
+    _check_options(names, options)
+    made = []
+    for name in dict.fromkeys(names):
+        swept, values = METHODS[name].swept
+        fixed = {option: value for option, value in options.items() if option in _options_of(name)}
+        for value in dict.fromkeys(fixed.pop(swept, values)):
+            made.append((name, make_method(name, fixed | {swept: value})))
+    return made
+
+
+def _check_options(names: Sequence[str], options: Iterable[str]) -> None:
+    """Raises `InputError` for an option that none of the methods takes."""
+    for option in options:
+        takers = [method for method in METHODS if option in _options_of(method)]
+        if not set(takers) & set(names):
+            belongs = f"it belongs to {', '.join(takers)}" if takers else "no method takes it"
+            raise InputError(f"{_flag(option)} does not go with {', '.join(names)}: {belongs}")
+
+
+def _options_of(method: str) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(METHODS[method]))
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"

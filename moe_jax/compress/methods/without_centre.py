@@ -1,0 +1,147 @@
+"""Methods that store every expert on its own, in a form in which ResMoE stores residuals (METHODS 5)."""
+
+import abc
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from moe_jax.compress.alignment.design_matrix import aligned_experts, unaligned
+from moe_jax.compress.allocation.trials import mean_shares
+from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Form, describe_bank
+from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
+from moe_jax.compress.coding.write_experts import write_experts
+from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.methods.delta_base import NO_BASE, Base
+from moe_jax.compress.methods.method import Analysis, Method, Tick
+from moe_jax.compress.source_layer import SourceLayer, Write
+from moe_jax.experts.config import BankConfig, FFNConfig
+from moe_jax.models import MoEConfig
+
+
+class WithoutCentre(Method):
+    """What `Form` says of residuals is said of the experts themselves; their neurons stay in order."""
+
+    origin: ClassVar[str | None] = NO_BASE
+
+    @abc.abstractmethod
+    def form(self) -> Form:
+        """How every expert is stored.
+
+        Raises:
+          InputError: if an option is out of range.
+        """
+
+    def bank(self, layer: SourceLayer, shares: Sequence[float] | None) -> BankConfig:
+        """The bank of a layer; `shares` of the matrices in what stays, where the form needs them."""
+        return self.form().bank(layer.moe.expert, layer.shapes["up"][0], base="none", shares=shares)
+
+    def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
+        """See `Method`."""
+        form = self.form()
+        if not form.needs_shares:
+            return {}
+        assert form.keep is not None
+        nothing = dict.fromkeys(layer.shapes, np.zeros((1, 1), np.float32))
+        return {"shares": mean_shares(aligned_experts(layer, unaligned(layer)), nothing, form.keep)}
+
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        """See `Method`. Layers of equal shape stay equal."""
+        shares: dict[FFNConfig, list[np.ndarray]] = {}
+        for layer in layers:
+            if "shares" in analyses[layer.index]:
+                shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
+        means = {expert: np.mean(found, axis=0) for expert, found in shares.items()}
+        return {layer.index: layer.target(self.bank(layer, means.get(layer.moe.expert))) for layer in layers}
+
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        """See `Method`."""
+        began = time.monotonic()
+        measure = write_experts(layer, target.bank, unaligned(layer), write, refit=False)
+        return measure.figures(seconds=time.monotonic() - began, choice=describe_bank(target.bank))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnstructuredPruning(WithoutCentre):
+    """The weights of largest absolute value, stored sparsely.
+
+    Attributes:
+      keep: share of the weights that stays, in (0, 1].
+      design: `concat`: one threshold for the whole design matrix of an expert, whose shares of the matrices are
+        averaged over experts and layers of one shape; `separate`: one for each matrix.
+      bits: of the values that stay: 8, 4, 3 or 2; by default floats.
+    """
+
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
+    forms: ClassVar[tuple[str, ...]] = SPARSE
+
+    keep: float
+    design: Literal["concat", "separate"] = "concat"
+    bits: int | None = None
+
+    def __post_init__(self) -> None:
+        self.form()
+
+    def form(self) -> Form:
+        """See `WithoutCentre`."""
+        return Form(residual="up", keep=self.keep, bits=self.bits, design=self.design, refit=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SVD(WithoutCentre):
+    """Truncated singular value decompositions of the kernels; biases stay as they are.
+
+    Attributes:
+      keep: share of the numbers that are stored, in (0, 1]; the ranks follow. With 1, factors take as much as the
+        experts and are not yet of full rank.
+      design: `concat`: of the design matrix of an expert, whose factor over the neurons is stored once; `separate`: of
+        every kernel.
+    """
+
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
+    forms: ClassVar[tuple[str, ...]] = LOW_RANK
+
+    keep: float
+    design: Literal["concat", "separate"] = "concat"
+
+    def __post_init__(self) -> None:
+        self.form()
+
+    def form(self) -> Form:
+        """See `WithoutCentre`."""
+        return Form(residual="svd", keep=self.keep, design=self.design, refit=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainQuantize(WithoutCentre):
+    """Every weight rounded to the nearest level; the scale of a group is the one of least squared error.
+
+    Attributes:
+      bits: of a code: 8, 4, 3, 2 or 1.
+      group_size: entries along the input axis that share a scale; 0: the whole kernel.
+    """
+
+    swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
+    forms: ClassVar[tuple[str, ...]] = QUANTIZED
+
+    bits: int
+    group_size: int = DEFAULT_GROUP_SIZE
+
+    def __post_init__(self) -> None:
+        self.form()
+        self._bank()
+
+    def form(self) -> Form:
+        """See `WithoutCentre`."""
+        return Form(residual="quantized", bits=self.bits)
+
+    def bank(self, layer: SourceLayer, shares: Sequence[float] | None) -> BankConfig:
+        """See `WithoutCentre`."""
+        return self._bank()
+
+    def _bank(self) -> BankConfig:
+        return BankConfig(kind="quantized", base="none", bits=self.bits, group_size=self.group_size or None)
