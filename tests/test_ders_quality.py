@@ -25,7 +25,7 @@ def results(tmp_path: pathlib.Path) -> Results:
             results.put("training", kind, str(seed), value=run)
     for base in BASES:
         for seed in ("0", "1"):
-            run = {"added_loss": 0.25, "expert_bytes_before": 400, "expert_bytes_after": 120}
+            run = {"added_loss": 0.25, "expert_bytes_before": 400, "expert_bytes_after": 120, "cosine_mean": [0.8]}
             results.put("compression", base, "drop", "0.9", seed, value=run)
             results.put("compression", base, "no deltas", "", seed, value={"added_loss": 0.5})
     return results
@@ -55,6 +55,8 @@ def test_differences_are_taken_seed_by_seed(results, tmp_path: pathlib.Path):
     assert expected in lines
     assert "| drop 0.9, random | 30% | +0.2500 ± 0.0000 | +0.2500 ± 0.0000 |" in lines
     assert "| no deltas | 25% | +0.5000 ± 0.0000 | +0.5000 ± 0.0000 |" in lines
+    # 0.9 / 0.1 times 1 - 0.8².
+    assert "| 0.9 | 3.2400 | 0.1 | 3.2400 | 0.1 |" in lines
     assert (tmp_path / "ders_quality.md").read_text().splitlines() == lines
     for name in ("training", "compression"):
         assert (tmp_path / f"ders_quality_{name}.png").read_bytes().startswith(b"\x89PNG")

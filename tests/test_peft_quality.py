@@ -95,19 +95,27 @@ def test_adapters_are_trained_beside_a_base_that_stays():
     assert trainer.trained_params == sum(start.leaves[path].size for path in changed)
 
 
-def _point(rank: int, *losses: float, family: str = S, experts: int = 1, active: int | None = None) -> Point:
-    by_seed = {str(seed): loss for seed, loss in enumerate(losses)}
-    return Point(Variant(family, rank, experts), active or 100 * rank, by_seed)
+def _point(rank: int, *losses: float, rate: float = 0.01) -> Point:
+    return Point(Variant(S, rank), 100 * rank, rate, {str(seed): loss for seed, loss in enumerate(losses)})
 
 
 def test_curves_are_compared_at_equal_active_parameters():
     line = [_point(1, 4.0, 5.0), _point(4, 2.0, 3.0)]
-    assert at_equal_active(line, 200) == pytest.approx({"0": 3.0, "1": 4.0})
+    assert at_equal_active(line, 200).losses == pytest.approx({"0": 3.0, "1": 4.0})
     assert at_equal_active(line, 99) is None and at_equal_active(line, 401) is None
     others = [_point(2, 3.5, 4.25), _point(4, 1.5, 3.25), _point(8, 0.0, 0.0)]
     found = compare(line, others)
     assert (found.budgets, found.won) == (2, 1) and found.gains == pytest.approx([0.0, 0.25])
     assert compare(line, [_point(8, 1.0, 1.0)]) is None
+
+
+def test_what_a_learning_rate_does_is_not_the_method_s():
+    line = [_point(1, 4.0), _point(4, 2.0, rate=0.03)]
+    # Between the two the curve has two rates, at its ends one.
+    others = [_point(1, 4.5), _point(2, 9.0), _point(2, 9.0, rate=0.03), _point(4, 9.0)]
+    found = compare(line, others)
+    assert (found.budgets, found.left_out, found.won) == (1, 3, 1) and found.gains == pytest.approx([0.5])
+    assert compare(line, others[1:]).gains == []
 
 
 def test_a_verdict_needs_all_seeds():
@@ -148,11 +156,9 @@ def test_tables_show_means_over_seeds(results, tmp_path: pathlib.Path):
 
 def test_findings_follow_the_numbers(results, tmp_path: pathlib.Path):
     text = write_report(results, tmp_path)
-    assert "- PERFT-R above PERFT-S at equal active parameters: better at 3 of 3 budgets, loss" in text
-    assert "- PERFT-D M=8 degrades from rank 2 to 32: loss changes by +0.3000 ± 0.0000; agrees with the paper." in text
-    said = (
-        "- PERFT-D M=2 degrades from rank 2 to 32: loss changes by -0.3000 ± 0.0000; **does not agree with the paper**."
-    )
+    assert "- PERFT-R above PERFT-S at equal active parameters and rates: better at 3 of 3 budgets (0 left" in text
+    assert "- PERFT-D M=8 degrades from rank 2 to 32: loss changes by +0.3000 ± 0.0000 at rate 0.01; agrees" in text
+    said = "- PERFT-D M=2 degrades from rank 2 to 32: loss changes by -0.3000 ± 0.0000 at rate 0.01; **does not agree"
     assert said in text
     assert "differ by at most 0 nats" in text
     for seed in ("0", "1"):
@@ -161,6 +167,26 @@ def test_findings_follow_the_numbers(results, tmp_path: pathlib.Path):
     assert "tuned: before training, the losses of all that start from the same model differ by at most 0.2" in (
         write_report(results, tmp_path)
     )
+
+
+def test_runs_of_other_learning_rates_decide_nothing(results, tmp_path: pathlib.Path):
+    for seed in ("0", "1"):
+        for name in ("PERFT-D 8 r=32", *(f"PERFT-S r={rank}" for rank in (2, 4, 8, 16, 32, 64))):
+            other = results.get("tuned", "code", name, seed) | {"learning_rate": 0.003}
+            results.put("tuned", "code", name, str(seed), value=other)
+    tried = {2: {"0.01": 4.0, "0.1": 5.0}, 32: {"0.01": 3.5, "0.1": 6.0}}
+    for rank, losses in tried.items():
+        value = {"text": "code", "validation_loss": losses, "chosen": 0.01}
+        results.put("rates", "tuned", f"PERFT-D 4 r={rank}", value=value)
+    for name, chosen in (("PESC 8, rest full", 0.001), ("PESC 8, rest frozen", 0.03)):
+        results.put("rates", "upcycled", name, value={"validation_loss": {f"{chosen:g}": 3.0}, "chosen": chosen})
+    text = write_report(results, tmp_path)
+    assert "- PERFT-R above PERFT-S: not decided, no budget has equal rates (3 left out, whose rates differ)." in text
+    said = "- PERFT-D M=8 degrades from rank 2 to 32: loss changes by +0.3000 ± 0.0000, at rate 0.01 and then 0.003"
+    assert said in text
+    said = "- PERFT-D at a fixed rate, ranks 2 / 32, validation loss of one seed: 0.01: 4.000 / 3.500; 0.1: 5.000 / 6"
+    assert said in text
+    assert "- PESC 8, rest full: 0.2000 ± 0.0000 lower than dense; not decided: all parameters have one" in text
 
 
 def test_what_is_not_there_yet_is_left_out(tmp_path: pathlib.Path):

@@ -13,7 +13,7 @@ from resmoe.report import write_report  # noqa: E402
 from resmoe.results import Results  # noqa: E402
 from resmoe.settings import Settings  # noqa: E402
 from resmoe.summary import Point, frontier, within  # noqa: E402
-from resmoe.variants import PLAIN, PUBLISHED, REFITTED, RESMOE, VARIANTS  # noqa: E402
+from resmoe.variants import BASELINE, PLAIN, PUBLISHED, REFITTED, RESMOE, VARIANTS  # noqa: E402
 
 ORIGIN = "random-e8"
 # eps / f of both seeds, loss, and bytes of experts that had 1000 parameters.
@@ -65,12 +65,13 @@ def test_tables_show_means_over_seeds(results, tmp_path: pathlib.Path):
 
 def test_findings_follow_the_numbers(results, tmp_path: pathlib.Path):
     text = write_report(results, tmp_path)
-    assert "eps/f: ResMoE lowest, as expected: ResMoE UP (0.175) against UP (0.45), lower with 2 of 2 seeds." in text
+    said = "eps/f: lower than every baseline, as expected: ResMoE UP (0.175) against UP (0.45), lower with 2 of 2 seed"
+    assert said in text
     assert f"- {ORIGIN}: with the barycenter as centre eps/f is 50.0 ± 0.0 % lower than with the average." in text
     assert "lowers the squared error by 30.0%, as expected (20% to 40%)." in text
     assert "- at the bytes of 8-bit quantisation (9.00 bits per weight): plain quantisation is better, 3.004" in text
     assert "- at the bytes of 4-bit quantisation (5.00 bits per weight): no form of ResMoE that was tried fits." in text
-    said = "at the bytes of ResMoE UP, keep 0.25 (8.00 bits per weight): 3.320, 4.482 with the best baseline (UP, keep"
+    said = "at the bytes of ResMoE UP, keep 0.25 (8.00 bits per weight): 3.320, 4.482 with UP, keep 0.25, 3.158 with"
     assert said in text
     assert "14 were also scored as they are served: the losses differ by at most 1e-05 nats." in text
     assert "what the method itself says. But for SP (1.25 times): " in text
@@ -90,14 +91,24 @@ def test_what_is_not_there_yet_is_left_out(tmp_path: pathlib.Path):
 
 
 def test_frontier_and_budget():
-    def point(name: str, bits: float, perplexity: float) -> Point:
-        return Point(name, VARIANTS[name].main_value, bits, (perplexity,))
+    def point(name: str, bits: float, error: float, perplexity: float) -> Point:
+        return Point(name, VARIANTS[name].main_value, bits, error, (perplexity,))
 
-    ours, plain = point(REFITTED, 8.0, 3.0), point("plain quantisation", 5.0, 3.0)
-    dear = point(PUBLISHED, 9.0, 2.0)
+    ours, plain = point(REFITTED, 8.0, 0.3, 3.0), point("plain quantisation", 5.0, 0.3, 3.0)
+    dear = point(PUBLISHED, 9.0, 0.2, 2.0)
     assert frontier([ours, plain, dear]) == [plain, dear]
     assert within([ours, plain, dear], RESMOE, 8.5) == ours and within([ours, plain, dear], RESMOE, 5.0) is None
     assert within([ours, plain, dear], PLAIN, 5.0) == plain
+
+
+def test_of_resmoe_nothing_is_chosen_by_the_text_that_is_scored():
+    lucky = Point(PUBLISHED, 0.25, 8.0, 0.4, (1.0,))
+    ours = Point(REFITTED, 0.25, 8.0, 0.3, (3.0,))
+    assert within([lucky, ours], RESMOE, 8.0) == ours
+    assert frontier([lucky, ours]) == [ours]
+    # What it is compared with is taken at its best.
+    weak, strong = Point("UP", 0.25, 5.0, 0.3, (9.0,)), Point("SVD", 0.25, 5.0, 0.4, (8.0,))
+    assert within([weak, strong], BASELINE, 8.0) == strong
 
 
 def test_neurons_are_matched():

@@ -7,13 +7,13 @@ from pathlib import Path
 from ders.plots import plot_compression, plot_training
 from ders.results import Results
 from ders.settings import BASES, BITS, DENSE, DROPS, FROZEN, KINDS, NO_DELTAS, VANILLA
-from ders.summary import added_losses, added_params, difference, losses
+from ders.summary import added_losses, added_params, difference, drop_noise, losses
 from quality.spread import mean_and_spread
 
 
 def write_report(results: Results, out: Path) -> str:
     """Writes `ders_quality.md` and the plots; returns the Markdown."""
-    sections = [_training_table(results), _compression_tables(results), _origin_line(results)]
+    sections = [_training_table(results), _compression_tables(results), _origin_line(results), _drop_noise(results)]
     text = "\n\n".join(section for section in sections if section) + "\n"
     (out / "ders_quality.md").write_text(text)
     if losses(results, DENSE):
@@ -49,7 +49,9 @@ def _training_table(results: Results) -> str:
                   for run in (results.get("training", kind) or {}).values())  # fmt: skip
     note = (
         f"Held-out loss, nats per token, mean ± standard deviation over {len(vanilla)} seeds; differences are taken "
-        f"seed by seed. Before training every model has {start:.4f} (largest difference {largest:.1g})."
+        f"seed by seed. Before training every model has {start:.4f} (largest difference {largest:.1g}). All have one "
+        "learning rate, chosen for the dense model, vanilla and DeRS-LM on the text that is scored; none was chosen "
+        "for a frozen base, and what freezing costs at a rate of its own is not known."
     )
     return "\n".join([*rows, "", note])
 
@@ -88,6 +90,26 @@ def _origin_line(results: Results) -> str:
             least = min(cosine for run in runs for cosine in run["cosine_min"])
             parts.append(f"to the {base} {statistics.mean(cosines):.4f} (least {least:.4f})")
     return f"Cosine of the trained vanilla experts {', '.join(parts)}." if parts else ""
+
+
+def _drop_noise(results: Results) -> str:
+    """Whether the size of the deltas explains what random drops cost."""
+    rows = []
+    for value in DROPS:
+        cells = []
+        for base in BASES:
+            noise, added = drop_noise(results, base, value), added_losses(results, base, "drop", value)
+            cells += [f"{noise:.4f}", f"{statistics.mean(added) / noise:.1f}"] if noise and added else ["", ""]
+        if any(cells):
+            rows.append(f"| {value} | {' | '.join(cells)} |")
+    if not rows:
+        return ""
+    head = "| drop | " + " | ".join(f"base: {base}: noise | added loss / noise" for base in BASES) + " |"
+    note = (
+        "What random drops with rescaling add to an expert, in parts of its squared norm: p/(1 - p) times the delta's "
+        "part, 1 - cos²; and the added loss, in nats, in parts of it."
+    )
+    return "\n".join([head, "|---" * (1 + 2 * len(BASES)) + "|", *rows, "", note])
 
 
 def _kept(results: Results, method: str, value: str) -> str:

@@ -81,7 +81,7 @@ def plot_bytes(results: Results, origins: Sequence[str], file: Path) -> None:
                 color=color,
                 marker=marker,
                 markersize=5,
-                label=f"{family}: every model, and the best of them",
+                label=f"{family}: every model; line: least error at its bytes",
             )
         axes.axhline(uncompressed, color="black", linewidth=1, label="uncompressed, 16 bits")
         axes.set_xscale("log", base=2)

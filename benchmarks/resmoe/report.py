@@ -165,16 +165,18 @@ def _byte_table(results: Results, origins: Sequence[str]) -> str:
             continue
         worst = USEFUL * uncompressed_perplexity(results, origin)
         best = [point for point in frontier(found) if point.mean <= worst]
-        note = "On the frontier, from few to many bits: " + "; ".join(
+        note = "Each with less error than all that are smaller, from few to many bits: " + "; ".join(
             f"{point.label} ({point.bits:.2f} bits, {point.mean:.4g})" for point in best
         )
-        head = ["bits/weight", *(f"best {family}" if family != PLAIN else family for family in FAMILIES)]
+        head = ["bits/weight", *(f"best {family}" if family == BASELINE else family for family in FAMILIES)]
         section = _section(f"Equal bytes on the disk: {origin}", head, rows, f"{note}.")
         sections.append(f"{section}\n\n{byte_findings(found)}")
     if sections:
         sections.append(
-            "Budgets are what plain quantisation takes. In a cell stands the lowest perplexity of the family among all "
-            f"that was tried and fits ({BASELINE}: the pruned, factorised and merged experts of the table above)."
+            "Budgets are what plain quantisation takes. In a cell stands, of all of the family that was tried and "
+            "fits, what has the least error of the experts (eps/f of what is stored, neurons matched); the text that "
+            f"is scored has no part in the choice. Of the {BASELINE}s (the pruned, factorised and merged experts of "
+            "the table above) it is what has the lowest perplexity on that text, a choice in their favour."
         )
     return "\n\n".join(sections)
 

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from quality.spread import mean_and_spread
-from tuning.kinds import DENSE, DENSE_LORA, VANILLA
+from tuning.kinds import ADAPTERS, DENSE, DENSE_LORA, KINDS, VANILLA
+from tuning.kinds import FULL as REST_FULL
 from tuning.results import Results
 from tuning.summary import Point, compare, curve, difference, losses, points
-from tuning.variants import FULL, LORA_QV, LORA_ROUTER, D, E, R, S
+from tuning.variants import FULL, LORA_QV, LORA_ROUTER, D, E, R, S, variants
 
 AGREES, DISAGREES, UNDECIDED = "agrees with the paper", "**does not agree with the paper**", "undecided between seeds"
 
@@ -38,14 +39,31 @@ def upcycled_findings(results: Results) -> str:
         found = gains(*pair)
         if found:
             said = f"- {pair[0]}: {_lower(found)} than {pair[1]}"
-            lines.append(f"{said}; {verdict(found)}." if pair in claimed else f"{said}, {_seeds(found)}.")
+            judged = _one_rate(results, pair[0]) or verdict(found)
+            lines.append(f"{said}; {judged}." if pair in claimed else f"{said}, {_seeds(found)}.")
     return "\n".join(lines)
+
+
+def _one_rate(results: Results, name: str) -> str | None:
+    """Why nothing is decided, where the learning rate of a whole model is far below that of its adapters alone."""
+    kind = KINDS[name]
+    alone = results.get("rates", "upcycled", "PESC 8, rest frozen")
+    if (kind.experts, kind.rest) != (ADAPTERS, REST_FULL) or alone is None:
+        return None
+    rate = results.get("rates", "upcycled", kind.rates_of or name)["chosen"]
+    if alone["chosen"] < 3 * rate:
+        return None
+    return (
+        f"not decided: all parameters have one learning rate, {rate:g}, and adapters alone learn best at "
+        f"{alone['chosen']:g}"
+    )
 
 
 def tuned_findings(results: Results, text: str) -> str:
     """What PERFT (arXiv 2411.08212) says of its variants, on one text."""
     found, count = points(results, text), results.settings.num_experts
-    lines = [*_order(results, found), *_degradation(found), *_sizes(found), *_forms(found)]
+    lines = [*_order(results, found), *_degradation(found), *_at_fixed_rates(results, text), *_sizes(found)]
+    lines += _forms(found)
     full = [point for point in found if point.variant.family == FULL]
     beside = [point for point in found if point.variant.family != FULL]
     if full and beside:
@@ -59,7 +77,7 @@ def tuned_findings(results: Results, text: str) -> str:
 
 
 def _order(results: Results, found: Sequence[Point]) -> list[str]:
-    """R and E above D and S, and all of them above LoRA, at equal active parameters."""
+    """R and E above D and S, and all of them above LoRA, at equal active parameters and equal learning rates."""
     settings, lines = results.settings, []
     for better, worse, experts in (
         *((ours, theirs, None) for ours in (R, E) for theirs in (S, D)),
@@ -74,10 +92,15 @@ def _order(results: Results, found: Sequence[Point]) -> list[str]:
         if comparison is None:
             continue
         name = f"{better} ({experts} adapters)" if experts else better
-        lines.append(
-            f"- {name} above {worse} at equal active parameters: better at {comparison.won} of {comparison.budgets} "
-            f"budgets, loss {_lower(comparison.gains)} on average; {verdict(comparison.gains)}."
-        )
+        left = f"{comparison.left_out} left out, whose rates differ"
+        if comparison.gains:
+            lines.append(
+                f"- {name} above {worse} at equal active parameters and rates: better at {comparison.won} of "
+                f"{comparison.budgets} budgets ({left}), loss {_lower(comparison.gains)} on average; "
+                f"{verdict(comparison.gains)}."
+            )
+        else:
+            lines.append(f"- {name} above {worse}: not decided, no budget has equal rates ({left}).")
     return lines
 
 
@@ -87,27 +110,56 @@ def _degradation(found: Sequence[Point]) -> list[str]:
     lines = []
     for rank in sorted({rank for _, rank in dense}):
         counts = sorted(experts for experts, at in dense if at == rank)
-        rises = difference(dense[counts[-1], rank].losses, dense[counts[0], rank].losses)
-        lines += _degrades(f"{D} r={rank} degrades from M={counts[0]} to {counts[-1]}", rises)
+        ends = dense[counts[0], rank], dense[counts[-1], rank]
+        lines += _degrades(f"{D} r={rank} degrades from M={counts[0]} to {counts[-1]}", *ends)
     for experts in sorted({experts for experts, _ in dense}):
         ranks = sorted(rank for at, rank in dense if at == experts)
-        rises = difference(dense[experts, ranks[-1]].losses, dense[experts, ranks[0]].losses)
-        lines += _degrades(f"{D} M={experts} degrades from rank {ranks[0]} to {ranks[-1]}", rises)
+        ends = dense[experts, ranks[0]], dense[experts, ranks[-1]]
+        lines += _degrades(f"{D} M={experts} degrades from rank {ranks[0]} to {ranks[-1]}", *ends)
     single = sorted(
         (p for p in found if p.variant.family == S and not p.variant.parallel), key=lambda point: point.active
     )
     if len(single) > 1:
         change = mean_and_spread(difference(single[-1].losses, single[0].losses), "+.4f")
         ranks = f"{single[0].variant.rank} to {single[-1].variant.rank}"
-        lines.append(f"- {S} from rank {ranks}: loss changes by {change}.")
+        lines.append(f"- {S} from rank {ranks}: loss changes by {change}{_rates(single[0], single[-1])}.")
     return lines
 
 
-def _degrades(what: str, rises: Sequence[float]) -> list[str]:
+def _degrades(what: str, small: Point, large: Point) -> list[str]:
     """Nothing where there are no two points of a seed, or where both are the same one."""
+    rises = difference(large.losses, small.losses)
     if not any(rises):
         return []
-    return [f"- {what}: loss changes by {mean_and_spread(rises, '+.4f')}; {verdict(rises)}."]
+    said = f"- {what}: loss changes by {mean_and_spread(rises, '+.4f')}{_rates(small, large)}"
+    judged = verdict(rises) if small.rate == large.rate else "not decided, each has the rate chosen for its rank"
+    return [f"{said}; {judged}."]
+
+
+def _rates(first: Point, second: Point) -> str:
+    """With what learning rates two points were trained."""
+    both = first.rate == second.rate
+    return f" at rate {first.rate:g}" if both else f", at rate {first.rate:g} and then {second.rate:g}"
+
+
+def _at_fixed_rates(results: Results, text: str) -> list[str]:
+    """What a larger rank does where the learning rate stays: the runs that rates were chosen with, one seed."""
+    by_family: dict[str, list[tuple[int, dict[str, float]]]] = {}
+    for variant in variants(results.settings):
+        tried = results.get("rates", "tuned", variant.name)
+        if variant.family in (R, E, D, S) and tried and tried["text"] == text:
+            by_family.setdefault(variant.family, []).append((variant.rank, tried["validation_loss"]))
+    lines = []
+    for family, found in by_family.items():
+        found.sort(key=lambda item: item[0])
+        if len(found) < 2:
+            continue
+        ranks = " / ".join(str(rank) for rank, _ in found)
+        rows = "; ".join(
+            f"{rate}: {' / '.join(f'{at[rate]:.3f}' for _, at in found)}" for rate in sorted(found[0][1], key=float)
+        )
+        lines.append(f"- {family} at a fixed rate, ranks {ranks}, validation loss of one seed: {rows}.")
+    return lines
 
 
 def _sizes(found: Sequence[Point]) -> list[str]:
@@ -117,12 +169,12 @@ def _sizes(found: Sequence[Point]) -> list[str]:
         return []
     best, worst = (choose(routed, key=lambda point: point.mean) for choose in (min, max))
     gap = mean_and_spread(difference(worst.losses, best.losses), ".4f")
-    lines = [f"- of the sizes M/K of {R} at rank 8 {_size(best)} is best and {_size(worst)} worst, {gap} apart."]
+    lines = [f"- of the sizes M/K of {R} at rank 8 {_size(best)} is lowest and {_size(worst)} highest, {gap} apart."]
     all_used = next((p for p in routed if (p.variant.experts, p.variant.top_k) == (8, 8)), None)
     ungated = next((p for p in found if (p.variant.family, p.variant.experts, p.variant.rank) == (D, 8, 8)), None)
     if all_used and ungated:
         gains = difference(ungated.losses, all_used.losses)
-        if gains:
+        if gains and ungated.rate == all_used.rate:
             lines.append(
                 f"- a router over 8 adapters that are all used ({R} 8/8) is {_lower(gains)} than none ({D} 8)."
             )
@@ -142,7 +194,7 @@ def _forms(found: Sequence[Point]) -> list[str]:
         if point.variant.parallel and plain:
             gains = difference(plain.losses, point.losses)
             if gains:
-                lines.append(f"- {name} is {_lower(gains)} than the same of LoRA's shape.")
+                lines.append(f"- {name} is {_lower(gains)} than the same of LoRA's shape, whose rate it has.")
     return lines
 
 

@@ -30,11 +30,13 @@ class Point(NamedTuple):
     Attributes:
       variant: what was tuned.
       active: trained parameters that a token meets.
+      rate: the learning rate of all its runs.
       losses: held-out, by seed.
     """
 
     variant: Variant
     active: int
+    rate: float
     losses: dict[str, float]
 
     @property
@@ -48,8 +50,9 @@ def points(results: Results, text: str) -> list[Point]:
     for variant in variants(results.settings):
         by_seed = runs(results, "tuned", text, variant.name)
         if by_seed:
-            active = next(iter(by_seed.values()))["active_params"]
-            found.append(Point(variant, active, losses(results, "tuned", text, variant.name)))
+            run = next(iter(by_seed.values()))
+            by_seed = losses(results, "tuned", text, variant.name)
+            found.append(Point(variant, run["active_params"], run["learning_rate"], by_seed))
     return found
 
 
@@ -65,45 +68,63 @@ def curve(found: Sequence[Point], family: str, experts: int, settings: Settings)
     return sorted(chosen, key=lambda point: point.active)
 
 
-def at_equal_active(line: Sequence[Point], active: int) -> dict[str, float] | None:
-    """Losses by seed that a curve has at a number of active parameters, linear in its logarithm; None outside of it."""
+class Crossing(NamedTuple):
+    """A curve at a number of active parameters.
+
+    Attributes:
+      rates: learning rates of the points that it is read from.
+      losses: by seed, linear in the logarithm of the active parameters.
+    """
+
+    rates: frozenset[float]
+    losses: dict[str, float]
+
+
+def at_equal_active(line: Sequence[Point], active: int) -> Crossing | None:
+    """A curve at a number of active parameters; None outside of it."""
     for low, high in zip(line, line[1:], strict=False):
         if low.active <= active <= high.active:
             share = math.log(active / low.active) / math.log(high.active / low.active)
-            return {
-                seed: (1 - share) * loss + share * high.losses[seed]
-                for seed, loss in low.losses.items()
-                if seed in high.losses
-            }
+            rates = frozenset(point.rate for point, weight in ((low, 1 - share), (high, share)) if weight)
+            common = low.losses.keys() & high.losses.keys()
+            return Crossing(rates, {s: (1 - share) * low.losses[s] + share * high.losses[s] for s in sorted(common)})
     return None
 
 
 class Comparison(NamedTuple):
-    """One curve against points of another at equal active parameters.
+    """One curve against points of another at equal active parameters and equal learning rates.
 
     Attributes:
-      budgets: how many points lie on the curve.
-      won: at how many of them the curve has the lower loss, as a mean over seeds.
-      gains: by how much its loss is lower, the mean over these budgets, by seed.
+      budgets: how many points of the other lie on the curve and were trained at the rate that it has there.
+      left_out: how many lie on the curve, but were trained at another rate.
+      won: at how many of the budgets the curve has the lower loss, as a mean over seeds.
+      gains: by how much its loss is lower, the mean over the budgets, by seed; empty if there are none.
     """
 
     budgets: int
+    left_out: int
     won: int
     gains: list[float]
 
 
 def compare(line: Sequence[Point], others: Sequence[Point]) -> Comparison | None:
-    """Compares where they overlap; None if they do not."""
-    by_budget = []
+    """Compares where two curves overlap; None if they do not.
+
+    Points of different learning rates are not compared: what the rate does would be counted as the method's.
+    """
+    by_budget, left_out = [], 0
     for other in others:
         here = at_equal_active(line, other.active)
-        if here:
-            by_budget.append({seed: loss - here[seed] for seed, loss in other.losses.items() if seed in here})
-    by_budget = [gains for gains in by_budget if gains]
-    if not by_budget:
+        if here is None:
+            continue
+        gains = {seed: loss - here.losses[seed] for seed, loss in other.losses.items() if seed in here.losses}
+        if here.rates != {other.rate}:
+            left_out += 1
+        elif gains:
+            by_budget.append(gains)
+    if not by_budget and not left_out:
         return None
     won = sum(sum(gains.values()) > 0 for gains in by_budget)
-    seeds = set.intersection(*(set(gains) for gains in by_budget))
-    return Comparison(
-        len(by_budget), won, [sum(gains[seed] for gains in by_budget) / len(by_budget) for seed in sorted(seeds)]
-    )
+    seeds = set.intersection(*(set(gains) for gains in by_budget)) if by_budget else ()
+    means = [sum(gains[seed] for gains in by_budget) / len(by_budget) for seed in sorted(seeds)]
+    return Comparison(len(by_budget), left_out, won, means)
