@@ -26,7 +26,7 @@ import numpy as np
 from moe_jax.convert import read_hf_config
 from moe_jax.convert.checkpoint_files import open_checkpoint
 from moe_jax.convert.families import family_named
-from moe_jax.convert.shards import PlannedTensor, ShardWriter
+from moe_jax.convert.safetensors_writer import PlannedTensor, ShardWriter
 from moe_jax.convert.table import PER_EXPERT, apply_table
 from moe_jax.convert.tensors import TensorEntry, TensorFiles
 from moe_jax.loading import leaf_specs

@@ -1,5 +1,8 @@
-"""How much memory this machine has to spare."""
+"""How much memory this machine has to spare, and how much this process has taken."""
 
+import contextlib
+import resource
+import sys
 from pathlib import Path
 
 
@@ -11,3 +14,13 @@ def available_memory() -> int | None:
         return None
     values = dict(line.split(":", 1) for line in lines if ":" in line)
     return int(values["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in values else None
+
+
+def peak_memory_bytes() -> int:
+    """Highest resident memory of this process so far."""
+    with contextlib.suppress(OSError, StopIteration):
+        # Linux; the figure below also counts what the parent process had when it started this one.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -17,7 +17,7 @@ from moe_jax.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import trainable_paths
 from moe_jax.peft.base import base_config, own_leaves
-from moe_jax.peft.counting import active_size, parameter_sizes
+from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
 from moe_jax.sharding import AXES, leaf_spec
 from moe_jax.train.flops import train_flops_per_token
 

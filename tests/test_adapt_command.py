@@ -8,11 +8,11 @@ import pytest
 
 from moe_jax import cli
 from moe_jax.adapter_dir import AdapterDirectory
-from moe_jax.commands.upcycling import Upcycling
+from moe_jax.commands.upcycle import UpcycleFlags
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.peft import adapt as adapt_module
 from moe_jax.peft.base import own_leaves
-from moe_jax.peft.counting import parameter_sizes
+from moe_jax.peft.parameter_sizes import parameter_sizes
 from moe_jax.upcycle import PESC
 from tests.peft.models import FFN, FULL, SHARED, model_of
 from tests.upcycle.conftest import random_leaves, write_model
@@ -201,15 +201,15 @@ def test_bad_options_of_upcycle_are_refused(options, messages, models, tmp_path,
 
 
 def test_methods_of_upcycling_are_names_for_what_there_was():
-    assert Upcycling(method="vanilla").options() == Upcycling().options()
-    assert Upcycling(method="ders", delta="low-rank:2").options() == Upcycling(delta="low-rank:2").options()
+    assert UpcycleFlags(method="vanilla").options() == UpcycleFlags().options()
+    assert UpcycleFlags(method="ders", delta="low-rank:2").options() == UpcycleFlags(delta="low-rank:2").options()
 
 
 def test_pesc_is_what_camelidae_was_unless_something_else_is_said():
-    spelled_out = Upcycling(
+    spelled_out = UpcycleFlags(
         method="pesc", experts=8, top_k=2, every=1, adapter="512", scale=0.25, rest="qlora:64", balance_coef=0.01
     )
-    assert Upcycling(method="pesc").options() == spelled_out.options() == PESC
+    assert UpcycleFlags(method="pesc").options() == spelled_out.options() == PESC
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from moe_jax import cli
-from moe_jax.commands.inspect import collapse, human_bytes
-from moe_jax.leaf_names import index_set
+from moe_jax.commands.inspect import collapse
+from moe_jax.formatting import show_bytes
 from moe_jax.loading import leaf_specs
 from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
@@ -46,7 +46,7 @@ def test_experts_and_lineage_are_told(model, capsys):
     out = capsys.readouterr().out
     experts = 3 * 32 * 48 + 4 * 3 * 2 * (32 + 48)
     assert "experts of layers/{1..5..2}: 4 experts, top 2, gate topk_softmax; kind low-rank, rank 2" in out
-    assert f"{experts:,} parameters, {human_bytes(4 * experts)} per layer" in out
+    assert f"{experts:,} parameters, {show_bytes(4 * experts)} per layer" in out
     assert "convert dtype=None\n    from [hf] (0123456789ab)" in out
     assert "upcycle experts=4\n    measured: step0_difference 0.5" in out
 
@@ -78,22 +78,3 @@ def test_layers_that_differ_are_kept_apart():
         "layers/{0,2}/b": ((2,), 2),
         "layers/1/b": ((3,), 1),
     }
-
-
-@pytest.mark.parametrize(
-    ("indices", "text"),
-    [([3], "3"), (range(6), "{0..5}"), (range(1, 32, 2), "{1..31..2}"), ([0, 3, 4], "{0,3,4}"), ([2, 7], "{2,7}")],
-)
-def test_index_set(indices, text):
-    assert index_set(indices) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (93_400_000_000, "93.4 GB")]
-)
-def test_human_bytes(count, text):
-    assert human_bytes(count) == text
-
-
-def test_human_bytes_goes_beyond_gigabytes():
-    assert human_bytes(2_500_000_000_000) == "2.5 TB"

@@ -7,8 +7,8 @@ import grain
 
 from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
-from moe_jax.train.packing import PackedBatches
 from moe_jax.train.recipe import DataSection, SourceSection
+from moe_jax.train.sequence_packing import PackedBatches
 from moe_jax.train.sources import Files, JsonLines, TextFile, check_beginning, find_files
 from moe_jax.train.tokenizer import Pairs, Tokenizer
 
@@ -26,7 +26,7 @@ def open_data(
     batch_size: int,
     rows: Sequence[int],
 ) -> grain.DatasetIterator:
-    """Opens the files of a recipe as an iterator over batches (see `packing.PackedBatches`).
+    """Opens the files of a recipe as an iterator over batches (see `PackedBatches`).
 
     The iterator's `get_state()` is JSON-able and `set_state()` continues with the very next batch.
 

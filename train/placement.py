@@ -63,7 +63,7 @@ def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_si
 
 
 def merge_positions(state: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
-    """The data position of the whole batch, from the rows every process knows of (see `packing.PackedBatches`)."""
+    """The data position of the whole batch, from the rows every process knows of (see `PackedBatches`)."""
     if jax.process_count() == 1:
         return dict(state)
     table = np.full((batch_size, 2), -1, np.int64)

@@ -11,18 +11,18 @@ from flax import nnx
 
 from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.errors import InputError
+from moe_jax.loading import disk_paths
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
+from moe_jax.peft.trained_table import print_trained
 from moe_jax.processes import is_first_process, wait_for_all
 from moe_jax.train.data import open_data
 from moe_jax.train.evaluation import Evaluator, read_text
 from moe_jax.train.loop import Loop
-from moe_jax.train.output import write_model
 from moe_jax.train.placement import local_rows
 from moe_jax.train.program import Program, first_state, initial_states, make_program
 from moe_jax.train.recipe import Recipe
-from moe_jax.train.report import print_partition
-from moe_jax.train.run_directory import check_run_directory, write_recipe
+from moe_jax.train.run_directory import check_run_directory, write_model, write_recipe
 from moe_jax.train.step import TrainState
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 
@@ -58,7 +58,7 @@ def train(
         console = rich.console.Console(quiet=True)
     continues = check_run_directory(recipe, resume=resume)
     program = make_program(recipe, config)
-    print_partition(console, program)
+    _print_trained_parameters(console, program)
     tokenizer = _tokenizer_path(recipe, source)
     data = open_data(
         recipe.data,
@@ -103,6 +103,12 @@ def train(
     path = write_model(model, recipe, source, tokenizer, measured, program.trainable)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return path
+
+
+def _print_trained_parameters(console: rich.console.Console, program: Program) -> None:
+    """Prints the parameters that the program trains; see `print_trained`."""
+    trained = {leaf for path in program.trainable for leaf in disk_paths(program.config, path)}
+    print_trained(console, program.config, trained)
 
 
 def _restore(

@@ -7,9 +7,23 @@
     model/           a model directory, at the end
 """
 
+import shutil
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.errors import InputError
+from moe_jax.lineage import new_lineage_entry, read_lineage
+from moe_jax.loading import disk_paths, may_be_cast, model_leaves
+from moe_jax.model_dir import ModelDirectoryWriter
+from moe_jax.model_source import ModelSource
+from moe_jax.nn import Decoder
+from moe_jax.processes import is_first_process, wait_for_all
 from moe_jax.staging import sync, write_durably
 from moe_jax.train import strict
 from moe_jax.train.recipe import Recipe, check_continues, load_recipe
@@ -44,3 +58,71 @@ def write_recipe(recipe: Recipe) -> None:
     write_durably(beside, strict.to_toml(recipe).encode())
     beside.replace(run_dir / RECIPE)
     sync(run_dir)
+
+
+def write_model(
+    model: Decoder,
+    recipe: Recipe,
+    source: ModelSource | None,
+    tokenizer: Path,
+    measured: dict[str, Any],
+    trainable: Collection[str],
+) -> Path:
+    """Writes `run_dir/model` and returns its path; an earlier one of the same run is replaced.
+
+    Of what started from an adapter directory another one is left, over the same base: with what that had of its own,
+    and what else was trained.
+
+    Args:
+      model: with the trained parameters.
+      recipe: of the run.
+      source: what it started from; its lineage is continued and its tokenizer files are copied.
+      tokenizer: the tokenizer file of the run, copied if there is no source.
+      measured: figures for the lineage.
+      trainable: paths in memory of the trained parameters.
+    """
+    target = Path(recipe.run_dir) / "model"
+    options = {key: value for key, value in strict.flatten(recipe).items() if value is not None}
+    options["data.sources"] = [strict.flatten(section) for section in recipe.data.sources]
+    continued = source is not None and recipe.model.init == "checkpoint"
+    entry = new_lineage_entry("train", options, [source] if continued else [], measured)
+    files = source.tokenizer_files if source else (tokenizer,)
+    lineage = [*(read_lineage(source.path) if continued else []), entry]
+    fresh = target.with_name("model.new")
+    if is_first_process():
+        for stale in (fresh, target.with_name("model.old")):
+            if stale.exists():
+                shutil.rmtree(stale)
+    wait_for_all("stale models removed")
+    if continued and isinstance(source, AdapterDirectory):
+        trained = {name for path in trainable for name in disk_paths(model.config, path)}
+        own = trained | source.own_specs().keys()
+        writer = AdapterDirectoryWriter(
+            fresh, model.config, base=source.base, trained=own, tokenizer_files=files, lineage=lineage
+        )
+    else:
+        own = None
+        writer = ModelDirectoryWriter(fresh, model.config, tokenizer_files=files, lineage=lineage)
+    # Orbax needs the calls of every process; only the first one writes.
+    with writer:
+        for path, leaf in _gathered(model, recipe.model.output_dtype, own):
+            writer.write({path: leaf})
+    if is_first_process():
+        if target.exists():
+            target.rename(target.with_name("model.old"))
+        fresh.rename(target)
+        shutil.rmtree(target.with_name("model.old"), ignore_errors=True)
+    wait_for_all("model written")
+    return target
+
+
+def _gathered(model: Decoder, dtype: str | None, only: Collection[str] | None) -> Iterator[tuple[str, np.ndarray]]:
+    """Whole leaves, all or some; every process takes part in gathering what lies on several hosts."""
+    for path, leaf in model_leaves(model):
+        if only is not None and path not in only:
+            continue
+        if dtype and may_be_cast(path, leaf.dtype):
+            leaf = leaf.astype(dtype)
+        if jax.process_count() > 1:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        yield path, np.asarray(leaf)

@@ -17,7 +17,7 @@ from moe_jax.nn.router_stats import StackedStats
 from moe_jax.sharding import batch_spec
 
 Batch = dict[str, Array]
-"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `packing.PackedBatches`."""
+"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedBatches`."""
 
 
 # Keys of steps are folded from another key than those that parameters are drawn with from the same seed.

@@ -19,7 +19,6 @@ from moe_jax.nn.router_stats import load_per_layer
 from moe_jax.open_source import open_source
 from moe_jax.train.data import open_data
 from moe_jax.train.evaluation import read_text
-from moe_jax.train.output import write_model
 from moe_jax.train.placement import place
 from moe_jax.train.program import first_state, initial_states, make_program
 from moe_jax.train.recipe import (
@@ -31,6 +30,7 @@ from moe_jax.train.recipe import (
     SourceSection,
     TrainSection,
 )
+from moe_jax.train.run_directory import write_model
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.upcycle import UpcycleOptions, parse_delta, upcycle
 from quality.scoring import Scorer

@@ -5,7 +5,7 @@ import dataclasses
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import own_leaves
 from moe_jax.peft.options import AdaptOptions, adapted_config
-from moe_jax.peft.report import trained_groups
+from moe_jax.peft.trained_table import trained_groups
 from tuning.settings import Settings
 
 R, E, D, S = "PERFT-R", "PERFT-E", "PERFT-D", "PERFT-S"

@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from moe_jax.convert.family import Family
+from moe_jax.convert.families._shared import Family
 from moe_jax.errors import InputError, nearest
 
 

@@ -1,15 +1,45 @@
-"""What most families have in common: fragments of tables, and the usual keys of config.json."""
+"""What a family is, and what most families have in common: parts of their tables, and the usual keys of config.json."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from moe_jax.convert.foreign_config import ForeignConfig
-from moe_jax.convert.rope import read_rope, write_rope
+from moe_jax.convert.hf_rope import read_rope, write_rope
 from moe_jax.convert.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
 from moe_jax.errors import InputError, nearest
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """Everything that differs between families. Every file of this folder holds one, called `FAMILY`.
+
+    Attributes:
+      name: the `model_type` it reads and writes, and `ModelConfig.family` of what it read.
+      architecture: the class of Transformers, written to `architectures`.
+      defaults: what a key that a config leaves out means: the defaults of Transformers' config class.
+      read: foreign config -> ModelConfig.
+      write: ModelConfig -> the keys of config.json that say it; may raise `InputError` for what it cannot say.
+      table: its tensors, in the order in which they are written.
+      moe_format: name of the family in whose format a model of this one leaves once it has MoE layers.
+    """
+
+    name: str
+    architecture: str
+    defaults: Mapping[str, Any]
+    read: Callable[[ForeignConfig], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    table: Table
+    moe_format: str | None = None
+
+    @property
+    def holds_experts(self) -> bool:
+        """Whether the format has MoE layers."""
+        return any(isinstance(entry, Row) and "/experts/" in str(entry.leaves) for entry in self.table)
+
 
 ACTIVATIONS = {
     "silu": "silu",

@@ -7,6 +7,7 @@ from moe_jax.convert.families._shared import (
     EMBEDDING,
     GATED_FFN,
     HEAD,
+    Family,
     dense_ffn,
     read_attention,
     read_decoder,
@@ -16,7 +17,6 @@ from moe_jax.convert.families._shared import (
     write_activation,
     write_decoder,
 )
-from moe_jax.convert.family import Family
 from moe_jax.convert.foreign_config import ForeignConfig
 from moe_jax.models import ModelConfig
 

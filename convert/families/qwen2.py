@@ -7,6 +7,7 @@ from moe_jax.convert.families._shared import (
     EMBEDDING,
     GATED_FFN,
     HEAD,
+    Family,
     dense_ffn,
     num_layers,
     read_attention,
@@ -15,7 +16,6 @@ from moe_jax.convert.families._shared import (
     write_activation,
     write_decoder,
 )
-from moe_jax.convert.family import Family
 from moe_jax.convert.foreign_config import ForeignConfig
 from moe_jax.errors import InputError
 from moe_jax.models import LayerConfig, ModelConfig

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from moe_jax.leaf_names import index_set
+from moe_jax.formatting import index_set
 
 if TYPE_CHECKING:
     from moe_jax.adapter_dir import AdapterDirectory

@@ -84,9 +84,9 @@ def run(options: _Job) -> None:
       FileNotFoundError, InputError: bad input; see `moe_jax.compress`.
     """
     from moe_jax.commands.compression_tables import print_report, print_sweep
-    from moe_jax.commands.progress import progress_bars
     from moe_jax.open_source import open_source
     from moe_jax.staging import refuse_existing
+    from moe_jax.terminal import progress_bars
 
     _check_use_of_text(options)
     given = given_options(options)

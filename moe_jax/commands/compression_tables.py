@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from moe_jax.commands.inspect import human_bytes
+from moe_jax.formatting import show_bytes
 
 if TYPE_CHECKING:
     from moe_jax.compress import LayerReport, Report, Sweep
@@ -38,7 +38,7 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         ("experts", report.expert_bytes_before, report.expert_bytes_after),
         ("model", report.bytes_before, report.bytes_after),
     ):
-        terminal.print(f"{what}: {human_bytes(before)} -> {human_bytes(after)} on the disk ({after / before:.1%})")
+        terminal.print(f"{what}: {show_bytes(before)} -> {show_bytes(after)} on the disk ({after / before:.1%})")
     terminal.print(f"wrote {out}", markup=False)
 
 
@@ -68,7 +68,7 @@ _COLUMNS: dict[str, Callable[["LayerReport"], str | None]] = {
     "of the\ndelta": _number("delta_error", ".4f"),
     "per\nneuron": _number("error_per_neuron", ".4g"),
     "seconds": _number("seconds", ".1f"),
-    "bytes": lambda layer: human_bytes(layer.bytes_after),
+    "bytes": lambda layer: show_bytes(layer.bytes_after),
     "kept": lambda layer: f"{layer.bytes_after / layer.bytes_before:.1%}",
 }
 
@@ -80,12 +80,12 @@ def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
         print((out / "sweep.json").read_text())
         return
     table = _table("method", "", "bytes of experts", "kept", "error", "perplexity")
-    table.add_row("not compressed", "", human_bytes(sweep.expert_bytes), "", "", f"{sweep.perplexity:.4f}")
+    table.add_row("not compressed", "", show_bytes(sweep.expert_bytes), "", "", f"{sweep.perplexity:.4f}")
     for point in sweep.points:
         table.add_row(
             point.method,
             f"{point.option} {point.value:g}",
-            human_bytes(point.expert_bytes),
+            show_bytes(point.expert_bytes),
             f"{point.kept:.1%}",
             f"{point.relative_error:.4f}",
             f"{point.perplexity:.4f}",

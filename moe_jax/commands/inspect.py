@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from moe_jax.counting import is_parameter
-from moe_jax.leaf_names import index_set
+from moe_jax.formatting import index_set, show_bytes
 
 if TYPE_CHECKING:
     import jax
@@ -47,7 +47,7 @@ def run(options: Options) -> None:
     """
     from moe_jax.adapter_dir import AdapterDirectory
     from moe_jax.commands.adapter_lines import described_base
-    from moe_jax.commands.plotting import check_options, draw
+    from moe_jax.commands.inspect_plots import check_options, draw
     from moe_jax.lineage import read_lineage
     from moe_jax.models import config_to_json
     from moe_jax.open_source import open_source
@@ -152,22 +152,10 @@ def _bank(bank: "BankConfig") -> dict[str, Any]:
 def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> dict[str, int]:
     """Parameters by leaf path; a kernel kept as NF4 counts the weights that it stands for."""
     if any("/nf4/" in path for path in specs):
-        from moe_jax.peft.counting import parameter_sizes
+        from moe_jax.peft.parameter_sizes import parameter_sizes
 
         return parameter_sizes(config)
     return {path: spec.size for path, spec in specs.items() if is_parameter(spec)}
-
-
-def human_bytes(count: int) -> str:
-    """Bytes with a decimal unit, as disks are sold: 999 B, 1.2 kB, 93.4 GB."""
-    if count < 1000:
-        return f"{count} B"
-    value = float(count)
-    for unit in ("kB", "MB", "GB"):
-        value /= 1000
-        if value < 999.95:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1000:.1f} TB"
 
 
 def _split(path: str) -> tuple[int, str]:
@@ -184,16 +172,13 @@ def _print(
     base: Mapping[str, Any],
     lineage: list[dict[str, Any]],
 ) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from moe_jax.commands.adapter_lines import adapter_lines
+    from moe_jax.terminal import console_for_tables
 
-    # Piped into a file or a pager, nothing is cut off.
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)
+    console = console_for_tables()
     console.print(f"[bold]{escape(str(path))}[/bold]")
     console.print(_summary(config), markup=False)
     table = Table(box=None, pad_edge=False)
@@ -201,13 +186,13 @@ def _print(
         table.add_column(name, justify="right" if name in ("layers", "bytes") else "left", no_wrap=True)
     for name, (spec, count) in collapse(specs).items():
         layers = str(count) if name.startswith("layers/") else ""
-        table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, human_bytes(count * nbytes(spec)))
+        table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, show_bytes(count * nbytes(spec)))
     console.print(table)
     total = sum(sizes.values())
-    console.print(f"total: {total:,} parameters, {human_bytes(sum(map(nbytes, specs.values())))}")
+    console.print(f"total: {total:,} parameters, {show_bytes(sum(map(nbytes, specs.values())))}")
     if base:
         own, below = base["own"], base["base"]
-        console.print(f"stored here: {own['parameters']:,} parameters, {human_bytes(own['bytes'])}", markup=False)
+        console.print(f"stored here: {own['parameters']:,} parameters, {show_bytes(own['bytes'])}", markup=False)
         console.print(f"base: {below['path']} ({below['fingerprint'][:12]})", markup=False, soft_wrap=True)
     for line in [*_expert_lines(describe_experts(config, specs, sizes)), *adapter_lines(config)]:
         console.print(line, markup=False)
@@ -234,7 +219,7 @@ def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
         merged = "" if entry["merged_experts"] is None else f" merged into {entry['merged_experts']}"
         line = (
             f"{entry['num_experts']} experts{merged}, top {entry['top_k']}, {_weighting(entry)}; {bank}; "
-            f"{entry['parameters']:,} parameters, {human_bytes(entry['bytes'])} per layer"
+            f"{entry['parameters']:,} parameters, {show_bytes(entry['bytes'])} per layer"
         )
         kinds.setdefault(line, []).append(entry["layer"])
     return [f"experts of layers/{index_set(layers)}: {line}" for line, layers in kinds.items()]

@@ -28,14 +28,14 @@ def run(options: Options) -> None:
     """Merges, and says what became of what.
 
     Raises:
-      FileNotFoundError, InputError: bad input; see `moe_jax.peft.merging`.
+      FileNotFoundError, InputError: bad input; see `moe_jax.peft.merge`.
     """
     from moe_jax.adapter_dir import AdapterDirectory, is_adapter_directory
-    from moe_jax.commands.progress import progress_bars
     from moe_jax.errors import InputError
     from moe_jax.open_source import open_source
-    from moe_jax.peft.merging import merge
+    from moe_jax.peft.merge import merge
     from moe_jax.staging import refuse_existing
+    from moe_jax.terminal import progress_bars
 
     # A source is fingerprinted when it is opened, which for a large base takes a while.
     refuse_existing(options.out)

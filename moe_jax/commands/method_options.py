@@ -16,9 +16,7 @@ import tyro
 
 from moe_jax.compress import METHODS, Method, make_method, make_swept_methods
 from moe_jax.errors import InputError, check_member
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+from moe_jax.formatting import parse_bytes
 
 
 class _Option(NamedTuple):
@@ -155,7 +153,7 @@ def _values(option: _Option, text: str) -> tuple[Any, ...]:
 
 def _value(option: _Option, text: str) -> Any:
     if option.name.endswith("_bytes"):
-        return parse_bytes(_flag(option.name), text)
+        return parse_bytes(text, flag=_flag(option.name))
     if option.choices:
         check_member(option.name, text, option.choices)
     if option.kind not in (int, float):
@@ -165,18 +163,6 @@ def _value(option: _Option, text: str) -> Any:
     except ValueError:
         expected = "a whole number" if option.kind is int else "a number"
         raise InputError(f"{_flag(option.name)} {text!r}: expected {expected}") from None
-
-
-def parse_bytes(flag: str, text: str) -> int:
-    """`12GB`, `800 MB`, `1.5GiB` or plain bytes.
-
-    Raises:
-      InputError: naming `flag`, if it is none of them.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise InputError(f"{flag} {text!r}: expected bytes, such as 12GB, 800MB or 1.5GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _options(name: str) -> list[_Option]:

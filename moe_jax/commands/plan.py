@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from moe_jax.commands.adapting import Adapting
-from moe_jax.commands.upcycling import Upcycling
+from moe_jax.commands.adapt import AdaptFlags, adapt_options
+from moe_jax.commands.upcycle import UpcycleFlags
 
 if TYPE_CHECKING:
     from moe_jax.commands.planned_compression import PlannedCompression
@@ -20,7 +20,7 @@ _NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", "compress_layers", "dt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Upcycling, Adapting):
+class Options(UpcycleFlags, AdaptFlags):
     """Counts parameters and bytes of a model, or with any of upcycle's or adapt's options of what it would become; with
     --compress also the bytes of its experts in every form in which they can be stored."""
 
@@ -94,12 +94,11 @@ def run(options: Options) -> None:
 
 def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
     """What the model would become."""
-    from moe_jax.commands.adapting import adapt_options
     from moe_jax.errors import InputError
     from moe_jax.peft.options import adapted_config
     from moe_jax.upcycle import upcycled_config
 
-    upcycles, adapts = ({field.name for field in dataclasses.fields(kind)} for kind in (Upcycling, Adapting))
+    upcycles, adapts = ({field.name for field in dataclasses.fields(kind)} for kind in (UpcycleFlags, AdaptFlags))
     needless = upcycles - adapts if options.method in _ADAPT else adapts - upcycles
     fields = [field for field in dataclasses.fields(options) if field.name in needless]
     given = [_flag(field.name) for field in fields if getattr(options, field.name) != field.default]
@@ -157,15 +156,13 @@ def _print(
     tuned: "TunedParameters | None",
     memory: "TrainingMemory | None",
 ) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from moe_jax.commands.inspect import human_bytes
+    from moe_jax.formatting import show_bytes
+    from moe_jax.terminal import console_for_tables
 
-    console = Console(highlight=False)
-    if not console.is_terminal:  # into a file or a pager nothing is wrapped
-        console = Console(highlight=False, width=200)
+    console = console_for_tables()
     moe = config.moe_layers
     kind = f"{len(moe)} of {config.num_layers} layers are MoEs" if moe else f"{config.num_layers} layers, dense"
     console.print(f"[bold]{escape(str(path))}[/bold]: {config.family}, d={config.d_model}, {kind}")
@@ -202,12 +199,12 @@ def _print(
         note = f"{tuned.active_fraction:.2%} of what is active in the base"
         table.add_row("tuned", f"{tuned.total_params:,}", "adapters, LoRA and the routers that choose among adapters")
         table.add_row("  active per token", f"{tuned.active_params:,}", note)
-    table.add_row("bytes", human_bytes(plan.param_bytes), f"in {config.dtype}, positions included")
+    table.add_row("bytes", show_bytes(plan.param_bytes), f"in {config.dtype}, positions included")
     flops = f"of a training step per token, context {config.max_positions}"
     table.add_row("FLOP", f"{plan.train_flops_per_token:,.0f}", flops)
     if memory is not None:
-        parts = f"parameters {human_bytes(memory.params)}, gradients {human_bytes(memory.gradients)}, "
+        parts = f"parameters {show_bytes(memory.params)}, gradients {show_bytes(memory.gradients)}, "
         frozen = f"; what is frozen in {config.dtype}" if plan.trainable_params < plan.total_params else ""
-        parts += f"AdamW {human_bytes(memory.optimizer)}; float32, without activations{frozen}"
-        table.add_row("training, per chip", human_bytes(memory.total), parts)
+        parts += f"AdamW {show_bytes(memory.optimizer)}; float32, without activations{frozen}"
+        table.add_row("training, per chip", show_bytes(memory.total), parts)
     console.print(table)

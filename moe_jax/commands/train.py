@@ -59,7 +59,7 @@ def run(options: Options) -> None:
         print_report(report, as_json=options.json)
         return
 
-    from moe_jax.train.distributed import join_processes
+    from moe_jax.processes import join_processes
     from moe_jax.train.loop import Stopped
     from moe_jax.train.run import train
 

@@ -12,10 +12,10 @@ from moe_jax.loading import leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import own_leaves
-from moe_jax.peft.counting import parameter_sizes
 from moe_jax.peft.initial import initial_leaves
 from moe_jax.peft.options import AdaptOptions, adapted_config
 from moe_jax.peft.over_base import LeavesOverBase
+from moe_jax.peft.parameter_sizes import parameter_sizes
 from moe_jax.probe import Probe, Progress
 from moe_jax.step0 import Step0
 

@@ -15,9 +15,9 @@ from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry, read_line
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import base_leaf, is_tuned, kernel_of, own_leaves
-from moe_jax.peft.counting import parameter_sizes
 from moe_jax.peft.initial import initial_leaf
 from moe_jax.peft.over_base import LeavesOverBase
+from moe_jax.peft.parameter_sizes import parameter_sizes
 from moe_jax.probe import Probe, Progress
 from moe_jax.step0 import Step0, probe_tokens
 from moe_jax.upcycle.leaves import MATRICES, moe_leaves

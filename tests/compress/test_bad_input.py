@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from moe_jax import cli
-from moe_jax.commands.method_options import parse_bytes
-from moe_jax.errors import InputError
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import config_to_json
 from tests.upcycle.conftest import write_model
@@ -95,20 +93,6 @@ def test_experts_of_different_shapes(models, tmp_path, failing, out_of):
     save_file(tensors, file, metadata={"format": "pt"})
     error = failing(hf, tmp_path / "out", *RESMOE, "--keep", 0.5, lines=None)
     assert name in error and str(tensors[name].shape) in error.replace("[", "(").replace("]", ")")
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("12GB", 12 * 10**9), ("800MB", 8 * 10**8), ("1.5 GiB", 3 * 2**29), ("4096", 4096), ("2kb", 2000), ("7B", 7)],
-)
-def test_sizes(text, count):
-    assert parse_bytes("--target-bytes", text) == count
-
-
-@pytest.mark.parametrize("text", ["", "GB", "12 G B", "1e9", "-1GB", "12,5MB"])
-def test_sizes_that_are_none(text):
-    with pytest.raises(InputError, match="expected bytes, such as 12GB"):
-        parse_bytes("--target-bytes", text)
 
 
 def test_help_names_every_option_of_every_method(capsys):

@@ -93,7 +93,7 @@ def test_a_full_disk(tmp_path: pathlib.Path, command: str):
 PEAK = """
 import sys
 from moe_jax.cli import main
-from moe_jax.convert.progress import peak_memory_bytes
+from moe_jax.memory import peak_memory_bytes
 assert main(sys.argv[1:]) == 0
 print(peak_memory_bytes())
 """

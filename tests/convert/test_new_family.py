@@ -13,6 +13,7 @@ from moe_jax.convert.families._shared import (
     EMBEDDING,
     GATED_FFN,
     HEAD,
+    Family,
     gated_experts,
     read_attention,
     read_decoder,
@@ -22,7 +23,6 @@ from moe_jax.convert.families._shared import (
     write_activation,
     write_decoder,
 )
-from moe_jax.convert.family import Family
 from moe_jax.convert.foreign_config import ForeignConfig
 from moe_jax.convert.table import linear
 from moe_jax.models import ModelConfig, MoEConfig

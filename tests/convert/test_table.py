@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.convert import read_hf_config
-from moe_jax.convert.blocks import cast, copy_transposed
+from moe_jax.convert.copying import cast, copy_transposed
 from moe_jax.convert.families import FAMILIES
 from moe_jax.convert.table import FUSED, LAYOUTS, PER_EXPERT, Row, apply_table, detect_layout, linear
 from moe_jax.errors import InputError

@@ -6,7 +6,7 @@ import pytest
 import rich.console
 
 from moe_jax.cli import main
-from moe_jax.demo.report import Result, median_speed, plot, table
+from moe_jax.demo.results import Result, median_speed, plot, table
 from moe_jax.demo.text import byte_tokenizer, write_text
 
 

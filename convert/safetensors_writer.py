@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -13,10 +12,6 @@ import numpy as np
 from moe_jax.convert.checkpoint_files import SAFETENSORS_INDEX, SINGLE_SAFETENSORS
 from moe_jax.convert.safetensors_file import encode_header
 from moe_jax.convert.tensors import DTYPES
-from moe_jax.errors import InputError
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
 class PlannedTensor(NamedTuple):
@@ -28,18 +23,6 @@ class PlannedTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of `5GB`, `500MB`, `2GiB` or a plain number.
-
-    Raises:
-      InputError: for anything else, and for less than one byte.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if not match or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
-        raise InputError(f"{text!r} is not a size; write it like 5GB, 500MB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def plan_shards(tensors: Mapping[str, PlannedTensor], max_bytes: int) -> dict[str, list[str]]:

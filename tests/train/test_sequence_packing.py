@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.train.packing import PackedBatches
+from moe_jax.train.sequence_packing import PackedBatches
 from moe_jax.train.tokenizer import Pairs
 
 KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")

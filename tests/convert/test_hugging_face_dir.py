@@ -73,7 +73,7 @@ def test_large_tensors_are_read_in_many_runs(tmp_path: pathlib.Path, monkeypatch
     )
     leaves = ("embed/embedding", "layers/1/mlp/experts/up/kernel", "layers/1/mlp/experts/down/kernel", "lm_head/kernel")
     whole = {leaf: source.read(leaf).tobytes() for leaf in leaves}
-    monkeypatch.setattr("moe_jax.convert.source.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("moe_jax.convert.hugging_face_dir.CHUNK_BYTES", 1000)
     assert {leaf: source.read(leaf).tobytes() for leaf in leaves} == whole
 
 

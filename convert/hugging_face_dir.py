@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from moe_jax.convert.blocks import as_bits, cast, copy_transposed
 from moe_jax.convert.checkpoint_files import CheckpointFiles, open_checkpoint
+from moe_jax.convert.copying import as_bits, cast, copy_transposed
 from moe_jax.convert.foreign_config import read_json_object
 from moe_jax.convert.hf_config import read_hf_config
 from moe_jax.convert.table import Piece

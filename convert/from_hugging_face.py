@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from moe_jax.convert.blocks import DTYPES_BY_NAME
-from moe_jax.convert.progress import ByteProgress, console_for
-from moe_jax.convert.report import print_mapping
-from moe_jax.convert.source import HuggingFaceDirectory
+from moe_jax.convert.copying import DTYPES_BY_NAME
+from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
+from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.errors import check_member
 from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry, read_lineage
 from moe_jax.staging import refuse_existing, require_space
+from moe_jax.terminal import ByteProgress, console_for_tables
 
 
 def convert(
@@ -41,7 +41,7 @@ def convert(
       InputError: if the checkpoint is damaged or does not fit its config, or `dst` exists.
       OSError: if the disk is full. Nothing is left at `dst` then.
     """
-    console = console or console_for(dry_run=dry_run)
+    console = console or console_for_tables(stderr=not dry_run)
     if dtype is not None:
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     dst = Path(dst)

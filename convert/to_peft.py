@@ -14,11 +14,10 @@ from rich.console import Console
 
 from moe_jax.adapter_dir import AdapterDirectory
 from moe_jax.convert.families import family_named
+from moe_jax.convert.foreign_view import merged_config
 from moe_jax.convert.hf_config import write_hf_config
-from moe_jax.convert.merged import merged_config
-from moe_jax.convert.progress import console_for
+from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.convert.safetensors_file import encode_header
-from moe_jax.convert.source import HuggingFaceDirectory
 from moe_jax.convert.table import PER_EXPERT, apply_table
 from moe_jax.convert.tensors import DTYPE_NAMES
 from moe_jax.errors import InputError, raise_if_any
@@ -29,6 +28,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.staging import refuse_existing, staged_directory, write_durably
+from moe_jax.terminal import console_for_tables
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -53,7 +53,7 @@ def export_peft(source: ModelSource, dst: Path | str, *, console: Console | None
     Raises:
       InputError: if `source` is something else, PEFT cannot express it, or `dst` exists.
     """
-    console = console or console_for(dry_run=False)
+    console = console or console_for_tables(stderr=True)
     dst = Path(dst)
     refuse_existing(dst)
     if not isinstance(source, AdapterDirectory):

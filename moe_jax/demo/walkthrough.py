@@ -10,7 +10,7 @@ from pathlib import Path
 
 import rich.console
 
-from moe_jax.demo.report import Result, median_speed, plot, table
+from moe_jax.demo.results import Result, median_speed, plot, table
 from moe_jax.demo.text import byte_tokenizer, write_text
 from moe_jax.errors import InputError
 from moe_jax.train.metrics import read_metrics

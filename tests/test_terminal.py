@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moe_jax.commands.progress import Pace, _clock
+from moe_jax.terminal import Pace
 from tests.disks import run_python
 
 
@@ -52,17 +52,12 @@ def test_a_bar_that_starts_late_knows_no_speed():
     assert pace.left is None
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (7265, "2:01:05")])
-def test_clocks(seconds, text):
-    assert _clock(seconds) == text
-
-
 ON_A_TERMINAL = """
 import os, sys
 from rich.console import Console
 import rich.console
 rich.console.Console.is_terminal = property(lambda self: self.stderr)
-from moe_jax.commands.progress import progress_bars
+from moe_jax.terminal import progress_bars
 with progress_bars() as progress:
     for layer in range(2):
         for done in range(3):

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import rich.console
 import rich.table
 
-from moe_jax.leaf_names import index_set
+from moe_jax.formatting import index_set
 from moe_jax.loading import leaf_specs
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import own_leaves
-from moe_jax.peft.counting import active_size, parameter_sizes
+from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
 
 
 class ParameterGroup(NamedTuple):

@@ -12,22 +12,23 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from moe_jax.convert.blocks import DTYPES_BY_NAME, cast, copy_transposed
+from moe_jax.convert.copying import DTYPES_BY_NAME, cast, copy_transposed
 from moe_jax.convert.families import family_named
+from moe_jax.convert.foreign_view import MergedModel, merged_config
 from moe_jax.convert.hf_config import write_hf_config
-from moe_jax.convert.merged import MergedModel, merged_config
-from moe_jax.convert.progress import GB, ByteProgress, console_for
-from moe_jax.convert.report import print_mapping
-from moe_jax.convert.shards import PlannedTensor, ShardWriter, parse_size
-from moe_jax.convert.source import WORKERS, row_chunks
+from moe_jax.convert.hugging_face_dir import WORKERS, row_chunks
+from moe_jax.convert.mapping_report import print_mapping
+from moe_jax.convert.safetensors_writer import PlannedTensor, ShardWriter
 from moe_jax.convert.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_table
 from moe_jax.convert.tensors import DTYPE_NAMES
 from moe_jax.errors import InputError, check_member
+from moe_jax.formatting import GB, parse_bytes
 from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry, read_lineage
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import is_tuned
 from moe_jax.staging import refuse_existing, require_space, staged_directory, sync, write_durably
+from moe_jax.terminal import ByteProgress, console_for_tables
 
 DENSE_LAYERS = ("replicate", "refuse")
 
@@ -59,12 +60,12 @@ def export(
       InputError: if no format can hold the model, or `dst` exists.
       OSError: if the disk is full. Nothing is left at `dst` then.
     """
-    console = console or console_for(dry_run=dry_run)
+    console = console or console_for_tables(stderr=not dry_run)
     check_member("expert layout", expert_layout, LAYOUTS)
     check_member("choice for dense layers", dense_layers, DENSE_LAYERS)
     if dtype is not None:
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
-    max_bytes = parse_size(max_shard_size)
+    max_bytes = parse_bytes(max_shard_size, flag="--max-shard-size")
     dst = Path(dst)
     refuse_existing(dst)
     if is_tuned(source.config):

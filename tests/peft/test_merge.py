@@ -17,7 +17,7 @@ from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import AttentionConfig, BankConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.config import PerftConfig
 from moe_jax.peft.base import base_config, own_leaves
-from moe_jax.peft.merging import merge
+from moe_jax.peft.merge import merge
 from tests.upcycle.conftest import DTYPES, random_leaves, write_model
 
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4]])

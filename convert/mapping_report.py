@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from moe_jax.convert.progress import GB
 from moe_jax.convert.table import Piece
+from moe_jax.formatting import GB
 
 
 class _Line(NamedTuple):

@@ -13,7 +13,7 @@ from flax import nnx
 from rich.console import Console
 
 from moe_jax.convert import HuggingFaceDirectory, export, read_hf_config
-from moe_jax.convert.merged import merged_config
+from moe_jax.convert.foreign_view import merged_config
 from moe_jax.errors import InputError
 from moe_jax.experts.places import to_csr
 from moe_jax.loading import leaf_specs, load_model

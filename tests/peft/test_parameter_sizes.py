@@ -11,9 +11,9 @@ from moe_jax.experts.config import AdapterConfig
 from moe_jax.loading import leaf_specs
 from moe_jax.models import BankConfig, config_to_json
 from moe_jax.peft.base import base_config, own_leaves
-from moe_jax.peft.counting import active_size, parameter_sizes
 from moe_jax.peft.options import AdaptOptions, adapted_config
-from moe_jax.peft.report import trained_groups
+from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
+from moe_jax.peft.trained_table import trained_groups
 from moe_jax.plan import dense_config, make_plan, trained_leaves, training_memory, tuned_parameters
 from moe_jax.train.flops import active_matmul_params
 from moe_jax.upcycle import PESC, Rest, upcycled_config

@@ -43,8 +43,8 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
     Raises:
       FileNotFoundError, InputError: bad input, a dense model among them. Nothing is left behind.
     """
-    from moe_jax.commands.progress import progress_bars
     from moe_jax.figures import measure_similarity, write_figures
+    from moe_jax.terminal import progress_bars
 
     config = source.config
     if not config.moe_layers:
