@@ -20,7 +20,7 @@ from moe_jax.models import BankConfig, FFNConfig
 from moe_jax.open_source import open_source
 from tests.compress.conftest import RECIPE, MemorySource, moe_config, trained_leaves
 from tests.convert.conftest import CONFIGS
-from tests.convert.test_merged import write_model
+from tests.convert.test_foreign_view import write_model
 from tests.train.conftest import BOS, EOS, byte_tokenizer
 from tests.upcycle.conftest import dense_config, random_leaves
 from tests.upcycle.conftest import write_model as write_leaves
