@@ -39,8 +39,8 @@ def grouped_sparse_matmul(
 
         def multiply(tile: int, offset: Array, out: Array) -> Array:
             block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
-            product = _product(block, values[e], *places, form.shape[1])
-            return lax.dynamic_update_slice_in_dim(out, product, starts[e] + offset, 0)
+            product = _product(block.astype(jnp.float32), values[e].astype(jnp.float32), *places, form.shape[1])
+            return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), starts[e] + offset, 0)
 
         return over_tiles(group_sizes[e], rows, multiply, out)
 
@@ -66,15 +66,17 @@ def _backward(form: SparseForm, residuals: tuple, dout: Array) -> tuple:
             left = lax.dynamic_slice_in_dim(lhs_padded, starts[e] + offset, tile, 0)
             right = lax.dynamic_slice_in_dim(dout_padded, starts[e] + offset, tile, 0)
             right = zero_rows_beyond(right, group_sizes[e] - offset)
-            _, vjp = jax.vjp(lambda block, values: _product(block, values, *places, form.shape[1]), left, values[e])
+            left, right, own = (array.astype(jnp.float32) for array in (left, right, values[e]))
+            _, vjp = jax.vjp(lambda block, values: _product(block, values, *places, form.shape[1]), left, own)
             dleft, new = vjp(right)
-            return lax.dynamic_update_slice_in_dim(dlhs, dleft, starts[e] + offset, 0), dvalues.at[e].add(new)
+            dlhs = lax.dynamic_update_slice_in_dim(dlhs, dleft.astype(dlhs.dtype), starts[e] + offset, 0)
+            return dlhs, dvalues.at[e].add(new)
 
         return over_tiles(group_sizes[e], rows, rows_of_group, sums)
 
-    zeros = jnp.zeros_like(lhs_padded), jnp.zeros_like(values)
+    zeros = jnp.zeros_like(lhs_padded), jnp.zeros(values.shape, jnp.float32)
     dlhs, dvalues = lax.fori_loop(0, group_sizes.shape[0], group, zeros)
-    return zero_rows_beyond(dlhs[:rows], jnp.sum(group_sizes)), dvalues, None, None
+    return zero_rows_beyond(dlhs[:rows], jnp.sum(group_sizes)), dvalues.astype(values.dtype), None, None
 
 
 grouped_sparse_matmul.defvjp(_forward, _backward)
@@ -85,7 +87,9 @@ def _places(form: SparseForm, fixed: Fixed, e: Array) -> tuple[Array, Array]:
     return form.coordinates(own)
 
 
-def _product(block: Array, values: Array, rows: Array, columns: Array, width: int) -> Array:
-    """`block @ delta`. Transposed, so that what is read and added for an entry lies in one piece."""
-    terms = jnp.take(block.T, rows, axis=0) * values.astype(block.dtype)[:, None]
-    return jnp.zeros((width, block.shape[0]), block.dtype).at[columns].add(terms).T
+def _product(
+    block: Float[Array, "m i"], values: Float[Array, " n"], rows: Array, columns: Array, width: int
+) -> Float[Array, "m o"]:
+    """`block @ delta`, float32. Transposed, so that what is read and added for an entry lies in one piece."""
+    terms = jnp.take(block.T, rows, axis=0) * values[:, None]
+    return jnp.zeros((width, block.shape[0]), jnp.float32).at[columns].add(terms).T

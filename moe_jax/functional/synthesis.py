@@ -76,7 +76,8 @@ def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
     lhs_padded, dout_padded = (jnp.pad(a, ((0, slack), (0, 0))) for a in (lhs, dout))
 
     def group(e: Array, sums: tuple) -> tuple:
-        mine, others = _expert(trained, e), _expert(fixed, e)
+        # In float32, so that their gradients are: a tile is float32 whatever it is made from.
+        mine, others = jax.tree.map(_float32, _expert(trained, e)), _expert(fixed, e)
 
         def column_tile(start: Array, width: int, sums: tuple) -> tuple:
             dlhs, dbase, dtrained = sums
@@ -90,7 +91,8 @@ def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
                 right = lax.dynamic_slice(dout_padded, (at, start), (count, width))
                 right = zero_rows_beyond(right, group_sizes[e] - offset)
                 before = lax.dynamic_slice_in_dim(dlhs, at, count, 0)
-                dlhs = lax.dynamic_update_slice_in_dim(dlhs, before + right @ kernel.T, at, 0)
+                product = lax.dot_general(right, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+                dlhs = lax.dynamic_update_slice_in_dim(dlhs, before + product, at, 0)
                 if base is None and not trained:
                     return dlhs, dkernel
                 outer = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
@@ -108,9 +110,11 @@ def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
         return when(group_sizes[e] > 0, partial(over_columns, columns, form.shape[1], column_tile), sums)
 
     dbase = None if base is None else jnp.zeros(form.shape, jnp.float32)
-    zeros = jnp.zeros(lhs_padded.shape, lhs.dtype), dbase, jax.tree.map(jnp.zeros_like, trained)
+    # Sums over tiles of columns and of rows: float32 whatever the dtype of the rows and of the parameters.
+    zeros = jnp.zeros(lhs_padded.shape, jnp.float32), dbase, jax.tree.map(_float32_zeros, trained)
     dlhs, dbase, dtrained = lax.fori_loop(0, group_sizes.shape[0], group, zeros)
-    return dlhs[:rows], None if base is None else dbase.astype(base.dtype), dtrained, None, None
+    dtrained = jax.tree.map(lambda total, array: total.astype(array.dtype), dtrained, trained)
+    return dlhs[:rows].astype(lhs.dtype), None if base is None else dbase.astype(base.dtype), dtrained, None, None
 
 
 synthesised_matmul.defvjp(_forward, _backward)
@@ -124,6 +128,14 @@ def _plus_base(base: Array | None, tile: Float[Array, "i w"], start: Array, dtyp
     if base is not None:
         tile = lax.dynamic_slice_in_dim(base, start, tile.shape[1], 1).astype(jnp.float32) + tile
     return tile.astype(dtype)
+
+
+def _float32(array: Array) -> Array:
+    return array.astype(jnp.float32)
+
+
+def _float32_zeros(array: Array) -> Array:
+    return jnp.zeros(array.shape, jnp.float32)
 
 
 def _expert(stacked: Stacked, e: Array) -> Stacked:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.functional import grouped
-from moe_jax.functional.grouped import grouped_matmul
+from moe_jax.functional.grouped import FEW_ROWS, TILE_ENTRIES, TILE_ENTRIES_FOR_FEW, grouped_matmul, tile_width
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -70,6 +70,34 @@ def test_groups_longer_than_a_tile(monkeypatch):
     gradient = jax.jit(jax.grad(lambda r: jnp.sum(grouped_matmul(lhs, r, group_sizes, "blocked") ** 2)))(rhs)
     expected = jax.grad(lambda r: jnp.sum(reference(lhs, r, sizes) ** 2))(rhs)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 20_000), st.integers(1, 20_000), st.sampled_from([1, FEW_ROWS, FEW_ROWS + 1, 4096]))
+def test_no_tile_is_above_its_limit(fan_in, fan_out, rows):
+    width = tile_width((fan_in, fan_out), rows)
+    limit = TILE_ENTRIES_FOR_FEW if rows <= FEW_ROWS else TILE_ENTRIES
+    assert 1 <= width <= fan_out
+    assert width * fan_in <= limit
+    # Nor is it needlessly narrow.
+    assert width == fan_out or 2 * width * fan_in >= limit or 2 * (width + 1) * fan_in > limit
+
+
+@pytest.mark.parametrize("fan_out", [37, 64, 113])
+def test_columns_that_tiles_do_not_divide(fan_out, monkeypatch):
+    fan_in, sizes = 6, [9, 0, 20]
+    for name in ("TILE_ENTRIES", "TILE_ENTRIES_FOR_FEW"):
+        monkeypatch.setattr(grouped, name, 20 * fan_in)
+    rng = np.random.default_rng(0)
+    arrays = (
+        rng.standard_normal((31, fan_in)),
+        rng.standard_normal((3, fan_in, fan_out)),
+        rng.standard_normal((31, fan_out)),
+    )
+    lhs, rhs, weight = (jnp.asarray(a, jnp.float32) for a in arrays)
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    got, expected = (values_and_gradients(b, lhs, rhs, group_sizes, weight) for b in ("blocked", "reference"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), got, expected)
 
 
 def test_bfloat16_is_within_its_rounding():

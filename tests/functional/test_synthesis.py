@@ -49,7 +49,8 @@ def stored(form, trained, fixed, base):
 
 
 @functools.cache
-def program(kind, tiled, reference):
+def program(kind, columns, reference):
+    """`columns` of a tile, which the test sets, are part of the program."""
     form, _, fixed = delta(kind)
 
     def value(lhs, base, trained, sizes, target):
@@ -66,12 +67,11 @@ def program(kind, tiled, reference):
 group_sizes = st.lists(st.integers(0, ROWS // GROUPS), min_size=GROUPS, max_size=GROUPS)
 
 
-@pytest.mark.parametrize("tiled", [False, True], ids=["one tile", "tiles of columns"])
+@pytest.mark.parametrize("columns", [128, 64, 48], ids=["one tile", "equal tiles", "a narrower last tile"])
 @pytest.mark.parametrize("kind", ["low-rank", "sparse", "quantized"])
-def test_synthesised_product_and_gradient(kind, tiled, monkeypatch):
-    if tiled:
-        monkeypatch.setattr(grouped, "TILE_ENTRIES_FOR_FEW", SHAPE[0] * 64)
-        assert grouped.tile_width(SHAPE, ROWS) == 64
+def test_synthesised_product_and_gradient(kind, columns, monkeypatch):
+    monkeypatch.setattr(grouped, "TILE_ENTRIES_FOR_FEW", SHAPE[0] * columns)
+    assert grouped.tile_width(SHAPE, ROWS) == columns
     trained = delta(kind)[1]
 
     @settings(max_examples=10)
@@ -80,7 +80,7 @@ def test_synthesised_product_and_gradient(kind, tiled, monkeypatch):
         rng = np.random.default_rng(seed)
         data = random(rng, ROWS, SHAPE[0]), random(rng, *SHAPE), trained, jnp.asarray(sizes, jnp.int32)
         target = random(rng, ROWS, SHAPE[1])
-        got, expected = (program(kind, tiled, reference)(*data, target) for reference in (False, True))
+        got, expected = (program(kind, columns, reference)(*data, target) for reference in (False, True))
         assert_close(got, expected)
 
     check()
@@ -93,7 +93,7 @@ def test_entrywise_product_and_gradient(sizes, seed):
     rng = np.random.default_rng(seed)
     lhs, target = random(rng, ROWS, SHAPE[0]), random(rng, ROWS, SHAPE[1])
     got = entrywise()(lhs, trained["values"], jnp.asarray(sizes, jnp.int32), target)
-    gradients, y = program("sparse", False, True)(
+    gradients, y = program("sparse", SHAPE[1], True)(
         lhs, jnp.zeros(SHAPE, jnp.float32), trained, jnp.asarray(sizes, jnp.int32), target
     )
     assert_close(got, ((gradients[0], gradients[2]["values"]), y))
@@ -108,6 +108,59 @@ def entrywise():
         return jnp.sum(y * target), y
 
     return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
+
+
+def relative_error(got, expected):
+    got = np.asarray(got.astype(jnp.float32), np.float64)
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def in_bfloat16(rng, *shape):
+    """Random numbers, and the same exactly in float64."""
+    array = random(rng, *shape).astype(jnp.bfloat16)
+    return array, np.asarray(array.astype(jnp.float32), np.float64)
+
+
+@pytest.mark.parametrize("tiles", [1, 8, 64])
+def test_rounding_does_not_grow_with_the_number_of_tiles(tiles, monkeypatch):
+    """Sums over tiles are float32: what is left in bfloat16 is one rounding, of 2^-8 at most."""
+    rng, (fan_in, fan_out) = np.random.default_rng(0), (8, 1024)
+    monkeypatch.setattr(grouped, "TILE_ENTRIES_FOR_FEW", fan_in * fan_out // tiles)
+    assert grouped.tile_width((fan_in, fan_out), ROWS) == fan_out // tiles
+    (lhs, x), (base, w), (dout, dy) = (
+        in_bfloat16(rng, *s) for s in ((ROWS, fan_in), (fan_in, fan_out), (ROWS, fan_out))
+    )
+    (a, a64), (b, b64) = in_bfloat16(rng, 1, fan_in, 4), in_bfloat16(rng, 1, 4, fan_out)
+    form, sizes = LowRankForm((fan_in, fan_out)), jnp.full(1, ROWS, jnp.int32)
+    _, vjp = jax.vjp(
+        lambda lhs, trained: synthesised_matmul(lhs, base, trained, {}, sizes, form), lhs, {"a": a, "b": b}
+    )
+    dlhs, dtrained = vjp(dout)
+    assert dlhs.dtype == dtrained["a"].dtype == jnp.bfloat16
+    outer = x.T @ dy
+    assert relative_error(dlhs, dy @ (w + a64[0] @ b64[0]).T) < 0.003
+    assert relative_error(dtrained["a"][0], outer @ b64[0].T) < 0.003
+    assert relative_error(dtrained["b"][0], a64[0].T @ outer) < 0.003
+
+
+def test_rounding_does_not_grow_with_the_entries_and_rows_of_a_sparse_delta():
+    rng, shape, entries, rows = np.random.default_rng(0), (8, 64), 400, 2048
+    (lhs, x), (values, v), (dout, dy) = (
+        in_bfloat16(rng, *s) for s in ((rows, shape[0]), (1, entries), (rows, shape[1]))
+    )
+    positions = np.sort(rng.choice(np.prod(shape), entries, replace=False))
+    columns, row_ends = (jnp.asarray(places)[None] for places in to_csr(positions, shape))
+    fixed, sizes = {"columns": columns, "row_ends": row_ends}, jnp.full(1, rows, jnp.int32)
+    kernel = np.zeros(shape)
+    kernel.reshape(-1)[positions] = v[0]
+    y, vjp = jax.vjp(
+        lambda lhs, values: grouped_sparse_matmul(lhs, values, fixed, sizes, SparseForm(shape)), lhs, values
+    )
+    dlhs, dvalues = vjp(dout)
+    assert y.dtype == dlhs.dtype == dvalues.dtype == jnp.bfloat16
+    assert relative_error(y, x @ kernel) < 0.003
+    assert relative_error(dlhs, dy @ kernel.T) < 0.003
+    assert relative_error(dvalues[0], (x.T @ dy).reshape(-1)[positions]) < 0.003
 
 
 @settings(max_examples=20)
