@@ -1,5 +1,10 @@
-"""Routers: modules that own the parameters of logits. Float32 whatever the compute dtype (METHODS 1)."""
+"""Routers: modules that own the parameters of logits.
 
+Float32 whatever the compute dtype, and products in the highest precision (METHODS 1): by default a TPU would round the
+operands of a float32 product to bfloat16, a GPU to TF32, which changes whom a token goes to.
+"""
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -20,7 +25,8 @@ class LinearRouter(Linear):
 
     def __call__(self, x: Float[Array, "T d"], key: Array | None = None) -> Float[Array, "T E"]:
         """Logits, float32; the key is for LoRA's dropout in training."""
-        return super().__call__(x.astype(jnp.float32), key)
+        with jax.default_matmul_precision("highest"):
+            return super().__call__(x.astype(jnp.float32), key)
 
 
 class CoderRouter(nnx.Module):
@@ -34,5 +40,6 @@ class CoderRouter(nnx.Module):
     def __call__(self, x: Float[Array, "T d"], key: Array | None = None) -> Float[Array, "T E"]:
         """Logits, float32; with a key, that is in training, noise of a learned size is added."""
         x = x.astype(jnp.float32)
-        logits = coder_logits(x, self.hidden.kernel[...], self.out.kernel[...])
-        return logits if key is None else add_noise(logits, x, self.noise.kernel[...], key)
+        with jax.default_matmul_precision("highest"):
+            logits = coder_logits(x, self.hidden.kernel[...], self.out.kernel[...])
+            return logits if key is None else add_noise(logits, x, self.noise.kernel[...], key)

@@ -1,0 +1,87 @@
+"""Routers ask for the highest precision in every product, forward and backward, whatever the compute dtype."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
+from moe_jax.models import MoEConfig
+from moe_jax.models.config import PerftConfig
+from moe_jax.nn.moe import MoE
+from tests.jaxprs import equations
+
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+D_MODEL, FFN = 8, FFNConfig(dim=16)
+ADAPTER = AdapterConfig(rank=2)
+# The layer, and how many products its routers have in a step: forward, and the gradients of kernel and input.
+LAYERS = {
+    "linear": (MoEConfig(expert=FFN, num_experts=4, top_k=2), 3),
+    "linear with LoRA": (
+        MoEConfig(expert=FFN, num_experts=4, top_k=2, router_lora=LoRAConfig(rank=2, targets=("router",))),
+        9,
+    ),
+    # Hidden, out and noise.
+    "coder": (MoEConfig(expert=FFN, num_experts=4, top_k=2, universal="coder"), 9),
+    "PESC": (
+        MoEConfig(expert=FFN, num_experts=4, top_k=2, bank=BankConfig(kind="adapter", adapter=ADAPTER)),
+        3,
+    ),
+    "PERFT-R": (
+        MoEConfig(
+            expert=FFN,
+            num_experts=4,
+            top_k=2,
+            perft=PerftConfig(variant="routed", adapter=ADAPTER, num_experts=3, top_k=2),
+        ),
+        6,
+    ),
+}
+
+
+def step(config):
+    """The gradients of a layer in bfloat16, and its arguments."""
+    layer = MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def loss(params, x):
+        y, _ = nnx.merge(graphdef, params, rest)(x, None, jax.random.key(0))
+        return jnp.sum(y.astype(jnp.float32))
+
+    return jax.grad(loss, argnums=(0, 1)), (params, jnp.ones((1, 6, D_MODEL), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_product_of_a_router_has_the_highest_precision(name):
+    config, count = LAYERS[name]
+    gradients, arguments = step(config)
+    products = [
+        equation for equation in equations(jax.make_jaxpr(gradients)(*arguments)) if is_float32_product(equation)
+    ]
+    # Experts, adapters and the universal FFN multiply in bfloat16. The mean of products of logits is a statistic.
+    assert len(products) == count + count_of_statistics(config)
+    assert all(is_highest(equation.params["precision"]) for equation in products)
+
+
+def test_the_program_for_tpu_says_so():
+    gradients, arguments = step(LAYERS["coder"][0])
+    text = jax.export.export(jax.jit(gradients), platforms=["tpu"])(*arguments).mlir_module()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    of_router = [line for line in products if re.search(r": \(tensor<[0-9x]*xf32>, tensor<[0-9x]*xf32>\)", line)]
+    assert len(of_router) == 9  # the statistic is not asked for
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in of_router)
+
+
+def is_float32_product(equation):
+    return equation.primitive.name == "dot_general" and all(v.aval.dtype == jnp.float32 for v in equation.invars)
+
+
+def is_highest(precision):
+    return precision == (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+
+
+def count_of_statistics(config):
+    return 2 if config.perft is not None else 1
