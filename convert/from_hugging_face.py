@@ -15,14 +15,15 @@ from moe_jax.convert.copying import DTYPES_BY_NAME
 from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.errors import check_member
-from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry, read_lineage
+from moe_jax.in_memory import InMemory, open_writer
+from moe_jax.lineage import new_lineage_entry
 from moe_jax.staging import refuse_existing, require_space
 from moe_jax.terminal import ByteProgress, console_for_tables
 
 
 def convert(
     src: Path | str,
-    dst: Path | str,
+    dst: Path | str | InMemory,
     *,
     dtype: str | None = None,
     dry_run: bool = False,
@@ -32,7 +33,7 @@ def convert(
 
     Args:
       src: Hugging Face directory.
-      dst: where the model directory appears; must not exist.
+      dst: where the model directory appears, which must not exist; or memory.
       dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
@@ -44,8 +45,9 @@ def convert(
     console = console or console_for_tables(stderr=not dry_run)
     if dtype is not None:
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
-    dst = Path(dst)
-    refuse_existing(dst)
+    if not isinstance(dst, InMemory):
+        dst = Path(dst)
+        refuse_existing(dst)
     source = HuggingFaceDirectory(src)
     target = DTYPES_BY_NAME[dtype] if dtype else None
     specs = {path: jax.ShapeDtypeStruct(spec.shape, target or spec.dtype) for path, spec in source.specs().items()}
@@ -63,16 +65,18 @@ def convert(
 
     config = replace(source.config, dtype=dtype) if dtype else source.config
     # An exported directory brings its own history.
-    lineage = [*read_lineage(source.path), new_lineage_entry("convert", {"dtype": dtype}, [source])]
+    lineage = [*source.lineage, new_lineage_entry("convert", {"dtype": dtype}, [source])]
     total = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
-    require_space(dst, total)
+    if isinstance(dst, Path):
+        require_space(dst, total)
     with ByteProgress(console, "converting", total) as progress:
-        with ModelDirectoryWriter(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
+        with open_writer(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
             for path, leaf in _read_ahead(source, specs):
                 writer.write({path: leaf})
                 progress.advance(leaf.nbytes)
             writer.lineage[-1]["measured"] = progress.measured()
-    console.print(f"wrote {dst}: {progress.summary()}", markup=False)
+    where = f"wrote {dst}" if isinstance(dst, Path) else f"read {src}"
+    console.print(f"{where}: {progress.summary()}", markup=False)
 
 
 def _read_ahead(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from moe_jax.convert.tensors import DTYPES, TensorEntry, TensorFiles
 from moe_jax.convert.weights import Weights, match_weights
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_files
+from moe_jax.lineage import read_lineage
+from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.models.serialize import FORMAT
 
@@ -33,6 +36,8 @@ class HuggingFaceDirectory:
     Weights are looked at when they are first asked for: a directory with nothing but a config.json
     is enough for `config`.
     """
+
+    base: ModelSource | None = None
 
     def __init__(self, path: Path | str):
         """Reads the config.
@@ -58,6 +63,11 @@ class HuggingFaceDirectory:
     def tokenizer_files(self) -> tuple[Path, ...]:
         """Files that belong to the model and mean nothing to us: tokenizer, generation settings, templates."""
         return tuple(sorted(path for path in self.path.iterdir() if path.is_file() and is_companion(path.name)))
+
+    @property
+    def lineage(self) -> list[dict[str, Any]]:
+        """How the model came to be: of a directory that `export` wrote, one entry per command; of others nothing."""
+        return read_lineage(self.path)
 
     @cached_property
     def checkpoint(self) -> CheckpointFiles:

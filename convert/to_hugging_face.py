@@ -23,7 +23,7 @@ from moe_jax.convert.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_tabl
 from moe_jax.convert.tensors import DTYPE_NAMES
 from moe_jax.errors import InputError, check_member
 from moe_jax.formatting import GB, parse_bytes
-from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry, read_lineage
+from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import is_tuned
@@ -99,7 +99,7 @@ def export(
         "dense_layers": dense_layers,
         "dtype": dtype,
     }
-    lineage = [*read_lineage(source.path), new_lineage_entry("export", options, [source])]
+    lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with ByteProgress(console, "exporting", total) as progress:
         with staged_directory(dst) as folder:
             with ShardWriter(folder, tensors, max_bytes) as writer:

@@ -22,7 +22,7 @@ from moe_jax.convert.table import PER_EXPERT, apply_table
 from moe_jax.convert.tensors import DTYPE_NAMES
 from moe_jax.errors import InputError, raise_if_any
 from moe_jax.experts.config import LoRAConfig
-from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry, read_lineage
+from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry
 from moe_jax.loading import leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
@@ -63,7 +63,7 @@ def export_peft(source: ModelSource, dst: Path | str, *, console: Console | None
     tensors = dict(_tensors(source, modules))
     base = source.base.path if isinstance(source.base, HuggingFaceDirectory) else None
     config = peft_config(modules, num_layers=source.config.num_layers, base=base)
-    lineage = [*read_lineage(source.path), new_lineage_entry("export", {"format": "peft"}, [source])]
+    lineage = [*source.lineage, new_lineage_entry("export", {"format": "peft"}, [source])]
     with staged_directory(dst) as folder:
         write_durably(folder / WEIGHTS_FILE, _safetensors(tensors))
         write_durably(folder / CONFIG_FILE, _json(config))

@@ -5,7 +5,6 @@ another in flat memory. `TrainingCheckpoints` holds what a training run needs to
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -26,7 +25,7 @@ except ImportError:  # Orbax 0.12 still keeps its v1 API here.
 
 from moe_jax.disk_errors import disk_errors
 from moe_jax.errors import InputError
-from moe_jax.fingerprint import sample_file
+from moe_jax.fingerprint import fingerprint_leaves, sample_file
 from moe_jax.processes import is_first_process, wait_for_all
 from moe_jax.staging import remove_directory
 
@@ -232,13 +231,12 @@ class LeafReader:
 
     def fingerprint(self) -> str:
         """Identity of the weights: a SHA-256 over names, shapes, dtypes, and samples of the content."""
-        digest = hashlib.sha256()
-        for path in sorted(self.specs):
-            spec = self.specs[path]
-            digest.update(f"{path} {spec.shape} {spec.dtype}\n".encode())
+
+        def sample(path: str) -> bytes:
             file = self._raw_file(path)
-            digest.update(self.read(path).tobytes() if file is None else sample_file(file))
-        return digest.hexdigest()
+            return self.read(path).tobytes() if file is None else sample_file(file)
+
+        return fingerprint_leaves(self.specs, sample)
 
     def _raw_file(self, path: str) -> Path | None:
         """The file that holds the bytes of a leaf and nothing else, if the leaf was written by `LeafWriter`.

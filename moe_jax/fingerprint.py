@@ -1,8 +1,11 @@
-"""Identity of files, quick enough for checkpoints of any size."""
+"""Identity of files and weights, quick enough for checkpoints of any size."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+
+import jax
+import numpy as np
 
 _PIECE = 1 << 16
 _PIECES = 16
@@ -12,13 +15,27 @@ def sample_file(file: Path) -> bytes:
     """Size and content of a file: all of one up to 1 MiB, 16 evenly spread pieces of 64 KiB of a larger one."""
     size = file.stat().st_size
     with open(file, "rb") as handle:
-        if size <= _PIECE * _PIECES:
-            return f"{size}\n".encode() + handle.read()
-        content = [f"{size}\n".encode()]
-        for piece in range(_PIECES):
-            handle.seek((size - _PIECE) * piece // (_PIECES - 1))
-            content.append(handle.read(_PIECE))
-    return b"".join(content)
+
+        def read(start: int, length: int) -> bytes:
+            handle.seek(start)
+            return handle.read(length)
+
+        return _sample(size, read)
+
+
+def sample_array(array: np.ndarray) -> bytes:
+    """What `sample_file` gives for a file that holds the array in C order and nothing else."""
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return _sample(array.nbytes, lambda start, length: content[start : start + length].tobytes())
+
+
+def fingerprint_leaves(specs: Mapping[str, jax.ShapeDtypeStruct], sample: Callable[[str], bytes]) -> str:
+    """A SHA-256 over the names, shapes and dtypes of leaves, and samples of their contents, which `sample` gives."""
+    digest = hashlib.sha256()
+    for path, spec in sorted(specs.items()):
+        digest.update(f"{path} {spec.shape} {spec.dtype}\n".encode())
+        digest.update(sample(path))
+    return digest.hexdigest()
 
 
 def fingerprint_files(files: Iterable[Path]) -> str:
@@ -28,3 +45,11 @@ def fingerprint_files(files: Iterable[Path]) -> str:
         digest.update(f"{file.name}\n".encode())
         digest.update(hashlib.sha256(sample_file(file)).digest())
     return digest.hexdigest()
+
+
+def _sample(size: int, read: Callable[[int, int], bytes]) -> bytes:
+    header = f"{size}\n".encode()
+    if size <= _PIECE * _PIECES:
+        return header + read(0, size)
+    starts = ((size - _PIECE) * piece // (_PIECES - 1) for piece in range(_PIECES))
+    return b"".join([header, *(read(start, _PIECE) for start in starts)])

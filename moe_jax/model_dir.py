@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from moe_jax.lineage import LINEAGE_FILE
 from moe_jax.lineage import new_lineage_entry as new_lineage_entry
 from moe_jax.lineage import read_lineage as read_lineage
 from moe_jax.loading import leaf_specs
+from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.models.serialize import FORMAT
 from moe_jax.processes import is_first_process, wait_for_all
@@ -59,6 +60,7 @@ def is_model_directory(path: Path) -> bool:
 class ModelDirectory:
     """A model directory to read from; a `ModelSource`."""
 
+    base: ModelSource | None = None
     _folder = _PARAMS
 
     def __init__(self, path: Path):
@@ -87,6 +89,11 @@ class ModelDirectory:
         ours = (_CONFIG, LINEAGE_FILE, BASE_FILE)
         return tuple(sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in ours))
 
+    @property
+    def lineage(self) -> list[dict[str, Any]]:
+        """How the model came to be, one entry per command."""
+        return read_lineage(self.path)
+
     @cached_property
     def _reader(self) -> LeafReader:
         return LeafReader(self.path / self._folder)
@@ -105,9 +112,35 @@ class ModelDirectory:
 
     def fingerprint(self) -> str:
         """Identity of config and weights: a SHA-256."""
-        digest = hashlib.sha256(_identity(config_to_json(self.config)))
-        digest.update(self._reader.fingerprint().encode())
-        return digest.hexdigest()
+        return fingerprint_model(self.config, self._reader.fingerprint())
+
+
+def fingerprint_model(config: ModelConfig, leaves: str) -> str:
+    """A SHA-256 over a config and the fingerprint of the weights."""
+    return hashlib.sha256(_identity(config_to_json(config)) + leaves.encode()).hexdigest()
+
+
+class ExpectedLeaves:
+    """The leaves that a writer has to be given."""
+
+    def __init__(self, config: ModelConfig, only: Iterable[str] | None = None):
+        """Expects all leaves that the config describes, or some of them."""
+        specs = leaf_specs(config)
+        self._specs = specs if only is None else {path: specs[path] for path in only}
+
+    def check(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
+        """Raises `ValueError` for a leaf that is not expected, or has another shape."""
+        for path, leaf in leaves.items():
+            if path not in self._specs:
+                raise ValueError(f"leaf {path} is not part of the model that the config describes, or not stored here")
+            if tuple(leaf.shape) != tuple(self._specs[path].shape):
+                raise ValueError(f"leaf {path} has shape {leaf.shape}, the config says {self._specs[path].shape}")
+
+    def check_all(self, written: Collection[str]) -> None:
+        """Raises `ValueError` unless all of them are among the leaves `written`."""
+        missing = sorted(path for path in self._specs if path not in written)
+        if missing:
+            raise ValueError(f"{len(missing)} leaves were not written, the first is {missing[0]}")
 
 
 class ModelDirectoryWriter:
@@ -161,8 +194,7 @@ class ModelDirectoryWriter:
         self.lineage = [dict(entry) for entry in lineage]
         refuse_existing(self._dst)
         raise_if_any([f"{file} is not there" for file in self._files if not file.is_file()], f"cannot write {dst}")
-        specs = leaf_specs(config)
-        self._expected = specs if leaves is None else {path: specs[path] for path in leaves}
+        self._expected = ExpectedLeaves(config, leaves)
         self._documents = dict(documents or {})
         self._written: set[str] = set()
 
@@ -207,11 +239,7 @@ class ModelDirectoryWriter:
           OSError: if the disk is full or cannot be written.
           ValueError: for a leaf that the config does not describe, or written before.
         """
-        for path, leaf in leaves.items():
-            if path not in self._expected:
-                raise ValueError(f"leaf {path} is not part of the model that the config describes, or not stored here")
-            if tuple(leaf.shape) != tuple(self._expected[path].shape):
-                raise ValueError(f"leaf {path} has shape {leaf.shape}, the config says {self._expected[path].shape}")
+        self._expected.check(leaves)
         self._leaves.write(leaves)
         self._written |= leaves.keys()
 
@@ -241,9 +269,7 @@ class ModelDirectoryWriter:
     def _complete_leaves(self) -> None:
         if (self._partial / self._folder).exists():
             return
-        missing = sorted(self._expected.keys() - self._written)
-        if missing:
-            raise ValueError(f"{len(missing)} leaves were not written, the first is {missing[0]}")
+        self._expected.check_all(self._written)
         self._leaves.close()
 
     def _complete(self) -> None:

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.errors import InputError
-from moe_jax.lineage import new_lineage_entry, read_lineage
+from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import disk_paths, may_be_cast, model_leaves
 from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
@@ -87,7 +87,7 @@ def write_model(
     continued = source is not None and recipe.model.init == "checkpoint"
     entry = new_lineage_entry("train", options, [source] if continued else [], measured)
     files = source.tokenizer_files if source else (tokenizer,)
-    lineage = [*(read_lineage(source.path) if continued else []), entry]
+    lineage = [*(source.lineage if continued else []), entry]
     fresh = target.with_name("model.new")
     if is_first_process():
         for stale in (fresh, target.with_name("model.old")):

@@ -1,13 +1,12 @@
 """A model becomes the base of fresh adapters, which are written beside a reference to it."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_jax.adapter_dir import AdapterDirectoryWriter
 from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError
-from moe_jax.lineage import new_lineage_entry, read_lineage
+from moe_jax.in_memory import Destination, open_writer
+from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
@@ -41,7 +40,7 @@ class Adapted(NamedTuple):
 
 def adapt(
     source: ModelSource,
-    dst: Path,
+    dst: Destination,
     options: AdaptOptions,
     *,
     seed: int = 0,
@@ -49,11 +48,11 @@ def adapt(
     described: Mapping[str, Any],
     progress: Progress = lambda what, done, total: None,
 ) -> Adapted:
-    """Writes an adapter directory whose adapters add nothing yet. Memory holds one layer at a time.
+    """Writes adapters that add nothing yet beside a reference to their base. Memory holds one layer at a time.
 
     Args:
       source: the model.
-      dst: the directory to write.
+      dst: the directory to write, or memory.
       options: what to do.
       seed: of adapters and routers.
       check: compare the logits of the written model with the source's before it appears at `dst`.
@@ -68,12 +67,12 @@ def adapt(
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")
     leaves, own, sizes = initial_leaves(config, seed), own_leaves(config), parameter_sizes(config)
-    writer = AdapterDirectoryWriter(
+    writer = open_writer(
         dst,
         config,
         base=source,
         tokenizer_files=source.tokenizer_files,
-        lineage=[*read_lineage(source.path), new_lineage_entry("adapt", described, [source])],
+        lineage=[*source.lineage, new_lineage_entry("adapt", described, [source])],
     )
     specs = leaf_specs(config)
     result = Adapted(config, sum(sizes[path] for path in own), count_bytes(specs[path] for path in own))

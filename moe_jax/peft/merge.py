@@ -8,18 +8,16 @@ model did, and is not the unquantised base with LoRA. Adapters (PESC, PERFT) hav
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 import numpy as np
 
-from moe_jax.adapter_dir import AdapterDirectory
 from moe_jax.errors import InputError, raise_if_any
 from moe_jax.experts.config import FFNConfig, LoRAConfig
 from moe_jax.functional.nf4 import dequantize_nf4
-from moe_jax.lineage import new_lineage_entry, read_lineage
+from moe_jax.in_memory import Destination, open_writer
+from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import check_leaves, leaf_specs
-from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import base_leaf, is_tuned, with_of_base
@@ -45,7 +43,7 @@ class Merged:
 
 def merge(
     source: ModelSource,
-    out: Path,
+    out: Destination,
     *,
     partly: bool = False,
     progress: Callable[[str, float, int], None] = lambda what, done, total: None,
@@ -56,7 +54,7 @@ def merge(
 
     Args:
       source: an adapter directory, or another tuned model.
-      out: where the model directory appears; must not exist.
+      out: where the model directory appears, which must not exist; or memory.
       partly: fold what can be folded, and keep adapters as they are.
       progress: called with ("merging", leaves done, leaves).
 
@@ -76,14 +74,14 @@ def merge(
     stored, expected = source.specs(), leaf_specs(config)
     folded = [path for path in expected if _lora_beside(source.config, path) is not None]
     dequantized = [path for path in expected if path not in leaf_specs(source.config)]
-    if not is_tuned(source.config) or not (folded or dequantized or isinstance(source, AdapterDirectory)):
+    if not is_tuned(source.config) or not (folded or dequantized or source.base is not None):
         raise InputError(f"{source.path} has nothing to merge: neither LoRA nor NF4 kernels")
     check_leaves(leaf_specs(source.config), stored, str(source.path))
 
     result = Merged(len(folded), len(dequantized), tuple(kept))
-    lineage = [*read_lineage(source.path), new_lineage_entry("merge", {"partly": partly}, [source])]
+    lineage = [*source.lineage, new_lineage_entry("merge", {"partly": partly}, [source])]
     lineage[-1]["measured"] = {"folded_kernels": result.folded, "dequantized_kernels": result.dequantized}
-    with ModelDirectoryWriter(out, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
+    with open_writer(out, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
         progress("merging", 0, len(expected))
         for done, path in enumerate(expected, 1):
             unchanged = path in stored and path not in folded
@@ -174,7 +172,7 @@ def _kernel_dtype(source: ModelSource, path: str) -> np.dtype:
     """That of the kernel; of NF4 codes that of the base's, or where none is at hand the model's."""
     if path in source.specs():
         return np.dtype(source.specs()[path].dtype)
-    if isinstance(source, AdapterDirectory):
+    if source.base is not None:
         return np.dtype(source.base.specs()[base_leaf(source.config, path)].dtype)
     return np.dtype(leaf_specs(merged_config(source.config))[path].dtype)
 

@@ -14,9 +14,12 @@ from moe_jax.peft.base import base_leaf, kernel_of
 
 
 class StoredLeaves(Protocol):
-    """What `LeafReader` offers of a folder of leaves."""
+    """What `LeafReader` offers of a folder of leaves, and `LeavesInMemory` of arrays."""
 
-    specs: dict[str, jax.ShapeDtypeStruct]
+    @property
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype."""
+        ...
 
     def read(self, path: str) -> np.ndarray: ...
 

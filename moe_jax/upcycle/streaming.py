@@ -1,17 +1,16 @@
-"""Dense model -> MoE model, on disk, layer by layer."""
+"""Dense model -> MoE model, layer by layer."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moe_jax.adapter_dir import AdapterDirectoryWriter
 from moe_jax.counting import count_bytes, count_parameters
 from moe_jax.errors import InputError
+from moe_jax.in_memory import Destination, ModelWriter, open_writer
+from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import leaf_specs
-from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry, read_lineage
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import base_leaf, is_tuned, kernel_of, own_leaves
@@ -56,7 +55,7 @@ class Upcycled(NamedTuple):
 
 def upcycle(
     source: ModelSource,
-    dst: Path,
+    dst: Destination,
     options: UpcycleOptions,
     *,
     seed: int = 0,
@@ -71,7 +70,7 @@ def upcycle(
 
     Args:
       source: the dense model.
-      dst: the directory to write.
+      dst: the directory to write, or memory.
       options: what to do.
       seed: of routers, factors and positions; the same seed gives the same files' contents.
       check: compare the logits of the written model with the source's before it appears at `dst`.
@@ -88,12 +87,9 @@ def upcycle(
     if check and not keeps_the_function(options):
         raise InputError(_why_not_equal(options))
     specs = upcycled_specs(config, source.specs())
-    lineage = [*read_lineage(source.path), new_lineage_entry("upcycle", described, [source])]
-    files = source.tokenizer_files
-    if config.frozen_base:
-        writer = AdapterDirectoryWriter(dst, config, base=source, tokenizer_files=files, lineage=lineage)
-    else:
-        writer = ModelDirectoryWriter(dst, config, tokenizer_files=files, lineage=lineage)
+    lineage = [*source.lineage, new_lineage_entry("upcycle", described, [source])]
+    base = source if config.frozen_base else None
+    writer = open_writer(dst, config, base=base, tokenizer_files=source.tokenizer_files, lineage=lineage)
     probe = Probe(source, config, specs, seed) if check else None
     result = Upcycled(config, *_sizes(source, config, specs))
     with writer:
@@ -149,7 +145,7 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
 
 
 def _write_layers(
-    source: ModelSource, config: ModelConfig, writer: ModelDirectoryWriter, seed: int, progress: Progress
+    source: ModelSource, config: ModelConfig, writer: ModelWriter, seed: int, progress: Progress
 ) -> None:
     by_layer = _by_layer(leaf_specs(source.config))
     for path in by_layer.pop(""):
@@ -169,7 +165,7 @@ def _write_layers(
 
 
 def _write_adapter_experts(
-    source: ModelSource, config: ModelConfig, writer: ModelDirectoryWriter, seed: int, progress: Progress
+    source: ModelSource, config: ModelConfig, writer: ModelWriter, seed: int, progress: Progress
 ) -> None:
     """What is new, and with it the dense model's leaves unless the directory refers to them."""
     own, specs = own_leaves(config), leaf_specs(config)

@@ -36,6 +36,9 @@ batch_size = 8
 class MemorySource:
     """A `ModelSource` of arrays."""
 
+    lineage = ()
+    base = None
+
     def __init__(self, config: ModelConfig, leaves: dict[str, np.ndarray]):
         self.config = config
         self.leaves = leaves

@@ -17,7 +17,7 @@ from moe_jax.compress.methods.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
 from moe_jax.loading import check_leaves, leaf_specs
-from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry, read_lineage
+from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry
 from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
@@ -90,7 +90,7 @@ def compress(
             dst,
             config,
             tokenizer_files=source.tokenizer_files,
-            lineage=[*read_lineage(source.path), entry],
+            lineage=[*source.lineage, entry],
             resume=True,
         )
 

@@ -1,0 +1,224 @@
+"""Models in memory, for whatever reads and writes models leaf by leaf: a source and a writer.
+
+A command that is given `InMemory()` instead of a path does the same work, and leaves its model there.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import jax
+import numpy as np
+
+from moe_jax.adapter_dir import AdapterDirectoryWriter
+from moe_jax.errors import InputError
+from moe_jax.fingerprint import fingerprint_leaves, sample_array
+from moe_jax.model_dir import ExpectedLeaves, ModelDirectoryWriter, fingerprint_model
+from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.peft.base import own_leaves
+from moe_jax.peft.over_base import LeavesOverBase, StoredLeaves
+
+IN_MEMORY = Path("in memory")
+
+
+class LeavesInMemory:
+    """Leaves as arrays of the host.
+
+    Attributes:
+      specs: leaf path -> shape and dtype.
+    """
+
+    def __init__(self, leaves: Mapping[str, np.ndarray]):
+        self.specs = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+        self._leaves = leaves
+
+    def read(self, path: str) -> np.ndarray:
+        """One leaf, not copied.
+
+        Raises:
+          InputError: if there is no such leaf.
+        """
+        if path not in self._leaves:
+            raise InputError(f"the model in memory has no leaf {path!r}")
+        return self._leaves[path]
+
+    def stored_bytes(self, path: str) -> int:
+        """What one leaf takes."""
+        return self.read(path).nbytes
+
+
+class ModelInMemory:
+    """A model in memory to read from; a `ModelSource`. See there for the attributes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        leaves: StoredLeaves,
+        *,
+        tokenizer_files: Sequence[Path] = (),
+        lineage: Sequence[Mapping[str, Any]] = (),
+        base: ModelSource | None = None,
+        path: Path = IN_MEMORY,
+    ):
+        self.config = config
+        self.leaves = leaves
+        self.tokenizer_files = tuple(tokenizer_files)
+        self.lineage = [dict(entry) for entry in lineage]
+        self.base = base
+        self.path = path
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype."""
+        return self.leaves.specs
+
+    def read(self, path: str) -> np.ndarray:
+        """Reads one leaf, in its dtype."""
+        return self.leaves.read(path)
+
+    def stored_bytes(self, path: str) -> int:
+        """What one leaf takes."""
+        return self.leaves.stored_bytes(path)
+
+    def fingerprint(self) -> str:
+        """Identity of config and weights: the same as that of a model directory that holds them."""
+        leaves = fingerprint_leaves(self.specs(), lambda path: sample_array(self.read(path)))
+        return fingerprint_model(self.config, leaves)
+
+
+class InMemory:
+    """Where a model is left that is not written to a directory.
+
+    Attributes:
+      source: the model, as soon as it is whole.
+    """
+
+    source: ModelInMemory | None = None
+
+
+Destination = Path | InMemory
+"""A directory to write, or memory."""
+
+
+class ModelWriter(Protocol):
+    """What writes a model leaf by leaf: `ModelDirectoryWriter`, where everything is documented, or one into memory."""
+
+    lineage: list[dict[str, Any]]
+
+    @property
+    def done(self) -> frozenset[str]: ...
+
+    def note(self, name: str, data: Any) -> None: ...
+
+    def notes(self) -> dict[str, Any]: ...
+
+    def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None: ...
+
+    def read_back(self) -> StoredLeaves: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+def open_writer(
+    dst: Destination,
+    config: ModelConfig,
+    *,
+    tokenizer_files: Sequence[Path],
+    lineage: Sequence[Mapping[str, Any]],
+    base: ModelSource | None = None,
+    resume: bool = False,
+) -> ModelWriter:
+    """A writer of a model directory, of an adapter directory if there is a base, or of either in memory.
+
+    Args:
+      dst: where the model goes.
+      config: of the model.
+      tokenizer_files, lineage, resume: see `ModelDirectoryWriter`; in memory there is nothing to resume.
+      base: what the model's adapters stand on. Only the leaves that it does not have must then be written.
+
+    Raises:
+      InputError: if the directory exists, or `base` is not one for these adapters.
+    """
+    given = {"tokenizer_files": tokenizer_files, "lineage": lineage}
+    if isinstance(dst, InMemory):
+        return _MemoryWriter(dst, config, base=base, **given)
+    if base is None:
+        return ModelDirectoryWriter(dst, config, resume=resume, **given)
+    return AdapterDirectoryWriter(dst, config, base=base, **given)
+
+
+class _MemoryWriter:
+    """Collects leaves, and leaves a `ModelInMemory` when the block ends without an error."""
+
+    def __init__(
+        self,
+        dst: InMemory,
+        config: ModelConfig,
+        *,
+        base: ModelSource | None,
+        tokenizer_files: Sequence[Path],
+        lineage: Sequence[Mapping[str, Any]],
+    ):
+        self._dst = dst
+        self._config = config
+        self._base = base
+        self._files = tokenizer_files
+        self._expected = ExpectedLeaves(config, None if base is None else own_leaves(config))
+        self._leaves: dict[str, np.ndarray] = {}
+        self._notes: dict[str, Any] = {}
+        self.lineage = [dict(entry) for entry in lineage]
+
+    @property
+    def done(self) -> frozenset[str]:
+        return frozenset(self._leaves)
+
+    def note(self, name: str, data: Any) -> None:
+        self._notes[name] = data
+
+    def notes(self) -> dict[str, Any]:
+        return dict(self._notes)
+
+    def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
+        self._expected.check(leaves)
+        # Copies: a caller may fill the same buffer again, and a view may repeat its elements.
+        self._leaves |= {path: np.array(leaf, order="C") for path, leaf in leaves.items()}
+
+    def read_back(self) -> StoredLeaves:
+        self._expected.check_all(self._leaves)
+        return LeavesInMemory(self._leaves)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            return
+        own = self.read_back()
+        leaves = own if self._base is None else LeavesOverBase(self._config, self._base, own)
+        self._dst.source = ModelInMemory(
+            self._config, leaves, tokenizer_files=self._files, lineage=self.lineage, base=self._base
+        )
+
+
+def differing_leaves(model: ModelSource, base: ModelSource) -> list[str]:
+    """Leaves that a tuned model shares with its base, but with other values than there.
+
+    Args:
+      model: as it is now.
+      base: without its adapters. NF4 kernels are compared by the codes that are made of the base's kernels.
+    """
+    specs, fresh = model.specs(), LeavesOverBase(model.config, base)
+    shared = [path for path in specs if path in fresh.specs]
+    return [path for path in shared if not _equal(model.read(path), fresh.read(path))]
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two leaves agree in the dtype of the first, to the last bit."""
+    return np.array_equal(one.reshape(-1).view(np.uint8), other.astype(one.dtype).reshape(-1).view(np.uint8))
