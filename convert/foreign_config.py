@@ -1,8 +1,6 @@
 """A foreign config.json, read key by key with the type each key must have."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from moe_jax.errors import InputError, raise_if_any
@@ -79,23 +77,6 @@ class ForeignConfig:
         if value is not None and not is_valid(value):
             raise InputError(f"config.json: {key!r} is {value!r}, expected {expected}")
         return value
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Reads a file that must hold one JSON object.
-
-    Raises:
-      InputError: if it is not there, is not JSON or is not an object.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{path} does not exist") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not valid JSON ({error}); fetch it again") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{path} holds a JSON {type(data).__name__}, expected an object")
-    return data
 
 
 def _is_integers(value: Any) -> bool:

@@ -13,7 +13,6 @@ import numpy as np
 
 from moe_jax.convert.checkpoint_files import CheckpointFiles, open_checkpoint
 from moe_jax.convert.copying import as_bits, cast, copy_transposed
-from moe_jax.convert.foreign_config import read_json_object
 from moe_jax.convert.hf_config import read_hf_config
 from moe_jax.convert.table import Piece
 from moe_jax.convert.tensors import DTYPES, TensorEntry, TensorFiles
@@ -24,6 +23,7 @@ from moe_jax.lineage import read_lineage
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.models.serialize import FORMAT
+from moe_jax.strict import read_json_object
 
 # Read into memory at a time and thread, on the way into a leaf.
 CHUNK_BYTES = 8 << 20
@@ -186,7 +186,7 @@ def is_hugging_face_directory(path: Path | str) -> bool:
     """Whether a directory has a config.json in the style of Hugging Face."""
     try:
         data = read_json_object(Path(path) / "config.json")
-    except InputError:
+    except (OSError, InputError):
         return False
     return "model_type" in data or "architectures" in data
 

@@ -8,10 +8,9 @@
 Every command that takes a model takes one. Several may stand on one base.
 """
 
+import dataclasses
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,38 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.over_base import LeavesOverBase
+from moe_jax.strict import parse, read_json_object, without_format
 
 _FORMAT = "moe_jax.adapter"
 _VERSION = 1
 _ADAPTER = "adapter"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseReference:
+    """What base.json says of the base.
+
+    Attributes:
+      path: where it is; relative to the adapter directory, unless absolute.
+      fingerprint: identity of its contents.
+    """
+
+    path: str
+    fingerprint: str
+
+
+def read_base_reference(path: Path) -> BaseReference:
+    """Reads the base.json of an adapter directory.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      InputError: if it is not what an `AdapterDirectoryWriter` writes.
+    """
+    file = Path(path) / BASE_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"no adapter directory at {path}: there is no {BASE_FILE}")
+    fields = without_format(read_json_object(file), _FORMAT, _VERSION, where=str(file))
+    return parse(BaseReference, fields, where=str(file), language="JSON")
 
 
 def is_adapter_directory(path: Path) -> bool:
@@ -45,31 +72,33 @@ class AdapterDirectory(ModelDirectory):
 
     _folder = _ADAPTER
 
-    def __init__(self, path: Path, base: Path | str | None = None):
-        """Finds the base and makes sure that it is the one; the weights stay on disk.
+    def __init__(self, path: Path, base: ModelSource):
+        """Makes sure that `base` is the one that the adapter was made for; the weights stay on disk.
+
+        `moe_jax.open_source` finds the base and opens both.
 
         Args:
           path: the adapter directory.
-          base: where the base is now; default where base.json says.
+          base: the model that it stands on.
 
         Raises:
-          FileNotFoundError: if there is no adapter directory, or nothing at `base`.
-          InputError: if a file is not what it should be, the base is missing, or it is another model than the one
-            that the adapter was made for.
+          FileNotFoundError: if there is no adapter directory.
+          InputError: if a file is not what it should be, or `base` is another model than the one that the adapter was
+            made for.
         """
         super().__init__(path)
-        reference = _read_reference(self.path / BASE_FILE)
-        self.base = self._open_base(reference, base)
-        self._base_fingerprint = self.base.fingerprint()
-        if self._base_fingerprint != reference["fingerprint"]:
+        self.base = base
+        reference = read_base_reference(self.path)
+        self._base_fingerprint = base.fingerprint()
+        if self._base_fingerprint != reference.fingerprint:
             raise InputError(
-                f"{self.base.path} is not the base that {self.path} was made for: its fingerprint is "
-                f"{self._base_fingerprint[:12]}, expected {reference['fingerprint'][:12]}; put the old one back, or "
+                f"{base.path} is not the base that {self.path} was made for: its fingerprint is "
+                f"{self._base_fingerprint[:12]}, expected {reference.fingerprint[:12]}; put the old one back, or "
                 "make the adapter anew"
             )
-        if not _same_model(self.base.config, base_config(self.config)):
+        if not _same_model(base.config, base_config(self.config)):
             raise InputError(
-                f"{self.path}/config.json does not describe adapters over {self.base.path}: without them it is another "
+                f"{self.path}/config.json does not describe adapters over {base.path}: without them it is another "
                 "model; put the file back that was written with the adapter"
             )
 
@@ -96,19 +125,6 @@ class AdapterDirectory(ModelDirectory):
     @cached_property
     def _leaves(self) -> LeavesOverBase:
         return LeavesOverBase(self.config, self.base, self._reader)
-
-    def _open_base(self, reference: Mapping[str, Any], given: Path | str | None) -> ModelSource:
-        from moe_jax.open_source import open_source  # it opens adapter directories too
-
-        path = self.path / reference["path"] if given is None else Path(given)
-        if is_adapter_directory(path):
-            raise InputError(f"the base of {self.path} is {path}, an adapter directory itself; merge that first")
-        if given is None and not path.exists():
-            raise InputError(
-                f"{self.path} stands on {path}, which is not there; put the base back, or change \"path\" in "
-                f"{self.path / BASE_FILE} to where it is"
-            )
-        return open_source(path)
 
 
 class AdapterDirectoryWriter(ModelDirectoryWriter):
@@ -143,39 +159,17 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
             raise InputError(f"{base.path} is an adapter directory; merge it first, or use its base {base.base.path}")
         if not _same_model(base.config, base_config(config)):
             raise InputError(f"the config of {dst} is not one of adapters over {base.path}")
-        reference = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "path": str(Path(base.path).resolve()),
-            "fingerprint": base.fingerprint(),
-        }
+        reference = BaseReference(path=str(Path(base.path).resolve()), fingerprint=base.fingerprint())
         super().__init__(
             dst,
             config,
             tokenizer_files=tokenizer_files,
             lineage=lineage,
             leaves=own_leaves(config) | frozenset(trained),
-            documents={BASE_FILE: reference},
+            documents={BASE_FILE: {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(reference)}},
         )
-
-
-def _read_reference(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise FileNotFoundError(f"no adapter directory at {file.parent}: there is no {file.name}")
-    try:
-        data = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise InputError(f"{file} does not refer to a base: it has no format {_FORMAT!r}")
-    if data.get("version") != _VERSION:
-        raise InputError(f"{file} has version {data.get('version')}, this library reads version {_VERSION}")
-    for key in ("path", "fingerprint"):
-        if not isinstance(data.get(key), str):
-            raise InputError(f"{file} has no {key}")
-    return data
 
 
 def _same_model(one: ModelConfig, other: ModelConfig) -> bool:
     """Whether two configs describe the same model, in whatever dtype."""
-    return replace(one, dtype=other.dtype, frozen_base=other.frozen_base) == other
+    return dataclasses.replace(one, dtype=other.dtype, frozen_base=other.frozen_base) == other

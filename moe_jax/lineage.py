@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import json
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import moe_jax
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_files
 from moe_jax.model_source import ModelSource
+from moe_jax.strict import read_json
 
 LINEAGE_FILE = "lineage.json"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -53,10 +53,7 @@ def read_lineage(path: Path) -> list[dict[str, Any]]:
     file = Path(path) / LINEAGE_FILE
     if not file.is_file():
         return []
-    try:
-        entries = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{file} is not valid JSON: {error}") from None
+    entries = read_json(file)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "command" in entry for entry in entries):
         raise InputError(f"{file} is not a list of entries, each with a 'command'")
     return entries

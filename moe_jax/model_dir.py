@@ -40,6 +40,7 @@ from moe_jax.staging import (
     sync,
     write_durably,
 )
+from moe_jax.strict import read_json_object
 
 BASE_FILE = "base.json"
 _CONFIG = "config.json"
@@ -74,14 +75,7 @@ class ModelDirectory:
         file = self.path / _CONFIG
         if not file.is_file():
             raise FileNotFoundError(f"no model directory at {path}: there is no {_CONFIG}")
-        try:
-            data = json.loads(file.read_bytes())
-        except ValueError as error:
-            raise InputError(f"{file} is not valid JSON: {error}") from None
-        try:
-            self.config = config_from_json(data)
-        except InputError as error:
-            raise InputError(f"{file}: {error}") from None
+        self.config = config_from_json(read_json_object(file), where=str(file))
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:

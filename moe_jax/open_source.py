@@ -1,22 +1,27 @@
 """A model from the path that a user gives."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_jax.errors import InputError
+from moe_jax.strict import read_json_object
 
 if TYPE_CHECKING:  # it imports JAX, and the command line answers --help without
     from moe_jax.model_source import ModelSource
     from moe_jax.models import ModelConfig
 
 
-def open_source(path: Path | str) -> "ModelSource":
+def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSource":
     """Opens a model directory, an adapter directory or a Hugging Face directory; the weights stay on disk.
+
+    Args:
+      path: the directory.
+      base: where the base of an adapter directory is now; by default where its base.json says.
 
     Raises:
       FileNotFoundError: if there is nothing at `path`.
-      InputError: if it is neither, or its config cannot be read.
+      InputError: if it is none of these, its config cannot be read, the base of an adapter directory is missing or
+        another model than the adapter was made for, or a base is given for another kind of directory.
     """
     from moe_jax.adapter_dir import AdapterDirectory, is_adapter_directory
     from moe_jax.convert import HuggingFaceDirectory, is_hugging_face_directory
@@ -29,7 +34,9 @@ def open_source(path: Path | str) -> "ModelSource":
     if not path.is_dir():
         raise InputError(f"{path} is a file; {expected}")
     if is_adapter_directory(path):
-        return AdapterDirectory(path)
+        return AdapterDirectory(path, open_source(_base_of(path) if base is None else _no_adapter(path, Path(base))))
+    if base is not None:
+        raise InputError(f"{path} is not an adapter directory, and has no base; leave out {base}")
     if is_model_directory(path):
         return ModelDirectory(path)
     if is_hugging_face_directory(path):
@@ -37,6 +44,27 @@ def open_source(path: Path | str) -> "ModelSource":
     names = sorted(child.name for child in path.iterdir())
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     raise InputError(f"{path} is not a model: it holds {listed or 'nothing'}; {expected}")
+
+
+def _base_of(adapter: Path) -> Path:
+    """Where the base.json of an adapter directory says that its base is."""
+    from moe_jax.adapter_dir import BASE_FILE, read_base_reference
+
+    base = adapter / read_base_reference(adapter).path
+    if not base.exists():
+        raise InputError(
+            f"{adapter} stands on {base}, which is not there; put the base back, or change \"path\" in "
+            f"{adapter / BASE_FILE} to where it is"
+        )
+    return _no_adapter(adapter, base)
+
+
+def _no_adapter(adapter: Path, base: Path) -> Path:
+    from moe_jax.adapter_dir import is_adapter_directory
+
+    if is_adapter_directory(base):
+        raise InputError(f"the base of {adapter} is {base}, an adapter directory itself; merge that first")
+    return base
 
 
 def read_config(path: Path | str) -> "ModelConfig":
@@ -54,13 +82,10 @@ def read_config(path: Path | str) -> "ModelConfig":
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"no config at {file}")
+    data = read_json_object(file)
+    if data.get("format") == FORMAT:
+        return config_from_json(data, where=str(file))
     try:
-        data = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{file} holds a JSON {type(data).__name__}, expected an object")
-    try:
-        return config_from_json(data) if data.get("format") == FORMAT else read_hf_config(data)
+        return read_hf_config(data)
     except InputError as error:
         raise InputError(f"{file}: {error}") from None

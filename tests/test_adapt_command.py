@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from moe_jax import cli
-from moe_jax.adapter_dir import AdapterDirectory
 from moe_jax.commands.upcycle import UpcycleFlags
 from moe_jax.model_dir import ModelDirectory
+from moe_jax.open_source import open_source
 from moe_jax.peft import adapt as adapt_module
 from moe_jax.peft.base import own_leaves
 from moe_jax.peft.parameter_sizes import parameter_sizes
@@ -57,7 +57,7 @@ def test_what_is_written_holds_the_adapters_alone_and_what_is_trained_is_said(me
     out = tmp_path / "tuned"
     assert run("adapt", models / "mixed", out, METHODS[method], "--seed 3", NO_CHECK) == 0
     printed = capsys.readouterr().out
-    tuned = AdapterDirectory(out)
+    tuned = open_source(out)
     own, sizes = own_leaves(tuned.config), parameter_sizes(tuned.config)
     assert tuned.own_specs().keys() == own and tuned.config.frozen_base
     assert (out / "tokenizer.json").read_text() == "{}"
@@ -88,7 +88,7 @@ def test_the_seed_decides_what_adapters_begin_as(models, tmp_path):
     for name, seed in (("one", 1), ("same", 1), ("other", 2)):
         assert run("adapt", models / "mixed", tmp_path / name, METHODS["perft-s"], "--seed", seed, NO_CHECK) == 0
     path = "layers/1/mlp/perft/adapters/down"
-    one, same, other = (AdapterDirectory(tmp_path / name).read(path) for name in ("one", "same", "other"))
+    one, same, other = (open_source(tmp_path / name).read(path) for name in ("one", "same", "other"))
     assert one.tobytes() == same.tobytes() != other.tobytes()
 
 
@@ -97,7 +97,7 @@ def test_several_adapters_stand_on_one_base_which_is_not_touched(models, tmp_pat
     for method in ("perft-e", "lora"):
         assert run("adapt", models / "mixed", tmp_path / method, METHODS[method], NO_CHECK) == 0
     assert before == {file: file.read_bytes() for file in (models / "mixed").rglob("*") if file.is_file()}
-    bases = {AdapterDirectory(tmp_path / method).base.fingerprint() for method in ("perft-e", "lora")}
+    bases = {open_source(tmp_path / method).base.fingerprint() for method in ("perft-e", "lora")}
     assert len(bases) == 1
 
 
@@ -167,7 +167,7 @@ def test_upcycle_says_what_will_be_trained(models, tmp_path, capsys):
     options = "--method pesc --experts 3 --top-k 2 --adapter 4 --scale 0.5 --rest lora:2 --seed 1"
     assert run("upcycle", models / "dense", tmp_path / "pesc", options, NO_CHECK) == 0
     printed = capsys.readouterr().out
-    tuned = AdapterDirectory(tmp_path / "pesc")
+    tuned = open_source(tmp_path / "pesc")
     assert "the adapters' own router is among them: yes" in printed and "the router is among" not in printed
     assert "layers/{0,1}/mlp/experts/adapters/down" in printed
     moe = tuned.config.layers[1].mlp
@@ -222,7 +222,7 @@ def test_a_model_with_adapter_experts_of_its_own_is_a_base(options, models, tmp_
     assert run("upcycle", models / "dense", base, pesc, NO_CHECK) == 0
     assert run("adapt", base, tuned, options) == 0
     assert "step-0 difference from the model: 0 " in capsys.readouterr().out
-    opened = AdapterDirectory(tuned)
+    opened = open_source(tuned)
     assert all("/perft/" in path or "/lora/" in path for path in own_leaves(opened.config))
     np.testing.assert_array_equal(
         opened.read("layers/0/mlp/experts/adapters/down"), opened.base.read("layers/0/mlp/experts/adapters/down")
@@ -243,7 +243,7 @@ def test_a_compressed_model_is_a_base(compression, models, tmp_path, capsys):
     assert run("compress", models / "moe", small, compression) == 0
     assert run("adapt", small, tuned, "--method perft-e --adapter lora:2 --base nf4") == 0
     assert "step-0 difference from the same model with NF4 kernels: 0 " in capsys.readouterr().out
-    opened = AdapterDirectory(tuned)
+    opened = open_source(tuned)
     (kind,) = {opened.config.layers[i].mlp.bank.kind for i in opened.config.moe_layers}
     assert kind == ModelDirectory(small).config.layers[0].mlp.bank.kind != "full"
     assert {"layers/0/mlp/experts/base/up/nf4/codes", "layers/0/mlp/perft/adapters/up"} <= opened.specs().keys()

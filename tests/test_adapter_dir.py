@@ -88,7 +88,7 @@ def test_it_is_the_whole_model(written):
 
 
 def test_only_what_the_base_has_not_is_stored(written):
-    one, two = AdapterDirectory(written / "one"), AdapterDirectory(written / "two")
+    one, two = open_source(written / "one"), open_source(written / "two")
     assert one.own_specs().keys() == own_leaves(TUNED)
     assert two.own_specs().keys() - one.own_specs().keys() == {"final_norm/scale", "layers/0/mlp_norm/scale"}
     assert two.read("final_norm/scale")[0] == 0.5 != one.read("final_norm/scale")[0]
@@ -109,13 +109,13 @@ def test_only_what_the_base_has_not_is_stored(written):
 
 
 def test_fingerprints_are_of_base_config_and_own_leaves(written, tmp_path):
-    one = AdapterDirectory(written / "one").fingerprint()
-    assert one == AdapterDirectory(shutil.copytree(written / "one", tmp_path / "again")).fingerprint()
-    assert one != AdapterDirectory(written / "two").fingerprint()
+    one = open_source(written / "one").fingerprint()
+    assert one == open_source(shutil.copytree(written / "one", tmp_path / "again")).fingerprint()
+    assert one != open_source(written / "two").fingerprint()
     others = [write_base(tmp_path / "shifted", seed=1), write_base(tmp_path / "dense")]
-    shifted = AdapterDirectory(write_adapter(tmp_path / "a", others[0])).fingerprint()
+    shifted = open_source(write_adapter(tmp_path / "a", others[0])).fingerprint()
     assert one != shifted
-    assert one == AdapterDirectory(write_adapter(tmp_path / "b", others[1])).fingerprint()
+    assert one == open_source(write_adapter(tmp_path / "b", others[1])).fingerprint()
 
 
 def test_both_can_be_moved(folder, tmp_path):
@@ -123,8 +123,8 @@ def test_both_can_be_moved(folder, tmp_path):
     reference = json.loads((folder / "one" / "base.json").read_text())
     (folder / "one" / "base.json").write_text(json.dumps({**reference, "path": "../elsewhere"}))
     moved = shutil.move(folder, tmp_path / "moved")
-    assert AdapterDirectory(moved / "one").read("final_norm/scale").any()
-    assert AdapterDirectory(moved / "two", base=moved / "elsewhere").base.path == moved / "elsewhere"
+    assert open_source(moved / "one").read("final_norm/scale").any()
+    assert open_source(moved / "two", base=moved / "elsewhere").base.path == moved / "elsewhere"
 
 
 def test_a_missing_base_is_one_clear_line(folder, failing):
@@ -137,7 +137,7 @@ def test_a_missing_base_is_one_clear_line(folder, failing):
 def test_another_base_is_one_clear_line(folder, failing):
     other = write_base(folder / "other", seed=1)
     with pytest.raises(InputError, match="other is not the base that .* was made for: its fingerprint is"):
-        AdapterDirectory(folder / "one", base=other)
+        open_source(folder / "one", base=other)
     reference = json.loads((folder / "one" / "base.json").read_text())
     (folder / "one" / "base.json").write_text(json.dumps({**reference, "path": "../other"}))
     assert "put the old one back, or make the adapter anew" in failing("eval", folder / "one", "--text", "x")
@@ -153,9 +153,9 @@ def test_a_config_of_another_model_is_one_clear_line(folder, failing):
     ("change", "message"),
     [
         ("{", "is not valid JSON"),
-        ({"format": "something"}, "it has no format 'moe_jax.adapter'"),
+        ({"format": "something"}, "has no format 'moe_jax.adapter': it was not written by moe_jax"),
         ({"version": 2}, "has version 2, this library reads version 1"),
-        ({"fingerprint": None}, "has no fingerprint"),
+        ({"fingerprint": None}, "base.json: fingerprint: expected a string, got null"),
         ({"path": "../two"}, "an adapter directory itself; merge that first"),
     ],
 )
@@ -196,7 +196,7 @@ def test_what_is_not_written_in_full_leaves_nothing(written, tmp_path):
 def test_inspect_tells_of_base_and_adapters(written, capsys):
     assert cli.main(["inspect", str(written / "one")]) == 0
     out = capsys.readouterr().out
-    one = AdapterDirectory(written / "one")
+    one = open_source(written / "one")
     own = sum(spec.size for spec in one.own_specs().values())
     assert f"stored here: {own:,} parameters" in out
     assert f"base: {written}/base ({one.base.fingerprint()[:12]})" in out

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from moe_jax import strict
 from moe_jax.errors import InputError
-from moe_jax.train import strict
+from moe_jax.train import recipe_toml
 
 
 def at_least(section: object, least: int, *names: str) -> None:
@@ -291,12 +292,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not TOML: {error}") from None
-    return strict.parse(Recipe, strict.apply_overrides(table, overrides), where=str(path))
+    return strict.parse(Recipe, recipe_toml.apply_overrides(table, overrides), where=str(path), language="TOML")
 
 
 def check_continues(before: Recipe, now: Recipe) -> None:
     """Raises `InputError` naming the keys in which `now` may not differ from the run it continues."""
-    old, new = strict.flatten(before), strict.flatten(now)
+    old, new = recipe_toml.flatten(before), recipe_toml.flatten(now)
     changed = [
         f"{key} (was {old.get(key)!r}, is {new.get(key)!r})"
         for key in sorted(old.keys() | new.keys())

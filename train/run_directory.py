@@ -25,7 +25,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.nn import Decoder
 from moe_jax.processes import is_first_process, wait_for_all
 from moe_jax.staging import sync, write_durably
-from moe_jax.train import strict
+from moe_jax.train import recipe_toml
 from moe_jax.train.recipe import Recipe, check_continues, load_recipe
 
 RECIPE = "recipe.toml"
@@ -55,7 +55,7 @@ def write_recipe(recipe: Recipe) -> None:
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     beside = run_dir / f".{RECIPE}.new"
-    write_durably(beside, strict.to_toml(recipe).encode())
+    write_durably(beside, recipe_toml.to_toml(recipe).encode())
     beside.replace(run_dir / RECIPE)
     sync(run_dir)
 
@@ -82,8 +82,8 @@ def write_model(
       trainable: paths in memory of the trained parameters.
     """
     target = Path(recipe.run_dir) / "model"
-    options = {key: value for key, value in strict.flatten(recipe).items() if value is not None}
-    options["data.sources"] = [strict.flatten(section) for section in recipe.data.sources]
+    options = {key: value for key, value in recipe_toml.flatten(recipe).items() if value is not None}
+    options["data.sources"] = [recipe_toml.flatten(section) for section in recipe.data.sources]
     continued = source is not None and recipe.model.init == "checkpoint"
     entry = new_lineage_entry("train", options, [source] if continued else [], measured)
     files = source.tokenizer_files if source else (tokenizer,)

@@ -30,8 +30,6 @@ def run(options: Options) -> None:
     Raises:
       FileNotFoundError, InputError: bad input; see `moe_jax.peft.merge`.
     """
-    from moe_jax.adapter_dir import AdapterDirectory, is_adapter_directory
-    from moe_jax.errors import InputError
     from moe_jax.open_source import open_source
     from moe_jax.peft.merge import merge
     from moe_jax.staging import refuse_existing
@@ -39,12 +37,7 @@ def run(options: Options) -> None:
 
     # A source is fingerprinted when it is opened, which for a large base takes a while.
     refuse_existing(options.out)
-    if options.base is not None and not is_adapter_directory(options.adapter):
-        raise InputError(f"--base: {options.adapter} is not an adapter directory, and has no base")
-    if options.base is not None:
-        source = AdapterDirectory(options.adapter, base=options.base)
-    else:
-        source = open_source(options.adapter)
+    source = open_source(options.adapter, base=options.base)
     with progress_bars() as progress:
         merged = merge(source, options.out, partly=options.partly, progress=progress)
     print(f"wrote {options.out}: LoRA folded into {merged.folded} kernels")

@@ -3,13 +3,9 @@
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
-
-if TYPE_CHECKING:
-    from moe_jax.models import ModelConfig
-    from moe_jax.train.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +38,7 @@ def run(options: Options) -> None:
     import signal
 
     from moe_jax.errors import InputError
-    from moe_jax.open_source import open_source
+    from moe_jax.open_source import open_source, read_config
     from moe_jax.train.recipe import load_recipe
 
     if options.compile_only != (options.topology is not None):
@@ -55,7 +51,8 @@ def run(options: Options) -> None:
         from moe_jax.train.compile_only import compile_only, prepare_environment, print_report
 
         prepare_environment()
-        report = compile_only(recipe, _config(recipe, options.config), options.topology)
+        config = read_config(options.config or recipe.model.config or recipe.model.path)
+        report = compile_only(recipe, config, options.topology)
         print_report(report, as_json=options.json)
         return
 
@@ -71,7 +68,7 @@ def run(options: Options) -> None:
     try:
         train(
             recipe,
-            source.config if source else _config(recipe),
+            source.config if source else read_config(recipe.model.config),
             source,
             resume=options.resume,
             continue_command=shlex.join(command),
@@ -79,25 +76,3 @@ def run(options: Options) -> None:
     except Stopped as stopped:
         if stopped.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
-
-
-def _config(recipe: "Recipe", file: Path | None = None) -> "ModelConfig":
-    """The config in a file: the one given, or the one that the recipe names or that its model holds."""
-    import json
-
-    from moe_jax.errors import InputError
-    from moe_jax.models import config_from_json
-    from moe_jax.models.serialize import FORMAT
-
-    path = Path(file or recipe.model.config or Path(recipe.model.path) / "config.json")
-    if not path.is_file():
-        raise FileNotFoundError(f"no config at {path}")
-    try:
-        data = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
-    if isinstance(data, dict) and data.get("format") == FORMAT:
-        return config_from_json(data)
-    from moe_jax.convert import read_hf_config
-
-    return read_hf_config(data)

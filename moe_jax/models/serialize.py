@@ -1,12 +1,11 @@
 """`ModelConfig` as JSON, versioned. Layers are written as runs of equal patterns, to be read by people."""
 
 import dataclasses
-import types
-import typing
 from collections.abc import Mapping
 from typing import Any
 
-from moe_jax.errors import InputError, nearest
+from moe_jax import strict
+from moe_jax.errors import InputError
 from moe_jax.experts.config import FFNConfig
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.segments import segments_of
@@ -27,64 +26,52 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION, **fields}
 
 
-def config_from_json(data: Mapping[str, Any]) -> ModelConfig:
-    """Rebuilds a config; unknown keys, missing keys and other versions are errors.
+def config_from_json(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+    """Rebuilds a config; unknown keys, missing keys, wrong types and other versions are errors.
+
+    Args:
+      data: what `config_to_json` returned, after JSON.
+      where: the file, named in errors.
 
     Raises:
-      InputError: if `data` is not what `config_to_json` writes.
+      InputError: if `data` is not what `config_to_json` writes; all problems are listed.
     """
-    data = dict(data)
-    if data.pop("format", None) != FORMAT:
-        raise InputError(f"config.json is not a moe_jax model config: it has no format {FORMAT!r}")
-    version = data.pop("version", None)
-    if version != VERSION:
-        raise InputError(f"config.json has version {version}, this library reads version {VERSION}")
-    if not isinstance(data.get("segments"), list):
-        raise InputError("config.json has no list of segments")
-    layers: list[LayerConfig] = []
-    for segment in data.pop("segments"):
-        pattern = [_layer_from_json(layer) for layer in segment["pattern"]]
-        layers.extend(pattern * segment["repeats"])
-    return _build(ModelConfig, {**data, "layers": tuple(layers)}, "config.json")
+    fields = strict.without_format(data, FORMAT, VERSION, where=where)
+    runs = {"segments": fields.pop("segments")} if "segments" in fields else {}
+    segments = strict.parse(_Segments, runs, where=where, language="JSON").segments
+    layers = tuple(layer.config() for run in segments for _ in range(run.repeats) for layer in run.pattern)
+    return strict.parse(ModelConfig, {**fields, "layers": layers}, where=where, language="JSON")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """A layer as it is written: its FFN is called `ffn`, its MoE `moe`."""
+
+    attention: AttentionConfig
+    ffn: FFNConfig | None = None
+    moe: MoEConfig | None = None
+
+    def __post_init__(self) -> None:
+        if (self.ffn is None) == (self.moe is None):
+            raise InputError("a layer has either 'ffn' or 'moe'")
+
+    def config(self) -> LayerConfig:
+        return LayerConfig(attention=self.attention, mlp=self.ffn if self.moe is None else self.moe)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A pattern of layers and how often it is repeated."""
+
+    repeats: int
+    pattern: tuple[_Layer, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Segments:
+    segments: tuple[_Run, ...]
 
 
 def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     kind = "moe" if isinstance(layer.mlp, MoEConfig) else "ffn"
     return {"attention": dataclasses.asdict(layer.attention), kind: dataclasses.asdict(layer.mlp)}
-
-
-def _layer_from_json(data: Mapping[str, Any]) -> LayerConfig:
-    attention = _build(AttentionConfig, data["attention"], "attention")
-    if "ffn" in data:
-        return LayerConfig(attention=attention, mlp=_build(FFNConfig, data["ffn"], "ffn"))
-    if "moe" not in data:
-        raise InputError(f"a layer in config.json has neither 'ffn' nor 'moe': {sorted(data)}")
-    return LayerConfig(attention=attention, mlp=_build(MoEConfig, data["moe"], "moe"))
-
-
-def _build(cls: type, data: Any, where: str) -> Any:
-    if not isinstance(data, Mapping):
-        raise InputError(f"{where} is {data!r}, expected an object")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for key in data:
-        if key not in fields:
-            raise InputError(f"unknown key {key!r} in {where}{nearest(key, fields)}")
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in data and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise InputError(f"{where} lacks {', '.join(missing)}")
-    types_ = typing.get_type_hints(cls)
-    return cls(**{key: _value(value, types_[key], f"{where}.{key}") for key, value in data.items()})
-
-
-def _value(value: Any, annotation: Any, where: str) -> Any:
-    """A field declared as a dataclass becomes one, and one declared as a tuple too: JSON has lists only."""
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
-    if nested is not None and value is not None and not dataclasses.is_dataclass(value):
-        return _build(nested, value, where)
-    is_tuple = any(typing.get_origin(option) is tuple for option in options)
-    return tuple(value) if is_tuple and isinstance(value, list) else value

@@ -237,7 +237,7 @@ def test_what_is_a_hugging_face_directory(llama: pathlib.Path, tmp_path: pathlib
 def test_directories_that_cannot_be_read(tmp_path: pathlib.Path):
     with pytest.raises(FileNotFoundError, match="no Hugging Face directory at"):
         HuggingFaceDirectory(tmp_path / "nothing")
-    with pytest.raises(InputError, match="config.json does not exist"):
+    with pytest.raises(FileNotFoundError, match="config.json does not exist"):
         HuggingFaceDirectory(tmp_path)
     (tmp_path / "config.json").write_text("{,")
     with pytest.raises(InputError, match="config.json is not valid JSON"):

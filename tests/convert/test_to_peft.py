@@ -16,6 +16,7 @@ from moe_jax.experts.config import AdapterConfig, LoRAConfig
 from moe_jax.loading import leaf_specs, load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models.config import PerftConfig
+from moe_jax.open_source import open_source
 from moe_jax.peft.base import own_leaves
 from tests.convert.conftest import BASE, random_tensors, write_checkpoint
 from tests.upcycle.conftest import write_model
@@ -54,7 +55,7 @@ def write_adapter(folder, base, config, trained=()) -> AdapterDirectory:
         for path, spec in leaf_specs(config).items():
             if path in own_leaves(config) | frozenset(trained):
                 writer.write({path: rng.normal(0, 0.3, spec.shape).astype(np.float32)})
-    return AdapterDirectory(folder)
+    return open_source(folder)
 
 
 def logits(source) -> np.ndarray:

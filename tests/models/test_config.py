@@ -45,14 +45,19 @@ def test_json_round_trip():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.pop("format"), "not a moe_jax model config"),
+        (lambda d: d.pop("format"), "has no format 'moe_jax.model'"),
         (lambda d: d.update(version=99), "version 99, this library reads version 1"),
-        (lambda d: d.update(vocab_sise=3), "unknown key 'vocab_sise' in config.json .did you mean 'vocab_size'"),
-        (lambda d: d.pop("d_model"), "lacks d_model"),
-        (lambda d: d.pop("segments"), "no list of segments"),
-        (lambda d: d["segments"][0]["pattern"][0].pop("ffn"), "neither 'ffn' nor 'moe'"),
-        (lambda d: d["segments"][0]["pattern"][1]["moe"].update(gate="topk"), "unknown gate 'topk'"),
-        (lambda d: d["rope"].update(scaling="ntk"), "unknown rope scaling 'ntk'"),
+        (lambda d: d.update(vocab_sise=3), r"config.json: unknown key 'vocab_sise' \(did you mean 'vocab_size'\?\)"),
+        (lambda d: d.pop("d_model"), "key 'd_model' is missing, expected an integer"),
+        (lambda d: d.pop("segments"), "key 'segments' is missing, expected a list, each item an object"),
+        (lambda d: d["segments"][0]["pattern"][0].pop("ffn"), r"pattern\[0\]: a layer has either 'ffn' or 'moe'"),
+        (lambda d: d["segments"][0]["pattern"][1]["moe"].update(gate="topk"), "moe.gate: .*, got the string .topk."),
+        (lambda d: d["rope"].update(scaling="ntk"), "rope.scaling: expected one of .*'llama3', got the string .ntk."),
+        (lambda d: d.update(d_model="16"), "d_model: expected an integer, got the string .16."),
+        (lambda d: d.update(bos_id=True), "bos_id: expected an integer, got the boolean true"),
+        (lambda d: d.update(eos_ids=[2, None]), r"eos_ids\[1\]: expected an integer, got null"),
+        (lambda d: d["segments"][0].update(repeats=1.5), r"repeats: expected an integer, got the number 1.5"),
+        (lambda d: d["rope"].update(short_factor=3), "rope.short_factor: expected a list, .*, got the integer 3"),
     ],
 )
 def test_bad_json(change, message):

@@ -9,13 +9,14 @@ import pytest
 from flax import nnx
 
 from moe_jax import cli
-from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
+from moe_jax.adapter_dir import AdapterDirectoryWriter
 from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import leaf_specs, load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import AttentionConfig, BankConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.config import PerftConfig
+from moe_jax.open_source import open_source
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.merge import merge
 from tests.upcycle.conftest import DTYPES, random_leaves, write_model
@@ -64,7 +65,7 @@ def write_adapter(folder, config, dtype="float32"):
         for path, spec in leaf_specs(config).items():
             if path in own_leaves(config):
                 writer.write({path: rng.normal(0, 0.3, spec.shape).astype(DTYPES[dtype])})
-    return AdapterDirectory(folder / "adapter")
+    return open_source(folder / "adapter")
 
 
 def logits(source) -> np.ndarray:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from moe_jax import cli
-from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
+from moe_jax.adapter_dir import AdapterDirectoryWriter
 from moe_jax.experts.config import LoRAConfig
 from moe_jax.loading import leaf_specs
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import LayerConfig
+from moe_jax.open_source import open_source
 from moe_jax.peft.base import own_leaves
 from moe_jax.peft.initial import initial_leaves
 from moe_jax.sharding import path_name
@@ -73,10 +74,10 @@ def compiled_once(tmp_path):
 
 def test_a_run_and_its_continuation_leave_an_adapter_directory(workplace, monkeypatch, capsys, compiled_once):
     monkeypatch.chdir(workplace)
-    before, losses = AdapterDirectory(Path("tuned")), []
+    before, losses = open_source(Path("tuned")), []
     for arguments in ((), ("--set", "train.steps=3", "--resume")):
         assert cli.main(["train", "recipe.toml", *arguments]) == 0
-        after = AdapterDirectory(Path("run/model"))
+        after = open_source(Path("run/model"))
         losses.append(json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["loss"])
         changed = {path for path in before.specs() if before.read(path).tobytes() != after.read(path).tobytes()}
         lora = {path for path in own_leaves(before.config) if "/q/lora/" in path}
@@ -94,7 +95,7 @@ def test_a_run_and_its_continuation_leave_an_adapter_directory(workplace, monkey
 
 
 def test_frozen_parameters_have_no_optimizer_state_and_keep_their_dtype(workplace):
-    source = AdapterDirectory(workplace / "tuned")
+    source = open_source(workplace / "tuned")
 
     def recipe_and_program(frozen_dtype):
         recipe = recipe_of(model=ModelSection(path=str(source.path), frozen_dtype=frozen_dtype))

@@ -7,7 +7,7 @@ import pytest
 
 import moe_jax.train
 from moe_jax.errors import InputError
-from moe_jax.train import strict
+from moe_jax.train import recipe_toml
 from moe_jax.train.recipe import (
     EvalSection,
     MeshSection,
@@ -60,7 +60,7 @@ def test_a_recipe_written_as_toml_reads_back_equal(good, tmp_path):
     recipe = load_recipe(good, ['run_dir=odd "name"\\', "optimizer.clip_norm=0", "data.epochs=2"])
     assert recipe.run_dir == 'odd "name"\\'
     written = tmp_path / "written.toml"
-    written.write_text(strict.to_toml(recipe))
+    written.write_text(recipe_toml.to_toml(recipe))
     assert load_recipe(written) == recipe
 
 

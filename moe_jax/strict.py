@@ -1,0 +1,181 @@
+"""Files of ours read strictly: unknown keys, missing keys and wrong types are errors, all reported together."""
+
+import dataclasses
+import datetime
+import json
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from moe_jax.errors import InputError, nearest, raise_if_any
+
+T = TypeVar("T")
+
+
+class _Words(NamedTuple):
+    """What a file format calls its containers."""
+
+    table: str
+    array: str
+
+
+_WORDS = {"TOML": _Words("a table", "an array"), "JSON": _Words("an object", "a list")}
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      InputError: if it is not JSON.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist")
+    try:
+        return json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not valid JSON: {error}") from None
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The content of a JSON file that must hold one object.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      InputError: if it is not JSON, or not an object.
+    """
+    data = read_json(file)
+    if not isinstance(data, dict):
+        raise InputError(f"{file} holds a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+def without_format(data: Mapping[str, Any], name: str, version: int, *, where: str) -> dict[str, Any]:
+    """Returns `data` without its keys `format` and `version`.
+
+    Raises:
+      InputError: unless these are `name` and `version`.
+    """
+    if data.get("format") != name:
+        raise InputError(f"{where} has no format {name!r}: it was not written by moe_jax, or is another kind of file")
+    if data.get("version") != version:
+        raise InputError(f"{where} has version {data.get('version')}, this library reads version {version}")
+    return {key: value for key, value in data.items() if key not in ("format", "version")}
+
+
+def parse(cls: type[T], table: Mapping[str, Any], *, where: str, language: Literal["TOML", "JSON"]) -> T:
+    """Builds `cls`, a dataclass whose fields may be dataclasses, from a parsed file.
+
+    Accepts fields of type bool, int, float (an integer is taken too), str, `Literal`, `X | None` (null in JSON),
+    `tuple[X, ...]` (an array), dataclasses (a table), unions of these, and `Mapping` (a table that is taken as it is).
+    Values that are dataclasses already are taken as they are.
+
+    Args:
+      cls: the dataclass.
+      table: what the file holds.
+      where: the file, put before every message.
+      language: of the file; messages use its words.
+
+    Raises:
+      InputError: one error that lists every unknown key, missing key and value of a wrong type by its key path,
+        and what the dataclasses' own checks (`InputError` from `__post_init__`) found.
+    """
+    reader = _Reader(_WORDS[language])
+    built = reader.build(cls, table, "")
+    raise_if_any(reader.problems, where)
+    return built
+
+
+class _Reader:
+    """Builds values and collects the problems found.
+
+    Attributes:
+      problems: one sentence each.
+    """
+
+    def __init__(self, words: _Words):
+        self.problems: list[str] = []
+        self._words = words
+
+    def build(self, cls: type, table: Mapping[str, Any], path: str) -> Any:
+        """The dataclass that a table describes; None if there is a problem."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        annotations = typing.get_type_hints(cls)
+        before = len(self.problems)
+        values = {}
+        for key, value in table.items():
+            if key not in fields:
+                self.problems.append(f"unknown key {path + key!r}{nearest(key, fields)}")
+            else:
+                values[key] = self._checked(annotations[key], value, path + key)
+        for name, field in fields.items():
+            has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+            if name not in table and not has_default:
+                self.problems.append(f"key {path + name!r} is missing, expected {self._describe(annotations[name])}")
+        if len(self.problems) > before:
+            return None
+        try:
+            return cls(**values)
+        except InputError as error:
+            self.problems.append(f"{path.rstrip('.')}: {error}" if path else str(error))
+            return None
+
+    def _checked(self, annotation: Any, value: Any, path: str) -> Any:
+        """Returns `value` as `annotation` wants it; otherwise notes the problem and returns None."""
+        option = next((option for option in _options(annotation) if _fits(option, value)), None)
+        if option is None:
+            hint = ""
+            if typing.get_origin(annotation) is Literal and isinstance(value, str):
+                hint = nearest(value, typing.get_args(annotation))
+            self.problems.append(f"{path}: expected {self._describe(annotation)}, got {self._show(value)}{hint}")
+            return None
+        if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+            return self.build(option, value, path + ".")
+        if typing.get_origin(option) is tuple:
+            item = typing.get_args(option)[0]
+            return tuple(self._checked(item, one, f"{path}[{i}]") for i, one in enumerate(value))
+        return float(value) if option is float else value
+
+    def _describe(self, annotation: Any) -> str:
+        options = [option for option in _options(annotation) if option is not type(None)]
+        if len(options) > 1:
+            return " or ".join(dict.fromkeys(map(self._describe, options)))
+        (option,) = options
+        if typing.get_origin(option) is Literal:
+            return "one of " + ", ".join(repr(arg) for arg in typing.get_args(option))
+        if typing.get_origin(option) is tuple:
+            return f"{self._words.array}, each item {self._describe(typing.get_args(option)[0])}"
+        words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+        return words.get(option, self._words.table)
+
+    def _show(self, value: Any) -> str:
+        if value is None:
+            return "null"
+        if isinstance(value, Mapping):
+            return self._words.table
+        kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: self._words.array.split()[1]}
+        kind = kinds.get(type(value), "date or time" if isinstance(value, datetime.date | datetime.time) else "value")
+        return f"the {kind} {json.dumps(value, ensure_ascii=False, default=str)}"
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union; a type that is none on its own."""
+    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _fits(option: Any, value: Any) -> bool:
+    """Whether a value is of this type, what is inside of tables and arrays aside."""
+    origin = typing.get_origin(option) or option
+    if origin is Literal:
+        return value in typing.get_args(option)
+    if origin is tuple:
+        return isinstance(value, list | tuple)
+    if dataclasses.is_dataclass(option):
+        return isinstance(value, (Mapping, option))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping)
+    # bool is a subclass of int: `steps = true` must not pass as 1.
+    return option is Any or type(value) is option or (option is float and type(value) is int)

@@ -1,0 +1,91 @@
+"""Recipes as TOML tables: overrides from the command line, and writing them back."""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_jax.errors import InputError
+
+
+def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns `table` with `a.b=value` overrides put in; values are TOML values, and anything else is a bare string.
+
+    Raises:
+      InputError: if an override is not of the form `key=value` or goes through something that is no table.
+    """
+    result = _copy(table)
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise InputError(f"--set {override}: expected KEY=VALUE, as in --set train.steps=100")
+        node = result
+        for depth, key in enumerate(keys[:-1]):
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise InputError(f"--set {override}: {'.'.join(keys[: depth + 1])} is a value and holds no keys")
+        node[keys[-1]] = _value(text.strip())
+    return result
+
+
+def to_toml(config: Any) -> str:
+    """Writes a dataclass as TOML that `strict.parse` reads back equal; fields that are None are left out."""
+    return "\n".join(_table_lines(config, "")) + "\n"
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Maps every key path of a dataclass (`train.steps`) to its value; arrays are values."""
+    flat = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{field.name}.")
+        else:
+            flat[prefix + field.name] = value
+    return flat
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _copy(node: Any) -> Any:
+    return {key: _copy(value) for key, value in node.items()} if isinstance(node, Mapping) else node
+
+
+def _table_lines(config: Any, prefix: str) -> list[str]:
+    plain, tables = [], []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None:
+            continue
+        if dataclasses.is_dataclass(value):
+            tables += ["", f"[{prefix}{field.name}]", *_table_lines(value, f"{prefix}{field.name}.")]
+        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+            for item in value:
+                tables += ["", f"[[{prefix}{field.name}]]", *_table_lines(item, f"{prefix}{field.name}.")]
+        else:
+            plain.append(f"{field.name} = {_toml_value(value)}")
+    return plain + tables
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + "".join(_escaped(character) for character in value) + '"'
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return str(value)
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    if ord(character) < 32 or ord(character) == 127:
+        return f"\\u{ord(character):04x}"
+    return character
