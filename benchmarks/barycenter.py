@@ -6,7 +6,7 @@ Needs POT beside the project: `pip install pot`. It is no dependency, and nothin
 
 DATA is a folder with `weights/stories260K/hf` and `text/tinyshakespeare/input.txt`: small MoEs are trained on it, of
 1024 neurons from random weights (gated, and plain with biases) and upcycled from stories260K, and kept in --work.
-MODELs are further model directories, such as `ders_quality.py` and `resmoe_quality.py` leave behind. Every MoE layer is
+MODELs are further model directories, such as `ders_quality.py` and `resmoe_quality.py` leave behind in their WORK. Every MoE layer is
 a set of clouds; the random sets come with any call.
 
 Every solver begins with the points of the first expert and runs to its end. POT works in float64 with enough iterations
@@ -36,7 +36,7 @@ import numpy as np
 
 from barycenters.clouds import QUICK_SETS, RANDOM_SETS, CloudSet, expert_sets, random_set
 from barycenters.others import ott_barycenter, ott_program, pot_barycenter
-from barycenters.report import write_report
+from barycenters.report import Results, Settings, write_report
 from barycenters.trained import trained_models
 from moe_jax.compress.alignment import entropic
 from moe_jax.compress.alignment.barycenter import free_support_barycenter
@@ -46,8 +46,6 @@ from moe_jax.open_source import open_source
 SOLVERS = ("alternation", "assignment", "auto")
 TOLERANCE = 1e-6
 MIXTRAL = (8, 14336, 12288)
-# What tells one set from another.
-DESCRIPTION = ("set", "E", "n", "D")
 
 
 def main() -> None:
@@ -69,21 +67,17 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "barycenter.json"
-    empty = {"sets": [], "solvers": list(options.solvers)}
-    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else empty
-    if results["solvers"] != empty["solvers"]:
-        raise SystemExit(f"{file} holds results of other solvers; choose another --out")
+    results = Results(options.out / "barycenter.json", Settings(list(options.solvers)))
     for clouds in all_sets(options):
-        if description(clouds) not in ({key: row[key] for key in DESCRIPTION} for row in results["sets"]):
-            results["sets"].append(compare(clouds, options.solvers))
-            print(json.dumps(results["sets"][-1]), flush=True)
-            file.write_text(json.dumps(results, indent=1) + "\n")
-    results["ott"] = ott_figures(*(4, 64, 24) if options.quick else (4, 512, 192))
-    results["memory"] = memory_figures()
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    print(write_report(results, options.out / "barycenter.md"))
-    worst = max(row[solver]["difference"] for row in results["sets"] for solver in options.solvers)
+        if results.get("sets", clouds.label) is None:
+            row = compare(clouds, options.solvers)
+            results.put("sets", clouds.label, value=row)
+            print(json.dumps(row), flush=True)
+    results.put("ott", value=ott_figures(*(4, 64, 24) if options.quick else (4, 512, 192)))
+    results.put("memory", value=memory_figures())
+    print(write_report(results, options.out))
+    rows = results.get("sets").values()
+    worst = max(row[solver]["difference"] for row in rows for solver in options.solvers)
     assert worst <= TOLERANCE, f"an objective is {worst:g} above POT's"
 
 
@@ -99,16 +93,12 @@ def all_sets(options: argparse.Namespace):
         yield from expert_sets(path.name, open_source(path))
 
 
-def description(clouds: CloudSet) -> dict[str, Any]:
-    return dict(zip(DESCRIPTION, (clouds.name, len(clouds.clouds), *clouds.clouds[0].shape), strict=True))
-
-
 def compare(cloud_set: CloudSet, solvers: Sequence[str]) -> dict[str, Any]:
     """One row: POT's objective and seconds, and of every solver the difference from it and its seconds."""
     name, clouds = cloud_set
     n, start = len(clouds[0]), clouds[0]
     pot = pot_barycenter(clouds, start)
-    row = description(cloud_set)
+    row: dict[str, Any] = {"set": name, "E": len(clouds), "n": n, "D": clouds[0].shape[1]}
     row["POT"] = {"objective": objective(clouds, pot.points), "seconds": pot.seconds}
     for solver in solvers:
         if solver == "auto":

@@ -1,11 +1,11 @@
 """Memory and speed of `moe-jax convert` and `moe-jax export` against `cp` on the same disk.
 
-    python benchmarks/convert.py [--folder FOLDER] [--layers 2]
+    python benchmarks/convert.py [--folder FOLDER] [--layers 2] [--out benchmarks/results]
 
 Writes a checkpoint with the shapes of Mixtral-8x7B but few layers (two: 6.2 GB) in bfloat16, copies it with `cp`,
 converts it, exports the result, and compares what came back with what went in. Each command is a process of its own,
 begins with nothing of its input in the page cache, and is timed until all it wrote is on the disk. Everything is
-removed at the end; meanwhile it takes four times the size of the checkpoint.
+removed at the end; meanwhile it takes four times the size of the checkpoint. OUT receives `convert.json`.
 
 Asked for: peak resident memory of at most 1.5 GB + 2 x the largest parameter of a layer, and half the speed of `cp`.
 """
@@ -23,6 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
+from evidence.layouts import CONVERT
+from evidence.results import RESULTS, Figures
 from moe_jax.convert import read_hf_config
 from moe_jax.convert.checkpoint_files import open_checkpoint
 from moe_jax.convert.families import family_named
@@ -54,36 +56,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: temporary files")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
+    figures = Figures("convert", options.out, writes=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="moe-jax-benchmark-") as name:
-        measure(Path(name), options.layers)
+        figures.put_rows(CONVERT.name, measure(Path(name), options.layers))
+    print(CONVERT.text(figures))
 
 
-def measure(folder: Path, layers: int) -> None:
-    """Runs the comparison in `folder` and prints it."""
+def measure(folder: Path, layers: int) -> list[list]:
+    """Runs the comparison in `folder`; returns the rows of the table."""
     foreign, copy, ours, back = (folder / name for name in ("foreign", "copy", "ours", "back"))
     largest = write_checkpoint(foreign, layers)
     size = sum(file.stat().st_size for file in foreign.iterdir())
     bound = 1.5 * GB + 2 * largest
     print(f"checkpoint {size / GB:.2f} GB, largest parameter of a layer {largest / GB:.2f} GB", flush=True)
+    rows: list[list] = []
 
     def cp() -> float:
         seconds, _ = timed(["cp", "-r", str(foreign), str(copy)], foreign)
         shutil.rmtree(copy)
-        print(f"{'cp':8} {seconds:6.1f} s  {size / GB / seconds:.2f} GB/s", flush=True)
+        rows.append(["`cp`", size / GB / seconds, None, None, None])
         return seconds
 
     before = cp()
     for command, source, target in (("convert", foreign, ours), ("export", ours, back)):
         seconds, peak = timed([sys.executable, "-m", "moe_jax.cli", command, str(source), str(target)], source)
         after = cp()  # disks and neighbours change their minds: each command stands between two copies
-        print(
-            f"{command:8} {seconds:6.1f} s  {size / GB / seconds:.2f} GB/s, {(before + after) / 2 / seconds:.2f} of cp "
-            f"(aim 0.5), peak memory {peak / GB:.2f} GB (bound {bound / GB:.2f})",
-            flush=True,
-        )
+        ratio = (before + after) / 2 / seconds
+        rows.insert(-1, [f"`moe-jax {command}`", size / GB / seconds, ratio, peak / GB, bound / GB])
         before = after
-    print("bit for bit the same after convert and export:", same_tensors(foreign, back))
+    print("bit for bit the same after convert and export:", same_tensors(foreign, back), flush=True)
+    return rows
 
 
 def write_checkpoint(folder: Path, layers: int) -> int:

@@ -1,6 +1,6 @@
 """One MoE layer with DeRS deltas against the dense FFN and against full experts: time, memory, decoding.
 
-    python benchmarks/ders_layer.py [--rounds 7] [--only time|memory|decode]
+    python benchmarks/ders_layer.py [--rounds 7] [--only time|memory|decode] [--out benchmarks/results]
 
 d 1024, f 2816 (gated), 8 experts, 4096 tokens, float32.
 
@@ -9,6 +9,8 @@ d 1024, f 2816 (gated), 8 experts, 4096 tokens, float32.
 - memory: what the compiled training step (gradient and AdamW) of the layer holds, from the compiler.
 - decode: one step of 1 and of 8 tokens, top-2: full experts against a base with quantised deltas; the bytes of
   parameters that have to be read, and the time.
+
+OUT receives `ders_layer.json`.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -25,6 +28,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from evidence.layouts import LAYER_MEMORY, LAYER_TIME, layer_decoding
+from evidence.results import RESULTS, Figures
 from moe_jax.experts import BankConfig, ExpertBank, FFNConfig, make_bank
 from moe_jax.functional.ffn import ffn
 from moe_jax.functional.routing import Routing, route
@@ -82,22 +87,22 @@ def bank_step(config: BankConfig, top_k: int) -> Callable[[], object]:
     return lambda: gradient(params, x, routing.weights, rest, routing.experts)
 
 
-def measure_time(rounds: int) -> None:
+def measure_time(figures: Figures, rounds: int) -> None:
     programs = {"dense FFN": dense_step()}
     programs |= {f"{name}, top-{k}": bank_step(config, k) for name, config in KINDS.items() for k in (1, 2, 4)}
     seconds = interleaved(programs, rounds)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     dense = median["dense FFN"]
     print(f"\nforward + backward, {TOKENS} tokens; times of the dense FFN ({1e3 * dense:.0f} ms)\n")
-    print("| experts | top-1 | top-2 | top-4 |\n|---|---|---|---|")
-    for name in KINDS:
-        ratios = (f"{median[f'{name}, top-{k}'] / dense:.2f}" for k in (1, 2, 4))
-        print(f"| {name} | {' | '.join(ratios)} |")
+    figures.put_rows(
+        LAYER_TIME.name, [[name, *(median[f"{name}, top-{k}"] / dense for k in (1, 2, 4))] for name in KINDS]
+    )
+    print(LAYER_TIME.text(figures))
 
 
-def measure_memory() -> None:
+def measure_memory(figures: Figures) -> None:
     print(f"\ntraining step (gradient, AdamW) of the layer, {TOKENS} tokens, top-2; MiB by the compiler\n")
-    print("| experts | parameters | parameters and AdamW | temporaries | peak |\n|---|---|---|---|---|")
+    rows = []
     optimizer = optax.adamw(1e-4)
     x, routing = inputs(TOKENS, 2)
     for name, config in KINDS.items():
@@ -116,7 +121,9 @@ def measure_memory() -> None:
         memory = lowered.compile().memory_analysis()
         count = sum(leaf.size for leaf in jax.tree.leaves(params))
         held, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-        print(f"| {name} | {count:,} | {held >> 20} | {temporary >> 20} | {(held + temporary) >> 20} |")
+        rows.append([name, count, held >> 20, temporary >> 20, (held + temporary) >> 20])
+    figures.put_rows(LAYER_MEMORY.name, rows)
+    print(LAYER_MEMORY.text(figures))
 
 
 def randomised(bank: ExpertBank) -> ExpertBank:
@@ -142,7 +149,7 @@ def bytes_read(bank: ExpertBank, experts_used: int) -> int:
     return base + own * experts_used // EXPERTS
 
 
-def measure_decode(rounds: int) -> None:
+def measure_decode(figures: Figures, rounds: int) -> None:
     kinds = {"full experts": BankConfig()}
     kinds |= {f"base + {b} bits": BankConfig(kind="quantized", bits=b, group_size=128) for b in (8, 4, 2, 1)}
     for tokens in (1, 8):
@@ -158,27 +165,29 @@ def measure_decode(rounds: int) -> None:
         median = {name: statistics.median(values) for name, values in seconds.items()}
         full = "full experts"
         print(f"\ndecoding {tokens} token(s), top-2, {used} experts used, float32\n")
-        print("| experts | MB read | of full | ms | of full |\n|---|---|---|---|---|")
+        rows = []
         for name, bank in banks.items():
             read, of_full = bytes_read(bank, used), bytes_read(banks[full], used)
-            print(
-                f"| {name} | {read / 1e6:.0f} | {read / of_full:.2f} "
-                f"| {1e3 * median[name]:.1f} | {median[name] / median[full]:.2f} |"
-            )
+            rows.append([name, read / 1e6, read / of_full, 1e3 * median[name], median[name] / median[full]])
+        table = layer_decoding(tokens)
+        figures.put_rows(table.name, rows)
+        print(table.text(figures))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=("time", "memory", "decode"))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
+    figures = Figures("ders_layer", options.out, writes=True)
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
     if options.only in (None, "time"):
-        measure_time(options.rounds)
+        measure_time(figures, options.rounds)
     if options.only in (None, "memory"):
-        measure_memory()
+        measure_memory(figures)
     if options.only in (None, "decode"):
-        measure_decode(options.rounds)
+        measure_decode(figures, options.rounds)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from ders.results import Results
-from ders.settings import KINDS, VANILLA, Settings
+from ders.settings import BASES, KINDS, METHODS, VANILLA, Settings
 
 
 def main() -> None:
@@ -44,6 +44,14 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=defaults.seq_len, help="tokens (default %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate, help="(default %(default)s)")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", choices=KINDS, default=list(KINDS), help="only these")
+    parser.add_argument(
+        "--compress-again",
+        nargs="*",
+        metavar="METHOD",
+        choices=METHODS,
+        help=f"measure these methods again, of {', '.join(METHODS)}; without any all of them and the models they start "
+        "from, which need not be those of the training table",
+    )
     parser.add_argument("--training-only", action="store_true", help="compress nothing")
     parser.add_argument("--report-only", action="store_true", help="run nothing, draw what there is")
     options = parser.parse_args()
@@ -55,6 +63,12 @@ def main() -> None:
     )
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results(options.out / "ders_quality.json", None if options.report_only else settings)
+    if options.compress_again is not None:
+        for base in BASES:
+            for method in options.compress_again or METHODS:
+                results.forget("compression", base, method)
+        if not options.compress_again:
+            results.forget("compressed")
     if not options.report_only:
         from ders.training import Task, train_kinds
 

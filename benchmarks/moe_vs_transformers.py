@@ -1,10 +1,11 @@
 """Forward and training step of a Mixtral-shaped model, against Transformers on the same weights in the same run.
 
-    python benchmarks/moe_vs_transformers.py [--rounds 5]
+    python benchmarks/moe_vs_transformers.py [--rounds 5] [--out benchmarks/results]
 
 d 512, f 1024, 4 layers, 8 experts, top-2, vocabulary 4096, 4 x 512 tokens, float32. A training step is loss,
 gradient and AdamW update. The two take turns, so that both see the same machine; the ratio of the best rounds is
-reported beside the medians. Needs torch and transformers (`pip install -e '.[test]'`).
+reported beside the medians. OUT receives `moe_vs_transformers.json`.
+Needs torch and transformers (`pip install -e '.[test]'`).
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -24,6 +26,8 @@ import torch
 import transformers
 from flax import nnx
 
+from evidence.layouts import MOE_VS_TRANSFORMERS
+from evidence.results import RESULTS, Figures
 from moe_jax.convert import HuggingFaceDirectory
 from moe_jax.functional.losses import next_token_loss
 from moe_jax.loading import load_model
@@ -117,8 +121,11 @@ def product_speed(size: int = 2048) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    rounds = options.rounds
+    figures = Figures("moe_vs_transformers", options.out, writes=True)
     tokens = np.random.default_rng(0).integers(0, 4096, (BATCH, LENGTH))
     with tempfile.TemporaryDirectory() as folder:
         theirs = transformers_steps(transformers_model(folder), tokens)
@@ -129,7 +136,9 @@ def main() -> None:
     difference = np.max(np.abs(theirs[0]() - ours[0]()))
     print(f"largest difference of logits: {difference:.2e}")
     assert difference < 1e-3, "the two models do not compute the same thing"
-    for name, one, other in (("forward", ours[0], theirs[0]), ("training", ours[1], theirs[1])):
+    rows = []
+    training = "training step (loss, gradient, AdamW)"
+    for name, one, other in (("forward", ours[0], theirs[0]), (training, ours[1], theirs[1])):
         # Twice: the second step's arrays are already on the device, for which JAX compiles once more.
         for _ in range(2):
             one(), other()
@@ -140,10 +149,10 @@ def main() -> None:
                 run()
                 seconds[who].append(time.perf_counter() - begin)
         (our_best, our_median), (their_best, their_median) = (best_and_median(s) for s in seconds.values())
-        print(f"{name}: tokens/s, median (best) of {rounds} rounds")
-        print(f"  moe_jax      {our_median:6.0f} ({our_best:.0f})")
-        print(f"  transformers {their_median:6.0f} ({their_best:.0f})")
-        print(f"  ratio        {our_median / their_median:6.2f} ({our_best / their_best:.2f})")
+        ratios = [our_median / their_median, our_best / their_best]
+        rows.append([name, [our_median, our_best], [their_median, their_best], ratios])
+    figures.put_rows(MOE_VS_TRANSFORMERS.name, rows)
+    print(MOE_VS_TRANSFORMERS.text(figures))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """What a training step with adapters costs: memory from the compiler, time in turns.
 
-    python benchmarks/peft_step.py [--rounds 7] [--only step|linear]
+    python benchmarks/peft_step.py [--rounds 5] [--only step|linear] [--out benchmarks/results]
 
 - step: a decoder of 4 layers, d 512, 8 experts of width 1024, top-2, 1024 tokens, float32, AdamW. Full fine-tuning;
   LoRA beside all kernels of attention and experts, and the same function with every kernel made as W + AB before it is
   used; PERFT; LoRA over NF4 kernels. All take turns; ratios are of medians.
 - linear: the gradient of one map [2048, 2048] with LoRA over 1024 tokens, to its factors and its input, at ranks 2 to
   512: operations and memory that come on top of the plain map's, beside those of W + AB.
+
+OUT receives `peft_step.json`.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import dataclasses
 import os
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,6 +27,8 @@ import optax
 from flax import nnx
 
 from ders_layer import interleaved
+from evidence.layouts import PEFT_LINEAR, PEFT_STEP
+from evidence.results import RESULTS, Figures
 from moe_jax.experts.linear import Linear
 from moe_jax.functional.losses import next_token_loss
 from moe_jax.models import (
@@ -125,30 +130,30 @@ class Step:
         return self._state
 
 
-def measure_step(rounds: int) -> None:
+def measure_step(figures: Figures, rounds: int) -> None:
     steps: dict[str, Step] = {
         "full fine-tuning": Step(BASE),
-        "LoRA on all kernels": Step(lora_config()),
+        "LoRA on all kernels of attention and experts": Step(lora_config()),
         "the same, W + AB made": Step(lora_config(), add_up=True),
         "LoRA over NF4": Step(lora_config(nf4=True)),
         "PERFT-E": Step(perft_config("embedded", 8)),
-        "PERFT-R 8/2": Step(perft_config("routed", 8, 2)),
+        "PERFT-R, 8 adapters, 2 for a token": Step(perft_config("routed", 8, 2)),
         "PERFT-S": Step(perft_config("single", 1)),
     }
     programs: dict[str, Callable[[], object]] = dict(steps)
     seconds = {name: statistics.median(values) for name, values in interleaved(programs, rounds).items()}
     full = steps["full fine-tuning"]
     print(f"\ntraining step, {BATCH * LENGTH} tokens, rank {RANK}; MiB by the compiler, times of full fine-tuning\n")
-    print("| | trained | held | temporaries | peak, of full | time, of full |\n|---|---|---|---|---|---|")
+    rows = []
     for name, step in steps.items():
         peak = (step.held + step.temporary) / (full.held + full.temporary)
-        print(
-            f"| {name} | {step.trained:,} | {step.held >> 20} | {step.temporary >> 20} | {peak:.2f} "
-            f"| {seconds[name] / seconds['full fine-tuning']:.2f} |"
-        )
+        ratio = seconds[name] / seconds["full fine-tuning"]
+        rows.append([name, step.trained, step.held >> 20, step.temporary >> 20, peak, ratio])
+    figures.put_rows(PEFT_STEP.name, rows)
+    print(PEFT_STEP.text(figures))
 
 
-def measure_linear() -> None:
+def measure_linear(figures: Figures) -> None:
     width, tokens = 2048, 1024
     x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
 
@@ -166,24 +171,28 @@ def measure_linear() -> None:
 
     plain_flops, plain_memory = compiled(None, False)
     print(f"\ngradient of one map [{width}, {width}], {tokens} tokens: on top of the plain map's\n")
-    print("| rank | GFLOP | W + AB: GFLOP | MiB | W + AB: MiB |\n|---|---|---|---|---|")
+    rows = []
     for rank in (2, 8, 32, 128, 512):
         (flops, memory), (made_flops, made_memory) = compiled(rank, False), compiled(rank, True)
         extra = [(f - plain_flops) / 1e9 for f in (flops, made_flops)]
         mib = [(m - plain_memory) / 2**20 for m in (memory, made_memory)]
-        print(f"| {rank} | {extra[0]:.2f} | {extra[1]:.2f} | {mib[0]:.1f} | {mib[1]:.1f} |")
+        rows.append([rank, *extra, *mib])
+    figures.put_rows(PEFT_LINEAR.name, rows)
+    print(PEFT_LINEAR.text(figures))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("step", "linear"))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
+    figures = Figures("peft_step", options.out, writes=True)
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
     if options.only in (None, "linear"):
-        measure_linear()
+        measure_linear(figures)
     if options.only in (None, "step"):
-        measure_step(options.rounds)
+        measure_step(figures, options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """One layer of Mixtral-8x7B's true shape through `moe-jax compress --method resmoe`: time, memory, bytes, errors.
 
-    python benchmarks/resmoe_mixtral_layer.py [--dtype bfloat16] [--noise 0.5] [--folder DIR] [-- OPTIONS]
+    python benchmarks/resmoe_mixtral_layer.py [--dtype bfloat16] [--noise 0.5] [--folder DIR] [--out benchmarks/results]
+        [-- OPTIONS]
 
 8 experts of 14336 neurons, design width 12 288. The layer is synthetic: a common expert, to which each adds noise
 of its own (`--noise`: its norm in parts of the common one's) and an order of its own of the neurons. What the objective
 is in the right orders is known, and compared with what is found. The layer is written to the disk as a model directory
 (5.6 GB in float32) and compressed by the command itself in another process, whose greatest resident memory is reported.
 OPTIONS go to the command, by default --keep 0.25 with the refit. Aim: under 40 minutes on 2 cores, at most 16 GB.
+OUT receives `resmoe_mixtral_layer.json`.
 """
 
 import argparse
@@ -25,6 +27,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import ml_dtypes
 import numpy as np
 
+from evidence.layouts import MIXTRAL_LAYER
+from evidence.results import RESULTS, Figures
 from moe_jax.loading import leaf_specs
 from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
@@ -90,8 +94,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--noise", type=float, default=0.5)
     parser.add_argument("--folder", type=Path, help="for the models, 10 GB; a temporary one by default")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("options", nargs="*", help="of moe-jax compress")
     options = parser.parse_args()
+    figures = Figures("resmoe_mixtral_layer", options.out, writes=True)
     orders = np.stack([np.random.default_rng(expert).permutation(NEURONS) for expert in range(EXPERTS)])
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
@@ -110,9 +116,20 @@ def main() -> None:
         seconds = time.monotonic() - began
         layer = json.loads(printed.splitlines()[0])
         print(json.dumps(layer, indent=2))
-        print(f"{seconds / 60:.1f} minutes (aim 40), {max(peak) / 1e9:.2f} GB at most (aim 16)")
-        ratio = layer["objective"] / expected_objective(options.noise)
-        print(f"objective {ratio:.4f} of what the planted orders give on average (1 where they are found)")
+        rows = [
+            ["minutes", round(seconds / 60, 1), 40],
+            ["greatest resident memory, GB", round(max(peak) / 1e9, 2), 16],
+            ["rounds of alignment until it converged", layer["rounds"] if layer["converged"] else None, None],
+            [
+                "objective, in parts of what the planted orders give",
+                round(layer["objective"] / expected_objective(options.noise), 4),
+                1,
+            ],
+            ["experts on the disk before, GB", round(layer["bytes_before"] / 1e9, 2), None],
+            ["experts on the disk after, GB", round(layer["bytes_after"] / 1e9, 2), None],
+        ]
+        figures.put_rows(MIXTRAL_LAYER.name, rows)
+        print(MIXTRAL_LAYER.text(figures))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -43,6 +43,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default %(default)s)")
     parser.add_argument("--origins", nargs="+", metavar="ORIGIN", choices=ORIGINS, default=list(ORIGINS))
     parser.add_argument("--variants", nargs="+", metavar="VARIANT", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--again",
+        nargs="+",
+        metavar="VARIANT",
+        choices=VARIANTS,
+        default=[],
+        help="measure these variants again, with the models in WORK, which must be those of the results",
+    )
     parser.add_argument("--training-only", action="store_true", help="compress nothing")
     parser.add_argument("--report-only", action="store_true", help="run nothing, draw what there is")
     options = parser.parse_args()
@@ -58,6 +66,9 @@ def main() -> None:
         if not options.training_only:
             from resmoe.compression import compress_models, describe_models
 
+            for origin in options.origins:
+                for variant in options.again:
+                    results.forget("compression", origin, variant)
             describe_models(task, results, origins)
             compress_models(task, results, origins, options.variants)
 

@@ -19,6 +19,12 @@ class CloudSet(NamedTuple):
     name: str
     clouds: list[Float[np.ndarray, "n D"]]
 
+    @property
+    def label(self) -> str:
+        """Tells it from other sets."""
+        n, dim = self.clouds[0].shape
+        return f"{self.name}, E {len(self.clouds)}, n {n}, D {dim}"
+
 
 class RandomSet(NamedTuple):
     """What a random set is made of: gated experts of model width d have D = 3 d, plain ones with biases 2 d + 1."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ders.results import Results
-from ders.settings import BASES, BITS, DROPS, NO_DELTAS, VANILLA
+from ders.settings import BASES, METHODS, NO_DELTAS
 from ders.training import Task
 from moe_jax.compress import Method, make_method
 from moe_jax.loading import load_model
@@ -19,13 +19,27 @@ from moe_jax.sharding import path_name
 from quality.compression import compressed
 from quality.scoring import Scorer
 
+# Losses of one model differ by rounding alone.
+_SAME = 1e-5
+
 
 def compress_models(task: Task, results: Results) -> None:
     """Does the compressions that are not in the results yet. The trained vanilla models must be there."""
     score = Scorer(task.held_out, task.settings.seq_len)
+    for seed in task.seeds:
+        # Not the loss of the training table, whose models may be others than those in the folder now.
+        loss = score(load_model(ModelDirectory(task.vanilla(seed))))
+        there = results.get("compressed", str(seed))
+        if there is None:
+            results.put("compressed", str(seed), value={"loss": loss})
+        elif abs(there["loss"] - loss) > _SAME:
+            raise SystemExit(
+                f"the vanilla model of seed {seed} in the folder of models has held-out loss {loss:.6f}, that of the "
+                f"results had {there['loss']:.6f}: compress all again with --compress-again"
+            )
     jobs = [
         (name, value, base, seed)
-        for name, values in all_methods().items()
+        for name, values in METHODS.items()
         for value in values
         # Seeds outside the bases: what is kept by chance has another size for every seed, but not for every base.
         for seed in task.seeds
@@ -40,18 +54,13 @@ def compress_models(task: Task, results: Results) -> None:
             result = {"loss": score(without_deltas(source, dense))}
         else:
             result = _compressed(source, dense, _method(name, value, seed), score)
-        result["added_loss"] = result["loss"] - results.get("training", VANILLA, str(seed))["loss"]
+        result["added_loss"] = result["loss"] - results.get("compressed", str(seed))["loss"]
         results.put("compression", base, name, value, str(seed), value=result)
         print(
             f"[{number}/{len(jobs)}] {name} {value}, base {base}, seed {seed}: held-out loss {result['loss']:.4f} "
             f"({result['added_loss']:+.4f})",
             flush=True,
         )
-
-
-def all_methods() -> dict[str, Iterable[str]]:
-    """What is tried: the name of a method, and its values as they stand in the results."""
-    return {NO_DELTAS: ("",), "drop": DROPS, "drop, largest kept": DROPS, "bits": BITS}
 
 
 def _method(name: str, value: str, seed: int) -> Method:

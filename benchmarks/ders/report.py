@@ -13,14 +13,24 @@ from quality.spread import mean_and_spread
 
 def write_report(results: Results, out: Path) -> str:
     """Writes `ders_quality.md` and the plots; returns the Markdown."""
-    sections = [_training_table(results), _compression_tables(results), _origin_line(results), _drop_noise(results)]
-    text = "\n\n".join(section for section in sections if section) + "\n"
+    text = report(results)
     (out / "ders_quality.md").write_text(text)
     if losses(results, DENSE):
         plot_training(results, out / "ders_quality_training.png")
     if results.get("compression"):
         plot_compression(results, out / "ders_quality_compression.png")
     return text
+
+
+def report(results: Results) -> str:
+    """The Markdown."""
+    sections = {
+        "Training": [_training_table(results)],
+        "Compression of the trained vanilla model": [_compression_tables(results), _origin_line(results)],
+        "What random drops add": [_drop_noise(results)],
+    }
+    filled = {title: "\n\n".join(filter(None, content)) for title, content in sections.items()}
+    return "\n\n".join(f"## {title}\n\n{content}" for title, content in filled.items() if content) + "\n"
 
 
 def _training_table(results: Results) -> str:
@@ -72,7 +82,7 @@ def _compression_tables(results: Results) -> str:
             cells = [_signed(added_losses(results, base, method, value)) for base in BASES]
             if any(cells):
                 rows.append(f"| {label.format(value)} | {_kept(results, method, value)} | {' | '.join(cells)} |")
-    vanilla = losses(results, VANILLA)
+    vanilla = {seed: run["loss"] for seed, run in (results.get("compressed") or {}).items()}
     note = (
         "What compression adds to the held-out loss of the trained vanilla model "
         f"({mean_and_spread(vanilla.values())}), seed by seed. Bytes are on disk, in parts of float32 experts."

@@ -10,6 +10,8 @@ BASES = ("dense model", "mean of experts")
 DROPS = ("0.2", "0.4", "0.6", "0.8", "0.9", "0.95", "0.99")
 BITS = ("8", "4", "2", "1")
 NO_DELTAS = "no deltas"
+# The name of a compression, and its values as they stand in the results.
+METHODS = {NO_DELTAS: ("",), "drop": DROPS, "drop, largest kept": DROPS, "bits": BITS}
 
 
 @dataclasses.dataclass(frozen=True)

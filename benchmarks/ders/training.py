@@ -182,7 +182,8 @@ def train_kinds(task: Task, results: Results, kinds: Iterable[str]) -> None:
         if trainer_of != name:
             trainer, trainer_of = Trainer(task, model), name
         result = trainer.run(model, seed, task.vanilla(seed) if name == VANILLA else None)
-        results.put("training", name, str(seed), value=result)
+        if results.get("training", name, str(seed)) is None:
+            results.put("training", name, str(seed), value=result)
         print(
             f"[{number}/{len(open_runs)}] {name}, seed {seed}: held-out loss {result['start_loss']:.4f} -> "
             f"{result['loss']:.4f} in {result['seconds']:.0f} s",

@@ -21,6 +21,9 @@ from resmoe.settings import ORIGINS, Origin
 from resmoe.training import Task
 from resmoe.variants import VARIANTS, Variant, values_for
 
+# Losses of one model differ by rounding alone.
+_SAME = 1e-5
+
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
@@ -58,13 +61,19 @@ def describe_models(task: Task, results: Results, origins: Iterable[Origin]) -> 
     for origin in origins:
         for seed in task.seeds:
             place = "models", origin.name, str(seed)
-            if results.get(*place) is not None:
-                continue
             model = task.model(origin, seed)
+            loss, there = score(load_model(model)), results.get(*place)
+            if there is not None:
+                if abs(there["loss"] - loss) > _SAME:
+                    raise SystemExit(
+                        f"{origin.name}, seed {seed}: the model in the folder of models has held-out loss {loss:.6f}, "
+                        f"that of the results had {there['loss']:.6f}: choose another --out, and measure all again"
+                    )
+                continue
             experts = [designs(model, layer) for layer in model.config.moe_layers]
             pairs = [cosines(layer) for layer in experts]
             result = {
-                "loss": score(load_model(model)),
+                "loss": loss,
                 "params": count_parameters(model.specs().values()),
                 "expert_params": sum(layer.size for layer in experts),
                 "cosine": [as_is for as_is, _ in pairs],

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from evidence.tables import markdown
 from quality.spread import mean, mean_and_spread
 from resmoe.findings import byte_findings, check_findings, error_findings, refit_findings
 from resmoe.plots import plot_bytes, plot_curves
@@ -30,7 +31,18 @@ _NAME = "resmoe_quality"
 
 def write_report(results: Results, out: Path) -> str:
     """Writes `resmoe_quality.md` and the plots; returns the Markdown."""
-    large = [origin.name for origin in ORIGINS.values() if origin.num_experts == 8 and seeds_of(results, origin.name)]
+    text = report(results)
+    (out / f"{_NAME}.md").write_text(text)
+    drawn = [origin for origin in _large(results) if results.get("compression", origin)]
+    if drawn:
+        plot_curves(results, drawn, out / f"{_NAME}_curve.png")
+        plot_bytes(results, drawn, out / f"{_NAME}_bytes.png")
+    return text
+
+
+def report(results: Results) -> str:
+    """The Markdown."""
+    large = _large(results)
     every = [name for name in ORIGINS if seeds_of(results, name)]
     sections = [
         _models(results, every),
@@ -40,13 +52,11 @@ def write_report(results: Results, out: Path) -> str:
         _byte_table(results, large),
         _checks(results, every),
     ]
-    text = "\n\n".join(section for section in sections if section) + "\n"
-    (out / f"{_NAME}.md").write_text(text)
-    drawn = [origin for origin in large if results.get("compression", origin)]
-    if drawn:
-        plot_curves(results, drawn, out / f"{_NAME}_curve.png")
-        plot_bytes(results, drawn, out / f"{_NAME}_bytes.png")
-    return text
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _large(results: Results) -> list[str]:
+    return [origin.name for origin in ORIGINS.values() if origin.num_experts == 8 and seeds_of(results, origin.name)]
 
 
 def _models(results: Results, origins: Sequence[str]) -> str:
@@ -199,6 +209,4 @@ def _perplexity(values: Iterable[float]) -> str:
 
 
 def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], note: str) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    lines.insert(1, "|---" * len(head) + "|")
-    return "\n".join([f"## {title}", "", *lines, "", note])
+    return f"## {title}\n\n{markdown(head, rows)}\n\n{note}"

@@ -3,15 +3,16 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from evidence.tables import markdown
 from quality.spread import mean_and_spread
 from tuning.checks import check_findings
 from tuning.findings import tuned_findings, upcycled_findings
-from tuning.kinds import DENSE, KINDS, VANILLA
+from tuning.kinds import DENSE, DENSE_LORA, KINDS, VANILLA
 from tuning.plots import plot_tuned, plot_upcycled
 from tuning.results import Results
-from tuning.summary import difference, losses, runs
+from tuning.summary import curve, difference, losses, points, runs
 from tuning.texts import DOMAINS
-from tuning.variants import FAMILIES, FULL, Variant, variants
+from tuning.variants import FAMILIES, FULL, LORA_QV, LORA_ROUTER, D, E, R, S, Variant, variants
 
 _NAME = "peft_quality"
 _SHAKESPEARE = "shakespeare"
@@ -20,22 +21,33 @@ _LOSS = "mean ± standard deviation over {} seeds, held-out loss in nats per tok
 
 def write_report(results: Results, out: Path) -> str:
     """Writes `peft_quality.md` and the plots; returns the Markdown."""
-    domains = [name for name in DOMAINS if results.get("tuned", name)]
-    sections = [
-        _upcycled_table(results),
-        _bases(results),
-        _tuned_table(results, domains),
-        *(_section(f"Against the paper: {name}", tuned_findings(results, name)) for name in domains),
-        _section("Checks", check_findings(results)),
-    ]
-    text = "\n\n".join(section for section in sections if section)
-    text = f"{text}\n" if text else ""
+    text, domains = report(results), _domains(results)
     (out / f"{_NAME}.md").write_text(text)
     if results.get("upcycled", _SHAKESPEARE):
         plot_upcycled(results, out / f"{_NAME}_pesc.png")
     if domains:
         plot_tuned(results, domains, out / f"{_NAME}_perft.png")
     return text
+
+
+def report(results: Results) -> str:
+    """The Markdown; empty if there are no results."""
+    domains = _domains(results)
+    sections = [
+        _upcycled_table(results),
+        _bases(results),
+        _tuned_table(results, domains),
+        *(_section(f"Against the paper: {name}", tuned_findings(results, name)) for name in domains),
+        _section("Checks", check_findings(results)),
+        _section("PESC in brief", _pesc_in_brief(results)),
+        _section("PERFT in brief", _perft_in_brief(results, domains)),
+    ]
+    text = "\n\n".join(section for section in sections if section)
+    return f"{text}\n" if text else ""
+
+
+def _domains(results: Results) -> list[str]:
+    return [name for name in DOMAINS if results.get("tuned", name)]
 
 
 def _upcycled_table(results: Results) -> str:
@@ -68,7 +80,7 @@ def _upcycled_table(results: Results) -> str:
         "in the JSON) on a validation text, with a seed of its own; QLoRA's is LoRA's, width 64 has that of 8."
     )
     head = ["model", "trained parameters", "learning rate", "held-out loss", "against dense", "against vanilla"]
-    table = _table(head, rows)
+    table = markdown(head, rows)
     return _section("stories260K to PESC", "\n\n".join(filter(None, (table, note, upcycled_findings(results)))))
 
 
@@ -84,7 +96,7 @@ def _bases(results: Results) -> str:
         f"trained {settings.base_steps} steps of {settings.base_batch_size} x {settings.seq_len} tokens on TinyStories "
         "and TinyShakespeare. Held-out loss before it is tuned."
     )
-    return _section("The MoEs that are tuned", f"{_table(texts, rows)}\n\n{note}")
+    return _section("The MoEs that are tuned", f"{markdown(texts, rows)}\n\n{note}")
 
 
 def _tuned_table(results: Results, domains: Sequence[str]) -> str:
@@ -115,7 +127,67 @@ def _tuned_table(results: Results, domains: Sequence[str]) -> str:
         "small, middling and large ranks of every family."
     )
     head = ["variant", "trained", "active", "learning rate", *domains]
-    return _section("PERFT beside a trained MoE", f"{_table(head, rows)}\n\n{note}")
+    return _section("PERFT beside a trained MoE", f"{markdown(head, rows)}\n\n{note}")
+
+
+def _pesc_in_brief(results: Results) -> str:
+    """Every kind in as few rows as there are widths."""
+    groups = {
+        "dense / dense with LoRA": [DENSE, DENSE_LORA],
+        "vanilla MoE": [VANILLA],
+        **{
+            f"PESC a={width}: rest full / LoRA / QLoRA / frozen": [
+                f"PESC {width}, rest {rest}" for rest in ("full", "LoRA", "QLoRA", "frozen")
+            ]
+            for width in (8, 64)
+        },
+    }
+    rows = []
+    for label, names in groups.items():
+        found = [runs(results, "upcycled", _SHAKESPEARE, name) for name in names]
+        if all(found):
+            first = [next(iter(by_seed.values())) for by_seed in found]
+            rows.append(
+                [
+                    label,
+                    " / ".join(f"{run['trained_params']:,}" for run in first),
+                    " / ".join(f"{run['learning_rate']:g}" for run in first),
+                    " / ".join(mean_and_spread((run["loss"] for run in by_seed.values()), ".3f") for by_seed in found),
+                ]
+            )
+    return markdown(["model", "trained", "learning rate", "loss"], rows) if rows else ""
+
+
+def _perft_in_brief(results: Results, domains: Sequence[str]) -> str:
+    """The main variants over their ranks."""
+    settings, rows = results.settings, []
+    lines = {
+        f"R, 8 adapters, {settings.top_k} for a token": (R, 8),
+        "E": (E, settings.num_experts),
+        "D, 2 adapters": (D, 2),
+        "D, 8 adapters": (D, 8),
+        "S": (S, 1),
+        "LoRA on q, v": (LORA_QV, 1),
+        "LoRA on the router": (LORA_ROUTER, 1),
+        "full fine-tuning": (FULL, 1),
+    }
+    by_domain = [points(results, domain) for domain in domains]
+    for label, (family, experts) in lines.items():
+        found = [curve(every, family, experts, settings) for every in by_domain]
+        # The ranks between stand in the table of all variants.
+        found = [[point for point in line if point.variant.rank not in (4, 16)] for line in found]
+        if not found or not all(found):
+            continue
+        ranks = " / ".join(str(point.variant.rank) for point in found[0] if point.variant.rank)
+        rows.append(
+            [
+                f"{label}, r = {ranks}" if ranks else label,
+                " / ".join(f"{point.active:,}" for point in found[0] if point.active),
+                " / ".join(f"{point.rate:g}" for point in found[0]),
+                *(" / ".join(f"{point.mean:.3f}" for point in line) for line in found),
+            ]
+        )
+    return markdown(["variant", "active", "learning rate", *domains], rows) if rows else ""
 
 
 def _ordered(every: Iterable[Variant]) -> list[Variant]:
@@ -125,12 +197,6 @@ def _ordered(every: Iterable[Variant]) -> list[Variant]:
         return families.index(variant.family), variant.parallel, variant.experts, variant.top_k or 0, variant.rank
 
     return sorted(every, key=place)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    lines.insert(1, "|---" * len(head) + "|")
-    return "\n".join(lines)
 
 
 def _section(title: str, content: str) -> str:

@@ -1,0 +1,97 @@
+"""Memory of the training steps of the recipes for TPU slices, by the TPU compiler; no TPU is needed.
+
+    python benchmarks/compiled_steps.py [--only RECIPE ...] [--out benchmarks/results]
+
+Each is what `moe-jax train RECIPE --compile-only --topology TOPOLOGY --config CONFIG --json` says, in a process of its
+own, and takes minutes. Needs libtpu (`pip install -e '.[test]'`), which runs on x86 Linux. OUT receives
+`compiled_steps.json`; the comments of the recipes quote it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evidence.layouts import COMPILED
+from evidence.results import RESULTS, Figures
+from evidence.stamp import ROOT
+
+RECIPES = ROOT / "train" / "recipes"
+GIB = 2**30
+
+
+class Step(NamedTuple):
+    """Attributes:
+    recipe, config: names of files without their endings.
+    topology: of the slice.
+    experts: what the table calls the experts.
+    bank: what replaces the bank of the config; None: nothing.
+    options: of the command.
+    """
+
+    recipe: str
+    config: str
+    topology: str
+    experts: str
+    bank: dict[str, Any] | None = None
+    options: tuple[str, ...] = ()
+
+
+_LLAMA = ("llama2_7b_low_rank_v5e_4x4", "llama2_7b_low_rank", "v5e:4x4")
+STEPS = (
+    Step("mixtral_8x7b_v5p_4x4x4", "mixtral_8x7b", "v5p:4x4x4", "full"),
+    Step(*_LLAMA, "low-rank deltas, rank 16"),
+    Step(*_LLAMA, "sparse deltas, rate 0.99", {"kind": "sparse", "rate": 0.99}),
+    Step(*_LLAMA, "2-bit deltas, groups of 128", {"kind": "quantized", "bits": 2, "group_size": 128}),
+    Step("camelidae_8x7b", "camelidae_8x7b", "v5e:2x4", "PESC over NF4", None, ("--set", "mesh.fsdp=8")),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    names = sorted({step.recipe for step in STEPS})
+    parser.add_argument("--only", nargs="+", metavar="RECIPE", choices=names, default=names, help="leave the others")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    figures = Figures("compiled_steps", options.out, writes=True)
+    there = {tuple(row[:3]): row for row in (figures.get("tables", COMPILED.name) or {"rows": []})["rows"]}
+    for step in STEPS:
+        if step.recipe in options.only:
+            there[step.recipe, step.experts, step.topology] = row(step)
+            print(there[step.recipe, step.experts, step.topology], flush=True)
+    keys = [(step.recipe, step.experts, step.topology) for step in STEPS]
+    figures.put_rows(COMPILED.name, [there[key] for key in keys if key in there])
+    print(COMPILED.text(figures))
+
+
+def row(step: Step) -> list[Any]:
+    """Compiles a step; returns its row of the table."""
+    with tempfile.TemporaryDirectory() as name:
+        config = json.loads((RECIPES / "configs" / f"{step.config}.json").read_text())
+        if step.bank is not None:
+            replace_banks(config, step.bank)
+        file = Path(name) / "config.json"
+        file.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "moe_jax.cli", "train", RECIPES / f"{step.recipe}.toml", "--compile-only"]
+        command += ["--topology", step.topology, "--config", file, *step.options, "--json"]
+        done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        raise SystemExit(f"{step.recipe} was not compiled")
+    sizes = json.loads(done.stdout)["bytes"]
+    return [step.recipe, step.experts, step.topology, *(sizes[name] / GIB for name in ("arguments", "total", "hbm"))]
+
+
+def replace_banks(node: Any, bank: dict[str, Any]) -> None:
+    """Puts another bank in place of every one in a config."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key == "bank":
+            node[key] = bank
+        else:
+            replace_banks(value, bank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""How the tables of the programs that need no report of their own look."""
+
+from evidence.tables import Table
+
+CONVERT = Table(
+    "commands",
+    ("command, in this order", "GB/s", "of the `cp` before and after (aim 0.5)", "peak memory, GB", "bound, GB"),
+    ("{}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}"),
+)
+MOE_VS_TRANSFORMERS = Table(
+    "speed",
+    ("tokens per second, median (best)", "moe_jax", "Transformers", "ratio (aim 1.5)"),
+    ("{}", "{:.0f} ({:.0f})", "{:.0f} ({:.0f})", "{:.2f} ({:.2f})"),
+)
+UPCYCLED = Table("models", ("model", "parameters added", "held-out loss"), ("{}", "{:,}", "{:.4f}"))
+LAYER_TIME = Table("time", ("experts", "top-1", "top-2", "top-4"), ("{}", "{:.2f}", "{:.2f}", "{:.2f}"))
+LAYER_MEMORY = Table(
+    "memory",
+    ("experts", "parameters", "parameters and AdamW", "temporaries", "peak"),
+    ("{}", "{:,}", "{:.0f}", "{:.0f}", "{:.0f}"),
+)
+
+
+def layer_decoding(tokens: int) -> Table:
+    """Decoding of so many tokens."""
+    head = ("experts", "MB read", "of full", "ms", "of full")
+    return Table(f"decode {tokens}", head, ("{}", "{:.0f}", "{:.2f}", "{:.1f}", "{:.2f}"))
+
+
+MIXTRAL_LAYER = Table("layer", ("", "measured", "aim"), ("{}", "{:g}", "{:g}"))
+PEFT_STEP = Table(
+    "step",
+    ("", "trained", "held, MiB", "temporaries, MiB", "peak, of full", "time, of full"),
+    ("{}", "{:,}", "{:.0f}", "{:.0f}", "{:.2f}", "{:.2f}"),
+)
+PEFT_LINEAR = Table(
+    "linear",
+    ("rank", "GFLOP", "W + AB made: GFLOP", "MiB", "W + AB made: MiB"),
+    ("{}", "{:.2f}", "{:.2f}", "{:.0f}", "{:.0f}"),
+)
+COMPILED = Table(
+    "steps",
+    ("recipe", "experts", "TPU slice", "parameters and optimizer, GiB per chip", "in all, GiB per chip", "of"),
+    ("{}", "{}", "{}", "{:.1f}", "{:.1f}", "{:.0f}"),
+)

@@ -1,0 +1,201 @@
+"""The sections of BENCHMARKS.md: what makes each again, where its figures are kept, and what code they depend on."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import barycenters.report
+import ders.report
+import ders.results
+import resmoe.report
+import resmoe.results
+import tuning.report
+import tuning.results
+from evidence import layouts
+from evidence.results import RESULTS, Figures, ResultsFile
+from evidence.tables import Table, tables_of
+
+# What a training step runs through.
+_MODEL = ("moe_jax/functional", "moe_jax/experts", "moe_jax/nn", "moe_jax/models")
+_TRAINING = (*_MODEL, "moe_jax/upcycle", "train")
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A section of BENCHMARKS.md.
+
+    Attributes:
+      name: of the file of results, and of the section's blocks.
+      command: makes all its figures again, in the root of a checkout; DATA is the folder that the program describes.
+      sources: files and folders that the figures depend on; what only writes tables is not among them.
+      opened: the file of results in a folder.
+      tables: by the name of a block, from the results.
+      report: the whole report of the results, kept beside them as NAME.md; None: there is none.
+    """
+
+    name: str
+    command: str
+    sources: tuple[str, ...]
+    opened: Callable[[Path], ResultsFile]
+    tables: dict[str, Callable[[ResultsFile], str]]
+    report: Callable[[ResultsFile], str] | None = None
+
+    @property
+    def program(self) -> str:
+        """The file that the command runs."""
+        return self.command.split()[1]
+
+    def blocks(self, folder: Path = RESULTS) -> dict[str, str]:
+        """The text of every block of the section, by its full name; the first says how the figures were made."""
+        results = self.opened(folder)
+        return {f"{self.name}: made": made_line(self, results)} | {
+            f"{self.name}: {name}": table(results) for name, table in self.tables.items()
+        }
+
+
+def made_line(section: Section, results: ResultsFile) -> str:
+    """With what command and at what commit the figures of a section were made."""
+    made = results.made()
+    said = []
+    for index, (stamp, paths) in enumerate(made):
+        names = sorted({results.name(path) for path in paths})
+        some = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} others"
+        said.append(f"{some}: {stamp.line}" if index else stamp.line)
+    return f"Command: `{section.command}`. Measured at {'; '.join(said)}."
+
+
+def _program(name: str, command: str, sources: tuple[str, ...], *tables: Table) -> Section:
+    """A section whose program measures its tables whole."""
+    return Section(
+        name,
+        command,
+        (command.split()[1], *sources),
+        lambda folder: Figures(name, folder),
+        {table.name: table.text for table in tables},
+    )
+
+
+def _reported(
+    name: str,
+    command: str,
+    sources: tuple[str, ...],
+    results: type[ResultsFile],
+    report: Callable[[ResultsFile], str],
+    tables: dict[str, tuple[str, int]],
+) -> Section:
+    """A section with a report: `tables` are the heading in it and the number of the table under it."""
+    return Section(
+        name,
+        command,
+        (command.split()[1], *sources),
+        lambda folder: results(folder / f"{name}.json", None),
+        {
+            block: lambda found, at=at: tables_of(report(found))[at[0]][at[1]]
+            for block, at in tables.items()
+        },
+        report,
+    )
+
+
+SECTIONS = (
+    _program("convert", "python benchmarks/convert.py", ("convert", "moe_jax/commands"), layouts.CONVERT),
+    _program(
+        "moe_vs_transformers", "python benchmarks/moe_vs_transformers.py", _MODEL, layouts.MOE_VS_TRANSFORMERS
+    ),
+    _program("upcycle_stories260k", "python benchmarks/upcycle_stories260k.py DATA", _TRAINING, layouts.UPCYCLED),
+    _program(
+        "ders_layer",
+        "python benchmarks/ders_layer.py",
+        ("moe_jax/functional", "moe_jax/experts"),
+        layouts.LAYER_TIME,
+        layouts.LAYER_MEMORY,
+        layouts.layer_decoding(1),
+        layouts.layer_decoding(8),
+    ),
+    _program("compiled_steps", "python benchmarks/compiled_steps.py", _TRAINING, layouts.COMPILED),
+    _reported(
+        "ders_quality",
+        "python benchmarks/ders_quality.py DATA",
+        (
+            *_TRAINING,
+            "moe_jax/compress",
+            "benchmarks/quality",
+            "benchmarks/ders/compression.py",
+            "benchmarks/ders/settings.py",
+            "benchmarks/ders/training.py",
+        ),
+        ders.results.Results,
+        ders.report.report,
+        {
+            "training": ("Training", 0),
+            "compression": ("Compression of the trained vanilla model", 0),
+            "noise": ("What random drops add", 0),
+        },
+    ),
+    _reported(
+        "resmoe_quality",
+        "python benchmarks/resmoe_quality.py DATA",
+        (
+            *_TRAINING,
+            "moe_jax/compress",
+            "benchmarks/quality",
+            "benchmarks/resmoe/compression.py",
+            "benchmarks/resmoe/experts.py",
+            "benchmarks/resmoe/likeness.py",
+            "benchmarks/resmoe/settings.py",
+            "benchmarks/resmoe/training.py",
+            "benchmarks/resmoe/variants.py",
+        ),
+        resmoe.results.Results,
+        resmoe.report.report,
+        {
+            "models": ("Models", 0),
+            "equal share": ("Equal kept share, 25%", 0),
+            "refit": ("Refit of the centre, keep 0.25", 0),
+            "bytes, upcycled": ("Equal bytes on the disk: upcycled-e8", 0),
+            "bytes, random": ("Equal bytes on the disk: random-e8", 0),
+        },
+    ),
+    _program(
+        "resmoe_mixtral_layer",
+        "python benchmarks/resmoe_mixtral_layer.py",
+        ("moe_jax/compress",),
+        layouts.MIXTRAL_LAYER,
+    ),
+    _reported(
+        "barycenter",
+        "python benchmarks/barycenter.py DATA --models WORK/models/{random-e8-s0,upcycled-e8-s0,random-e4-s0}",
+        ("moe_jax/compress", "benchmarks/barycenters/clouds.py", "benchmarks/barycenters/others.py"),
+        barycenters.report.Results,
+        barycenters.report.report,
+        {"sets": ("1024 points and more", 0)},
+    ),
+    _program(
+        "peft_step",
+        "python benchmarks/peft_step.py",
+        (*_MODEL, "moe_jax/peft"),
+        layouts.PEFT_STEP,
+        layouts.PEFT_LINEAR,
+    ),
+    _reported(
+        "peft_quality",
+        "python benchmarks/peft_quality.py DATA",
+        (
+            *_TRAINING,
+            "moe_jax/peft",
+            "benchmarks/tuning/bases.py",
+            "benchmarks/tuning/kinds.py",
+            "benchmarks/tuning/models.py",
+            "benchmarks/tuning/parts.py",
+            "benchmarks/tuning/running.py",
+            "benchmarks/tuning/settings.py",
+            "benchmarks/tuning/task.py",
+            "benchmarks/tuning/texts.py",
+            "benchmarks/tuning/trainer.py",
+            "benchmarks/tuning/variants.py",
+        ),
+        tuning.results.Results,
+        tuning.report.report,
+        {"pesc": ("PESC in brief", 0), "perft": ("PERFT in brief", 0)},
+    ),
+)

@@ -1,0 +1,46 @@
+"""Lists the figures of BENCHMARKS.md whose code has changed since they were measured.
+
+    python benchmarks/stale.py [SECTION ...]
+
+Compares the files that a section names as its sources (`evidence/sections.py`) with the commit that its figures were
+made at. Changed code need not change a figure: this says what to measure again, or to look at. Exits with code 0.
+"""
+
+import argparse
+
+from evidence.results import RESULTS, ResultsFile
+from evidence.sections import SECTIONS
+from evidence.stamp import ROOT, Stamp, git
+
+
+def main() -> None:
+    names = [section.name for section in SECTIONS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"only these, of {', '.join(names)}")
+    options = parser.parse_args()
+    unknown = set(options.sections) - set(names)
+    if unknown:
+        parser.error(f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    for section in SECTIONS:
+        if not options.sections or section.name in options.sections:
+            for line in state(section.opened(RESULTS), section.sources):
+                print(f"{section.name}: {line}")
+
+
+def state(results: ResultsFile, sources: tuple[str, ...], root=ROOT) -> list[str]:
+    """One line for every stamp of a file of results."""
+    return [f"{stamp.line.split(',')[0]}, {len(paths)} figures: {_since(stamp, sources, root)}"
+            for stamp, paths in results.made()]  # fmt: skip
+
+
+def _since(stamp: Stamp, sources: tuple[str, ...], root) -> str:
+    if stamp.uncommitted:
+        return "of code that was never committed"
+    if stamp.commit is None or git("cat-file", "-e", f"{stamp.commit}^{{commit}}", root=root) is None:
+        return "not known, this clone has no such commit"
+    changed = (git("diff", "--name-only", stamp.commit, "--", *sources, root=root) or "").split()
+    return f"{len(changed)} files of its code have changed since" if changed else "up to date"
+
+
+if __name__ == "__main__":
+    main()
