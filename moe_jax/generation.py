@@ -93,7 +93,8 @@ def _prefill(
     graphdef: nnx.GraphDef, state: nnx.State, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], caches: Caches
 ) -> tuple[Float[Array, "B V"], Caches]:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-    out = nnx.merge(graphdef, state)(tokens, positions=positions, caches=caches, last_only=lengths - 1)
+    valid = positions < lengths[:, None]
+    out = nnx.merge(graphdef, state)(tokens, positions=positions, valid=valid, caches=caches, last_only=lengths - 1)
     return out.logits[:, 0], out.caches
 
 

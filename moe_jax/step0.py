@@ -149,9 +149,10 @@ def _apply_layer(config: ModelConfig, layer: LayerConfig) -> Callable[[dict[str,
 
 def _context(config: ModelConfig, layer: LayerConfig, x: Float[Array, "B T d"]) -> Context:
     """One document per row and no cache."""
-    places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
-    rope = rope_tables(config.rope, layer.attention.head_dim, config.max_positions, places)
-    return Context(rope, Visibility(places, places, None, None), None)
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
+    width = layer.attention.head_dim
+    rope = {(config.rope, width): rope_tables(config.rope, width, config.max_positions, positions)}
+    return Context(rope, Visibility(positions, positions), None)
 
 
 def _head(config: ModelConfig, ends: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:

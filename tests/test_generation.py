@@ -8,7 +8,7 @@ from flax import nnx
 
 from moe_jax.errors import InputError
 from moe_jax.generation import generate
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.nn import Decoder
 
 PROMPTS = [[5, 3, 8, 1, 9, 2, 2], [4], [7, 7, 30]]
@@ -46,6 +46,20 @@ def test_greedy_equals_recomputation_for_prompts_of_different_lengths(model, ful
     got = generate(model, PROMPTS, max_new_tokens=9)
     assert got == [greedy_without_cache(full_forward, prompt, 9) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in got}) == 3
+
+
+@pytest.mark.parametrize("factors", [{}, {"short_factor": (1.0,) * 4, "long_factor": (9.0,) * 4}])
+def test_a_prompt_does_not_depend_on_its_neighbours(factors):
+    """Where rotation depends on the length of the text: on that of the own prompt, and padding is none of it."""
+    scaling = "longrope" if factors else "dynamic"
+    rope = RopeConfig(theta=3.0, scaling=scaling, factor=64.0, original_max_positions=4, **factors)
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    layers = (LayerConfig(attention=attention, mlp=FFNConfig(dim=48)),)
+    config = ModelConfig(family="llama", vocab_size=40, d_model=32, max_positions=4, layers=layers, rope=rope)
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    model = nnx.merge(graphdef, jax.tree.map(lambda a: a * 8, state))
+    together = generate(model, PROMPTS, max_new_tokens=6)
+    assert together == [generate(model, [prompt], max_new_tokens=6)[0] for prompt in PROMPTS]
 
 
 def test_a_row_stops_before_its_eos(model):

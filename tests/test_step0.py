@@ -18,6 +18,8 @@ def moe_layer(bank: BankConfig, **kwargs) -> LayerConfig:
 
 
 WINDOW = dataclasses.replace(ATTENTION, sliding_window=5, qkv_bias=True, qk_norm="head")
+NARROW = dataclasses.replace(ATTENTION, head_dim=ATTENTION.head_dim // 2)
+WIDE = dataclasses.replace(ATTENTION, head_dim=ATTENTION.head_dim * 2)
 MODELS = {
     "moe": dense_config(),
     "layer-norm": dense_config(norm="layer", gated=False, bias=True, head_bias=True),
@@ -25,7 +27,10 @@ MODELS = {
 }
 LAYERS = {
     "moe": (moe_layer(BankConfig()), moe_layer(BankConfig(kind="low-rank", rank=2))),
-    "layer-norm": (moe_layer(BankConfig(kind="sparse", rate=0.5), gated=False, bias=True),),
+    "layer-norm": (
+        moe_layer(BankConfig(kind="sparse", rate=0.5), gated=False, bias=True),
+        *(dataclasses.replace(dense_config(gated=False, bias=True).layers[0], attention=a) for a in (NARROW, WIDE)),
+    ),
     "tied": (dataclasses.replace(dense_config().layers[0], attention=WINDOW),),
 }
 

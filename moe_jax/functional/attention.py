@@ -1,33 +1,72 @@
-"""Grouped-query attention with causal, sliding-window and packed-document masks.
+"""Grouped-query attention with causal, bidirectional, prefix, sliding-window and packed-document masks.
 
-Queries are taken in chunks, and a chunk meets only the keys it can see: half the arithmetic of a causal
-product, and scores that stay in the cache of a CPU core. Scores are recomputed in the backward pass
-instead of being kept, so memory grows with the length and not with its square times layers.
+Queries are taken in chunks, and a chunk meets only the keys that it can see: half the arithmetic of a causal product,
+and scores that stay in the cache of a CPU core. The scores of a chunk are recomputed in the backward pass instead of
+being kept, so memory grows with the length and not with its square.
+
+Chunks that see different numbers of keys cannot share a loop. So chunks are joined in at most `MAX_BANDS` bands; those
+of a band are looped over and meet all the keys that the band sees. The program does not grow with the length, and a
+causal product costs 1 / MAX_BANDS more arithmetic than it has to at worst.
 """
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 128
+MAX_BANDS = 8
+MASKS = ("causal", "bidirectional", "prefix")
 
 
 class Visibility(NamedTuple):
-    """Who sees whom: a key not after the query, within the window, of the query's own document.
+    """The data that masks are made of.
 
     Attributes:
-      places, key_places: places in the row (not in the document).
-      segments, key_segments: document of every token; None: one document a row.
+      positions, key_positions: positions in the row (not in the document); with a cache, slots.
+      segments, key_segments: document of every token, which sees its own document only; None: one document a row.
+      prefix: length of the prefix of every row, which mask `prefix` lets every query see.
     """
 
-    places: Int[Array, "B T"]
-    key_places: Int[Array, "B S"]
+    positions: Int[Array, "B T"]
+    key_positions: Int[Array, "B S"]
     segments: Int[Array, "B T"] | None = None
     key_segments: Int[Array, "B S"] | None = None
+    prefix: Int[Array, " B"] | None = None
+
+
+class _Tokens(NamedTuple):
+    """What masks know of some tokens of a row; `prefix` is that of the row, for each of them."""
+
+    positions: Int[Array, " n"]
+    segments: Int[Array, " n"] | None
+    prefix: Int[Array, " n"] | None
+
+
+class _Keys(NamedTuple):
+    """Keys and values, float32, of one head of a row."""
+
+    k: Float[Array, "s D"]
+    v: Float[Array, "s D"]
+    tokens: _Tokens
+
+
+class _Band(NamedTuple):
+    """`count` chunks of `size` queries from `start` on, and the range of keys that at least one of them sees.
+
+    Attributes:
+      span: how many consecutive keys of the range one chunk needs.
+    """
+
+    start: int
+    size: int
+    count: int
+    first_key: int
+    last_key: int
+    span: int
 
 
 def attention(
@@ -36,24 +75,38 @@ def attention(
     v: Float[Array, "B S K D"],
     visible: Visibility,
     *,
+    mask: Literal["causal", "bidirectional", "prefix"] = "causal",
     window: int | None = None,
+    scale: float | None = None,
     aligned: bool,
 ) -> Float[Array, "B T H D"]:
-    """Softmax attention scaled by 1/sqrt(D); scores and softmax in float32.
+    """Softmax attention, in the dtype of `q`; scores, their scaling and the softmax are float32.
 
     Args:
       q, k, v: H is a multiple of K; consecutive query heads share a key head.
-      visible: see `Visibility`.
-      window: how many positions a query sees, itself included; None: all.
-      aligned: query t and key s have places t and s (no cache), so that keys after a chunk of
-        queries, or before its window, need not be looked at.
+      visible: positions and documents.
+      mask: `causal`: no key after the query; `bidirectional`: all keys; `prefix`: causal, and the prefix of the row.
+      window: a query sees keys less than this many positions away, itself included; None: all. Not with `prefix`.
+      scale: of the scores; None: 1/sqrt(D).
+      aligned: query t and key s have positions t and s (no cache), so that keys that a mask hides from a whole chunk of
+        queries need not be looked at.
     """
+    assert mask in MASKS and not (mask == "prefix" and window is not None), (mask, window)
+    assert mask != "prefix" or visible.prefix is not None, "mask 'prefix' needs the lengths of the prefixes"
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
-    q = q * jnp.asarray(1 / math.sqrt(width), q.dtype)
+    if visible.prefix is not None:
+        visible = visible._replace(prefix=jnp.broadcast_to(visible.prefix[:, None], (batch, length)))
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
-    k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
-    one_head = partial(_one_key_head, window=window, aligned=aligned)
+    # Gradients of keys and values are sums over chunks, which are to be float32 whatever the dtype of the activations.
+    k, v = (a.transpose(0, 2, 1, 3).astype(jnp.float32) for a in (k, v))
+    one_head = partial(
+        _one_key_head,
+        bands=_bands(length, k.shape[2], mask=mask, window=window, aligned=aligned),
+        mask=mask,
+        window=window,
+        scale=1 / math.sqrt(width) if scale is None else scale,
+    )
     y = jax.lax.platform_dependent(
         q, k, v, visible, cpu=partial(_loop_over_heads, one_head), default=partial(_all_heads_at_once, one_head)
     )
@@ -61,14 +114,34 @@ def attention(
 
 
 def _all_heads_at_once(one_head, q: Array, k: Array, v: Array, visible: Visibility) -> Float[Array, "B K G T D"]:
-    heads = jax.vmap(jax.checkpoint(one_head), in_axes=(0, 0, 0, None))
-    return jax.vmap(heads)(q, k, v, visible)
+    return jax.vmap(jax.vmap(one_head, in_axes=(0, 0, 0, None)))(q, k, v, visible)
 
 
 def _loop_over_heads(one_head, q: Array, k: Array, v: Array, visible: Visibility) -> Float[Array, "B K G T D"]:
     """XLA:CPU has no good kernel for a product with two batch axes: one head after another is three times faster."""
-    row = jax.checkpoint(one_head)
-    return jax.lax.map(lambda r: jax.lax.map(lambda h: row(*h, r[3]), r[:3]), (q, k, v, visible))
+    return jax.lax.map(lambda r: jax.lax.map(lambda h: one_head(*h, r[3]), r[:3]), (q, k, v, visible))
+
+
+def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned: bool) -> list[_Band]:
+    """Cuts the queries into bands of whole chunks, and a last one of what is left of a chunk."""
+    chunks, rest = divmod(length, CHUNK)
+    hides_later = aligned and mask == "causal"
+    hides_far = aligned and window is not None
+    # Where every chunk needs the same number of keys from the same range, one band is enough.
+    num_bands = MAX_BANDS if hides_later or hides_far else 1
+    cuts = [chunks * i // num_bands for i in range(num_bands + 1)]
+    ranges = [(a * CHUNK, CHUNK, b - a) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]
+    if rest:
+        ranges.append((chunks * CHUNK, rest, 1))
+
+    def band(start: int, size: int, count: int) -> _Band:
+        stop = start + size * count
+        first_key = max(0, start - window + 1) if hides_far else 0
+        last_key = stop if hides_later else min(num_keys, stop + window - 1) if hides_far else num_keys
+        seen_by_chunk = size + (window - 1) * (1 if hides_later else 2) if hides_far else num_keys
+        return _Band(start, size, count, first_key, last_key, min(seen_by_chunk, last_key - first_key))
+
+    return [band(*given) for given in ranges]
 
 
 def _one_key_head(
@@ -77,33 +150,82 @@ def _one_key_head(
     v: Float[Array, "S D"],
     visible: Visibility,
     *,
+    bands: list[_Band],
+    mask: str,
     window: int | None,
-    aligned: bool,
+    scale: float,
 ) -> Float[Array, "G T D"]:
-    group, length, width = q.shape
-    chunks = []
-    for start in range(0, length, CHUNK):
-        stop = min(start + CHUNK, length)
-        first = max(0, start - window + 1) if aligned and window is not None else 0
-        last = stop if aligned else k.shape[0]
-        mask = _mask(visible, slice(start, stop), slice(first, last), window)
-        rows = q[:, start:stop].reshape(-1, width)
-        scores = jax.lax.dot_general(
-            rows, k[first:last], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        ).reshape(group, stop - start, last - first)
-        scores = jnp.where(mask[None], scores, jnp.finfo(jnp.float32).min)
-        shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(-1, last - first)
-        chunks.append((shares @ v[first:last]).reshape(group, stop - start, width))
-    return jnp.concatenate(chunks, axis=1)
+    """All queries that share a key head, of one row of the batch; keys and values float32."""
+    tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
+    keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None))
+    one_band = partial(_one_band, mask=mask, window=window, scale=scale)
+    return jnp.concatenate([one_band(band, q, tokens, keys) for band in bands], axis=1)
 
 
-def _mask(visible: Visibility, queries: slice, keys: slice, window: int | None) -> Bool[Array, "t s"]:
-    """Visibility of one row of the batch."""
-    distance = visible.places[queries, None] - visible.key_places[None, keys]
-    mask = distance >= 0
+def _one_band(
+    band: _Band,
+    q: Float[Array, "G T D"],
+    tokens: _Tokens,
+    keys: _Keys,
+    *,
+    mask: str,
+    window: int | None,
+    scale: float,
+) -> Float[Array, "G t D"]:
+    """The queries of a band, from all queries and keys of a row."""
+    stop = band.start + band.size * band.count
+    keys = jax.tree.map(lambda a: a[band.first_key : band.last_key], keys)
+    tokens = jax.tree.map(lambda a: a[band.start : stop].reshape(band.count, band.size), tokens)
+    queries = jnp.moveaxis(q[:, band.start : stop].reshape(q.shape[0], band.count, band.size, -1), 1, 0)
+    # The first key that a chunk sees. Where its span would begin or end outside the band's keys it is moved inside:
+    # masks are made of positions and do not mind.
+    firsts = band.start + band.size * jnp.arange(band.count, dtype=jnp.int32) - (window or 1) + 1
+    firsts = jnp.clip(firsts - band.first_key, 0, band.last_key - band.first_key - band.span)
+    one_chunk = partial(_one_chunk, span=band.span, mask=mask, window=window, scale=scale)
+    y = _map(lambda chunk: one_chunk(*chunk, keys), (queries, tokens, firsts))
+    return jnp.moveaxis(y, 0, 1).reshape(q.shape[0], stop - band.start, -1)
+
+
+def _map(function, each: tuple) -> Array:
+    """`jax.lax.map` that recomputes in the backward pass what it computes, without a loop for a single round."""
+    if each[0].shape[0] == 1:
+        return jax.checkpoint(function)(jax.tree.map(lambda a: a[0], each))[None]
+    return jax.lax.map(jax.checkpoint(function, prevent_cse=False), each)
+
+
+def _one_chunk(
+    q: Float[Array, "G t D"],
+    queries: _Tokens,
+    first: Int[Array, ""],
+    keys: _Keys,
+    *,
+    span: int,
+    mask: str,
+    window: int | None,
+    scale: float,
+) -> Float[Array, "G t D"]:
+    """A chunk of queries on `span` keys from `first` on."""
+    group, size, width = q.shape
+    if span < keys.k.shape[0]:
+        keys = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, span, axis=0), keys)
+    k, v = keys.k.astype(q.dtype), keys.v.astype(q.dtype)
+    scores = jax.lax.dot_general(
+        q.reshape(-1, width), k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    ).reshape(group, size, span)
+    seen = _mask(queries, keys.tokens, mask, window)
+    scores = jnp.where(seen[None], scores * jnp.float32(scale), jnp.finfo(jnp.float32).min)
+    shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(-1, span)
+    return (shares @ v).reshape(group, size, width)
+
+
+def _mask(queries: _Tokens, keys: _Tokens, mask: str, window: int | None) -> Bool[Array, "t s"]:
+    """Which keys a query sees, in one row of the batch."""
+    distance = queries.positions[:, None] - keys.positions[None, :]
+    seen = jnp.ones_like(distance, bool) if mask == "bidirectional" else distance >= 0
+    if mask == "prefix":
+        seen |= keys.positions[None, :] < queries.prefix[:, None]
     if window is not None:
-        mask &= distance < window
-    if visible.segments is not None:
-        assert visible.key_segments is not None
-        mask &= visible.segments[queries, None] == visible.key_segments[None, keys]
-    return mask
+        seen &= jnp.abs(distance) < window
+    if queries.segments is not None:
+        seen &= queries.segments[:, None] == keys.segments[None, :]
+    return seen

@@ -5,8 +5,10 @@ Half-split layout, as in Hugging Face checkpoints: the pair of dimension i is i 
 
 import dataclasses
 import math
+from functools import partial
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -22,7 +24,7 @@ class RopeConfig:
 
     Attributes:
       theta: base of the frequencies.
-      fraction: share of each head that is rotated (1.0 in Llama).
+      fraction: share of each head that is rotated, its first dimensions: 1 in Llama; 0: none are.
       scaling: one of `ROPE_SCALINGS`; the fields below belong to some of them.
       factor: stretch of the context (linear, dynamic, yarn, llama3, longrope).
       original_max_positions: context length before stretching.
@@ -50,25 +52,36 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_member("rope scaling", self.scaling, ROPE_SCALINGS)
+        if not 0.0 <= self.fraction <= 1.0:
+            raise InputError(f"rope fraction={self.fraction} must lie in [0, 1]: it is the share that is rotated")
         if self.scaling == "longrope" and (self.short_factor is None or self.long_factor is None):
             raise InputError("rope scaling 'longrope' needs short_factor and long_factor")
 
 
 def rope_tables(
-    rope: RopeConfig, head_dim: int, max_positions: int, positions: Int[Array, "B T"]
+    rope: RopeConfig,
+    head_dim: int,
+    max_positions: int,
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
     """Cosines and sines, float32, for `r = 2 * (rotated pairs)` leading dimensions of a head.
+
+    The frequencies of `dynamic` and `longrope` depend on how long the text is that a token belongs to: on the largest
+    position in its own document, never on what else is in the row or in the batch. Keys in a cache stay rotated as
+    they were when they were written.
 
     Args:
       rope: theta and scaling.
       head_dim: width of a head; `rope.fraction` of it is rotated.
-      max_positions: context length of the config; the scalings whose frequencies depend on the
-        length of the input compare it with the largest position given.
+      max_positions: context length of the config, which lengths of texts are compared with.
       positions: position of every token.
+      segments: document of every token; padding, which belongs to none of them, has a number of its own. All lie in
+        [0, T]. None: every row is one document without padding.
     """
     rotated = int(head_dim * rope.fraction) // 2 * 2
-    frequencies, scale = _frequencies(rope, rotated, max_positions, positions)
-    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None, :]
+    frequencies, scale = _frequencies(rope, rotated, max_positions, positions, segments)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
     angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
@@ -78,6 +91,8 @@ def apply_rope(
 ) -> Float[Array, "B T H D"]:
     """Rotates the first r dimensions of every head, in float32; the others pass through."""
     r = cos.shape[-1]
+    if r == 0:
+        return x
     turned = x[..., :r].astype(jnp.float32)
     first, second = turned[..., : r // 2], turned[..., r // 2 :]
     swapped = jnp.concatenate([-second, first], axis=-1)
@@ -86,38 +101,46 @@ def apply_rope(
 
 
 def _frequencies(
-    rope: RopeConfig, rotated: int, max_positions: int, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, " p"], Float[Array, ""]]:
+    rope: RopeConfig, rotated: int, max_positions: int, positions: Int[Array, "B T"], segments: Int[Array, "B T"] | None
+) -> tuple[Float[Array, "_ _ p"], Float[Array, ""]]:
     """Inverse frequencies of the r/2 pairs, and what cosines and sines are multiplied by."""
-    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(max(1, rotated))
     plain = (1.0 / rope.theta**exponents).astype(np.float32)
     original = rope.original_max_positions or max_positions
     scale = 1.0
-    if rope.scaling == "none":
-        frequencies = jnp.asarray(plain)
-    elif rope.scaling == "linear":
-        frequencies = jnp.asarray(plain / np.float32(rope.factor))
-    elif rope.scaling == "dynamic":
-        frequencies = _dynamic(rope, rotated, max_positions, positions)
-    elif rope.scaling == "llama3":
-        frequencies = jnp.asarray(_llama3(rope, plain, original))
-    elif rope.scaling == "yarn":
-        frequencies, scale = jnp.asarray(_yarn(rope, plain, rotated, original)), _yarn_scale(rope)
+    if rope.scaling == "dynamic":
+        frequencies = _dynamic(rope, rotated, max_positions, _lengths(positions, segments))
+    elif rope.scaling == "longrope":
+        frequencies, scale = _longrope(rope, plain, original, _lengths(positions, segments))
     else:
-        frequencies, scale = _longrope(rope, plain, original, positions)
+        if rope.scaling == "linear":
+            plain = plain / np.float32(rope.factor)
+        elif rope.scaling == "llama3":
+            plain = _llama3(rope, plain, original)
+        elif rope.scaling == "yarn":
+            plain, scale = _yarn(rope, plain, rotated, original), _yarn_scale(rope)
+        frequencies = jnp.asarray(plain)[None, None, :]
     return frequencies, jnp.float32(scale)
 
 
-def _length(positions: Int[Array, "B T"]) -> Float[Array, ""]:
-    return jnp.max(positions).astype(jnp.float32) + 1.0
+def _lengths(positions: Int[Array, "B T"], segments: Int[Array, "B T"] | None) -> Float[Array, "B N 1"]:
+    """Length of the document that a token belongs to: its largest position plus one. N is T, or 1 for whole rows."""
+    if segments is None:
+        last = jnp.max(positions, axis=1, keepdims=True)
+    else:
+        longest = partial(jax.ops.segment_max, num_segments=positions.shape[1] + 1)
+        last = jnp.take_along_axis(jax.vmap(longest)(positions, segments), segments, axis=1)
+    return last.astype(jnp.float32)[..., None] + 1.0
 
 
-def _dynamic(rope: RopeConfig, rotated: int, max_positions: int, positions: Int[Array, "B T"]) -> Float[Array, " p"]:
-    """NTK-aware base that grows with the input once it is longer than the trained context."""
-    length = jnp.maximum(_length(positions), float(max_positions))
-    base = rope.theta * ((rope.factor * length / max_positions) - (rope.factor - 1.0)) ** (rotated / (rotated - 2))
+def _dynamic(
+    rope: RopeConfig, rotated: int, max_positions: int, lengths: Float[Array, "B N 1"]
+) -> Float[Array, "B N p"]:
+    """NTK-aware base that grows with the text once it is longer than the trained context."""
+    lengths = jnp.maximum(lengths, float(max_positions))
+    base = rope.theta * ((rope.factor * lengths / max_positions) - (rope.factor - 1.0)) ** (rotated / (rotated - 2))
     exponents = jnp.arange(0, rotated, 2, dtype=jnp.float32) / float(rotated)
-    return 1.0 / jnp.power(base[None], exponents)
+    return 1.0 / jnp.power(base, exponents[None, None, :])
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray, original: int) -> np.ndarray:
@@ -159,12 +182,12 @@ def _yarn_scale(rope: RopeConfig) -> float:
 
 
 def _longrope(
-    rope: RopeConfig, plain: np.ndarray, original: int, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, " p"], float]:
-    """LongRoPE (Ding et al., 2024): one factor per pair, another set beyond the original context."""
-    short = jnp.asarray(plain / np.asarray(rope.short_factor, np.float32))
-    long = jnp.asarray(plain / np.asarray(rope.long_factor, np.float32))
-    frequencies = jnp.where(_length(positions) > original, long, short)
+    rope: RopeConfig, plain: np.ndarray, original: int, lengths: Float[Array, "B N 1"]
+) -> tuple[Float[Array, "B N p"], float]:
+    """LongRoPE (Ding et al., 2024): one factor per pair, another set for texts beyond the original context."""
+    short = jnp.asarray(plain / np.asarray(rope.short_factor, np.float32))[None, None, :]
+    long = jnp.asarray(plain / np.asarray(rope.long_factor, np.float32))[None, None, :]
+    frequencies = jnp.where(lengths > original, long, short)
     if rope.attention_factor is not None:
         return frequencies, rope.attention_factor
     return frequencies, 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))

@@ -48,7 +48,7 @@ class Attention(nnx.Module):
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T d"], KVCache | None]:
         """Attends over the input, or over the cache after writing the input's keys and values into
-        the slots that are the queries' places. `key` is for LoRA's dropout in training."""
+        the slots that are the queries' positions. `key` is for LoRA's dropout in training."""
         keys = {name: fold_in(key, index) for index, name in enumerate(PROJECTIONS)}
         q, k, v = self.q(x, keys["q"]), self.k(x, keys["k"]), self.v(x, keys["v"])
         if self.config.qk_norm == "projection":
@@ -61,7 +61,7 @@ class Attention(nnx.Module):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if cache is not None:
             rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-            slots = visible.places
+            slots = visible.positions
             cache = KVCache(
                 cache.k.at[rows, slots].set(k.astype(cache.k.dtype)),
                 cache.v.at[rows, slots].set(v.astype(cache.v.dtype)),

@@ -1,5 +1,6 @@
 """One decoder layer, and a segment of layers that are stacked and scanned."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from moe_jax.functional import keys
 from moe_jax.functional.attention import Visibility
+from moe_jax.functional.rope import RopeConfig
 from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.segments import Segment
@@ -26,12 +28,12 @@ class Context(NamedTuple):
     """What is the same for all layers of a forward pass.
 
     Attributes:
-      rope: cosines and sines of the query positions.
-      visible: who sees whom; with caches, a query's place is also its slot.
-      valid: tokens that count in router statistics; None: all.
+      rope: cosines and sines of the tokens, by rotary embedding and width of a head.
+      visible: who sees whom; with caches, a query's position is also its slot.
+      valid: tokens that are not padding; None: all.
     """
 
-    rope: tuple[Float[Array, "B T r"], Float[Array, "B T r"]]
+    rope: Mapping[tuple[RopeConfig, int], tuple[Float[Array, "B T r"], Float[Array, "B T r"]]]
     visible: Visibility
     valid: Bool[Array, "B T"] | None
 
@@ -41,6 +43,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.is_moe = isinstance(config.mlp, MoEConfig)
+        self.rope = (model.rope, config.attention.head_dim)
         self.attention_norm = Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype)
         self.attention = Attention(config.attention, model, rngs=rngs, dtype=dtype)
         self.mlp_norm = Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype)
@@ -51,7 +54,8 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T d"], KVCache | None, tuple[RouterStats, ...]]:
         """Applies the layer; `key` is its own random key in training. Also gives the statistics of its routers."""
         attention_key = keys.fold_in(key, keys.ATTENTION)
-        y, cache = self.attention(self.attention_norm(x), context.rope, context.visible, cache, attention_key)
+        rope = context.rope[self.rope]
+        y, cache = self.attention(self.attention_norm(x), rope, context.visible, cache, attention_key)
         x = x + y
         if self.is_moe:
             y, stats = self.mlp(self.mlp_norm(x), context.valid, key)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.errors import check_member
 from moe_jax.experts.parallel import BATCH_AXES, axes_size
 from moe_jax.functional.attention import Visibility
-from moe_jax.functional.linear import linear
+from moe_jax.functional.linear import linear_float32
 from moe_jax.functional.rope import rope_tables
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.segments import segments_of
@@ -68,6 +68,7 @@ class Decoder(nnx.Module):
         *,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
         caches: Caches | None = None,
         last_only: Int[Array, " B"] | None = None,
         key: Array | None = None,
@@ -76,30 +77,16 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: token ids.
-          positions: rotary position of every token; default 0, 1, ... With caches it is also the slot that
+          positions: position of every token in its document; default 0, 1, ... With caches it is also the slot that
             the token takes, and a query sees the slots up to its own.
-          segment_ids: document of every token when several are packed in a row; attention stays inside a
-            document and 0 marks padding. Not with caches.
+          segment_ids: document of every token when several are packed in a row, counted from 1; attention stays inside
+            a document and 0 marks padding. Not with caches.
+          valid: tokens that are not padding, after which only padding may follow; None: those of a document, or all.
           caches: from `init_cache`, to continue a row.
           last_only: index of the one position per row whose logits are wanted; None: all.
           key: of all that is random in training (the noise of `coder` routers); None, as at evaluation: nothing is.
         """
-        batch, length = tokens.shape
-        places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], (batch, length))
-        if positions is None:
-            positions = places
-        if caches is None:
-            key_places = places
-        else:
-            assert segment_ids is None, "packed documents have no cache"
-            places = positions
-            slots = caches[0][0].k.shape[2]
-            key_places = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None, :], (batch, slots))
-        attention = self.config.layers[0].attention
-        rope = rope_tables(self.config.rope, attention.head_dim, self.config.max_positions, positions)
-        valid = None if segment_ids is None else segment_ids > 0
-        context = Context(rope, Visibility(places, key_places, segment_ids, segment_ids), valid)
-
+        context = self._context(tokens.shape, positions, segment_ids, valid, caches)
         embedding = _whole_rows(self.embed.embedding[...])
         x = _shard_batch(jnp.take(embedding, tokens, axis=0).astype(self.compute_dtype))
         new_caches, router = [], []
@@ -110,17 +97,46 @@ class Decoder(nnx.Module):
             router.extend(stats)
         if last_only is not None:
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
-        logits = self._head(self.final_norm(x)).astype(jnp.float32)
+        logits = self._head(self.final_norm(x))
         return DecoderOutput(logits, None if caches is None else tuple(new_caches), tuple(router))
 
+    def _context(
+        self,
+        shape: tuple[int, int],
+        positions: Int[Array, "B T"] | None,
+        segments: Int[Array, "B T"] | None,
+        valid: Bool[Array, "B T"] | None,
+        caches: Caches | None,
+    ) -> Context:
+        in_row = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None, :], shape)
+        positions = in_row if positions is None else positions
+        if caches is None:
+            visible = Visibility(in_row, in_row, segments, segments)
+        else:
+            assert segments is None, "packed documents have no cache"
+            num_slots = caches[0][0].k.shape[2]
+            slots = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32)[None, :], (shape[0], num_slots))
+            visible = Visibility(positions, slots)
+        if valid is None and segments is not None:
+            valid = segments > 0
+        if segments is None and valid is not None:
+            segments = valid.astype(jnp.int32)
+        rope, limit = self.config.rope, self.config.max_positions
+        widths = {layer.attention.head_dim for layer in self.config.layers}
+        tables = {(rope, width): rope_tables(rope, width, limit, positions, segments) for width in widths}
+        return Context(tables, visible, valid)
+
     def _head(self, x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
-        if not self.config.tie_embeddings:
-            return self.lm_head(x)
-        return linear(x, self.embed.embedding[...].T)
+        if self.config.tie_embeddings:
+            return linear_float32(x, self.embed.embedding[...].T)
+        logits = linear_float32(x, self.lm_head.kernel[...])
+        if not self.config.head_bias:
+            return logits
+        return logits + self.lm_head.bias[...].astype(jnp.float32)[None, None, :]
 
 
 def init_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> Caches:
-    """Empty caches for `batch` rows of at most `slots` positions."""
+    """Empty caches for `batch` rows of at most `slots` tokens."""
 
     def cache(segment, layer) -> KVCache:
         shape = (segment.repeats, batch, slots, layer.attention.num_kv_heads, layer.attention.head_dim)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from moe_jax.errors import InputError
 from moe_jax.loading import disk_paths, model_leaves
-from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.nn import Decoder, auxiliary_loss, load_per_layer
 from moe_jax.sharding import make_mesh, path_name, state_shardings
 
@@ -53,6 +53,22 @@ def test_padding_changes_neither_logits_nor_statistics(strict_numerics):
     padded, cut = apply(model, TOKENS, segment_ids=segments), apply(model, TOKENS[:, :9])
     np.testing.assert_allclose(padded.logits[:, :9], cut.logits, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), padded.router, cut.router)
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_rotation_does_not_depend_on_neighbours_or_padding(scaling):
+    factors = {"short_factor": (1.0,) * 4, "long_factor": (2.0,) * 4} if scaling == "longrope" else {}
+    rope = RopeConfig(scaling=scaling, factor=2.0, original_max_positions=6, **factors)
+    short = dataclasses.replace(config((FFN,), rope=rope), max_positions=6)
+    graphdef, state = nnx.split(Decoder(short, rngs=nnx.Rngs(0)))
+    model = nnx.merge(graphdef, jax.tree.map(lambda a: a * 8, state))  # attention is nearly even at initialisation
+    alone = apply(model, TOKENS[:1, :5]).logits
+    row = jnp.where(jnp.arange(12) < 5, TOKENS[:1], 0)
+    valid = jnp.stack([jnp.arange(12) < 5, jnp.ones(12, bool)])
+    batch = apply(model, jnp.concatenate([row, TOKENS[1:2]]), valid=valid).logits
+    np.testing.assert_allclose(batch[:1, :5], alone, atol=1e-5)
+    np.testing.assert_allclose(batch[1:], apply(model, TOKENS[1:2]).logits, atol=1e-5)
+    assert not np.allclose(apply(model, row).logits[:, :5], alone, atol=1e-3)  # padding taken for text
 
 
 def test_rematerialisation_changes_nothing_but_memory():
@@ -139,6 +155,26 @@ def test_compute_dtype_is_not_the_dtype_of_the_parameters(strict_numerics):
     logits = apply(model, TOKENS).logits
     assert logits.dtype == jnp.float32
     assert 0 < jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact) < 0.05
+
+
+def test_logits_are_not_rounded_to_the_compute_dtype(strict_numerics):
+    for tied in (True, False):
+        described = dataclasses.replace(ALTERNATING, tie_embeddings=tied)
+        logits = apply(Decoder(described, rngs=nnx.Rngs(0), compute_dtype="bfloat16"), TOKENS).logits
+        assert float(jnp.mean(logits == logits.astype(jnp.bfloat16).astype(jnp.float32))) < 0.1
+
+
+def test_a_tied_embedding_has_the_gradients_of_both_its_uses():
+    tied = Decoder(dataclasses.replace(ALTERNATING, tie_embeddings=True), rngs=nnx.Rngs(0))
+    free = Decoder(ALTERNATING, rngs=nnx.Rngs(0))
+    for name in ("embed", "segments", "final_norm"):
+        nnx.update(getattr(free, name), nnx.state(getattr(tied, name)))
+    free.lm_head.kernel[...] = tied.embed.embedding[...].T
+    loss = lambda model: jnp.mean(jnp.square(model(TOKENS).logits - 1.0))  # noqa: E731
+    of_tied, of_free = (nnx.jit(nnx.grad(loss))(model) for model in (tied, free))
+    looked_up, projected = of_free["embed"]["embedding"][...], of_free["lm_head"]["kernel"][...].T
+    assert jnp.max(jnp.abs(projected)) > 1e-3 and jnp.max(jnp.abs(looked_up)) > 1e-5
+    np.testing.assert_allclose(of_tied["embed"]["embedding"][...], looked_up + projected, rtol=1e-4, atol=1e-6)
 
 
 def test_unknown_remat_is_an_input_error():
