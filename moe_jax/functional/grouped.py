@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,10 @@ TILES = (256, 64)
 # three times as long).
 TILE_ENTRIES = 1 << 22
 FEW_ROWS, TILE_ENTRIES_FOR_FEW = 64, 3 << 19
+
+# Rematerialisation knows a plain product by its primitive. Products of sorted rows, or with kernels that are unpacked
+# or made on the way, are loops or a platform's own kernels, and it knows them by this name.
+PRODUCT = "kernel_product"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -46,7 +51,7 @@ def grouped_matmul(
 
 
 def _forward(lhs: Array, rhs: Array, group_sizes: Array, backend: str) -> tuple[Array, tuple[Array, Array, Array]]:
-    return grouped_matmul(lhs, rhs, group_sizes, backend), (lhs, rhs, group_sizes)
+    return checkpoint_name(grouped_matmul(lhs, rhs, group_sizes, backend), PRODUCT), (lhs, rhs, group_sizes)
 
 
 def _backward(backend: str, residuals: tuple[Array, Array, Array], dout: Array) -> tuple[Array, Array, None]:

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt8
 
-from moe_jax.functional.grouped import over_columns, tile_width
+from moe_jax.functional.grouped import PRODUCT, over_columns, tile_width
 
 BLOCK, SCALE_BLOCK = 64, 256
 
@@ -168,7 +169,7 @@ def nf4_matmul(x: Float[Array, "... i"], leaves: Leaves, rows: int, whole: int |
 
 
 def _forward(x: Array, leaves: Leaves, rows: int, whole: int | None) -> tuple[Array, Leaves]:
-    return nf4_matmul(x, leaves, rows, whole), leaves
+    return checkpoint_name(nf4_matmul(x, leaves, rows, whole), PRODUCT), leaves
 
 
 def _backward(rows: int, whole: int | None, leaves: Leaves, dout: Array) -> tuple[Array, None]:

@@ -9,10 +9,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.deltas import SparseForm
-from moe_jax.functional.grouped import longest_tile, over_tiles, zero_rows_beyond
+from moe_jax.functional.grouped import PRODUCT, longest_tile, over_tiles, zero_rows_beyond
 
 Fixed = dict[str, Array]
 
@@ -49,7 +50,8 @@ def grouped_sparse_matmul(
 
 
 def _forward(lhs: Array, values: Array, fixed: Fixed, group_sizes: Array, form: SparseForm) -> tuple:
-    return grouped_sparse_matmul(lhs, values, fixed, group_sizes, form), (lhs, values, fixed, group_sizes)
+    out = grouped_sparse_matmul(lhs, values, fixed, group_sizes, form)
+    return checkpoint_name(out, PRODUCT), (lhs, values, fixed, group_sizes)
 
 
 def _backward(form: SparseForm, residuals: tuple, dout: Array) -> tuple:

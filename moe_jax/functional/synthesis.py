@@ -11,10 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.deltas import DeltaForm
-from moe_jax.functional.grouped import longest_tile, over_columns, over_tiles, tile_width, when, zero_rows_beyond
+from moe_jax.functional.grouped import (
+    PRODUCT,
+    longest_tile,
+    over_columns,
+    over_tiles,
+    tile_width,
+    when,
+    zero_rows_beyond,
+)
 
 Stacked = dict[str, Array]
 
@@ -66,7 +75,7 @@ def synthesised_matmul(
 
 def _forward(lhs: Array, base: Any, trained: Stacked, fixed: Stacked, group_sizes: Array, form: DeltaForm) -> tuple:
     arguments = lhs, base, trained, fixed, group_sizes
-    return synthesised_matmul(*arguments, form), arguments
+    return checkpoint_name(synthesised_matmul(*arguments, form), PRODUCT), arguments
 
 
 def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from moe_jax.functional import keys
 from moe_jax.functional.attention import Visibility
+from moe_jax.functional.grouped import PRODUCT
 from moe_jax.functional.rope import RopeConfig
 from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
@@ -18,9 +19,13 @@ from moe_jax.nn.attention import Attention, KVCache
 from moe_jax.nn.layers import FFN, Norm
 from moe_jax.nn.moe import MoE
 
+# What the backward pass finds saved: nothing but the input of a repeat, or also every product with a kernel.
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    ),
 }
 
 
