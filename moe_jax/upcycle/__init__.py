@@ -1,6 +1,8 @@
 """Dense model to MoE model (METHODS 2, 6): vanilla copies, a shared base with deltas, or adapter experts (PESC)."""
 
 from moe_jax.step0 import Step0 as Step0
+from moe_jax.upcycle.dense_to_moe import Upcycled as Upcycled
+from moe_jax.upcycle.dense_to_moe import upcycle as upcycle
 from moe_jax.upcycle.leaves import moe_leaves as moe_leaves
 from moe_jax.upcycle.options import PESC as PESC
 from moe_jax.upcycle.options import UpcycleOptions as UpcycleOptions
@@ -9,5 +11,3 @@ from moe_jax.upcycle.options import parse_delta as parse_delta
 from moe_jax.upcycle.options import upcycled_config as upcycled_config
 from moe_jax.upcycle.rest import Rest as Rest
 from moe_jax.upcycle.rest import parse_rest as parse_rest
-from moe_jax.upcycle.streaming import Upcycled as Upcycled
-from moe_jax.upcycle.streaming import upcycle as upcycle
