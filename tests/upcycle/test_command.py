@@ -11,7 +11,7 @@ from moe_jax import cli, probe, step0
 from moe_jax.loading import leaf_specs, load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.open_source import open_source
-from moe_jax.upcycle import streaming
+from moe_jax.upcycle import dense_to_moe
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 DELTAS = ("full", "low-rank:4", "sparse:0.9")
@@ -179,8 +179,8 @@ def test_a_wrong_leaf_fails_the_check(delta, dense_model, tmp_path, failing, mon
         for path, leaf in moe_leaves(*args, **kwargs):
             yield path, (leaf + np.full_like(leaf, 0.01) if path == changed[delta] else leaf)
 
-    moe_leaves = streaming.moe_leaves
-    monkeypatch.setattr(streaming, "moe_leaves", wrong)
+    moe_leaves = dense_to_moe.moe_leaves
+    monkeypatch.setattr(dense_to_moe, "moe_leaves", wrong)
     assert "logits differ" in failing(dense_model, tmp_path / "moe", "--delta", delta)
 
 

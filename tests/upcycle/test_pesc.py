@@ -17,7 +17,7 @@ from moe_jax.models import MoEConfig
 from moe_jax.open_source import open_source
 from moe_jax.peft.base import own_leaves
 from moe_jax.peft.initial import initial_leaf
-from moe_jax.upcycle import PESC, Rest, parse_rest, streaming, upcycle, upcycled_config
+from moe_jax.upcycle import PESC, Rest, dense_to_moe, parse_rest, upcycle, upcycled_config
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 ADAPTER = AdapterConfig(rank=4, activation="gelu", scale=0.25, dropout=0.1)
@@ -123,7 +123,7 @@ def test_a_wrong_leaf_fails_the_check_and_leaves_nothing(dense_model, tmp_path, 
     def wrong(path, spec, seed):
         return initial_leaf(path, spec, seed) + np.asarray(0.1 * path.endswith("1/mlp/experts/adapters/up"), spec.dtype)
 
-    monkeypatch.setattr(streaming, "initial_leaf", wrong)
+    monkeypatch.setattr(dense_to_moe, "initial_leaf", wrong)
     options = dataclasses.replace(SMALL, layers=(1,), rest=RESTS["frozen"])
     with pytest.raises(InputError, match="logits differ"):
         upcycle(ModelDirectory(dense_model), tmp_path / "pesc", options, described={})
