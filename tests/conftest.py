@@ -1,12 +1,20 @@
-"""Every test sees eight virtual CPU devices, set before JAX is imported."""
+"""Every test sees eight virtual CPU devices; what is compiled is kept for the other workers and the next run."""
 
 import os
 import pathlib
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# Test models are tiny: compiling them dominates. Unoptimised machine code compiles in half the time, and the older
+# emitters of loops write far less of it.
+COMPILER_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+
+# All of this is set before JAX is imported, and passed on to the processes that tests start.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-# Test models are tiny: compiling them dominates, and unoptimised machine code compiles in half the time.
-os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {COMPILER_FLAGS}"
+COMPILED = ROOT / ".pytest_cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -16,7 +24,22 @@ import pytest  # noqa: E402
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("reproducible")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+MAX_COMPILED_BYTES = 500_000_000
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Deletes the oldest compiled programs above a total size, before any worker starts.
+
+    JAX could bound the cache itself, but it then lists the whole folder for each program that it adds.
+    """
+    if not hasattr(config, "workerinput"):
+        found = [(file, file.stat()) for file in COMPILED.glob("*-cache")]
+        total = sum(stat.st_size for _, stat in found)
+        for file, stat in sorted(found, key=lambda entry: entry[1].st_mtime):
+            if total <= MAX_COMPILED_BYTES:
+                break
+            file.unlink(missing_ok=True)
+            total -= stat.st_size
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.conftest import COMPILER_FLAGS, ROOT
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def run_python(
     """Runs a program in a fresh interpreter that can import this checkout, on CPU devices."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {COMPILER_FLAGS}",
         "PYTHONPATH": str(ROOT),
         "PYTHONIOENCODING": encoding,
     }

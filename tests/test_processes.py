@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from moe_jax.model_dir import ModelDirectory
-from tests.disks import ROOT
+from tests.conftest import COMPILER_FLAGS, ROOT
 
 PROGRAM = """
 import faulthandler, sys
@@ -51,7 +51,7 @@ def test_two_processes_write_one_model_and_one_checkpoint(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": COMPILER_FLAGS, "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(tmp_path), str(port), str(index)],

@@ -60,19 +60,7 @@ def workplace(tmp_path_factory, tokenizer_path) -> Path:
     return folder
 
 
-@pytest.fixture
-def compiled_once(tmp_path):
-    """What is compiled a second time comes from a cache."""
-    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-def test_a_run_and_its_continuation_leave_an_adapter_directory(workplace, monkeypatch, capsys, compiled_once):
+def test_a_run_and_its_continuation_leave_an_adapter_directory(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     before, losses = open_source(Path("tuned")), []
     for arguments in ((), ("--set", "train.steps=3", "--resume")):

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from moe_jax import cli
-from tests.conftest import ROOT
+from tests.conftest import COMPILER_FLAGS, ROOT
 from tests.disks import small_disk
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
 
 STEPS = 90
-FLAGS = "--xla_backend_optimization_level=0"
 RECIPE = """
 run_dir = "run"
 [model]
@@ -63,7 +62,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-    flags = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
+    flags = f"{COMPILER_FLAGS} --xla_force_host_platform_device_count={devices}"
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
 
 
@@ -199,7 +198,7 @@ def test_two_processes_train_like_one(workplace, monkeypatch, tmp_path):
     done = subprocess.run(
         [str(ROOT / "train" / "launch" / "local.sh"), "2", *arguments, "run_dir=two"],
         cwd=workplace,
-        env=environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XLA_FLAGS": FLAGS},
+        env=environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XLA_FLAGS": COMPILER_FLAGS},
         capture_output=True,
         text=True,
         timeout=300,
