@@ -128,7 +128,7 @@ class SparseDelta(Delta):
         if config.bits is None:
             self.values = nnx.Param(jnp.zeros((num_experts, entries), dtype))
         else:
-            codes = pack(jnp.zeros((entries, 1), jnp.int32), config.bits)[:, 0]
+            codes = pack(jnp.full((entries, 1), 2 ** (config.bits - 1), jnp.int32), config.bits)[:, 0]
             self.value_codes = FixedIntegers(jnp.broadcast_to(codes, (num_experts, *codes.shape)))
             groups = scales_shape((entries, 1), config.group_size)[0]
             self.value_scales = nnx.Param(jnp.zeros((num_experts, groups), SCALE_DTYPE))
@@ -147,8 +147,8 @@ class QuantizedDelta(Delta):
     ):
         super().__init__(config)
         assert config.bits is not None
-        # With one bit there is no code for zero; the scales are zero.
-        codes = pack(jnp.full(shape, 1 if config.bits == 1 else 0, jnp.int32), config.bits)
+        # No code stands for zero; the scales are zero.
+        codes = pack(jnp.full(shape, 2 ** (config.bits - 1), jnp.int32), config.bits)
         self.codes = FixedIntegers(jnp.broadcast_to(codes, (num_experts, *codes_shape(shape, config.bits))))
         self.scales = nnx.Param(jnp.zeros((num_experts, *scales_shape(shape, config.group_size)), SCALE_DTYPE))
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from moe_jax.functional.nf4 import nf4_tile
-from moe_jax.functional.packing import dequantize, unpack
+from moe_jax.functional.packing import dequantize, scaled_levels, unpack
 
 Leaves = Mapping[str, Array]
 
@@ -113,7 +113,7 @@ class QuantizedForm:
         # A shard may begin inside a group, and holds the scales of all groups.
         group = (leaves["origin"][0] + jnp.arange(self.shape[0], dtype=jnp.int32)) // self.group_size
         scales = jnp.take(scales.astype(jnp.float32), group, axis=0)
-        return unpack(codes, self.shape[0], self.bits, jnp.float32) * scales
+        return scaled_levels(unpack(codes, self.shape[0], self.bits, jnp.float32), scales, self.bits)
 
 
 @dataclasses.dataclass(frozen=True)

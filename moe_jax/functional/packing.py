@@ -1,10 +1,18 @@
-"""Symmetric quantisation: codes of 8, 4, 3, 2 or 1 bits packed into bytes, and a scale per group (METHODS 4).
+"""Codes of 8, 4, 3, 2 or 1 bits packed into bytes, and a scale per group (METHODS 4).
 
 A kernel [i, o] is packed along its input axis: byte j of column c holds the n = 8 / bits rows from j * n on,
 the first in the lowest bits; of three bits, three bytes hold eight rows, the first byte being the lowest. Groups lie
 along the same axis. Where i is no multiple, the last bytes or group are cut off.
-A code q stands for `(q - offset) * scale`, offset = 2^(bits-1) - 1: the levels -offset ... offset are symmetric;
-with one bit, the codes 0 and 1 stand for -scale and +scale.
+
+A code q in [0, 2^bits) stands for `level * scale`, and every code for another level. The scale is half a step, and its
+sign says which of two grids a group has:
+
+- not negative: the odd numbers `2 q + 1 - 2^bits`, from `1 - 2^bits` to `2^bits - 1`. They are symmetric and leave zero
+  out; with one bit they are -1 and 1. For few bits, this is the better grid for Gaussian entries.
+- negative: the even numbers `2 q - 2^bits`, from `-2^bits` to `2^bits - 2`. Zero is one of them: the better grid where
+  many entries are zero, or next to nothing beside a few large ones.
+
+A scale of zero makes a group of zeros.
 """
 
 import math
@@ -26,41 +34,41 @@ def scales_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, i
     return (1, 1) if group_size is None else (math.ceil(shape[0] / group_size), shape[1])
 
 
-def largest_level(bits: int) -> int:
-    """Levels are -n ... n; with one bit -1 and 1."""
-    return max(1, 2 ** (bits - 1) - 1)
-
-
-def pack(levels: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:
-    """Packs levels in [-largest, largest]; with one bit -1 and 1."""
-    codes = (levels + 1) // 2 if bits == 1 else levels + largest_level(bits)
-    rows, per_word, word_bytes = levels.shape[0], *_word(bits)
-    codes = jnp.pad(codes.astype(jnp.uint32), ((0, -rows % per_word), (0, 0)))
+def pack(codes: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:
+    """Packs codes in [0, 2^bits)."""
+    rows, per_word, word_bytes = codes.shape[0], *_word(bits)
+    fields = jnp.pad(codes.astype(jnp.uint32), ((0, -rows % per_word), (0, 0)))
     shifts = jnp.arange(per_word, dtype=jnp.uint32) * jnp.uint32(bits)
     # The fields do not overlap: a sum is an or.
-    words = jnp.sum(codes.reshape(-1, per_word, codes.shape[1]) << shifts[None, :, None], axis=1, dtype=jnp.uint32)
+    words = jnp.sum(fields.reshape(-1, per_word, codes.shape[1]) << shifts[None, :, None], axis=1, dtype=jnp.uint32)
     packed = words[:, None, :] >> (8 * jnp.arange(word_bytes, dtype=jnp.uint32))[None, :, None]
     packed = (packed & jnp.uint32(255)).astype(jnp.uint8)
-    return packed.reshape(-1, codes.shape[1])[: codes_shape(levels.shape, bits)[0]]
+    return packed.reshape(-1, codes.shape[1])[: codes_shape(codes.shape, bits)[0]]
 
 
-def unpack(codes: UInt8[Array, "b o"], rows: int, bits: int, dtype: jnp.dtype) -> Float[Array, "i o"]:
-    """The levels of the first `rows` rows, as floats."""
+def unpack(packed: UInt8[Array, "b o"], rows: int, bits: int, dtype: jnp.dtype) -> Float[Array, "i o"]:
+    """The codes of the first `rows` rows, as floats."""
     per_word, word_bytes = _word(bits)
     if word_bytes == 1:
-        words = codes
+        words = packed
     else:
-        parts = jnp.pad(codes, ((0, -codes.shape[0] % word_bytes), (0, 0))).reshape(-1, word_bytes, codes.shape[1])
+        parts = jnp.pad(packed, ((0, -packed.shape[0] % word_bytes), (0, 0))).reshape(-1, word_bytes, packed.shape[1])
         shifts = 8 * jnp.arange(word_bytes, dtype=jnp.uint32)
         words = jnp.sum(parts.astype(jnp.uint32) << shifts[None, :, None], axis=1, dtype=jnp.uint32)
     shifts = jnp.arange(per_word, dtype=words.dtype) * words.dtype.type(bits)
     fields = (words[:, None, :] >> shifts[None, :, None]) & words.dtype.type(2**bits - 1)
-    levels = fields.reshape(-1, codes.shape[1])[:rows].astype(dtype)
-    return 2 * levels - 1 if bits == 1 else levels - largest_level(bits)
+    return fields.reshape(-1, packed.shape[1])[:rows].astype(dtype)
+
+
+def scaled_levels(codes: Float[Array, "*s"], scales: Float[Array, "*#s"], bits: int) -> Float[Array, "*s"]:
+    """What unpacked codes stand for, in their dtype; every scale beside the codes of its group."""
+    # Two differences, each a whole number that eight bits of mantissa hold: exact in bfloat16, too.
+    levels = 2 * codes - (2**bits - 1) - (scales < 0).astype(codes.dtype)
+    return levels * scales
 
 
 def dequantize(
-    codes: UInt8[Array, "b o"],
+    packed: UInt8[Array, "b o"],
     scales: Float[Array, "g s"],
     rows: int,
     bits: int,
@@ -70,19 +78,19 @@ def dequantize(
     """Levels times scales; [rows, o] in `dtype`.
 
     Args:
-      codes: packed along the input axis.
+      packed: codes, packed along the input axis.
       scales: as `scales_shape` says.
       rows: i.
       bits: of a code.
       group_size: rows that share a scale; None: all.
       dtype: of the result.
     """
-    levels, scales = unpack(codes, rows, bits, dtype), scales.astype(dtype)
+    codes, scales = unpack(packed, rows, bits, dtype), scales.astype(dtype)
     if group_size is None:
-        return levels * scales
+        return scaled_levels(codes, scales, bits)
     groups, width = scales.shape
     per_row = jnp.broadcast_to(scales[:, None, :], (groups, group_size, width)).reshape(-1, width)[:rows]
-    return levels * per_row
+    return scaled_levels(codes, per_row, bits)
 
 
 def _word(bits: int) -> tuple[int, int]:

@@ -11,7 +11,8 @@ from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoE
 from moe_jax.models.segments import segments_of
 
 FORMAT = "moe_jax.model"
-VERSION = 1
+# 2: codes of a quantised delta stand for all 2^bits levels. In version 1 they were as many bits, and stood for others.
+VERSION = 2
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -34,12 +35,19 @@ def config_from_json(data: Mapping[str, Any], *, where: str = "config.json") -> 
       where: the file, named in errors.
 
     Raises:
-      InputError: if `data` is not what `config_to_json` writes; all problems are listed.
+      InputError: if `data` is not what `config_to_json` writes, all problems listed; or if it is of version 1, which is
+        read otherwise, and describes quantised experts.
     """
-    fields = strict.without_format(data, FORMAT, VERSION, where=where)
+    is_first = data.get("version") == 1
+    fields = strict.without_format({**data, "version": VERSION} if is_first else data, FORMAT, VERSION, where=where)
     runs = {"segments": fields.pop("segments")} if "segments" in fields else {}
     segments = strict.parse(_Segments, runs, where=where, language="JSON").segments
     layers = tuple(layer.config() for run in segments for _ in range(run.repeats) for layer in run.pattern)
+    if is_first and any(isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.bits is not None for layer in layers):
+        raise InputError(
+            f"{where} has version 1, in which the codes of quantised experts stood for other levels than they do now; "
+            "compress the original model again"
+        )
     return strict.parse(ModelConfig, {**fields, "layers": layers}, where=where, language="JSON")
 
 

@@ -46,7 +46,7 @@ def test_json_round_trip():
     ("change", "message"),
     [
         (lambda d: d.pop("format"), "has no format 'moe_jax.model'"),
-        (lambda d: d.update(version=99), "version 99, this library reads version 1"),
+        (lambda d: d.update(version=99), "version 99, this library reads version 2"),
         (lambda d: d.update(vocab_sise=3), r"config.json: unknown key 'vocab_sise' \(did you mean 'vocab_size'\?\)"),
         (lambda d: d.pop("d_model"), "key 'd_model' is missing, expected an integer"),
         (lambda d: d.pop("segments"), "key 'segments' is missing, expected a list, each item an object"),
@@ -65,6 +65,21 @@ def test_bad_json(change, message):
     change(data)
     with pytest.raises(InputError, match=message):
         config_from_json(data)
+
+
+@pytest.mark.parametrize("bank", [BankConfig(kind="quantized", bits=4), BankConfig(kind="sparse", rate=0.5, bits=2)])
+def test_quantised_experts_of_the_first_version_are_refused(bank):
+    """Their codes would be taken for others; anything else of that version is read."""
+
+    def of_first_version(config):
+        return {**json.loads(json.dumps(config_to_json(config))), "version": 1}
+
+    assert config_from_json(of_first_version(CONFIG)) == CONFIG
+    layers = (CONFIG.layers[0], dataclasses.replace(CONFIG.layers[1], mlp=dataclasses.replace(MOE, bank=bank)))
+    quantised = dataclasses.replace(CONFIG, layers=layers)
+    assert config_from_json(json.loads(json.dumps(config_to_json(quantised)))) == quantised
+    with pytest.raises(InputError, match="version 1.*compress the original model again"):
+        config_from_json(of_first_version(quantised))
 
 
 @pytest.mark.parametrize(

@@ -89,11 +89,12 @@ class _Pruned(NamedTuple):
         total = self.lost
         for name, kernels in sampled.items() if bits is not None else ():
             for kernel, mask in zip(kernels, self.masks[name], strict=True):
-                # Of one size whatever is kept, so that one program serves all trials; groups of zeros have no error.
+                kept = (kernel - self.centres[name])[mask]
+                # Of one size whatever is kept, so that one program serves all trials.
                 values = np.zeros((kernel.size, 1), np.float32)
-                values[: int(mask.sum()), 0] = (kernel - self.centres[name])[mask]
-                made = quantize(values, bits=bits, group_size=DEFAULT_GROUP_SIZE, clip=True)
-                total += squared(np.asarray(made.approximation) - values)
+                values[: kept.size, 0] = kept
+                made = quantize(values, bits=bits, group_size=DEFAULT_GROUP_SIZE, count=kept.size)
+                total += squared(np.asarray(made.approximation)[: kept.size, 0] - kept)
         return total
 
 
@@ -142,7 +143,7 @@ def _quantized_error(sampled: Matrices, centres: Mapping[str, np.ndarray], bits:
     for name, kernels in sampled.items():
         for kernel in kernels:
             residual = kernel - centres[name]
-            made = quantize(residual, bits=bits, group_size=DEFAULT_GROUP_SIZE, clip=True)
+            made = quantize(residual, bits=bits, group_size=DEFAULT_GROUP_SIZE)
             total += squared(np.asarray(made.approximation) - residual)
     return total
 

@@ -26,7 +26,7 @@ def encode_sparse(
         leaves["values"] = values.astype(dtype)
         read_back = leaves["values"].astype(np.float32)
     else:
-        made = quantize(values[:, None], bits=bank.bits, group_size=bank.group_size, clip=True)
+        made = quantize(values[:, None], bits=bank.bits, group_size=bank.group_size)
         leaves["value_codes"] = np.asarray(made.codes)[:, 0]
         leaves["value_scales"] = np.asarray(made.scales)[:, 0]
         read_back = np.asarray(made.approximation)[:, 0]

@@ -95,7 +95,7 @@ def _encode(
         assert mask is not None
         return encode_sparse(residual, mask, bank, dtype)
     if bank.kind == "quantized":
-        made = quantize(residual, bits=bank.bits, group_size=bank.group_size, clip=True)
+        made = quantize(residual, bits=bank.bits, group_size=bank.group_size)
         return {"codes": np.asarray(made.codes), "scales": np.asarray(made.scales)}, made.approximation
     left, right = _factors(residual, bank.rank, dtype)
     product = left.astype(np.float32) @ right.astype(np.float32).T

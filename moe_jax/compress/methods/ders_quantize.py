@@ -25,11 +25,11 @@ class Quantize(Method):
     """Quantised deltas over a shared base.
 
     Attributes:
-      bits: of a code: 8, 4, 2 or 1.
+      bits: of a code: 8, 4, 3, 2 or 1.
       group_size: entries along the input axis that share a scale; 0: the whole kernel.
-      scale: what the largest level stands for. `absmax`: the largest absolute value of the group; `mse`: the share of
-        it that gives the least squared error. One bit has no choice: its scale, the mean absolute value, is already
-        the one of least error.
+      scale: `mse`: of every group the grid of levels and the scale that give the least squared error; `absmax`: the
+        largest level stands for the largest absolute value of the group. One bit has no choice: its scale, the mean
+        absolute value, already has the least error.
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
@@ -54,7 +54,7 @@ class Quantize(Method):
         bank = target.bank
 
         def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], Array]:
-            made = quantize(delta, bits=bank.bits, group_size=bank.group_size, clip=self.scale == "mse")
+            made = quantize(delta, bits=bank.bits, group_size=bank.group_size, fit=self.scale == "mse")
             return {"codes": np.asarray(made.codes), "scales": np.asarray(made.scales)}, made.approximation
 
         return compress_deltas(layer, base, encode, write)

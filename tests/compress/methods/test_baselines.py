@@ -17,6 +17,7 @@ from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
+from tests.compress.coding.test_quantizer import symmetric_errors
 from tests.compress.conftest import EXPERTS, MemorySource, memory_moe
 
 D, F = 16, 24
@@ -272,19 +273,26 @@ def test_mlp_fusion_puts_the_counts_into_the_output_side(kind):
     assert figures.error_per_neuron == pytest.approx(squared_error(before, approximations) / EXPERTS / F, rel=1e-4)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_plain_quantisation_rounds_every_weight(bits):
+@pytest.mark.parametrize(("bits", "gain"), [(8, 0.85), (4, 0.7), (3, 0.62), (2, 0.52)])
+def test_plain_quantisation_rounds_every_weight_to_the_nearest_level(bits, gain):
     source = source_of(GATED)
     before = experts_of(SourceLayer(source, 0))
     layer, figures, _ = compressed(source, METHODS["quantize"](bits=bits, group_size=8))
     assert (layer.moe.bank.kind, layer.moe.bank.base, layer.moe.bank.bits) == ("quantized", "none", bits)
-    for one, other in zip(before, experts_of(layer), strict=True):
-        for name in layer.shapes:
-            for start in range(0, len(one[name]), 8):
-                group = other[name][start : start + 8]
-                assert all(len(np.unique(np.abs(column))) <= 2 ** (bits - 1) for column in group.T)
-    bound = {8: 0.01, 4: 0.12, 3: 0.25, 2: 0.6}[bits]
-    assert bound / 4 < figures.relative_error < bound
+    after = experts_of(layer)
+    for name in layer.shapes:
+        scales = np.repeat(layer.leaf(f"experts/delta/{name}/scales").astype(np.float64), 8, axis=1)
+        for expert, scale in enumerate(scales):
+            code = np.arange(2**bits)[:, None, None]
+            levels = np.where(scale < 0, 2 * code - 2**bits, 2 * code + 1 - 2**bits) * scale
+            nearest = np.abs(before[expert][name] - levels).argmin(axis=0)
+            np.testing.assert_array_equal(after[expert][name], np.take_along_axis(levels, nearest[None], axis=0)[0])
+    error = squared_error(before, after)
+    assert figures.relative_error == pytest.approx(np.sqrt(error / norm_of(before)), rel=1e-5)
+    # One level fewer, symmetric around zero, leaves the rest.
+    kernels = [kernel.astype(np.float32) for expert in before for kernel in expert.values()]
+    least = sum(symmetric_errors(kernel, bits, 8).sum() for kernel in kernels)
+    assert error < gain * least
 
 
 @pytest.mark.parametrize("name", ["up", "sp", "msmoe", "meo", "git-rebasin", "mlp-fusion"])

@@ -1,0 +1,195 @@
+"""Kernels in codes of a few bits: what they stand for, and how near that comes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.compress.coding.quantizer import quantize
+from moe_jax.functional.packing import codes_shape, scales_shape
+
+BITS = (8, 4, 3, 2, 1)
+BFLOAT16_ROUNDING = 2.0**-8
+
+
+def decoded(codes: np.ndarray, scales: np.ndarray, rows: int, bits: int, group_size: int | None) -> np.ndarray:
+    """What codes and scales stand for, entry by entry from the words of the format."""
+    bytes_, out = codes.astype(np.uint8), np.empty((rows, codes.shape[1]))
+    fields = np.unpackbits(bytes_, axis=0, bitorder="little")[: rows * bits].reshape(rows, bits, -1)
+    for row in range(rows):
+        code = sum(fields[row, bit].astype(int) << bit for bit in range(bits))
+        scale = scales[0 if group_size is None else row // group_size].astype(np.float64)
+        out[row] = np.where(scale < 0, 2 * code - 2**bits, 2 * code + 1 - 2**bits) * scale
+    return out
+
+
+def groups_of(kernel: np.ndarray, group_size: int | None) -> list[np.ndarray]:
+    if group_size is None:
+        return [kernel]
+    return [kernel[start : start + group_size] for start in range(0, len(kernel), group_size)]
+
+
+def squared_errors(kernel: np.ndarray, approximation: np.ndarray, group_size: int | None) -> np.ndarray:
+    """Of every group; [groups, out] or [1, 1]."""
+    squares = (np.asarray(approximation, np.float64) - kernel) ** 2
+    if group_size is None:
+        return squares.sum(keepdims=True)
+    return np.array([group.sum(axis=0) for group in groups_of(squares, group_size)])
+
+
+def symmetric_errors(kernel: np.ndarray, bits: int, group_size: int | None) -> np.ndarray:
+    """The least that the levels -n ... n, one fewer than there are codes, leave of every group: 23 scales tried."""
+    level, tried = 2 ** (bits - 1) - 1, []
+    for share in (*(n / 20 for n in range(20, 1, -1)), 0.07, 0.05, 0.035, 0.025):
+        parts = []
+        for group in groups_of(kernel, group_size):
+            largest = np.abs(group).max(axis=None if group_size is None else 0, keepdims=True)
+            scale = 2 * (largest * np.float32(share / (2 * level))).astype(jnp.bfloat16).astype(np.float64)
+            parts.append(np.clip(np.round(group / np.where(scale > 0, scale, 1)), -level, level) * scale)
+        tried.append(squared_errors(kernel, np.concatenate(parts), group_size))
+    return np.min(tried, axis=0)
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 1000),
+    shape=st.sampled_from(((1, 1), (13, 3), (40, 3))),
+    bits=st.sampled_from(BITS),
+    group_size=st.sampled_from((None, 16)),
+    fit=st.booleans(),
+    size=st.sampled_from((1e-6, 1.0, 1e4)),
+    zeros=st.sampled_from((0.0, 0.7)),
+)
+def test_codes_and_scales_stand_for_the_approximation(seed, shape, bits, group_size, fit, size, zeros):
+    rng = np.random.default_rng(seed)
+    kernel = (size * rng.standard_normal(shape) * (rng.random(shape) >= zeros)).astype(np.float32)
+    made = quantize(kernel, bits=bits, group_size=group_size, fit=fit)
+    codes, scales = np.asarray(made.codes), np.asarray(made.scales)
+    assert codes.dtype == np.uint8 and codes.shape == codes_shape(kernel.shape, bits)
+    assert scales.dtype == "bfloat16" and scales.shape == scales_shape(kernel.shape, group_size)
+    np.testing.assert_allclose(made.approximation, decoded(codes, scales, len(kernel), bits, group_size), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.00005), (4, 0.0101), (3, 0.036), (2, 0.12), (1, 0.37)])
+def test_the_error_of_gaussians(bits, most):
+    """In parts of the variance, 128 entries a scale. Levels -1, 0, 1 would leave 0.188 at 2 bits, seven 0.045 at 3."""
+    kernel = np.random.default_rng(0).standard_normal((16 * 128, 64)).astype(np.float32)
+    made = quantize(kernel, bits=bits, group_size=128)
+    assert squared_errors(kernel, made.approximation, 128).sum() <= most * np.sum(kernel**2)
+    codes = np.asarray(made.codes)
+    if bits in (8, 4, 2, 1):  # every code is used
+        fields = (codes[:, None] >> (np.arange(8 // bits) * bits)[None, :, None]) & (2**bits - 1)
+        assert set(np.unique(fields)) == set(range(2**bits))
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.sampled_from((1, 13, 40)),
+    bits=st.sampled_from((8, 4, 3, 2)),
+    group_size=st.sampled_from((None, 16)),
+    draw=st.sampled_from(("normal", "laplace", "t", "few values")),
+    zeros=st.sampled_from((0.0, 0.5, 0.9)),
+)
+def test_no_group_is_worse_off_than_on_one_level_fewer(seed, rows, bits, group_size, draw, zeros):
+    """Than on the levels -n ... n, whose zero a group of many zeros needs: the even grid contains them."""
+    rng = np.random.default_rng(seed)
+    shape = (rows, 3)
+    kernel = {
+        "normal": lambda: rng.standard_normal(shape),
+        "laplace": lambda: rng.laplace(size=shape),
+        "t": lambda: rng.standard_t(2, size=shape),
+        "few values": lambda: rng.choice((-1.0, 0.0, 0.5, 1.0), shape),
+    }[draw]()
+    kernel = (kernel * (rng.random(shape) >= zeros)).astype(np.float32)
+    errors = squared_errors(kernel, quantize(kernel, bits=bits, group_size=group_size).approximation, group_size)
+    least = symmetric_errors(kernel, bits, group_size)
+    norms = squared_errors(kernel, np.zeros_like(kernel), group_size)
+    assert (errors <= least + 1e-6 * norms).all()
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.sampled_from((1, 13, 40)),
+    bits=st.sampled_from((8, 4, 3, 2)),
+    group_size=st.sampled_from((None, 16)),
+)
+def test_without_fitting_every_entry_is_within_half_a_step(seed, rows, bits, group_size):
+    kernel = np.random.default_rng(seed).standard_normal((rows, 3)).astype(np.float32)
+    approximation = np.asarray(quantize(kernel, bits=bits, group_size=group_size, fit=False).approximation)
+    for group, near in zip(groups_of(kernel, group_size), groups_of(approximation, group_size), strict=True):
+        largest = np.abs(group).max(axis=None if group_size is None else 0)
+        # Where rounding made the scale smaller, the largest level lacks something more.
+        bound = largest / (2**bits - 1) * (1 + BFLOAT16_ROUNDING) + largest * BFLOAT16_ROUNDING
+        assert (np.abs(near - group) <= bound * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_one_bit_is_the_sign_times_the_mean_absolute_value(group_size):
+    kernel = np.random.default_rng(0).standard_normal((20, 3)).astype(np.float32)
+    kernel[3, 1] = 0.0
+    made = quantize(kernel, bits=1, group_size=group_size)
+    scales = np.asarray(made.scales, np.float32)
+    for index, group in enumerate(groups_of(kernel, group_size)):
+        # The last of the groups of 8 has 4 rows: its mean is over these.
+        expected = np.abs(group).mean(axis=None if group_size is None else 0)
+        np.testing.assert_allclose(scales[index], np.broadcast_to(expected, scales[index].shape), rtol=2**-8)
+    assert (np.sign(made.approximation) == np.where(kernel >= 0, 1, -1)).all()  # a tie goes up
+
+
+def test_scales_of_a_group_do_not_look_at_others():
+    kernel = np.random.default_rng(0).standard_normal((20, 3)).astype(np.float32)
+    large = kernel.copy()
+    large[16:] *= 1000
+    for bits in BITS:
+        near, far = (np.asarray(quantize(k, bits=bits, group_size=8).approximation) for k in (kernel, large))
+        assert np.array_equal(near[:16], far[:16]) and not np.array_equal(near[16:], far[16:])
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_rows_that_do_not_count_change_nothing(bits, group_size):
+    """Neither what fills up the last group nor rows after `count`."""
+    kernel = np.random.default_rng(0).standard_normal((13, 3)).astype(np.float32)
+    followed = np.concatenate([kernel, np.full((9, 3), 100, np.float32)])
+    alone = quantize(kernel, bits=bits, group_size=group_size).approximation
+    np.testing.assert_array_equal(
+        quantize(followed, bits=bits, group_size=group_size, count=13).approximation[:13], alone
+    )
+    if group_size is not None:
+        np.testing.assert_array_equal(quantize(kernel[8:], bits=bits, group_size=group_size).approximation, alone[8:])
+
+
+@pytest.mark.parametrize("draw", ["normal", "laplace"])
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_fitting_the_scale_is_never_worse_than_the_largest_value(draw, group_size):
+    """And much better at 2 bits, where one outlier would move all levels: why it is the default."""
+    kernel = getattr(np.random.default_rng(0), draw)(size=(128, 16)).astype(np.float32)
+
+    def error(bits, fit):
+        made = quantize(kernel, bits=bits, group_size=group_size, fit=fit)
+        return np.linalg.norm(made.approximation - kernel) / np.linalg.norm(kernel)
+
+    for bits in (8, 4, 3, 2):
+        assert error(bits, True) <= error(bits, False)
+    assert error(2, True) < 0.75 * error(2, False)
+    assert error(8, True) < 0.02 < error(4, True) < error(3, True) < error(2, True) < error(1, True)
+
+
+@pytest.mark.parametrize("fit", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_groups_of_zeros_are_exactly_zero(bits, fit):
+    kernel = np.zeros((20, 2), np.float32)
+    made = quantize(kernel, bits=bits, group_size=8, fit=fit)
+    assert not np.asarray(made.approximation).any() and not np.asarray(made.scales, np.float32).any()
+    kernel[:8] = np.random.default_rng(0).standard_normal((8, 2))
+    made = quantize(kernel, bits=bits, group_size=8, fit=fit)
+    assert not np.asarray(made.approximation)[8:].any() and np.asarray(made.approximation)[:8].any()
+
+
+def test_no_bit_is_lost_in_large_kernels():
+    # 2^23 times 0.1: a plain float32 sum over them would stand still at some point.
+    ones = np.full((4096, 2049), 0.1, np.float32)
+    assert float(quantize(ones, bits=1, group_size=None).scales[0, 0]) == pytest.approx(0.1, rel=2**-8)
