@@ -1,16 +1,16 @@
-"""Reading and writing arrays on disk. The only file that imports Orbax.
+"""Everything that goes through Orbax; the only file that imports it.
 
-`LeafWriter` and `LeafReader` hold the parameters of a model directory: named leaves, written one after
-another in flat memory. `TrainingCheckpoints` holds what a training run needs to go on.
+The functions write and read the leaves of a model directory, for `leaf_files.py`. `TrainingCheckpoints` holds what a
+training run needs to go on.
 """
 
 import contextlib
+import errno
 import json
 import logging
-import math
-import shutil
+import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,254 +23,100 @@ try:
 except ImportError:  # Orbax 0.12 still keeps its v1 API here.
     import orbax.checkpoint.experimental.v1 as ocp
 
-from moe_jax.disk_errors import disk_errors
 from moe_jax.errors import InputError
-from moe_jax.fingerprint import fingerprint_leaves, sample_file
-from moe_jax.processes import is_first_process, wait_for_all
+from moe_jax.processes import is_first_process
 from moe_jax.staging import remove_directory
 
-# Leaves are gathered until a group is this large: each group costs some 50 ms and a directory, whatever its size,
-# and memory grows by no more than this. A larger leaf is a group of its own and is not copied.
-GROUP_BYTES = 128 << 20
-
-_STATE = "state"  # Orbax's name for the only item of a checkpoint
-_PARTIAL = ".partial_save"  # Orbax's suffix for a checkpoint that is not finalized
+STATE = "state"  # Orbax's name for the only item of a checkpoint
+PARTIAL = ".partial_save"  # Orbax's suffix for a checkpoint that is not finalized
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
-class LeafWriter:
-    """Writes named leaves one after another; what was written can be read once the writer is closed.
+def save_group(directory: Path, leaves: Mapping[str, np.ndarray]) -> None:
+    """Adds leaves to a checkpoint that `finalize_groups` makes whole. They are on disk on return.
 
-    Each leaf becomes one uncompressed Zarr array in one piece, whose file holds nothing but its bytes. Compression
-    costs 3-10x of the speed and gains little on trained weights; one piece lets Orbax write from our memory instead
-    of from a copy of it.
+    Args:
+      directory: of the checkpoint; until it is whole, it has the suffix `PARTIAL`.
+      leaves: by path ("layers/0/mlp/up/kernel"); none of them was saved before.
 
-    With several processes every process makes the same calls, and the first one writes.
-
-    Attributes:
-      done: paths of the leaves that are on disk.
+    Raises:
+      OSError: if the disk is full or cannot be written.
     """
+    tree: dict[str, Any] = {}
+    for path, array in leaves.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = np.ascontiguousarray(array).reshape(array.shape).view(_Lent)
+    with _writing(directory), _raw_files():
+        ocp.partial.save(directory, tree)
 
-    def __init__(self, directory: Path, *, resume: bool = False):
-        """Starts a checkpoint at `directory`.
 
-        Args:
-          directory: where the checkpoint appears on `close`. Nothing may be there yet.
-          resume: go on with what an interrupted writer left, which `done` names; otherwise that is removed.
+def finalize_groups(directory: Path) -> None:
+    """Makes a checkpoint of the groups that were saved.
 
-        Raises:
-          FileExistsError: if there is something at `directory` already.
-        """
-        self._directory = Path(directory).absolute()
-        if self._directory.exists():
-            raise FileExistsError(f"{self._directory} already exists")
-        self._partial = self._directory.with_name(self._directory.name + _PARTIAL)
-        if is_first_process():
-            self._remove_stale(resume)
-        wait_for_all(f"checkpoint {self._directory} begun")
-        self._pending: dict[str, np.ndarray] = {}
-        self._names: set[str] = set()
-        self._inner: set[str] = set()
-        self.done = self._leaves_of_interrupted()
-        for path in self.done:
-            self._register(path)
-        self._context = ocp.Context()
-        self._context.array.saving.use_compression = False
-        # Plain Zarr v2 files instead of Orbax's database: written without a copy, and a leaf is one file that can be
-        # read without going through the metadata of all the others.
-        self._context.array.saving.use_ocdbt = False
-        self._context.array.saving.use_zarr3 = False
+    Raises:
+      OSError: if the disk is full or cannot be written.
+    """
+    with _writing(directory), _raw_files():
+        ocp.partial.finalize(directory)
 
-    def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
-        """Writes leaves. Small ones may wait in memory for others; a large one is on disk on return.
 
-        Args:
-          leaves: by path ("layers/0/mlp/up/kernel"). The arrays may be changed by the caller afterwards.
+def read_specs(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Leaf path -> shape and dtype; no weights are read.
 
-        Raises:
-          OSError: if the disk is full or cannot be written.
-          ValueError: for a leaf written twice, an empty leaf, or a leaf whose path leads through another leaf.
-        """
-        for path, leaf in leaves.items():
-            self._register(path)
-            array = np.asarray(leaf)
-            if array.size == 0:
-                raise ValueError(f"leaf {path} has shape {array.shape}: there is nothing to write")
-            if array.nbytes >= GROUP_BYTES:
-                self._save({path: array})
-                continue
-            if self._pending_bytes() + array.nbytes > GROUP_BYTES:
-                self._flush()
-            self._pending[path] = array.copy()
+    Raises:
+      InputError: if it is not a complete Orbax checkpoint.
+    """
+    try:
+        tree = ocp.metadata(directory).metadata
+    except Exception as error:
+        raise InputError(f"{directory} is not a complete Orbax checkpoint: {_first_line(error)}") from error
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
-    def close(self) -> None:
-        """Writes what still waits and makes the checkpoint whole.
 
-        Raises:
-          OSError: if the disk is full or cannot be written.
-        """
-        self._flush()
-        with _writing(self._directory), self._context:
-            ocp.partial.finalize(self._directory)
+def read_leaf(directory: Path, path: str) -> np.ndarray:
+    """Reads one leaf of a checkpoint, however it was written.
 
-    def _remove_stale(self, resume: bool) -> None:
-        """Removes what an interrupted writer left, except for whole groups that are to be gone on with."""
-        # What it was in the middle of has this name. Orbax moves a group into `_partial` when all of it is on disk.
-        for stale in self._directory.parent.glob(f"{self._partial.name}.*"):
-            shutil.rmtree(stale)
-        if not self._partial.exists():
-            return
-        # Interrupted while the groups were being merged: that cannot be taken up again.
-        merging = any(not group.name.startswith(f"{self._partial.name}.pending") for group in self._partial.iterdir())
-        if merging or not resume:
-            shutil.rmtree(self._partial)
+    Raises:
+      InputError: if it cannot be read.
+    """
+    tree: Any = np.ndarray
+    for name in reversed(path.split("/")):
+        tree = {name: tree}
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    try:
+        with context:
+            return jax.tree.leaves(ocp.load(directory, tree))[0]
+    except Exception as error:
+        raise InputError(f"cannot read {path} of {directory}: {_first_line(error)}") from error
 
-    def _leaves_of_interrupted(self) -> set[str]:
-        groups = self._partial.iterdir() if self._partial.exists() else ()
-        return {path for group in groups for path in LeafReader(group).specs}
 
-    def _register(self, path: str) -> None:
-        parts = path.split("/")
-        inner = {"/".join(parts[:n]) for n in range(1, len(parts))}
-        if path in self._names or path in self._inner or inner & self._names:
-            raise ValueError(f"leaf {path} was written already, or it and another leaf lie on one path")
-        if not all(parts) or "." in path:
-            raise ValueError(f"leaf path {path!r} must be names joined by '/', without dots")
-        self._names.add(path)
-        self._inner |= inner
-
-    def _pending_bytes(self) -> int:
-        return sum(array.nbytes for array in self._pending.values())
-
-    def _flush(self) -> None:
-        if self._pending:
-            self._save(self._pending)
-            self._pending = {}
-
-    def _save(self, leaves: Mapping[str, np.ndarray]) -> None:
-        tree: dict[str, Any] = {}
-        for path, array in leaves.items():
-            *parents, name = path.split("/")
-            node = tree
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[name] = np.ascontiguousarray(array).reshape(array.shape).view(_Lent)
-        with _writing(self._directory), self._context:
-            ocp.partial.save(self._directory, tree)
-        self.done |= leaves.keys()
+def _raw_files() -> ocp.Context:
+    """Settings with which a leaf becomes a file that holds nothing but its bytes."""
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    # Plain Zarr v2 files instead of Orbax's database: written without a copy, and a leaf is one file that can be
+    # read without going through the metadata of all the others.
+    context.array.saving.use_ocdbt = False
+    context.array.saving.use_zarr3 = False
+    return context
 
 
 class _Lent(np.ndarray):
     """An array that Orbax need not copy.
 
-    Orbax deep-copies host arrays in case they change while a background thread writes them. `LeafWriter` waits for
+    Orbax deep-copies host arrays in case they change while a background thread writes them. `save_group` waits for
     the thread, so the copy would only double the memory of the largest leaf.
     """
 
     def __deepcopy__(self, memo: dict) -> "_Lent":
         return self
-
-
-class LeafReader:
-    """Reads leaves of a checkpoint by path, each on its own.
-
-    Attributes:
-      specs: shape and dtype of every leaf, by path; layers/2 comes before layers/10.
-    """
-
-    specs: dict[str, jax.ShapeDtypeStruct]
-
-    def __init__(self, directory: Path):
-        """Opens the checkpoint at `directory`; no weights are read.
-
-        Raises:
-          FileNotFoundError: if there is no directory.
-          InputError: if it is not a complete Orbax checkpoint.
-        """
-        self._directory = Path(directory).absolute()
-        if not self._directory.is_dir():
-            raise FileNotFoundError(f"no checkpoint at {directory}")
-        try:
-            tree = ocp.metadata(self._directory).metadata
-        except Exception as error:
-            raise InputError(f"{directory} is not a complete Orbax checkpoint: {_first_line(error)}") from error
-        specs = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-        }
-        self.specs = dict(sorted(specs.items(), key=lambda item: _natural(item[0])))
-
-    def read(self, path: str) -> np.ndarray:
-        """Reads one leaf, and no bytes but its own.
-
-        Raises:
-          InputError: if there is no such leaf, or its file does not hold what the metadata says.
-        """
-        if path not in self.specs:
-            raise InputError(f"{self._directory} has no leaf {path!r}")
-        file = self._raw_file(path)
-        if file is None:
-            return self._read_through_orbax(path)
-        spec = self.specs[path]
-        dtype = np.dtype(spec.dtype)
-        array = np.fromfile(file, dtype=np.uint8)
-        expected = math.prod(spec.shape) * dtype.itemsize
-        if array.nbytes != expected:
-            raise InputError(f"{file} has {array.nbytes} bytes, {expected} expected: it is truncated or corrupt")
-        return array.view(dtype).reshape(spec.shape)
-
-    def read_many(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
-        """Reads several leaves; memory holds all of them."""
-        return {path: self.read(path) for path in paths}
-
-    def stored_bytes(self, path: str) -> int:
-        """What a leaf takes on the disk: its file and Zarr's few hundred bytes about it."""
-        array = self._directory / _STATE / path.replace("/", ".")
-        files = [file.stat().st_size for file in array.rglob("*") if file.is_file()]
-        # Orbax's database keeps many leaves in one file.
-        return sum(files) if files else math.prod(self.specs[path].shape) * self.specs[path].dtype.itemsize
-
-    def fingerprint(self) -> str:
-        """Identity of the weights: a SHA-256 over names, shapes, dtypes, and samples of the content."""
-
-        def sample(path: str) -> bytes:
-            file = self._raw_file(path)
-            return self.read(path).tobytes() if file is None else sample_file(file)
-
-        return fingerprint_leaves(self.specs, sample)
-
-    def _raw_file(self, path: str) -> Path | None:
-        """The file that holds the bytes of a leaf and nothing else, if the leaf was written by `LeafWriter`.
-
-        Orbax reads the metadata of all leaves for every call (0.2 s for 1,500 leaves) and holds a large leaf
-        twice; the file is read instead in one piece. The layout is that of Zarr v2: no compressor, no filters, C
-        order and one chunk mean that the chunk's file is the array.
-        """
-        array = self._directory / _STATE / path.replace("/", ".")
-        try:
-            zarr = json.loads((array / ".zarray").read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        shape = list(self.specs[path].shape)
-        one_raw_chunk = (
-            zarr["shape"] == zarr["chunks"] == shape
-            and zarr["order"] == "C"
-            and not zarr["compressor"]
-            and not zarr["filters"]
-            and not zarr["dtype"].startswith(">")
-        )
-        return array / ".".join("0" for _ in shape or [1]) if one_raw_chunk else None
-
-    def _read_through_orbax(self, path: str) -> np.ndarray:
-        tree: Any = np.ndarray
-        for name in reversed(path.split("/")):
-            tree = {name: tree}
-        context = ocp.Context()
-        context.pytree.loading.partial_load = True
-        try:
-            with context:
-                return jax.tree.leaves(ocp.load(self._directory, tree))[0]
-        except Exception as error:
-            raise InputError(f"cannot read {path} of {self._directory}: {_first_line(error)}") from error
 
 
 class TrainingCheckpoints:
@@ -446,14 +292,41 @@ def _writing(directory: Path) -> Iterator[None]:
             usual(unraisable)
 
     sys.unraisablehook = hook
-    with disk_errors(directory):
+    with _disk_errors(directory):
         yield
     # After an error the hook stays: the other writes are still going on.
     sys.unraisablehook = usual
 
 
-def _natural(path: str) -> list[tuple[bool, int, str]]:
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in path.split("/")]
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turns an error that says "No space left on device" or the like in its text into the `OSError` that it is.
+
+    TensorStore reports a full disk as `ValueError`, and Orbax may wrap it.
+
+    Args:
+      path: what was being written, to be named in the message.
+
+    Raises:
+      OSError: with the error's number and `path`.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = "\n".join(str(cause) for cause in _causes(error))
+        for code in _DISK_ERRORS:
+            if os.strerror(code) in text:
+                raise OSError(code, os.strerror(code), str(path)) from error
+        raise
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return causes
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,8 +22,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from moe_jax.checkpoint import LeafReader, LeafWriter
 from moe_jax.errors import InputError, raise_if_any
+from moe_jax.leaf_files import LeafReader, LeafWriter
 from moe_jax.lineage import LINEAGE_FILE
 from moe_jax.lineage import new_lineage_entry as new_lineage_entry
 from moe_jax.lineage import read_lineage as read_lineage

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe_jax import checkpoint
+from moe_jax import leaf_files
 from moe_jax.errors import InputError
 from moe_jax.lineage import new_lineage_entry, read_lineage
 from moe_jax.loading import leaf_specs, load_model
@@ -136,11 +136,11 @@ def test_two_commands_cannot_write_one_target(tmp_path, leaves):
 KILLED = """
 import os, pickle, signal, sys
 from pathlib import Path
-from moe_jax import checkpoint
+from moe_jax import leaf_files
 from moe_jax.model_dir import ModelDirectoryWriter
 
 config, lineage, leaves = pickle.loads(Path(sys.argv[2]).read_bytes())
-checkpoint.GROUP_BYTES = 1
+leaf_files.GROUP_BYTES = 1
 with ModelDirectoryWriter(Path(sys.argv[1]), config, tokenizer_files=[], lineage=lineage, resume=True) as writer:
     for number, (path, leaf) in enumerate(leaves.items()):
         if number == 5:
@@ -246,7 +246,7 @@ def test_broken_directories_are_named(tmp_path, leaves):
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, leaves, monkeypatch):
-    monkeypatch.setattr(checkpoint, "GROUP_BYTES", 1 << 16)
+    monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1 << 16)
     config = ModelConfig(family="llama", vocab_size=1 << 15, d_model=32, max_positions=64, layers=CONFIG.layers)
     large = {path: np.ones(spec.shape, spec.dtype) for path, spec in leaf_specs(config).items()}
     with small_disk(tmp_path / "disk", 3) as disk:

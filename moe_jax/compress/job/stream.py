@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.checkpoint import LeafReader
 from moe_jax.compress.calibration.usage import Calibration
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.job.report import LayerReport, Report
@@ -16,6 +15,7 @@ from moe_jax.compress.methods.delta_base import Base, check_base
 from moe_jax.compress.methods.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
+from moe_jax.leaf_files import LeafReader
 from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry
 from moe_jax.model_source import ModelSource

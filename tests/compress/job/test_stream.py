@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe_jax import checkpoint
+from moe_jax import leaf_files
 from moe_jax.compress import compress, make_method
 from moe_jax.compress.alignment.design_matrix import mean_kernel
 from moe_jax.compress.methods.delta_base import Base
@@ -218,11 +218,11 @@ def test_weights_that_are_not_finite_leave_nothing_behind(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from moe_jax import checkpoint
+from moe_jax import leaf_files
 from moe_jax.compress import compress, make_method
 from moe_jax.model_dir import ModelDirectory
 
-checkpoint.GROUP_BYTES = int(sys.argv[4])
+leaf_files.GROUP_BYTES = int(sys.argv[4])
 method = make_method(sys.argv[3], {"drop": 0.5} if sys.argv[3] == "ders-sparsify" else {"keep": 0.5})
 compressed = []
 compress_layer = type(method).compress
@@ -304,7 +304,7 @@ class CountingSource(MemorySource):
 
 @pytest.mark.parametrize("method", [SPARSIFY, QUANTIZE], ids=["sparsify", "quantize"])
 def test_no_layer_is_held_whole(method, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "GROUP_BYTES", 1)
+    monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1)
     memory = memory_moe(*[BankConfig()] * 3, num_experts=6)
     source = CountingSource(memory.config, memory.leaves)
     compress(source, tmp_path / "out", method, described={})
