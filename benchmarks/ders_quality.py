@@ -14,30 +14,17 @@ kept in the JSON as soon as it is done: a benchmark that was killed goes on wher
 `--report-only` draws tables and plots from the JSON alone. It takes about half an hour on two CPU threads.
 """
 
-import argparse
 import os
-import tempfile
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from ders.results import Results
 from ders.settings import BASES, KINDS, METHODS, VANILLA, Settings
+from quality.arguments import quality_parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("data", type=Path, metavar="DATA")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "moe_jax_ders_quality",
-        help="folder of the trained models, some MB (default %(default)s)",
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default %(default)s)")
+    parser = quality_parser(__doc__, "ders_quality", "the trained models, some MB")
     defaults = Settings()
     parser.add_argument("--steps", type=int, default=defaults.steps, help="(default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size, help="sequences (default %(default)s)")
@@ -53,7 +40,6 @@ def main() -> None:
         "from, which need not be those of the training table",
     )
     parser.add_argument("--training-only", action="store_true", help="compress nothing")
-    parser.add_argument("--report-only", action="store_true", help="run nothing, draw what there is")
     options = parser.parse_args()
     settings = Settings(
         steps=options.steps,

@@ -19,11 +19,10 @@ of two steps, to see that everything works. It takes about an hour on two CPU th
 
 import argparse
 import os
-import tempfile
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from quality.arguments import quality_parser
 from tuning.results import Results
 from tuning.settings import QUICK, Settings
 from tuning.texts import DOMAINS
@@ -33,23 +32,11 @@ _QUICK_RUNS = {"upcycled": ["dense", "PESC 8, rest QLoRA"], "tuned": ["PERFT-R 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("data", type=Path, metavar="DATA")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "moe_jax_peft_quality",
-        help="folder of the trained MoEs, some 10 MB, and of texts (default %(default)s)",
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default %(default)s)")
+    parser = quality_parser(__doc__, "peft_quality", "the trained MoEs, some 10 MB, and of texts")
     parser.add_argument("--parts", nargs="+", metavar="PART", choices=_PARTS, default=list(_PARTS), help="only these")
     parser.add_argument("--domains", nargs="+", metavar="DOMAIN", choices=DOMAINS, default=["code", "wikitext"],
                         help=f"of {', '.join(DOMAINS)} (default code wikitext)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a few runs of two steps; --out must be another folder")
-    parser.add_argument("--report-only", action="store_true", help="run nothing, draw what there is")
     options = parser.parse_args()
     settings = QUICK if options.quick else Settings()
     options.out.mkdir(parents=True, exist_ok=True)

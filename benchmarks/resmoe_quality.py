@@ -14,33 +14,20 @@ goes on where it was when it is started again. `--report-only` draws tables and 
 about an hour on two CPU threads, half of it training.
 """
 
-import argparse
 import os
-import tempfile
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The matrices of these experts are too small for two threads, which would only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from quality.arguments import quality_parser
 from resmoe.results import Results
 from resmoe.settings import ORIGINS, Settings
 from resmoe.variants import VARIANTS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("data", type=Path, metavar="DATA")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "moe_jax_resmoe_quality",
-        help="folder of the trained models, some 100 MB (default %(default)s)",
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default %(default)s)")
+    parser = quality_parser(__doc__, "resmoe_quality", "the trained models, some 100 MB")
     parser.add_argument("--origins", nargs="+", metavar="ORIGIN", choices=ORIGINS, default=list(ORIGINS))
     parser.add_argument("--variants", nargs="+", metavar="VARIANT", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
@@ -52,7 +39,6 @@ def main() -> None:
         help="measure these variants again, with the models in WORK, which must be those of the results",
     )
     parser.add_argument("--training-only", action="store_true", help="compress nothing")
-    parser.add_argument("--report-only", action="store_true", help="run nothing, draw what there is")
     options = parser.parse_args()
     settings = Settings()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -2,14 +2,16 @@
 
 import pathlib
 import sys
+import types
 
 import pytest
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 
+from ders import compression  # noqa: E402
 from ders.report import write_report  # noqa: E402
 from ders.results import Results  # noqa: E402
-from ders.settings import BASES, DENSE, FROZEN, VANILLA, Settings  # noqa: E402
+from ders.settings import BASES, DENSE, FROZEN, NO_DELTAS, VANILLA, Settings  # noqa: E402
 
 LOSSES = {DENSE: (2.7, 2.9), VANILLA: (2.6, 2.7), "DeRS-LM r=4": (2.65, 2.75), "DeRS-LM r=4" + FROZEN: (2.75, 2.95)}
 PARAMS = {DENSE: 1000, VANILLA: 4000, "DeRS-LM r=4": 1200, "DeRS-LM r=4" + FROZEN: 1200}
@@ -67,3 +69,22 @@ def test_what_is_not_there_yet_is_left_out(tmp_path: pathlib.Path):
     results.put("training", VANILLA, "0", value={"loss": 2.6, "start_loss": 5.0, "params": 4000})
     assert write_report(results, tmp_path) == "\n"
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_another_model_is_not_compressed_into_old_results(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    task = types.SimpleNamespace(
+        held_out=None, settings=types.SimpleNamespace(seq_len=8), seeds=[0], vanilla=lambda seed: tmp_path, dense=None
+    )
+    monkeypatch.setattr(compression, "Scorer", lambda *_: lambda model: 2.75)
+    for name in ("load_model", "ModelDirectory", "without_deltas"):
+        monkeypatch.setattr(compression, name, lambda *_: None)
+    monkeypatch.setattr(compression, "METHODS", {NO_DELTAS: ("",)})
+    results = Results(tmp_path / "results.json", Settings())
+    results.put("training", VANILLA, "0", value={"loss": 9.0})
+    compression.compress_models(task, results)
+    # Against the model that was compressed, not against that of the training table.
+    assert results.get("compressed", "0") == {"loss": 2.75}
+    assert results.get("compression", BASES[0], NO_DELTAS, "", "0")["added_loss"] == 0.0
+    results.put("compressed", "0", value={"loss": 2.7})
+    with pytest.raises(SystemExit, match="held-out loss 2.750000, that of the results had 2.700000"):
+        compression.compress_models(task, results)
