@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing, say what would change")
     options = parser.parse_args()
     before = DOCUMENT.read_text()
-    after, problems = rewritten(before)
+    after, problems = rewritten(before, blocks())
     made = reports()
     if options.check:
         problems += [f"{DOCUMENT.name} is not what the results say"] if after != before else []
@@ -39,9 +39,13 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def rewritten(document: str, folder: Path = RESULTS) -> tuple[str, list[str]]:
-    """The document with its blocks made from the results of a folder, and what is wrong with it beside them."""
-    blocks = {name: text for section in SECTIONS for name, text in section.blocks(folder).items()}
+def blocks(folder: Path = RESULTS) -> dict[str, str]:
+    """What stands in the blocks of all sections."""
+    return {name: text for section in SECTIONS for name, text in section.blocks(folder).items()}
+
+
+def rewritten(document: str, blocks: dict[str, str]) -> tuple[str, list[str]]:
+    """The document with other texts in its blocks, and what is wrong with it beside them."""
     there = [match["name"] for match in _BLOCK.finditer(document)]
     problems = [f"there is no block {name!r} in the results" for name in there if name not in blocks]
     problems += [f"the block {name!r} does not stand in the document" for name in blocks if name not in there]

@@ -28,24 +28,29 @@ FIRST, SECOND = (
 )
 
 
-def test_the_document_and_the_reports_are_what_the_results_say():
-    after, problems = document.rewritten(DOCUMENT)
+@pytest.fixture(scope="module")
+def blocks() -> dict[str, str]:
+    return document.blocks()
+
+
+def test_the_document_and_the_reports_are_what_the_results_say(blocks):
+    after, problems = document.rewritten(DOCUMENT, blocks)
     assert not problems
     assert after == DOCUMENT, "BENCHMARKS.md is out of step with its results: python benchmarks/document.py"
     for file, text in document.reports().items():
         assert file.read_text() == text, f"{file.name} is out of step with its results: python benchmarks/document.py"
 
 
-def test_what_does_not_come_from_the_results_is_found():
+def test_what_does_not_come_from_the_results_is_found(blocks):
     line = next(line for line in DOCUMENT.splitlines() if line.startswith("| DeRS-LM r=16 |"))
     changed = DOCUMENT.replace(line, line.replace("2.7", "2.6", 1))
-    assert changed != DOCUMENT and document.rewritten(changed)[0] == DOCUMENT
+    assert changed != DOCUMENT and document.rewritten(changed, blocks)[0] == DOCUMENT
     made = next(line for line in DOCUMENT.splitlines() if line.startswith("Command: `python benchmarks/ders_quality"))
-    assert document.rewritten(DOCUMENT.replace(made, ""))[0] == DOCUMENT
-    _, problems = document.rewritten(DOCUMENT + "\n| a | b |\n|---|---|\n| 1 | 2 |\n")
+    assert document.rewritten(DOCUMENT.replace(made, ""), blocks)[0] == DOCUMENT
+    _, problems = document.rewritten(DOCUMENT + "\n| a | b |\n|---|---|\n| 1 | 2 |\n", blocks)
     assert problems == ["a table that no results make: |---|---|"]
     block = "<!-- convert: commands -->"
-    _, problems = document.rewritten(DOCUMENT.replace(block, "<!-- convert: other -->"))
+    _, problems = document.rewritten(DOCUMENT.replace(block, "<!-- convert: other -->"), blocks)
     assert problems == [
         "there is no block 'convert: other' in the results",
         "the block 'convert: commands' does not stand in the document",
@@ -132,7 +137,7 @@ def test_every_figure_keeps_the_commit_that_it_was_made_at(tmp_path: pathlib.Pat
 
 def test_a_section_names_what_was_made_at_another_commit(tmp_path: pathlib.Path):
     _results(tmp_path, FIRST).put_rows("time", [])
-    section = Section("results", "python benchmarks/x.py DATA", (), lambda folder: Figures("results", folder), {})
+    section = Section("results", "python benchmarks/x.py DATA", (), lambda folder: Figures("results", folder), dict)
     said = "Command: `python benchmarks/x.py DATA`. Measured at `1111111`, 2026-11-21, x86_64 with 2 threads, Python 3"
     assert made_line(section, section.opened(tmp_path)) == f"{said}.11.7."
     _results(tmp_path, SECOND).put_rows("memory", [])
@@ -146,7 +151,8 @@ def test_tables_are_written_by_their_layout_and_read_by_their_heading(tmp_path: 
     rows = "| dense | 0 | 2.8809 |\n| vanilla | 496,640 |  |"
     table = f"| model | parameters added | held-out loss |\n|---|---|---|\n{rows}"
     assert UPCYCLED.text(figures) == table
-    assert tables_of(f"# A\n\n{table}\n\n## B\ntext\n\n{table}\n\n{table}") == {"": [], "A": [table], "B": [table] * 2}
+    other = table.replace("dense", "sparse")
+    assert tables_of(f"# A\n\n{table}\n\n## B\ntext\n\n{other}\n\n{table}\n# C") == {"A": table, "B": other}
 
 
 @pytest.fixture

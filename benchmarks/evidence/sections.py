@@ -29,7 +29,7 @@ class Section:
       command: makes all its figures again, in the root of a checkout; DATA is the folder that the program describes.
       sources: files and folders that the figures depend on; what only writes tables is not among them.
       opened: the file of results in a folder.
-      tables: by the name of a block, from the results.
+      tables: makes the tables from the results, by the names of their blocks.
       report: the whole report of the results, kept beside them as NAME.md; None: there is none.
     """
 
@@ -37,7 +37,7 @@ class Section:
     command: str
     sources: tuple[str, ...]
     opened: Callable[[Path], ResultsFile]
-    tables: dict[str, Callable[[ResultsFile], str]]
+    tables: Callable[[ResultsFile], dict[str, str]]
     report: Callable[[ResultsFile], str] | None = None
 
     @property
@@ -49,7 +49,7 @@ class Section:
         """The text of every block of the section, by its full name; the first says how the figures were made."""
         results = self.opened(folder)
         return {f"{self.name}: made": made_line(self, results)} | {
-            f"{self.name}: {name}": table(results) for name, table in self.tables.items()
+            f"{self.name}: {name}": table for name, table in self.tables(results).items()
         }
 
 
@@ -71,7 +71,7 @@ def _program(name: str, command: str, sources: tuple[str, ...], *tables: Table) 
         command,
         (command.split()[1], *sources),
         lambda folder: Figures(name, folder),
-        {table.name: table.text for table in tables},
+        lambda figures: {table.name: table.text(figures) for table in tables},
     )
 
 
@@ -81,20 +81,18 @@ def _reported(
     sources: tuple[str, ...],
     results: type[ResultsFile],
     report: Callable[[ResultsFile], str],
-    tables: dict[str, tuple[str, int]],
+    tables: dict[str, str],
 ) -> Section:
-    """A section with a report: `tables` are the heading in it and the number of the table under it."""
-    return Section(
-        name,
-        command,
-        (command.split()[1], *sources),
-        lambda folder: results(folder / f"{name}.json", None),
-        {
-            block: lambda found, at=at: tables_of(report(found))[at[0]][at[1]]
-            for block, at in tables.items()
-        },
-        report,
-    )
+    """A section with a report: `tables` are the headings in it that the tables stand under."""
+
+    def blocks(found: ResultsFile) -> dict[str, str]:
+        by_heading = tables_of(report(found))
+        return {block: by_heading[heading] for block, heading in tables.items()}
+
+    def opened(folder: Path) -> ResultsFile:
+        return results(folder / f"{name}.json", None)
+
+    return Section(name, command, (command.split()[1], *sources), opened, blocks, report)
 
 
 SECTIONS = (
@@ -127,9 +125,9 @@ SECTIONS = (
         ders.results.Results,
         ders.report.report,
         {
-            "training": ("Training", 0),
-            "compression": ("Compression of the trained vanilla model", 0),
-            "noise": ("What random drops add", 0),
+            "training": "Training",
+            "compression": "Compression of the trained vanilla model",
+            "noise": "What random drops add",
         },
     ),
     _reported(
@@ -149,11 +147,11 @@ SECTIONS = (
         resmoe.results.Results,
         resmoe.report.report,
         {
-            "models": ("Models", 0),
-            "equal share": ("Equal kept share, 25%", 0),
-            "refit": ("Refit of the centre, keep 0.25", 0),
-            "bytes, upcycled": ("Equal bytes on the disk: upcycled-e8", 0),
-            "bytes, random": ("Equal bytes on the disk: random-e8", 0),
+            "models": "Models",
+            "equal share": "Equal kept share, 25%",
+            "refit": "Refit of the centre, keep 0.25",
+            "bytes, upcycled": "Equal bytes on the disk: upcycled-e8",
+            "bytes, random": "Equal bytes on the disk: random-e8",
         },
     ),
     _program(
@@ -168,7 +166,7 @@ SECTIONS = (
         ("moe_jax/compress", "benchmarks/barycenters/clouds.py", "benchmarks/barycenters/others.py"),
         barycenters.report.Results,
         barycenters.report.report,
-        {"sets": ("1024 points and more", 0)},
+        {"sets": "1024 points and more"},
     ),
     _program(
         "peft_step",
@@ -196,6 +194,6 @@ SECTIONS = (
         ),
         tuning.results.Results,
         tuning.report.report,
-        {"pesc": ("PESC in brief", 0), "perft": ("PERFT in brief", 0)},
+        {"pesc": "PESC in brief", "perft": "PERFT in brief"},
     ),
 )

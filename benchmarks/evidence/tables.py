@@ -38,18 +38,16 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def tables_of(report: str) -> dict[str, list[str]]:
-    """The tables of a Markdown text, by the heading above them; under "" those above every heading."""
-    found: dict[str, list[str]] = {"": []}
-    heading, before = "", ""
+def tables_of(report: str) -> dict[str, str]:
+    """The first table under every heading of a Markdown text that has one."""
+    found: dict[str, list[str]] = {}
+    heading, is_open = "", False
     for line in report.splitlines():
         if line.startswith("#"):
             heading = line.lstrip("# ")
-            found.setdefault(heading, [])
-        elif line.startswith("|"):
-            if before.startswith("|"):
-                found[heading][-1] += f"\n{line}"
-            else:
-                found[heading].append(line)
-        before = line
-    return found
+        if line.startswith("|") and (is_open or heading not in found):
+            found.setdefault(heading, []).append(line)
+            is_open = True
+        else:
+            is_open = False
+    return {heading: "\n".join(lines) for heading, lines in found.items()}
