@@ -1,3 +1,69 @@
-"""Mixture-of-Experts from dense models: upcycle, tune, compress. One shared base plus something small per expert."""
+"""Mixture-of-Experts from dense models: upcycle, tune, compress. One shared base plus something small per expert.
+
+What is listed here is the public API; anything else may change without notice. Names are imported when they are first
+asked for: `import moe_jax` alone does not import JAX.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_jax.api.model import Model as Model
+    from moe_jax.api.model import load as load
+    from moe_jax.api.model import save as save
+    from moe_jax.api.model import tiny_model as tiny_model
+    from moe_jax.api.run import Continuation as Continuation
+    from moe_jax.api.run import ModelPlan as ModelPlan
+    from moe_jax.api.run import evaluate as evaluate
+    from moe_jax.api.run import generate as generate
+    from moe_jax.api.run import plan as plan
+    from moe_jax.api.transform import adapt as adapt
+    from moe_jax.api.transform import convert as convert
+    from moe_jax.api.transform import export as export
+    from moe_jax.api.transform import merge as merge
+    from moe_jax.api.transform import upcycle as upcycle
+    from moe_jax.errors import InputError as InputError
+    from moe_jax.nn.decoder import Decoder as Decoder
+    from moe_jax.train.evaluation import Evaluation as Evaluation
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "api.model": ("Model", "load", "save", "tiny_model"),
+    "api.run": ("Continuation", "ModelPlan", "evaluate", "generate", "plan"),
+    "api.transform": ("adapt", "convert", "export", "merge", "upcycle"),
+    "errors": ("InputError",),
+    "nn.decoder": ("Decoder",),
+    "train.evaluation": ("Evaluation",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'moe_jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"moe_jax.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Some verbs are called like the room that they come from, such as `train`.
+
+    When a room is imported, Python makes it an attribute of this package. Here the verb stays the attribute, whatever
+    is imported when; `from moe_jax.train import ...` finds the room all the same.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

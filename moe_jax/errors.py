@@ -10,7 +10,12 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """Bad input: the message says what, where, what was expected and what to do."""
+    """Bad input: the message says what, where, what was expected and what to do.
+
+        >>> moe_jax.upcycle(moe_jax.tiny_model(), experts=2, top_k=3)
+        Traceback (most recent call last):
+        moe_jax.errors.InputError: these options do not go with the model: top_k=3 is above num_experts=2
+    """
 
 
 def nearest(word: str, options: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 A command that is given `InMemory()` instead of a path does the same work, and leaves its model there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -14,9 +14,11 @@ import numpy as np
 from moe_jax.adapter_dir import AdapterDirectoryWriter
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_leaves, sample_array
+from moe_jax.loading import stacked_leaves
 from moe_jax.model_dir import ExpectedLeaves, ModelDirectoryWriter, fingerprint_model
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
+from moe_jax.nn import Decoder
 from moe_jax.peft.base import own_leaves
 from moe_jax.peft.over_base import LeavesOverBase, StoredLeaves
 
@@ -47,6 +49,32 @@ class LeavesInMemory:
     def stored_bytes(self, path: str) -> int:
         """What one leaf takes."""
         return self.read(path).nbytes
+
+
+class DecoderLeaves:
+    """The leaves of a decoder, fetched from its devices when they are read.
+
+    Attributes:
+      specs: leaf path -> shape and dtype.
+    """
+
+    def __init__(self, decoder: Decoder):
+        """Holds on to the arrays that the decoder has now."""
+        self._leaves = stacked_leaves(decoder)
+        self.specs = {
+            path: jax.ShapeDtypeStruct(leaf.shape if index is None else leaf.shape[1:], leaf.dtype)
+            for path, (leaf, index) in self._leaves.items()
+        }
+
+    def read(self, path: str) -> np.ndarray:
+        """One leaf."""
+        leaf, index = self._leaves[path]
+        return np.asarray(leaf if index is None else leaf[index])
+
+    def stored_bytes(self, path: str) -> int:
+        """What one leaf takes."""
+        spec = self.specs[path]
+        return spec.size * spec.dtype.itemsize
 
 
 class ModelInMemory:
@@ -107,6 +135,9 @@ class ModelWriter(Protocol):
     lineage: list[dict[str, Any]]
 
     @property
+    def expected(self) -> tuple[str, ...]: ...
+
+    @property
     def done(self) -> frozenset[str]: ...
 
     def note(self, name: str, data: Any) -> None: ...
@@ -131,6 +162,7 @@ def open_writer(
     tokenizer_files: Sequence[Path],
     lineage: Sequence[Mapping[str, Any]],
     base: ModelSource | None = None,
+    trained: Iterable[str] = (),
     resume: bool = False,
 ) -> ModelWriter:
     """A writer of a model directory, of an adapter directory if there is a base, or of either in memory.
@@ -139,17 +171,21 @@ def open_writer(
       dst: where the model goes.
       config: of the model.
       tokenizer_files, lineage, resume: see `ModelDirectoryWriter`; in memory there is nothing to resume.
-      base: what the model's adapters stand on. Only the leaves that it does not have must then be written.
+      base: what the model's adapters stand on. Only the leaves that it does not have must then be written, and
+      trained: those of its leaves that are not the base's any more.
 
     Raises:
       InputError: if the directory exists, or `base` is not one for these adapters.
     """
     given = {"tokenizer_files": tokenizer_files, "lineage": lineage}
     if isinstance(dst, InMemory):
+        assert not trained, "what was trained in memory is in memory already"
         return _MemoryWriter(dst, config, base=base, **given)
+    if isinstance(base, ModelInMemory):
+        raise InputError(f"{dst} would refer to a model that is in memory only; save it first, and give its path")
     if base is None:
         return ModelDirectoryWriter(dst, config, resume=resume, **given)
-    return AdapterDirectoryWriter(dst, config, base=base, **given)
+    return AdapterDirectoryWriter(dst, config, base=base, trained=trained, **given)
 
 
 class _MemoryWriter:
@@ -172,6 +208,10 @@ class _MemoryWriter:
         self._leaves: dict[str, np.ndarray] = {}
         self._notes: dict[str, Any] = {}
         self.lineage = [dict(entry) for entry in lineage]
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        return self._expected.paths
 
     @property
     def done(self) -> frozenset[str]:

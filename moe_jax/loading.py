@@ -111,12 +111,18 @@ def may_be_cast(path: str, dtype: jnp.dtype) -> bool:
 
 def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array]]:
     """Leaves of a model in memory as they are on disk, layer after layer."""
-    entries = []
+    for name, (leaf, index) in stacked_leaves(model).items():
+        yield name, leaf if index is None else leaf[index]
+
+
+def stacked_leaves(model: Decoder) -> dict[str, tuple[jax.Array, int | None]]:
+    """Where the leaves of a model on disk are in memory: the array that holds each, and its index there if several are
+    stacked; layer after layer."""
+    entries = {}
     for path, leaf in _leaves(nnx.state(model)):
         for index, name in enumerate(disk_paths(model.config, path)):
-            entries.append((name, leaf, index if _STACKED.fullmatch(path) else None))
-    for name, leaf, index in sorted(entries, key=lambda entry: _by_layer(entry[0])):
-        yield name, leaf if index is None else leaf[index]
+            entries[name] = leaf, index if _STACKED.fullmatch(path) else None
+    return dict(sorted(entries.items(), key=lambda entry: _by_layer(entry[0])))
 
 
 def check_leaves(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:

@@ -122,6 +122,11 @@ class ExpectedLeaves:
         specs = leaf_specs(config)
         self._specs = specs if only is None else {path: specs[path] for path in only}
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all of them."""
+        return tuple(self._specs)
+
     def check(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
         """Raises `ValueError` for a leaf that is not expected, or has another shape."""
         for path, leaf in leaves.items():
@@ -191,6 +196,11 @@ class ModelDirectoryWriter:
         self._expected = ExpectedLeaves(config, leaves)
         self._documents = dict(documents or {})
         self._written: set[str] = set()
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """Leaves that have to be written."""
+        return self._expected.paths
 
     @property
     def done(self) -> frozenset[str]:

@@ -20,12 +20,17 @@ from moe_jax.train.tokenizer import Tokenizer
 
 
 class Evaluation(NamedTuple):
-    """Attributes:
-    tokens: tokens scored.
-    nll: mean negative log-likelihood of a scored token, natural log.
-    perplexity: exp(nll); inf where that is too large for a float.
-    total_nll: sum over the scored tokens.
-    windows: windows the text was cut into.
+    """How well a model predicts a text.
+
+        >>> moe_jax.evaluate(moe_jax.tiny_model(), [1, 2, 3, 4]).tokens
+        3
+
+    Attributes:
+      tokens: tokens scored.
+      nll: mean negative log-likelihood of a scored token, natural log.
+      perplexity: exp(nll); inf where that is too large for a float.
+      total_nll: sum over the scored tokens.
+      windows: windows the text was cut into.
     """
 
     tokens: int

@@ -109,25 +109,10 @@ def adapt_options(given: AdaptFlags) -> "AdaptOptions":
     Raises:
       InputError: if there is no method or adapter.
     """
-    from moe_jax.errors import InputError
-    from moe_jax.peft.options import AdaptOptions
+    from moe_jax.peft.options import chosen_options
 
-    if given.method is None or given.adapter is None:
-        missing = "--method" if given.method is None else "--adapter"
-        raise InputError(f"{missing} is missing, as in --method perft-s --adapter lora:16")
-    return AdaptOptions(
-        method=given.method,
-        adapter=given.adapter,
-        scale=given.scale,
-        alpha=given.alpha,
-        dropout=given.dropout,
-        num_experts=given.experts,
-        top_k=given.top_k,
-        balance_coef=given.balance_coef,
-        z_coef=given.z_coef,
-        targets=tuple(filter(None, given.targets.split(","))) if given.targets is not None else None,
-        base=given.base or "stored",
-    )
+    flags = {field.name: getattr(given, field.name) for field in dataclasses.fields(AdaptFlags)}
+    return chosen_options(**{name: value for name, value in flags.items() if name not in ("seed", "no_step0_check")})
 
 
 def _step0_lines(step0: "Step0 | None", quantization: "Step0 | None") -> list[str]:

@@ -8,9 +8,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-# Long enough for context to matter, short enough for any machine; a model with fewer positions gets fewer.
-_DEFAULT_SEQ_LEN = 1024
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -42,30 +39,22 @@ def run(options: Options) -> None:
     Raises:
       FileNotFoundError, InputError: bad input.
     """
+    from moe_jax.api.model import Loading, Model
+    from moe_jax.api.run import default_seq_len, evaluate
     from moe_jax.errors import InputError
     from moe_jax.open_source import open_source
+    from moe_jax.sharding import make_mesh
 
     if options.batch_size < 1:
         raise InputError(f"--batch-size {options.batch_size} must be at least 1")
-    source = open_source(options.model)
-    most = source.config.max_positions
-    seq_len = min(_DEFAULT_SEQ_LEN, most) if options.seq_len is None else options.seq_len
+    mesh = make_mesh({"fsdp" if options.split else "data": -1})
+    model = Model.of_source(open_source(options.model), Loading(compute_dtype=options.compute_dtype, mesh=mesh))
+    seq_len = default_seq_len(model.config) if options.seq_len is None else options.seq_len
+    most = model.config.max_positions
     if seq_len > most:
         print(f"warning: {options.model} was made for {most} positions, not {seq_len}", file=sys.stderr)
-
-    from flax import nnx
-
-    from moe_jax.loading import load_model
-    from moe_jax.sharding import make_mesh
-    from moe_jax.train.evaluation import Evaluator, read_text
-    from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
-
-    tokenizer = Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config)
-    ids = read_text(options.text, tokenizer)
-    mesh = make_mesh({"fsdp" if options.split else "data": -1})
-    graphdef, state = nnx.split(load_model(source, compute_dtype=options.compute_dtype, mesh=mesh))
-    evaluator = Evaluator(graphdef, ids, seq_len=seq_len, batch_size=options.batch_size, mesh=mesh)
-    result = evaluator(state)._asdict() | {"seq_len": seq_len, "model": str(options.model), "text": str(options.text)}
+    result = evaluate(model, options.text, seq_len=seq_len, batch_size=options.batch_size)
+    result = result._asdict() | {"seq_len": seq_len, "model": str(options.model), "text": str(options.text)}
     if options.json:
         print(json.dumps(result))
         return

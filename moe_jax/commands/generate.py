@@ -3,17 +3,12 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from moe_jax.errors import InputError
-
-if TYPE_CHECKING:
-    from moe_jax.model_source import ModelSource
-    from moe_jax.train.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,57 +48,36 @@ def run(options: Options) -> None:
       FileNotFoundError: if there is no model or no file of prompts.
       InputError: for bad prompts or sampling options, or a text prompt for a model without tokenizer.
     """
-    import jax
-
-    from moe_jax.generation import generate
-    from moe_jax.loading import load_model
+    from moe_jax.api.model import Loading, Model
+    from moe_jax.api.run import generate
     from moe_jax.open_source import open_source
 
-    source = open_source(options.model)
-    texts = [*options.prompt, *_lines(options.prompts_file)]
-    tokenizer = _tokenizer(source, required=bool(texts))
-    prompts = [tokenizer.prompt(text).tolist() for text in texts] + [_parse_ids(text) for text in options.ids]
+    prompts = [*options.prompt, *_lines(options.prompts_file), *map(_parse_ids, options.ids)]
     if not prompts:
         raise InputError("nothing to continue: give --prompt, --prompts-file or --ids")
+    model = Model.of_source(open_source(options.model), Loading(compute_dtype=options.compute_dtype))
     results = generate(
-        load_model(source, compute_dtype=options.compute_dtype),
+        model,
         prompts,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
-        key=jax.random.key(options.seed),
-        eos_ids=(*_eos_ids(source), *options.stop_ids),
+        seed=options.seed,
+        stop_ids=options.stop_ids,
     )
-    longest = max(map(len, prompts)) + options.max_new_tokens
-    if longest > source.config.max_positions:
-        print(
-            f"moe-jax: note: {longest} positions, but the model was trained for {source.config.max_positions}",
-            file=sys.stderr,
-        )
-    described = [
-        _describe(tokenizer, prompt, ids, stopped=len(ids) < options.max_new_tokens)
-        for prompt, ids in zip(prompts, results, strict=True)
-    ]
+    longest = max(len(result.prompt_ids) for result in results) + options.max_new_tokens
+    most = model.config.max_positions
+    if longest > most:
+        print(f"moe-jax: note: {longest} positions, but the model was trained for {most}", file=sys.stderr)
+    described = [result._asdict() for result in results]
     if options.json:
         print(json.dumps(described, indent=2, ensure_ascii=False))
         return
     for index, entry in enumerate(described):
         if len(described) > 1:
             print(f"--- {index + 1} ---")
-        print(" ".join(map(str, entry["ids"])) if tokenizer is None else entry["prompt"] + entry["text"])
-
-
-def _describe(
-    tokenizer: "Tokenizer | None", prompt: Sequence[int], ids: Sequence[int], *, stopped: bool
-) -> dict[str, Any]:
-    entry: dict[str, Any] = {"prompt": None, "prompt_ids": list(prompt), "text": None, "ids": list(ids)}
-    if tokenizer is not None:
-        # A token's text depends on what stands before it: what is new is what the whole has more than the prompt.
-        before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
-        text = whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids)
-        entry |= {"prompt": before, "text": text}
-    return entry | {"stopped": stopped}
+        print(" ".join(map(str, entry["ids"])) if entry["text"] is None else entry["prompt"] + entry["text"])
 
 
 def _lines(path: Path | None) -> list[str]:
@@ -124,30 +98,3 @@ def _parse_ids(text: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise InputError(f"--ids {text!r}: expected token ids joined by commas, as in 1,15,7") from None
-
-
-def _tokenizer(source: "ModelSource", *, required: bool) -> "Tokenizer | None":
-    from moe_jax.train.tokenizer import Tokenizer
-
-    file = next((file for file in source.tokenizer_files if file.name == "tokenizer.json"), None)
-    if file is not None:
-        return Tokenizer(file, source.config)
-    if required:
-        raise InputError(
-            f"{source.path} has no tokenizer.json, which a text prompt needs (other formats, such as tokenizer.model, "
-            "are not read); put one there, or give the prompt as token ids with --ids"
-        )
-    return None
-
-
-def _eos_ids(source: "ModelSource") -> tuple[int, ...]:
-    """Tokens that end a text: those of the config and of generation_config.json, where chat models name theirs."""
-    file = next((file for file in source.tokenizer_files if file.name == "generation_config.json"), None)
-    if file is None:
-        return source.config.eos_ids
-    try:
-        eos = json.loads(file.read_bytes()).get("eos_token_id")
-    except (ValueError, AttributeError):
-        raise InputError(f"{file} is not a JSON object; mend or remove it") from None
-    more = eos if isinstance(eos, list) else [eos]
-    return (*source.config.eos_ids, *(token for token in more if isinstance(token, int)))

@@ -6,14 +6,13 @@ lineage.json. Its options, but for SRC and DST, are options of `plan` too.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moe_jax.experts.config import BankConfig
     from moe_jax.upcycle import Upcycled, UpcycleOptions
 
 
@@ -76,30 +75,19 @@ class UpcycleFlags:
         Raises:
           InputError: for options that cannot be read or do not go with each other.
         """
-        from moe_jax.errors import InputError, raise_if_any
-        from moe_jax.upcycle import PESC, UpcycleOptions, parse_delta, parse_rest
+        from moe_jax.upcycle import chosen_options
 
-        raise_if_any(_misplaced(self), f"--method {self.method}" if self.method else "upcycling")
-        if self.gate is not None and self.universal not in (None, "none"):
-            raise InputError(f"--gate does not go with --universal {self.universal}, which weights the experts itself")
-        given = {
-            "num_experts": self.experts,
-            "top_k": self.top_k,
-            "every": self.every,
-            "layers": self.layers,
-            "gate": self.gate,
-            "balance_coef": self.balance_coef,
-            "z_coef": self.z_coef,
-            "cv_coef": self.cv_coef,
-            "universal": self.universal,
-        }
-        if self.method == "pesc":
-            rest = PESC.rest if self.rest is None else parse_rest(self.rest)
-            options = dataclasses.replace(PESC, bank=_adapter_bank(PESC.bank, self.adapter, self.scale), rest=rest)
-        else:
-            bank = parse_delta(self.delta or "full", freeze_base=self.freeze_base)
-            options = UpcycleOptions(bank=bank, extended=self.extended)
-        return dataclasses.replace(options, **{name: value for name, value in given.items() if value is not None})
+        return chosen_options(**self._given())
+
+    def described(self, chosen: "UpcycleOptions") -> dict[str, Any]:
+        """The options, for the lineage; `chosen` is what `options` returned."""
+        from moe_jax.upcycle import describe_options
+
+        return describe_options(chosen, **self._given())
+
+    def _given(self) -> dict[str, Any]:
+        flags = {field.name: getattr(self, field.name) for field in dataclasses.fields(UpcycleFlags)}
+        return flags | {"seed": self.seed or 0}
 
     def any_given(self) -> bool:
         """Whether the user said anything about upcycling."""
@@ -133,26 +121,6 @@ def run(options: Options) -> None:
     from moe_jax.upcycle import upcycle
 
     chosen, seed = options.options(), options.seed or 0
-    pesc = chosen.bank.adapter is not None
-    described = {
-        "method": options.method,
-        "experts": chosen.num_experts,
-        "top_k": chosen.top_k,
-        "every": chosen.every if chosen.layers is None else None,
-        "layers": chosen.layers,
-        "delta": None if pesc else options.delta or "full",
-        "freeze_base": options.freeze_base,
-        "gate": chosen.gate if chosen.universal == "none" else None,
-        "universal": chosen.universal,
-        "extended": chosen.extended,
-        "balance_coef": chosen.balance_coef,
-        "z_coef": chosen.z_coef,
-        "cv_coef": chosen.cv_coef,
-        "seed": seed,
-        "step0_check": not options.no_step0_check,
-    }
-    if pesc:
-        described |= {"adapter": dataclasses.asdict(chosen.bank.adapter), "rest": dataclasses.asdict(chosen.rest)}
     with progress_bars() as progress:
         result = upcycle(
             open_source(options.src),
@@ -160,7 +128,7 @@ def run(options: Options) -> None:
             chosen,
             seed=seed,
             check=not options.no_step0_check,
-            described=described,
+            described=options.described(chosen),
             progress=progress,
         )
     console = console_for_tables()
@@ -191,30 +159,3 @@ def _summary(dst: Path, result: "Upcycled") -> "Table":
     if result.quantization is not None:
         table.add_row("NF4's own difference", f"{result.quantization.difference:.2g}")
     return table
-
-
-def _misplaced(given: UpcycleFlags) -> list[str]:
-    """Options that the method does not have, and those that it lacks."""
-    if given.method == "pesc":
-        absent = {"delta": given.delta, "freeze-base": given.freeze_base, "universal": given.universal}
-        absent |= {"extended": given.extended, "gate": given.gate}
-        given_here = [name for name, value in absent.items() if value not in (None, False, "none")]
-        return [f"--{name} does not go with adapter experts" for name in given_here]
-    absent = {"adapter": given.adapter, "scale": given.scale, "rest": given.rest}
-    problems = [f"--{name} goes with --method pesc only" for name, value in absent.items() if value is not None]
-    if given.method == "vanilla" and given.delta not in (None, "full"):
-        problems.append(f"its experts are copies, and --delta {given.delta} is another kind; use --method ders")
-    if given.method == "ders" and given.delta in (None, "full"):
-        problems.append("--delta is missing: low-rank:R or sparse:RATE")
-    return problems
-
-
-def _adapter_bank(bank: "BankConfig", width: str | None, scale: float | None) -> "BankConfig":
-    """PESC's bank with another adapter."""
-    from moe_jax.errors import InputError
-
-    if width is not None and not width.isdigit():
-        raise InputError(f"--adapter {width!r}: of pesc it is the width of the adapters, a whole number such as 512")
-    changed = {"rank": None if width is None else int(width), "scale": scale}
-    adapter = dataclasses.replace(bank.adapter, **{key: value for key, value in changed.items() if value is not None})
-    return dataclasses.replace(bank, adapter=adapter)

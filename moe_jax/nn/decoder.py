@@ -39,6 +39,12 @@ class DecoderOutput(NamedTuple):
 class Decoder(nnx.Module):
     """A decoder-only transformer whose layers are stacked and scanned where they repeat.
 
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> decoder = moe_jax.Decoder(moe_jax.tiny_model(experts=4).config, rngs=nnx.Rngs(0))
+        >>> decoder(jnp.zeros((2, 5), jnp.int32)).logits.shape
+        (2, 5, 64)
+
     Attributes:
       config: the description it was built from.
       compute_dtype: dtype of the activations; parameters keep their own and are cast where they are used.

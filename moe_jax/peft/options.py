@@ -48,6 +48,45 @@ class AdaptOptions:
     base: Literal["stored", "nf4"] = "stored"
 
 
+def chosen_options(
+    *,
+    method: str | None,
+    adapter: str | None,
+    experts: int | None = None,
+    top_k: int | None = None,
+    targets: str | Iterable[str] | None = None,
+    scale: float | None = None,
+    alpha: float | None = None,
+    dropout: float | None = None,
+    base: Literal["stored", "nf4"] | None = None,
+    balance_coef: float | None = None,
+    z_coef: float | None = None,
+) -> AdaptOptions:
+    """What to do; `moe-jax adapt --help` says what the options mean. None: nothing was said.
+
+    Raises:
+      InputError: if there is no method or adapter.
+    """
+    if method is None or adapter is None:
+        missing = "--method" if method is None else "--adapter"
+        raise InputError(f"{missing} is missing, as in --method perft-s --adapter lora:16")
+    if isinstance(targets, str):
+        targets = filter(None, targets.split(","))
+    return AdaptOptions(
+        method=method,
+        adapter=adapter,
+        scale=scale,
+        alpha=alpha,
+        dropout=dropout,
+        num_experts=experts,
+        top_k=top_k,
+        balance_coef=balance_coef,
+        z_coef=z_coef,
+        targets=None if targets is None else tuple(targets),
+        base=base or "stored",
+    )
+
+
 # What belongs to some methods only.
 _ONLY = {
     "num_experts": ("perft-r", "perft-d"),

@@ -1,6 +1,8 @@
 """Dense model to MoE model (METHODS 2, 6): vanilla copies, a shared base with deltas, or adapter experts (PESC)."""
 
 from moe_jax.step0 import Step0 as Step0
+from moe_jax.upcycle.choose import chosen_options as chosen_options
+from moe_jax.upcycle.choose import describe_options as describe_options
 from moe_jax.upcycle.dense_to_moe import Upcycled as Upcycled
 from moe_jax.upcycle.dense_to_moe import upcycle as upcycle
 from moe_jax.upcycle.leaves import moe_leaves as moe_leaves

@@ -1,0 +1,268 @@
+"""The model that a user holds: loaded, saved, made anew."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from moe_jax.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
+from moe_jax.loading import load_model
+from moe_jax.model_source import ModelSource
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.nn import Decoder
+from moe_jax.open_source import open_source
+from moe_jax.peft.parameter_sizes import parameter_sizes
+from moe_jax.sharding import make_mesh
+from moe_jax.staging import refuse_existing
+from moe_jax.train.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Loading:
+    """How weights become a decoder; see `load`."""
+
+    dtype: str | None = None
+    compute_dtype: str = "float32"
+    remat: str = "none"
+    mesh: Mesh | None = None
+
+
+class Model:
+    """A model: a decoder, its tokenizer, and how it came to be.
+
+    `load` and every verb return one, and every verb takes one. The result of a verb that was given `out` lies in that
+    directory until its decoder is asked for; any other lies in memory.
+
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> model = moe_jax.Model(moe_jax.Decoder(moe_jax.tiny_model().config, rngs=nnx.Rngs(0)))
+        >>> model
+        Model(llama, 2 layers of width 16, dense, 6,736 parameters)
+        >>> model.decoder(jnp.zeros((1, 5), jnp.int32)).logits.shape
+        (1, 5, 64)
+
+    Attributes:
+      base: the model on the disk that adapters of this one stand on; None if all of its weights are its own.
+      lineage: how it came to be, one entry per command, the latest at the end; what was measured is under `measured`.
+      tokenizer_files: files that go wherever the model goes; copied when it is saved.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        tokenizer_files: Sequence[str | os.PathLike[str]] = (),
+        lineage: Sequence[Mapping[str, Any]] = (),
+    ):
+        """Takes a decoder as it is; what is done to it later is done to the model."""
+        self.base: ModelSource | None = None
+        self.lineage = [dict(entry) for entry in lineage]
+        self.tokenizer_files = tuple(Path(file) for file in tokenizer_files)
+        self._decoder: Decoder | None = decoder
+        self._source: ModelSource | None = None
+        self._loading = Loading()
+
+    @classmethod
+    def of_source(cls, source: ModelSource, loading: Loading = Loading()) -> "Model":
+        """A model whose weights are read when they are asked for."""
+        model = cls.__new__(cls)
+        model.base = None if isinstance(source.base, ModelInMemory) else source.base
+        model.lineage = [dict(entry) for entry in source.lineage]
+        model.tokenizer_files = source.tokenizer_files
+        model._decoder, model._source, model._loading = None, source, loading
+        return model
+
+    @property
+    def decoder(self) -> Decoder:
+        """The NNX module; call it with token ids for logits, train it, change it."""
+        return self.read()
+
+    def read(self) -> Decoder:
+        """Reads the weights, unless that was done before; returns the decoder."""
+        if self._decoder is None:
+            assert self._source is not None
+            loading = self._loading
+            self._decoder = load_model(
+                self._source,
+                param_dtype=loading.dtype,
+                compute_dtype=loading.compute_dtype,
+                remat=loading.remat,
+                mesh=loading.mesh,
+            )
+            if loading.dtype is not None:
+                self._decoder.config = dataclasses.replace(self._decoder.config, dtype=loading.dtype)
+            # From here on the decoder is the model: it may be changed.
+            self._source = None
+        return self._decoder
+
+    @property
+    def config(self) -> ModelConfig:
+        """The complete description of the decoder."""
+        return self.source.config if self._decoder is None else self._decoder.config
+
+    @property
+    def source(self) -> ModelSource:
+        """The weights, one leaf per parameter and layer, as verbs read them."""
+        if self._decoder is None:
+            assert self._source is not None
+            return self._source
+        return ModelInMemory(
+            self._decoder.config,
+            DecoderLeaves(self._decoder),
+            tokenizer_files=self.tokenizer_files,
+            lineage=self.lineage,
+            base=self.base,
+        )
+
+    @property
+    def path(self) -> Path | None:
+        """The directory that the weights are in; None if they are in memory."""
+        return None if isinstance(self.source, ModelInMemory) else self.source.path
+
+    @property
+    def loading(self) -> Loading:
+        """How the decoder was, or will be, loaded."""
+        return self._loading
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that the decoder is split over; None: it is on one."""
+        shardings = {leaf.sharding for leaf in jax.tree.leaves(nnx.state(self.decoder))}
+        return next((one.mesh for one in shardings if isinstance(one, jax.sharding.NamedSharding)), None)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """`encode`, `decode`; None if the model came without a tokenizer.json."""
+        file = next((file for file in self.tokenizer_files if file.name == "tokenizer.json"), None)
+        return None if file is None else Tokenizer(file, self.config)
+
+    def __repr__(self) -> str:
+        config = self.config
+        layers = f"{config.num_layers} layers of width {config.d_model}"
+        kind = f"MoEs in {len(config.moe_layers)}" if config.moe_layers else "dense"
+        return f"Model({config.family}, {layers}, {kind}, {sum(parameter_sizes(config).values()):,} parameters)"
+
+
+ModelOrPath = Model | str | os.PathLike[str]
+
+
+def load(
+    model: ModelOrPath,
+    *,
+    dtype: str | None = None,
+    compute_dtype: str = "float32",
+    remat: str = "none",
+    mesh: Mesh | Mapping[str, int] | None = None,
+) -> Model:
+    """Reads a model: a model directory, an adapter directory with its base, or a Hugging Face directory.
+
+        >>> saved = moe_jax.save(moe_jax.tiny_model(), folder / "model")
+        >>> moe_jax.load(saved, compute_dtype="bfloat16").decoder.compute_dtype
+        dtype(bfloat16)
+
+    Args:
+      model: the directory; or a model, to be loaded in another way.
+      dtype: `float32`, `bfloat16` or `float16` for all floating-point parameters; None: as they are stored (the widest,
+        where layers that are stacked differ).
+      compute_dtype: of the activations.
+      remat: what the backward pass computes again instead of keeping it: `none`, every layer (`full`), or every layer
+        but its matrix products (`dots`).
+      mesh: devices to split the parameters over, or the sizes of the axes `data`, `fsdp`, `expert` and `tensor`, one
+        of which may be -1 for the devices that are left; None: the first device.
+
+    Raises:
+      FileNotFoundError: if there is nothing at the path.
+      InputError: if it is no model, or its weights are not those that its config describes.
+    """
+    if isinstance(mesh, Mapping):
+        mesh = make_mesh(dict(mesh))
+    loaded = Model.of_source(open_model(model), Loading(dtype, compute_dtype, remat, mesh))
+    loaded.read()
+    return loaded
+
+
+def save(model: Model, path: str | os.PathLike[str]) -> Path:
+    """Writes a model directory. It appears whole or not at all.
+
+    Of a model with adapters over a base on the disk it writes an adapter directory: the adapters, whatever of the base
+    was changed, and a reference to the base. Set `model.base = None` before, and all weights are written.
+
+        >>> moe_jax.save(moe_jax.tiny_model(), folder / "model").name
+        'model'
+
+    Args:
+      model: what to write.
+      path: where the directory appears; must not exist.
+
+    Returns:
+      `path`.
+
+    Raises:
+      InputError: if there is something at `path`, or a tokenizer file is gone.
+      OSError: if the disk is full. Nothing is left at `path` then.
+    """
+    path = Path(path)
+    refuse_existing(path)
+    source, base = model.source, model.base
+    changed = [] if base is None else differing_leaves(source, base)
+    writer = open_writer(
+        path,
+        source.config,
+        base=base,
+        trained=changed,
+        tokenizer_files=source.tokenizer_files,
+        lineage=source.lineage,
+    )
+    with writer:
+        for leaf in writer.expected:
+            writer.write({leaf: source.read(leaf)})
+    return path
+
+
+def tiny_model(*, experts: int = 0, top_k: int = 2, seed: int = 0) -> Model:
+    """A Llama-like model of some thousand random weights, to try things on: 2 layers of width 16, 64 tokens.
+
+        >>> moe_jax.tiny_model(experts=4)
+        Model(llama, 2 layers of width 16, MoEs in 2, 16,080 parameters)
+
+    Args:
+      experts: of both layers' MoEs; 0: the model is dense.
+      top_k: experts that a token goes to.
+      seed: of the weights.
+    """
+    ffn = FFNConfig(dim=32)
+    mlp = MoEConfig(expert=ffn, num_experts=experts, top_k=top_k) if experts else ffn
+    layer = LayerConfig(attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8), mlp=mlp)
+    config = ModelConfig(family="llama", vocab_size=64, d_model=16, max_positions=64, layers=(layer, layer))
+    return Model(Decoder(config, rngs=nnx.Rngs(seed)))
+
+
+def open_model(model: ModelOrPath) -> ModelSource:
+    """The weights of a model, or those at a path.
+
+    Raises:
+      FileNotFoundError, InputError: see `load`.
+    """
+    return model.source if isinstance(model, Model) else open_source(Path(model))
+
+
+def destination(out: str | os.PathLike[str] | None) -> Path | InMemory:
+    """Where a verb leaves its result: at `out`, or in memory if that is None."""
+    return InMemory() if out is None else Path(out)
+
+
+def result(destination: Path | InMemory, given: ModelOrPath) -> Model:
+    """The model that a verb left at a destination, to be computed with as the one that it was given."""
+    loading = given.loading if isinstance(given, Model) else Loading()
+    if isinstance(destination, Path):
+        source = open_source(destination)
+    else:
+        assert destination.source is not None
+        source = destination.source
+    return Model.of_source(source, dataclasses.replace(loading, dtype=None))

@@ -1,0 +1,277 @@
+"""Verbs that run a model or count it: evaluate, generate, plan."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import jax
+import numpy as np
+from flax import nnx
+
+from moe_jax.api.model import Model, ModelOrPath, open_model
+from moe_jax.errors import InputError
+from moe_jax.generation import generate as _generate
+from moe_jax.models import ModelConfig
+from moe_jax.open_source import read_config
+from moe_jax.peft.options import adapted_config
+from moe_jax.peft.options import chosen_options as _adapt_options
+from moe_jax.plan import Plan, TrainingMemory, TunedParameters, make_plan, training_memory, tuned_parameters
+from moe_jax.train.evaluation import Evaluation, Evaluator, read_text
+from moe_jax.train.tokenizer import Tokenizer
+from moe_jax.upcycle import chosen_options as _upcycle_options
+from moe_jax.upcycle import upcycled_config
+
+# Long enough for context to matter, short enough for any machine; a model with fewer positions gets fewer.
+_DEFAULT_SEQ_LEN = 1024
+
+Text = str | os.PathLike[str] | Sequence[int] | np.ndarray
+Prompt = str | Sequence[int] | np.ndarray
+
+
+def evaluate(model: ModelOrPath, text: Text, *, seq_len: int | None = None, batch_size: int = 8) -> Evaluation:
+    """Perplexity of a model on a text.
+
+    The text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be
+    shorter; every token but the first of each window is scored.
+
+        >>> scored = moe_jax.evaluate(moe_jax.tiny_model(), range(40), seq_len=16)
+        >>> scored.tokens, scored.windows, 60 < scored.perplexity < 68
+        (37, 3, True)
+
+    Args:
+      model: a model, or the path of one.
+      text: the path of a text file; or token ids, as `model.tokenizer.encode` makes them of a string.
+      seq_len: length of a window; by default 1024, or what the model can do if that is less.
+      batch_size: windows computed at once. Does not change the result.
+
+    Returns:
+      `tokens` scored, `nll` (mean, natural log), `perplexity`, `total_nll`, `windows`.
+
+    Raises:
+      FileNotFoundError: if there is nothing at a path.
+      InputError: if the text is not UTF-8 or too short, ids are not the model's, or it has no tokenizer for a file.
+    """
+    if batch_size < 1:
+        raise InputError(f"{batch_size=} must be at least 1")
+    model = _opened(model)
+    if isinstance(text, str | os.PathLike):
+        ids = read_text(Path(text), _tokenizer(model, "a text file", "give the text as token ids"))
+    else:
+        ids = _checked_ids(text, model.config)
+    graphdef, state = nnx.split(model.decoder)
+    seq_len = default_seq_len(model.config) if seq_len is None else seq_len
+    return Evaluator(graphdef, ids, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
+
+
+def default_seq_len(config: ModelConfig) -> int:
+    """Tokens that a model sees at a time unless somebody says otherwise: 1024, or what it can do if that is less."""
+    return min(_DEFAULT_SEQ_LEN, config.max_positions)
+
+
+class Continuation(NamedTuple):
+    """What `generate` made of a prompt.
+
+        >>> continued = moe_jax.generate(moe_jax.tiny_model(), [1, 2, 3], max_new_tokens=4)
+        >>> continued.prompt_ids, len(continued.ids), continued.stopped
+        ([1, 2, 3], 4, False)
+
+    Attributes:
+      prompt: its text; None without a tokenizer.
+      prompt_ids: its tokens, BOS included where the tokenizer puts one.
+      text: what was added; None without a tokenizer.
+      ids: tokens that were added.
+      stopped: whether a token that ends texts came before `max_new_tokens`.
+    """
+
+    prompt: str | None
+    prompt_ids: list[int]
+    text: str | None
+    ids: list[int]
+    stopped: bool
+
+
+@overload
+def generate(model: ModelOrPath, prompt: str, **options: Any) -> Continuation: ...
+@overload
+def generate(model: ModelOrPath, prompt: Sequence[int] | np.ndarray, **options: Any) -> Continuation: ...
+@overload
+def generate(model: ModelOrPath, prompt: Sequence[Prompt], **options: Any) -> list[Continuation]: ...
+def generate(
+    model: ModelOrPath,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+) -> Continuation | list[Continuation]:
+    """Continues a prompt, or several as one batch. A prompt's result does not depend on the others.
+
+    Nothing stops a text from growing beyond `model.config.max_positions`, for which the model was trained.
+
+        >>> one, two = moe_jax.generate(moe_jax.tiny_model(), [[1, 2, 3], [4]], max_new_tokens=4)
+        >>> one.ids == moe_jax.generate(moe_jax.tiny_model(), [1, 2, 3], max_new_tokens=4).ids
+        True
+
+    Args:
+      model: a model, or the path of one.
+      prompt: a text, before which BOS is put where the tokenizer does so; or token ids, taken as they are; or a list of
+        such prompts.
+      max_new_tokens: at most so many tokens are added.
+      temperature: divides the logits before sampling; 0 takes the most likely token.
+      top_k: samples from this many of the most likely tokens.
+      top_p: samples from the most likely tokens whose probabilities sum to this.
+      seed: of sampling.
+      stop_ids: tokens that end a text, besides those that the model names as EOS.
+
+    Returns:
+      One `Continuation`, or of a list of prompts a list.
+
+    Raises:
+      FileNotFoundError: if there is nothing at the path.
+      InputError: for an empty prompt, bad sampling options, or a text for a model without tokenizer.
+    """
+    model = _opened(model)
+    single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer))
+    prompts: list[Any] = [prompt] if single else list(prompt)
+    ids = [_prompt_ids(one, model) for one in prompts]
+    if not ids:
+        raise InputError("nothing to continue: there is no prompt")
+    added = _generate(
+        model.decoder,
+        ids,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        key=jax.random.key(seed),
+        eos_ids=(*_eos_ids(model), *stop_ids),
+    )
+    results = [
+        _continuation(model.tokenizer, before, after, stopped=len(after) < max_new_tokens)
+        for before, after in zip(ids, added, strict=True)
+    ]
+    return results[0] if single else results
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelPlan(Plan):
+    """What a model costs; see `plan`.
+
+        >>> moe_jax.plan(moe_jax.tiny_model(experts=4)).expert_params
+        12288
+
+    Attributes:
+      peft: what is trained of a model with a frozen base; None: it has none.
+      training_bytes_per_chip: of training with AdamW over a mesh; None: no mesh was given.
+    """
+
+    peft: TunedParameters | None = None
+    training_bytes_per_chip: TrainingMemory | None = None
+
+
+def plan(
+    model: ModelOrPath | ModelConfig,
+    *,
+    upcycle: Mapping[str, Any] | None = None,
+    adapt: Mapping[str, Any] | None = None,
+    mesh: Mapping[str, int] | None = None,
+) -> ModelPlan:
+    """Counts parameters, bytes and FLOP of a model from its config alone, or of what it would become.
+
+        >>> dense = moe_jax.tiny_model()
+        >>> planned = moe_jax.plan(dense, upcycle={"experts": 4, "delta": "low-rank:2"}, mesh={"fsdp": 2})
+        >>> planned.added_params, planned.training_bytes_per_chip.total
+        (1216, 70400)
+
+    Args:
+      model: a model, a config, or the path of a model or of a config.json, ours or Hugging Face's.
+      upcycle: options of `upcycle`: count the MoE that the model would become.
+      adapt: options of `adapt`: count the model with these adapters; after `upcycle`, if both are given.
+      mesh: sizes of the axes `data`, `fsdp`, `expert` and `tensor`: adds the bytes per chip of training with AdamW, in
+        float32 but for what is frozen, without activations.
+
+    Raises:
+      FileNotFoundError: if there is no config at the path.
+      InputError: if it cannot be read, or the options do not go with it.
+    """
+    if isinstance(model, ModelConfig):
+        config = model
+    else:
+        config = model.config if isinstance(model, Model) else read_config(Path(model))
+    if upcycle is not None:
+        config = upcycled_config(config, _read_options(_upcycle_options, upcycle))
+    if adapt is not None:
+        config = adapted_config(config, _read_options(_adapt_options, adapt))
+    counted = make_plan(config)
+    return ModelPlan(
+        **{field.name: getattr(counted, field.name) for field in dataclasses.fields(counted)},
+        peft=tuned_parameters(config),
+        training_bytes_per_chip=None if mesh is None else training_memory(config, mesh),
+    )
+
+
+def _read_options(read: Any, options: Mapping[str, Any]) -> Any:
+    try:
+        return read(**options)
+    except TypeError as error:  # an unknown name, or one that is missing
+        raise InputError(str(error).replace(f"{read.__name__}()", "these options:")) from None
+
+
+def _opened(model: ModelOrPath) -> Model:
+    """A model whose weights are not read yet if it is a path: what is wrong with other input is said first."""
+    return model if isinstance(model, Model) else Model.of_source(open_model(model))
+
+
+def _tokenizer(model: Model, what: str, instead: str) -> Tokenizer:
+    if model.tokenizer is None:
+        raise InputError(
+            f"{model.source.path} has no tokenizer.json, which {what} needs (other formats, such as tokenizer.model, "
+            f"are not read); put one there, or {instead}"
+        )
+    return model.tokenizer
+
+
+def _prompt_ids(prompt: Prompt, model: Model) -> list[int]:
+    if isinstance(prompt, str):
+        return _tokenizer(model, "a text prompt", "give the prompt as token ids (--ids)").prompt(prompt).tolist()
+    return [int(token) for token in prompt]
+
+
+def _checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndarray:
+    """Int32[n] ids of a text that can be scored."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) < 2:
+        raise InputError(f"token ids of shape {array.shape} and dtype {array.dtype}; expected at least 2 integers")
+    if array.min() < 0 or array.max() >= config.vocab_size:
+        raise InputError(f"token ids from {array.min()} to {array.max()}; the vocabulary has {config.vocab_size}")
+    return array.astype(np.int32)
+
+
+def _eos_ids(model: Model) -> tuple[int, ...]:
+    """Tokens that end a text: those of the config and of generation_config.json, where chat models name theirs."""
+    file = next((file for file in model.tokenizer_files if file.name == "generation_config.json"), None)
+    if file is None:
+        return model.config.eos_ids
+    try:
+        eos = json.loads(file.read_bytes()).get("eos_token_id")
+    except (ValueError, AttributeError):
+        raise InputError(f"{file} is not a JSON object; mend or remove it") from None
+    more = eos if isinstance(eos, list) else [eos]
+    return (*model.config.eos_ids, *(token for token in more if isinstance(token, int)))
+
+
+def _continuation(
+    tokenizer: Tokenizer | None, prompt: Sequence[int], ids: Sequence[int], *, stopped: bool
+) -> Continuation:
+    if tokenizer is None:
+        return Continuation(None, list(prompt), None, list(ids), stopped)
+    # A token's text depends on what stands before it: what is new is what the whole has more than the prompt.
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
+    text = whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids)
+    return Continuation(before, list(prompt), text, list(ids), stopped)

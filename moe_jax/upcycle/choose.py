@@ -1,0 +1,119 @@
+"""What a user asks of upcycling, by the names of the command's options, read and checked."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from moe_jax.errors import InputError, raise_if_any
+from moe_jax.experts.config import BankConfig
+from moe_jax.upcycle.options import PESC, UpcycleOptions, parse_delta
+from moe_jax.upcycle.rest import parse_rest
+
+
+def chosen_options(
+    *,
+    method: str | None = None,
+    experts: int | None = None,
+    top_k: int | None = None,
+    every: int | None = None,
+    layers: Sequence[int] | None = None,
+    delta: str | None = None,
+    adapter: str | int | None = None,
+    scale: float | None = None,
+    rest: str | None = None,
+    freeze_base: bool = False,
+    gate: str | None = None,
+    universal: str | None = None,
+    extended: bool = False,
+    balance_coef: float | None = None,
+    z_coef: float | None = None,
+    cv_coef: float | None = None,
+    seed: int = 0,
+    no_step0_check: bool = False,
+) -> UpcycleOptions:
+    """What to do, defaults filled in; `moe-jax upcycle --help` says what the options mean. None: nothing was said.
+
+    Raises:
+      InputError: for options that cannot be read or do not go with each other.
+    """
+    del seed, no_step0_check  # options of the job, and not of the model
+    absent_of_pesc = {"delta": delta, "freeze-base": freeze_base, "universal": universal}
+    absent_of_pesc |= {"extended": extended, "gate": gate}
+    only_of_pesc = {"adapter": adapter, "scale": scale, "rest": rest}
+    if method == "pesc":
+        given = [name for name, value in absent_of_pesc.items() if value not in (None, False, "none")]
+        problems = [f"--{name} does not go with adapter experts" for name in given]
+    else:
+        given = [name for name, value in only_of_pesc.items() if value is not None]
+        problems = [f"--{name} goes with --method pesc only" for name in given] + _delta_problems(method, delta)
+    raise_if_any(problems, f"--method {method}" if method else "upcycling")
+    if gate is not None and universal not in (None, "none"):
+        raise InputError(f"--gate does not go with --universal {universal}, which weights the experts itself")
+    changes = {
+        "num_experts": experts,
+        "top_k": top_k,
+        "every": every,
+        "layers": None if layers is None else tuple(layers),
+        "gate": gate,
+        "balance_coef": balance_coef,
+        "z_coef": z_coef,
+        "cv_coef": cv_coef,
+        "universal": universal,
+    }
+    if method == "pesc":
+        bank = _adapter_bank(PESC.bank, adapter, scale)
+        options = dataclasses.replace(PESC, bank=bank, rest=PESC.rest if rest is None else parse_rest(rest))
+    else:
+        options = UpcycleOptions(bank=parse_delta(delta or "full", freeze_base=freeze_base), extended=extended)
+    return dataclasses.replace(options, **{name: value for name, value in changes.items() if value is not None})
+
+
+def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
+    """What the lineage keeps of the options.
+
+    Args:
+      chosen: what `chosen_options` made of them.
+      given: what it was given.
+    """
+    pesc = chosen.bank.adapter is not None
+    described = {
+        "method": given.get("method"),
+        "experts": chosen.num_experts,
+        "top_k": chosen.top_k,
+        "every": chosen.every if chosen.layers is None else None,
+        "layers": chosen.layers,
+        "delta": None if pesc else given.get("delta") or "full",
+        "freeze_base": given.get("freeze_base", False),
+        "gate": chosen.gate if chosen.universal == "none" else None,
+        "universal": chosen.universal,
+        "extended": chosen.extended,
+        "balance_coef": chosen.balance_coef,
+        "z_coef": chosen.z_coef,
+        "cv_coef": chosen.cv_coef,
+        "seed": given.get("seed", 0),
+        "step0_check": not given.get("no_step0_check", False),
+    }
+    if chosen.bank.adapter is not None:
+        described |= {"adapter": dataclasses.asdict(chosen.bank.adapter), "rest": dataclasses.asdict(chosen.rest)}
+    return described
+
+
+def _delta_problems(method: str | None, delta: str | None) -> list[str]:
+    """What is wrong with the deltas of a method that has some, or copies."""
+    if method == "vanilla" and delta not in (None, "full"):
+        return [f"its experts are copies, and --delta {delta} is another kind; use --method ders"]
+    if method == "ders" and delta in (None, "full"):
+        return ["--delta is missing: low-rank:R or sparse:RATE"]
+    if method not in (None, "vanilla", "ders"):
+        return [f"unknown method {method!r}; it is one of vanilla, ders, pesc"]
+    return []
+
+
+def _adapter_bank(bank: BankConfig, width: str | int | None, scale: float | None) -> BankConfig:
+    """PESC's bank with another adapter."""
+    if width is not None and not str(width).isdigit():
+        raise InputError(f"--adapter {width!r}: of pesc it is the width of the adapters, a whole number such as 512")
+    assert bank.adapter is not None
+    changes = {"rank": None if width is None else int(width), "scale": scale}
+    adapter = dataclasses.replace(bank.adapter, **{key: value for key, value in changes.items() if value is not None})
+    return dataclasses.replace(bank, adapter=adapter)

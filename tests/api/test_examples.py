@@ -1,0 +1,33 @@
+"""Every name of the public API has a docstring with an example that runs."""
+
+import doctest
+import importlib
+import inspect
+
+import pytest
+
+import moe_jax
+
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+
+@pytest.mark.parametrize("name", moe_jax.__all__)
+def test_the_example_of_a_public_name_gives_what_it_says(name, tmp_path):
+    thing = getattr(moe_jax, name)
+    text = inspect.getdoc(thing)
+    assert text, f"moe_jax.{name} has no docstring"
+    example = doctest.DocTestParser().get_doctest(text, {"moe_jax": moe_jax, "folder": tmp_path}, name, None, 0)
+    assert example.examples, f"the docstring of moe_jax.{name} has no example"
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=FLAGS).run(example, out=report.append)
+    assert not report, "".join(report)
+
+
+def test_verbs_stay_public_whatever_room_of_the_same_name_is_imported():
+    for name in moe_jax.__all__:
+        verb = getattr(moe_jax, name)
+        try:
+            room = importlib.import_module(f"moe_jax.{name}")
+        except ModuleNotFoundError:
+            continue
+        assert room is not verb and getattr(moe_jax, name) is verb

@@ -1,0 +1,219 @@
+"""Models in memory and in directories: loaded, saved, and made of each other with the same result either way."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_jax
+from moe_jax.adapter_dir import AdapterDirectory
+from moe_jax.errors import InputError
+from moe_jax.lineage import read_lineage
+from moe_jax.model_source import ModelSource
+from moe_jax.open_source import open_source
+from tests.train.conftest import BOS, EOS, byte_tokenizer
+from tests.upcycle.conftest import dense_config, random_leaves, write_model
+
+TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+DELTA = {"experts": 4, "delta": "low-rank:2", "seed": 3}
+
+
+def logits(model: moe_jax.Model) -> np.ndarray:
+    return np.asarray(model.decoder(TOKENS).logits)
+
+
+def equal_to_the_last_bit(one: ModelSource, other: ModelSource) -> bool:
+    """Whether two models have the same config and leaves, and the same dtypes."""
+    assert one.config == other.config
+    assert {path: str(spec) for path, spec in one.specs().items()} == {
+        path: str(spec) for path, spec in other.specs().items()
+    }
+    return all(one.read(path).tobytes() == other.read(path).tobytes() for path in one.specs())
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A model directory in bfloat16, with biases and a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("dense")
+    config = dense_config(num_layers=2, bias=True, dtype="bfloat16", bos_id=BOS, eos_ids=(EOS,))
+    config = dataclasses.replace(config, vocab_size=258)
+    tokenizer = byte_tokenizer(folder / "tokenizer.json", adds_bos=True)
+    return write_model(folder / "model", config, random_leaves(config), (tokenizer,))
+
+
+@pytest.fixture(scope="module")
+def moe(dense, tmp_path_factory):
+    """Its MoE, in a directory."""
+    return moe_jax.upcycle(dense, tmp_path_factory.mktemp("moe") / "model", **DELTA).path
+
+
+def test_a_saved_model_is_the_model_to_the_last_bit(dense, tmp_path):
+    loaded = moe_jax.load(dense)
+    saved = moe_jax.save(loaded, tmp_path / "again")
+    assert equal_to_the_last_bit(open_source(saved), open_source(dense))
+    assert (saved / "tokenizer.json").read_bytes() == (dense / "tokenizer.json").read_bytes()
+    assert read_lineage(saved) == read_lineage(dense)
+    # In memory it also has the fingerprint that it has on the disk.
+    assert loaded.source.fingerprint() == open_source(dense).fingerprint()
+
+
+def test_what_is_done_to_the_decoder_is_done_to_the_model(dense, tmp_path):
+    model = moe_jax.load(dense)
+    embedding = model.decoder.embed.embedding
+    embedding[...] = embedding[...] + 1
+    saved = open_source(moe_jax.save(model, tmp_path / "changed"))
+    was = open_source(dense).read("embed/embedding")
+    assert np.array_equal(saved.read("embed/embedding"), was + np.ones((), was.dtype))
+    assert np.array_equal(saved.read("final_norm/scale"), open_source(dense).read("final_norm/scale"))
+
+
+def test_a_model_can_be_loaded_in_another_dtype_and_over_devices(dense):
+    model = moe_jax.load(dense, dtype="float32", compute_dtype="bfloat16", mesh={"fsdp": 2, "data": -1})
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(moe_jax.load(dense).source.specs())} == {"bfloat16"}
+    assert {str(spec.dtype) for spec in model.source.specs().values()} == {"float32"}
+    assert model.config.dtype == "float32" and model.decoder.compute_dtype == jnp.bfloat16
+    assert dict(model.mesh.shape) == {"data": 4, "fsdp": 2, "expert": 1, "tensor": 1}
+    # A model may be loaded again in another way.
+    alone = moe_jax.load(model)
+    assert alone.mesh is None and np.allclose(logits(alone), logits(moe_jax.load(dense, dtype="float32")), atol=1e-5)
+
+
+def test_upcycling_in_memory_gives_what_it_gives_in_a_directory(dense, moe):
+    of_path, of_model = moe_jax.upcycle(dense, **DELTA), moe_jax.upcycle(moe_jax.load(dense), **DELTA)
+    assert of_path.path is None and equal_to_the_last_bit(of_path.source, open_source(moe))
+    assert equal_to_the_last_bit(of_model.source, open_source(moe))
+    # So does the decoder that is made of it.
+    of_model.read()
+    assert equal_to_the_last_bit(of_model.source, open_source(moe))
+    command, written = of_path.lineage[-1], read_lineage(moe)[-1]
+    assert {key: command[key] for key in command if key != "date"} == {
+        key: written[key] for key in written if key != "date"
+    }
+
+
+def test_saving_what_was_upcycled_in_memory_gives_the_directory(dense, moe, tmp_path):
+    saved = moe_jax.save(moe_jax.upcycle(dense, **DELTA), tmp_path / "moe")
+    assert open_source(saved).fingerprint() == open_source(moe).fingerprint()
+    assert {file.name for file in saved.iterdir()} == {file.name for file in moe.iterdir()}
+
+
+@pytest.mark.parametrize("base", ["stored", "nf4"])
+def test_adapting_and_merging_in_memory_give_what_they_give_in_directories(moe, base, tmp_path):
+    options = {"method": "lora", "adapter": "lora:2", "targets": ["q", "router"], "base": base, "seed": 5}
+    written = moe_jax.adapt(moe, tmp_path / "tuned", **options)
+    of_path, of_model = moe_jax.adapt(moe, **options), moe_jax.adapt(moe_jax.load(moe), **options)
+    assert isinstance(written.source, AdapterDirectory)
+    assert equal_to_the_last_bit(of_path.source, written.source)
+    assert equal_to_the_last_bit(of_model.source, written.source)
+    # Of a base on the disk, what is saved refers to it; a base in memory is saved with its adapters.
+    assert (moe_jax.save(of_path, tmp_path / "one") / "base.json").is_file()
+    assert not (moe_jax.save(of_model, tmp_path / "two") / "base.json").exists()
+    assert moe_jax.load(tmp_path / "one").source.fingerprint() == moe_jax.load(tmp_path / "two").source.fingerprint()
+
+    merged = moe_jax.merge(tmp_path / "tuned", tmp_path / "merged").source
+    assert merged.config.layers[0].attention.lora is None
+    for tuned in (moe_jax.load(tmp_path / "tuned"), of_path):
+        assert equal_to_the_last_bit(moe_jax.merge(tuned).source, merged)
+
+
+def test_of_a_tuned_model_what_was_changed_is_saved(moe, tmp_path):
+    tuned = moe_jax.adapt(moe, tmp_path / "tuned", method="perft-s", adapter="parallel:2")
+    model = moe_jax.load(tuned)
+    norm = model.decoder.final_norm.scale
+    norm[...] = 2 * norm[...]
+    saved = open_source(moe_jax.save(model, tmp_path / "changed"))
+    assert set(saved.own_specs()) - set(tuned.source.own_specs()) == {"final_norm/scale"}
+    assert np.array_equal(logits(moe_jax.load(tmp_path / "changed")), logits(model))
+    model.base = None
+    whole = moe_jax.save(model, tmp_path / "whole")
+    assert not (whole / "base.json").exists() and np.array_equal(logits(moe_jax.load(whole)), logits(model))
+
+
+def test_a_checkpoint_is_converted_in_memory_as_in_a_directory(tmp_path):
+    checkpoint = moe_jax.export(moe_jax.tiny_model(experts=4), tmp_path / "checkpoint")
+    written = moe_jax.convert(checkpoint, tmp_path / "model", dtype="bfloat16")
+    assert equal_to_the_last_bit(moe_jax.convert(checkpoint, dtype="bfloat16").source, written.source)
+    assert equal_to_the_last_bit(moe_jax.load(checkpoint).source, open_source(checkpoint))
+    assert [entry["command"] for entry in written.lineage] == ["export", "convert"]
+
+
+def test_verbs_say_what_is_wrong_with_their_input(dense, moe, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no model at"):
+        moe_jax.load(tmp_path / "absent")
+    with pytest.raises(InputError, match="already exists"):
+        moe_jax.save(moe_jax.load(dense), moe)
+    with pytest.raises(InputError, match="is an MoE already"):
+        moe_jax.upcycle(moe)
+    with pytest.raises(InputError, match="unknown --delta 'low_rank:2'.*did you mean 'low-rank'"):
+        moe_jax.upcycle(dense, delta="low_rank:2")
+    with pytest.raises(InputError, match="--scale goes with --method pesc only"):
+        moe_jax.upcycle(dense, scale=2.0)
+    with pytest.raises(InputError, match="unknown method 'dres'"):
+        moe_jax.upcycle(dense, method="dres")
+    with pytest.raises(InputError, match="method 'loar'"):
+        moe_jax.adapt(moe, method="loar", adapter="lora:2")
+    with pytest.raises(InputError, match="in memory has nothing to merge"):
+        moe_jax.merge(moe_jax.load(moe))
+    with pytest.raises(InputError, match="unexpected keyword argument 'expert'"):
+        moe_jax.plan(dense, upcycle={"expert": 8})
+
+
+def test_adapters_that_refer_to_a_base_need_one_on_the_disk(dense, tmp_path):
+    with pytest.raises(InputError, match="in memory.*save it first"):
+        moe_jax.adapt(moe_jax.load(dense), tmp_path / "tuned", method="lora", adapter="lora:2", targets="q")
+    with pytest.raises(InputError, match="in memory.*save it first"):
+        moe_jax.upcycle(moe_jax.load(dense), tmp_path / "pesc", method="pesc", adapter=4, rest="lora:2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_texts_are_scored_and_continued_as_by_the_commands(dense, tmp_path, capsys):
+    from moe_jax import cli
+
+    model, text = moe_jax.load(dense), tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a model of bytes.")
+    scored = moe_jax.evaluate(model, text, seq_len=8)
+    assert scored == moe_jax.evaluate(dense, model.tokenizer.encode(text.read_text()), seq_len=8)
+    assert cli.main(["eval", str(dense), "--text", str(text), "--seq-len", "8", "--json"]) == 0
+    # The command lays the model over all devices: the last bits of a sum may differ.
+    assert json.loads(capsys.readouterr().out)["nll"] == pytest.approx(scored.nll, rel=1e-6)
+
+    continued = moe_jax.generate(model, ["a", [BOS, 98]], max_new_tokens=5, temperature=1.0, seed=1)
+    assert [one.prompt_ids for one in continued] == [[BOS, 97], [BOS, 98]]
+    options = ["--max-new-tokens", "5", "--temperature", "1", "--seed", "1", "--json"]
+    assert cli.main(["generate", str(dense), "--prompt", "a", "--ids", f"{BOS},98", *options]) == 0
+    assert json.loads(capsys.readouterr().out) == [one._asdict() for one in continued]
+
+
+def test_texts_that_cannot_be_scored_or_continued(dense, tmp_path):
+    bare = moe_jax.tiny_model()
+    with pytest.raises(InputError, match="in memory has no tokenizer.json"):
+        moe_jax.generate(bare, "a")
+    (tmp_path / "text.txt").write_text("some text")
+    with pytest.raises(InputError, match="in memory has no tokenizer.json"):
+        moe_jax.evaluate(bare, tmp_path / "text.txt")
+    with pytest.raises(FileNotFoundError, match="no text at"):
+        moe_jax.evaluate(dense, "a string that names no file")
+    for ids in ([1], [1.5, 2.0], [[1, 2], [3, 4]]):
+        with pytest.raises(InputError, match="expected at least 2 integers"):
+            moe_jax.evaluate(bare, ids)
+    with pytest.raises(InputError, match="from 1 to 64; the vocabulary has 64"):
+        moe_jax.evaluate(bare, [1, 64])
+    for prompt in ([], [[]], ""):
+        with pytest.raises(InputError):
+            moe_jax.generate(bare, prompt)
+
+
+def test_importing_the_library_does_not_import_jax():
+    """The command line answers --help at once."""
+    program = "import sys, moe_jax; dir(moe_jax); assert 'jax' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'moe_jax' has no attribute 'laod'"):
+        moe_jax.laod  # noqa: B018
