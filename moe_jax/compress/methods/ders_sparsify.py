@@ -12,13 +12,14 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 
 from moe_jax.compress.coding.pruning import largest_mask
+from moe_jax.compress.coding.storage import SPARSE
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, compress_deltas
 from moe_jax.compress.methods.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import BankConfig, FFNConfig
-from moe_jax.experts.places import to_csr
+from moe_jax.experts.places import encode_places, fewest_bytes_places
 from moe_jax.models import MoEConfig
 
 KEEP = ("random", "exact", "magnitude")
@@ -41,7 +42,7 @@ class Sparsify(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("drop", (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99))
-    forms: ClassVar[tuple[str, ...]] = ("csr16",)
+    forms: ClassVar[tuple[str, ...]] = SPARSE
 
     drop: float
     keep: Literal["random", "exact", "magnitude"] = "random"
@@ -55,7 +56,7 @@ class Sparsify(Method):
             raise InputError(f"seed={self.seed} must not be negative")
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`. Storage has one size: room for the largest count in layers of equal shape."""
+        """See `Method`. Layers of equal shape have room for the same count, the largest; its places in fewest bytes."""
         entries: dict[FFNConfig, int] = {}
         if self.keep == "random":
             for layer in layers:
@@ -65,12 +66,7 @@ class Sparsify(Method):
                     for expert in range(layer.num_experts)
                 ]
                 entries[layer.moe.expert] = max(1, entries.get(layer.moe.expert, 0), *counts)
-        return {
-            layer.index: layer.target(
-                BankConfig(kind="sparse", rate=self.drop, entries=entries.get(layer.moe.expert))
-            )
-            for layer in layers
-        }
+        return {layer.index: layer.target(self._bank(layer, entries.get(layer.moe.expert))) for layer in layers}
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
@@ -87,12 +83,16 @@ class Sparsify(Method):
                     f"values of the {name} delta of expert {expert} in layer {layer.index} are too large for "
                     f"{values.dtype} when they are divided by the kept share; use --keep magnitude"
                 )
-            columns, row_ends = to_csr(chosen.positions, delta.shape)
             approximation = np.zeros(delta.shape, np.float32)
             approximation.reshape(-1)[chosen.positions] = values.astype(np.float32)
-            return {"columns": columns, "row_ends": row_ends, "values": values}, approximation
+            return {**encode_places(chosen.positions, delta.shape, target.bank.places), "values": values}, approximation
 
         return compress_deltas(layer, base, encode, write)
+
+    def _bank(self, layer: SourceLayer, entries: int | None) -> BankConfig:
+        bank, shapes = BankConfig(kind="sparse", rate=self.drop, entries=entries), layer.shapes.values()
+        places = fewest_bytes_places(shapes, [bank.nonzeros(shape) for shape in shapes])
+        return dataclasses.replace(bank, places=places)
 
     def _choose(self, layer: int, name: str, expert: int, delta: np.ndarray, entries: int) -> "_Chosen":
         if self.keep == "magnitude":

@@ -17,6 +17,7 @@ from tests.compress.conftest import EXPERTS, memory_moe
 
 SHAPE = {"d_model": 16, "dim": 24}
 SIZE = SHAPE["d_model"] * SHAPE["dim"]
+PLACES = ("mask", "rows", "columns", "row_ends")
 
 
 def compressed(source, method, index=0):
@@ -31,14 +32,23 @@ def compressed(source, method, index=0):
 
 def deltas(leaves, name="up") -> np.ndarray:
     """Dense deltas [E, in, out] from the leaves of a sparse bank."""
-    base = leaves[f"experts/base/{name}/kernel"]
-    parts = [leaves[f"experts/delta/{name}/{leaf}"] for leaf in ("columns", "row_ends", "values")]
-    dense = np.zeros((len(parts[0]), base.size), np.float32)
-    for e, (columns, row_ends, values) in enumerate(zip(*parts, strict=True)):
-        positions = to_positions(columns, row_ends, base.shape)
+    base, at = leaves[f"experts/base/{name}/kernel"], f"experts/delta/{name}"
+    values = leaves[f"{at}/values"]
+    dense = np.zeros((len(values), base.size), np.float32)
+    for e in range(len(values)):
+        positions = positions_of({leaf: leaves[f"{at}/{leaf}"][e] for leaf in PLACES if f"{at}/{leaf}" in leaves}, base)
         assert (np.diff(positions) > 0).all()  # distinct and sorted
-        dense[e, positions] = values
+        dense[e, positions] = values[e]
     return dense.reshape(-1, *base.shape)
+
+
+def positions_of(places, kernel) -> np.ndarray:
+    """Flat positions of the entries of one expert."""
+    if "mask" in places:
+        return np.flatnonzero(np.unpackbits(places["mask"], axis=1, count=kernel.shape[1], bitorder="little"))
+    if "rows" in places:
+        return places["rows"].astype(int) * kernel.shape[1] + places["columns"]
+    return to_positions(places["columns"], places["row_ends"], kernel.shape)
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +77,38 @@ def test_all_positions_are_equally_likely():
 def test_exact_counts(source):
     for drop in (0.0, 0.3, 0.9):
         leaves, target, _, kernels, base = compressed(source, Sparsify(drop=drop, keep="exact"))
-        assert target.bank == BankConfig(kind="sparse", rate=drop)
+        assert target.bank == BankConfig(kind="sparse", rate=drop, places="bitmap")
         count = round(SIZE * (1 - drop))
         for name in ("gate", "up", "down"):
             assert leaves[f"experts/delta/{name}/values"].shape == (EXPERTS, count)
-            assert leaves[f"experts/delta/{name}/columns"].dtype == np.uint16
-            assert leaves[f"experts/delta/{name}/row_ends"].dtype == np.int32
-            assert (leaves[f"experts/delta/{name}/row_ends"][:, -1] == count).all()
+            assert leaves[f"experts/delta/{name}/mask"].dtype == np.uint8
         kept = deltas(leaves)
         assert (np.count_nonzero(kept, axis=(1, 2)) == count).all()
         np.testing.assert_allclose(kept[kept != 0], ((kernels - base) * SIZE / count)[kept != 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("keep", ["random", "exact", "magnitude"])
+@pytest.mark.parametrize(
+    ("drop", "places", "leaves_of_places"),
+    [(0.5, "bitmap", {"mask"}), (0.97, "csr", {"columns", "row_ends"}), (0.999, "coo", {"columns", "rows"})],
+)
+def test_places_take_the_fewest_bytes(keep, drop, places, leaves_of_places):
+    """A bit for every entry, a column for every kept one, or its row, too: by how many are kept."""
+    wide = memory_moe(BankConfig(), shape={"d_model": 256, "dim": 256})
+    leaves, target, _, kernels, base = compressed(wide, Sparsify(drop=drop, keep=keep))
+    assert target.bank.places == places
+    at = "experts/delta/up/"
+    assert {path.removeprefix(at) for path in leaves if path.startswith(at)} == {"values", *leaves_of_places}
+    stored = sum(leaf.nbytes for path, leaf in leaves.items() if path.split("/")[-1] in PLACES)
+    count = leaves[f"{at}values"].shape[1]
+    sizes = {
+        "bitmap": 3 * 256 * 256 // 8,
+        "csr": 3 * (2 * count + 4 * 256),
+        "coo": 3 * 4 * count,
+    }
+    assert stored == EXPERTS * sizes[places] == EXPERTS * min(sizes.values())
+    kept, factor = deltas(leaves), {"random": 1 / (1 - drop), "exact": base.size / count, "magnitude": 1}[keep]
+    np.testing.assert_allclose(kept[kept != 0], ((kernels - base) * factor)[kept != 0], rtol=1e-5)
 
 
 def test_magnitude_keeps_the_largest_as_they_are(source):
@@ -121,12 +153,12 @@ def test_draws_depend_on_seed_layer_matrix_and_expert_only():
     alone, first, second = compressed(one, method)[0], compressed(two, method)[0], compressed(two, method, 1)[0]
     places = {"alone": alone, "first": first, "second": second}
     places["seed"] = compressed(one, Sparsify(drop=0.7, keep="exact", seed=1))[0]
-    columns = {name: leaves["experts/delta/up/columns"] for name, leaves in places.items()}
-    assert np.array_equal(columns["alone"], columns["first"])
-    assert not np.array_equal(columns["first"], columns["second"])
-    assert not np.array_equal(columns["alone"], columns["seed"])
-    assert not np.array_equal(columns["alone"][0], columns["alone"][1])
-    assert not np.array_equal(columns["alone"], alone["experts/delta/gate/columns"])
+    masks = {name: leaves["experts/delta/up/mask"] for name, leaves in places.items()}
+    assert np.array_equal(masks["alone"], masks["first"])
+    assert not np.array_equal(masks["first"], masks["second"])
+    assert not np.array_equal(masks["alone"], masks["seed"])
+    assert not np.array_equal(masks["alone"][0], masks["alone"][1])
+    assert not np.array_equal(masks["alone"], alone["experts/delta/gate/mask"])
 
 
 def test_room_is_the_same_in_layers_of_equal_shape():
