@@ -145,6 +145,15 @@ def test_a_section_names_what_was_made_at_another_commit(tmp_path: pathlib.Path)
     assert line.startswith(f"{said}.11.7; memory: `2222222`, 2026-11-21, ")
 
 
+def test_rows_can_be_measured_one_by_one(tmp_path: pathlib.Path):
+    for name, loss in (("dense", 2.5), ("vanilla", 2.25)):
+        _results(tmp_path, FIRST).put_row(UPCYCLED.name, name, [name, 0, loss])
+    again = _results(tmp_path, SECOND)
+    again.put_row(UPCYCLED.name, "dense", ["dense", 0, 2.0])
+    assert again.rows(UPCYCLED.name) == [["dense", 0, 2.0], ["vanilla", 0, 2.25]]
+    assert _made(tmp_path) == {"1": [("rows", UPCYCLED.name, "vanilla")], "2": [("rows", UPCYCLED.name, "dense")]}
+
+
 def test_tables_are_written_by_their_layout_and_read_by_their_heading(tmp_path: pathlib.Path):
     figures = _results(tmp_path, FIRST)
     figures.put_rows(UPCYCLED.name, [["dense", 0, 2.88091], ["vanilla", 496640, None]])

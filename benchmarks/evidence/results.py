@@ -142,9 +142,9 @@ class ResultsFile:
 
 
 class Figures(ResultsFile):
-    """Tables of a program that measures all of a table at once: `rows` by the name of the table."""
+    """Tables of a program that needs no report: lists of cells, measured together or one after another."""
 
-    names_at: ClassVar[dict[str, int]] = {"tables": 1}
+    names_at: ClassVar[dict[str, int]] = {"tables": 1, "rows": 2}
 
     def __init__(self, name: str, out: Path = RESULTS, *, writes: bool = False):
         """Opens `OUT/NAME.json`; what is not there yet is made if the program `writes`."""
@@ -154,11 +154,16 @@ class Figures(ResultsFile):
 
     def rows(self, table: str) -> list[list[Any]]:
         """The rows of a table."""
-        return self.get("tables", table)["rows"]
+        whole = self.get("tables", table)
+        return whole["rows"] if whole else [row["cells"] for row in (self.get("rows", table) or {}).values()]
 
     def put_rows(self, table: str, rows: list[list[Any]]) -> None:
-        """Stores a table."""
+        """Stores a whole table."""
         self.put("tables", table, value={"rows": rows})
+
+    def put_row(self, table: str, name: str, cells: list[Any]) -> None:
+        """Stores one row of a table, under a name that it alone has."""
+        self.put("rows", table, name, value={"cells": cells})
 
 
 def _stamp(made: dict[str, Any]) -> Stamp:

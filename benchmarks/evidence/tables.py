@@ -21,8 +21,8 @@ class Table(NamedTuple):
 
     def text(self, figures: Figures) -> str:
         """The table as it stands in the results."""
-        return markdown(self.head, ([self._cell(*pair) for pair in zip(self.forms, row, strict=True)]
-                                    for row in figures.rows(self.name)))  # fmt: skip
+        rows = ([self._cell(*pair) for pair in zip(self.forms, row, strict=True)] for row in figures.rows(self.name))
+        return markdown(self.head, rows)
 
     @staticmethod
     def _cell(form: str, value: Any) -> str:
