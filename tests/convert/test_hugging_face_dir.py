@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_jax.convert import HuggingFaceDirectory, is_hugging_face_directory
+from moe_jax.convert.hugging_face_dir import row_chunks
 from moe_jax.convert.table import FUSED, LAYOUTS
 from moe_jax.errors import InputError
 from moe_jax.loading import leaf_specs
@@ -193,6 +194,19 @@ def test_a_tied_head_may_be_stored_if_it_is_equal(tmp_path: pathlib.Path):
     assert "lm_head.weight has shape [63, 32]" in problems(
         write_checkpoint(tmp_path / "shape", CONFIGS["llama-tied"], wrong)
     )
+
+
+@pytest.mark.parametrize("row", [0, 31, 63])
+def test_a_tied_head_is_compared_as_a_whole(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, row: int):
+    monkeypatch.setattr("moe_jax.convert.hugging_face_dir.CHUNK_BYTES", 1000)
+    tensors = random_tensors(CONFIGS["llama-tied"])
+    head = tensors["model.embed_tokens.weight"].copy()
+    assert len(row_chunks(head.shape, head.itemsize)) > 3
+    head[row, 5] += 1
+    tensors["lm_head.weight"] = head
+    source = HuggingFaceDirectory(write_checkpoint(tmp_path, CONFIGS["llama-tied"], tensors))
+    with pytest.raises(InputError, match="the two differ"):
+        source.read("embed/embedding")
 
 
 def test_an_untied_model_needs_its_head(tmp_path: pathlib.Path):

@@ -1,0 +1,116 @@
+"""Which tests run which lines, measured once, so that a planted bug is shown to those that could see it.
+
+Every test file runs in a process of its own under `coverage`, with the test's name as context. A line that is run while
+modules are imported (a table, a default) belongs to no test: all tests that run anything of its file stand for it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+MEASURED = ("moe_jax", "train", "convert")
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Recorder:
+    """A pytest plugin that writes `{tests, failed, files}` of what it saw to a JSON file."""
+
+    def __init__(self, root: Path, output: Path):
+        import coverage
+
+        self.root, self.output = root, output
+        self.coverage = coverage.Coverage(
+            data_file=None, source=[str(root / name) for name in MEASURED], messages=False, check_preimported=False
+        )
+        self.coverage.start()
+        self.coverage.switch_context("import")
+        self.seconds: dict[str, float] = {}
+        self.failed: set[str] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.coverage.switch_context(item.nodeid)
+        begin = time.process_time()
+        try:
+            return (yield)
+        finally:
+            self.seconds[item.nodeid] = round(time.process_time() - begin, 3)
+            self.coverage.switch_context("import")
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed or report.skipped:
+            self.failed.add(report.nodeid)
+
+    def pytest_sessionfinish(self):
+        self.coverage.stop()
+        data = self.coverage.get_data()
+        names = {name: index for index, name in enumerate(self.seconds)}
+        files = {}
+        for file in data.measured_files():
+            lines = {}
+            for line, contexts in data.contexts_by_lineno(file).items():
+                tests = sorted(names[name] for name in contexts if name in names)
+                if tests:
+                    lines[line] = tests
+            if lines:
+                path = Path(file)
+                files[str(path.relative_to(self.root))] = {"digest": digest(path.read_text()), "lines": lines}
+        found = {"tests": self.seconds, "failed": sorted(self.failed), "files": files}
+        self.output.write_text(json.dumps(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """What the recorders of all test files saw."""
+
+    seconds: dict[str, float]
+    """Processor time of each test that passed."""
+    lines: dict[str, dict[int, set[str]]]
+    """The tests that run a line of a file."""
+    digests: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Coverage":
+        seconds, lines, digests = {}, {}, {}
+        for record in map(lambda file: json.loads(file.read_text()), sorted(folder.glob("*.json"))):
+            passed = {name: taken for name, taken in record["tests"].items() if name not in record["failed"]}
+            seconds |= passed
+            names = list(record["tests"])
+            for path, file in record["files"].items():
+                digests[path] = file["digest"]
+                at = lines.setdefault(path, {})
+                for line, tests in file["lines"].items():
+                    at.setdefault(int(line), set()).update(names[i] for i in tests if names[i] in passed)
+        return cls(seconds, lines, digests)
+
+    def tests(self, path: str, source: str, changed: range, limit: float) -> list[str]:
+        """The tests to run for a change of some lines, those of the nearest test file first and then the quickest.
+
+        They stop where their processor time would pass `limit` seconds. Where no test runs these lines, or the file has
+        changed since it was measured, all tests that run anything of the file are taken.
+        """
+        at = self.lines.get(path, {})
+        found: set[str] = set()
+        if self.digests.get(path) == digest(source):
+            found = set().union(*(at.get(line, set()) for line in changed))
+        found = found or set().union(*at.values())
+        chosen, total = [], 0.0
+        for name in sorted(found, key=lambda name: (not is_near(path, name), self.seconds[name], name)):
+            total += self.seconds[name]
+            if total > limit and chosen:
+                break
+            chosen.append(name)
+        return chosen
+
+
+def is_near(path: str, test: str) -> bool:
+    """Whether a test is of the file that mirrors a source file: `nn/moe.py` and `tests/nn/test_moe_gates.py`."""
+    source, file = Path(path.removeprefix("moe_jax/")), Path(test.split("::")[0]).relative_to("tests")
+    return file.parent == source.parent and file.stem.removeprefix("test_").startswith(source.stem)
