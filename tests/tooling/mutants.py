@@ -137,7 +137,7 @@ class _Rules(ast.NodeVisitor):
         for index, keyword in enumerate(node.keywords):
             if keyword.arg is not None:
                 keywords = [*node.keywords[:index], *node.keywords[index + 1 :]]
-                self.expression("dropped keyword", node, keywords=keywords)
+                self.expression(f"dropped keyword {keyword.arg}", node, keywords=keywords)
             value = keyword.value
             if keyword.arg in ("axis", "dimension") and isinstance(value, ast.Constant | ast.UnaryOp):
                 self.found.append(("axis", value, "0" if ast.unparse(value) != "0" else "-1"))
@@ -199,9 +199,15 @@ def by_rules(path: str, source: str) -> list[Mutant]:
     mutants = {}
     for rule, node, new in rules.found:
         start, end = offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)
-        mutant = Mutant(path, rule, f"{' '.join(source[start:end].split())} → {new}", start, end, new, source)
+        what = f"{_shortened(source[start:end])} → {_shortened(new)}"
+        mutant = Mutant(path, rule, what, start, end, new, source)
         mutants.setdefault((start, end, new), mutant)
     return sorted(mutants.values(), key=lambda mutant: (mutant.start, mutant.end))
+
+
+def _shortened(text: str, width: int = 80) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width // 2] + " … " + text[-width // 2 :]
 
 
 def sample(sources: dict[str, str], count: int, seed: int) -> list[Mutant]:
@@ -214,7 +220,7 @@ def sample(sources: dict[str, str], count: int, seed: int) -> list[Mutant]:
         draw = random.Random(f"{seed} {path}")
         by_rule: dict[str, list[Mutant]] = {}
         for mutant in by_rules(path, source):
-            by_rule.setdefault(mutant.rule, []).append(mutant)
+            by_rule.setdefault(mutant.rule.split(" keyword")[0], []).append(mutant)
         for mutants in by_rule.values():
             draw.shuffle(mutants)
         turns = list(by_rule.values())

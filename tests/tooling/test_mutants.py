@@ -1,0 +1,47 @@
+"""The tool that plants bugs plants them where it says, and leaves alone what no test should look at."""
+
+import ast
+
+from tests.tooling import mutants
+
+SOURCE = '''"""Sums: 1 + 1."""
+
+def first(x: "Array", *, axis: int = 0):
+    if x < 1 and not x:
+        raise ValueError(f"é {x + 1}")
+    return total(x[1:], axis=axis)  # é
+
+
+def total(é, axis): return "é", é * 2, é.sum(axis=1)
+'''
+
+
+def test_every_edit_is_one_edit_of_a_program():
+    found = mutants.by_rules("module.py", SOURCE)
+    assert len({mutant.identity for mutant in found}) == len(found) == len({mutant.mutated for mutant in found})
+    for mutant in found:
+        assert ast.unparse(ast.parse(mutant.mutated)) != ast.unparse(ast.parse(SOURCE))
+        changed = [
+            number
+            for number, (old, new) in enumerate(zip(SOURCE.splitlines(), mutant.mutated.splitlines(), strict=True), 1)
+            if old != new
+        ]
+        assert changed == list(mutant.lines)
+    changes = {mutant.change for mutant in found}
+    assert ("if x < 1 and not x:", "if (x <= 1) and not x:") in changes
+    assert ("if x < 1 and not x:", "if (x < 1 or not x):") in changes
+    assert ("if x < 1 and not x:", "if x < 1 and (x):") in changes
+    assert ('raise ValueError(f"é {x + 1}")', "pass") in changes
+    assert ("return total(x[1:], axis=axis)  # é", "return total(x[:], axis=axis)  # é") in changes
+    assert ("return total(x[1:], axis=axis)  # é", "return (total(x[1:]))  # é") in changes
+    for end in ("é * 2, é.mean(axis=1)", "é * 2, é.sum(axis=0)", "(é / 2), é.sum(axis=1)", "é * (3), é.sum(axis=1)"):
+        assert any(new.endswith(end) for _, new in changes), end
+    assert not any("x + 2" in new or "1 - 1" in new for _, new in changes)
+
+
+def test_a_larger_sample_adds_to_a_smaller_one():
+    sources = {"a.py": SOURCE, "b.py": "x = 1\n", "c.py": SOURCE.replace("x", "y")}
+    small, large = mutants.sample(sources, 6, seed=1), mutants.sample(sources, 9, seed=1)
+    assert small == large[:6] and len(large) == 9
+    assert [mutant.path for mutant in small] == ["a.py", "b.py", "c.py"] * 2
+    assert mutants.sample(sources, 6, seed=2) != small
