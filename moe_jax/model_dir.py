@@ -34,10 +34,12 @@ from moe_jax.models.serialize import FORMAT
 from moe_jax.processes import is_first_process, wait_for_all
 from moe_jax.staging import (
     lock_directory,
+    partial_of,
     refuse_existing,
     remove_content,
     remove_directory,
-    sync,
+    rename_durably,
+    replace_file,
     write_durably,
 )
 from moe_jax.strict import read_json_object
@@ -186,7 +188,7 @@ class ModelDirectoryWriter:
           InputError: if `dst` exists, or a file to copy does not.
         """
         self._dst = Path(dst).absolute()
-        self._partial = self._dst.with_name(f".{self._dst.name}.partial")
+        self._partial = partial_of(self._dst)
         self._config = config
         self._files = tuple(Path(file) for file in tokenizer_files)
         self._resume = resume
@@ -211,9 +213,7 @@ class ModelDirectoryWriter:
         """Keeps JSON-able data until the directory is whole: what a resumed job cannot find in the leaves."""
         if is_first_process():
             (self._partial / _NOTES).mkdir(exist_ok=True)
-            file = self._partial / _NOTES / f"{name}.json"
-            write_durably(file.with_suffix(".new"), json.dumps(data).encode())
-            file.with_suffix(".new").rename(file)
+            replace_file(self._partial / _NOTES / f"{name}.json", json.dumps(data).encode())
 
     def notes(self) -> dict[str, Any]:
         """What was noted, by name; also what an interrupted writer of the same job noted."""
@@ -286,10 +286,7 @@ class ModelDirectoryWriter:
                 write_durably(self._partial / name, json.dumps(content, indent=2).encode())
             (self._partial / _JOB).unlink()
             shutil.rmtree(self._partial / _NOTES, ignore_errors=True)
-            sync(self._partial)
-            refuse_existing(self._dst)
-            self._partial.rename(self._dst)
-            sync(self._dst.parent)
+            rename_durably(self._partial, self._dst)
         wait_for_all(f"{self._dst} written")
 
     def _abandon(self, *, resumable: bool = True) -> None:

@@ -13,9 +13,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.peft.base import as_base, base_config, is_tuned
 from moe_jax.peft.over_base import LeavesOverBase
 from moe_jax.step0 import Step0, StreamedModel, compare_logits, probe_tokens
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how much of it is done: `progress("writing layers", 3, 32)`."""
+from moe_jax.terminal import Progress
 
 
 class Compared(NamedTuple):

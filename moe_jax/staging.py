@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all: written beside their target and renamed at the end."""
+"""Files and directories that appear whole or not at all: written beside their target and renamed at the end."""
 
 import contextlib
 import fcntl
@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from moe_jax.errors import InputError
 
@@ -39,21 +40,53 @@ def staged_directory(target: Path) -> Iterator[Path]:
     """
     target = Path(target).absolute()
     refuse_existing(target)
-    partial = target.with_name(f".{target.name}.partial")
+    partial = partial_of(target)
     partial.mkdir(parents=True, exist_ok=True)
     descriptor = lock_directory(partial, target)
     try:
         remove_content(partial)
         yield partial
-        sync(partial)
-        refuse_existing(target)
-        partial.rename(target)
-        sync(target.parent)
+        rename_durably(partial, target)
     except BaseException:
         remove_directory(partial)
         raise
     finally:
         os.close(descriptor)
+
+
+def partial_of(target: Path) -> Path:
+    """Where a directory is written until it is whole."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def rename_durably(directory: Path, target: Path) -> None:
+    """Renames a directory that is whole, and waits until this is on the disk.
+
+    Raises:
+      InputError: if there is something at `target` by now.
+    """
+    sync(directory)
+    refuse_existing(target)
+    directory.rename(target)
+    sync(target.parent)
+
+
+def replace_directory(target: Path, fresh: Path) -> None:
+    """Puts `fresh` at `target`, in the place of what was there. Killed in between, `remove_replaced` cleans up."""
+    old = _beside(target, "old")
+    if target.exists():
+        target.rename(old)
+    rename_durably(fresh, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_replaced(target: Path) -> None:
+    """Removes the old directory that a killed `replace_directory` left; puts it back where the new one is not there."""
+    old = _beside(target, "old")
+    if old.exists() and not target.exists():
+        old.rename(target)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def lock_directory(directory: Path, target: Path) -> int:
@@ -92,6 +125,31 @@ def remove_directory(directory: Path) -> None:
     shutil.rmtree(directory)
 
 
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """Yields a file to write to, which takes the place of `file` when the block ends without an error.
+
+    `file` has the old content or the new one, and nothing between; on return the new one is on the disk.
+    """
+    fresh = _beside(file, "new")
+    try:
+        with open(fresh, "wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        fresh.replace(file)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync(file.parent)
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Writes a file whole; see `replacing`."""
+    with replacing(file) as handle:
+        handle.write(content)
+
+
 def write_durably(file: Path, content: bytes) -> None:
     """Writes a file and waits until it is on the disk."""
     with open(file, "wb") as handle:
@@ -107,3 +165,7 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{suffix}")

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TaskProgressColumn, TextColumn
-from rich.progress import Progress as Bars
+from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from moe_jax.formatting import GB, show_duration
@@ -21,16 +21,18 @@ _STEPS = 6
 _WIDTH_OF_FILES = 200
 
 
-class Progress(Protocol):
-    """Called as work is done: `progress("writing layers", 3, 32)`."""
-
-    def __call__(self, what: str, done: float, total: float, note: str = "", /) -> object:
-        """Shows that `done` of `total` is done, with a note beside it."""
-        ...
+Progress = Callable[[str, float, float], object]
+"""Called with what is being done, how much of it is done, and of how much: `progress("writing layers", 3, 32)`."""
 
 
-def no_progress(what: str, done: float, total: float, note: str = "", /) -> None:
+def no_progress(what: str, done: float, total: float) -> None:
     """A `Progress` that shows nothing."""
+
+
+class Bars(Protocol):
+    """A `Progress` that can show a note beside a bar."""
+
+    def __call__(self, what: str, done: float, total: float, note: str = "", /) -> None: ...
 
 
 def console_for_tables(*, stderr: bool = False) -> Console:
@@ -81,7 +83,7 @@ class Pace:
 
 
 @contextlib.contextmanager
-def progress_bars(console: Console | None = None, *, unit: str = "") -> Iterator[Progress]:
+def progress_bars(console: Console | None = None, *, unit: str = "") -> Iterator[Bars]:
     """Yields a `Progress` that draws a bar for everything that is being done, on a terminal and nowhere else.
 
     The first call with a new `what` starts its bar; one with nothing done is best, because the time of the first step
@@ -108,7 +110,7 @@ def progress_bars(console: Console | None = None, *, unit: str = "") -> Iterator
             left = "" if pace.left is None else f", {show_duration(pace.left)} left"
             return Text(show_duration(pace.elapsed) + left)
 
-    bars = Bars(
+    bars = RichProgress(
         TextColumn("{task.description}"),
         BarColumn(),
         Done(),

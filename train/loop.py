@@ -14,7 +14,7 @@ from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.errors import InputError
 from moe_jax.train.evaluation import Evaluator
 from moe_jax.train.flops import train_flops_per_token
-from moe_jax.train.metrics import MetricsWriter, Progress, Record, is_finite, to_record
+from moe_jax.train.metrics import MetricsWriter, Record, StepLine, is_finite, to_record
 from moe_jax.train.placement import any_process, local_rows, merge_positions, place
 from moe_jax.train.program import Program
 from moe_jax.train.recipe import Recipe
@@ -90,7 +90,7 @@ class Loop:
         first = int(state.step)
         recipe, run_dir = self._recipe, Path(self._recipe.run_dir)
         writer = MetricsWriter(run_dir, last_step=first, tensorboard=recipe.log.tensorboard)
-        progress = Progress(self._console, first=first, steps=recipe.train.steps, every=recipe.log.every)
+        progress = StepLine(self._console, first=first, steps=recipe.train.steps, every=recipe.log.every)
         try:
             with jax.set_mesh(self._program.mesh), StopSignals() as signals, progress:
                 return self._steps(state, signals, writer, progress), self._last
@@ -98,7 +98,7 @@ class Loop:
             writer.close()
 
     def _steps(
-        self, state: TrainState, signals: StopSignals, writer: MetricsWriter, progress: Progress
+        self, state: TrainState, signals: StopSignals, writer: MetricsWriter, progress: StepLine
     ) -> TrainState:
         recipe = self._recipe
         step, steps = int(state.step), recipe.train.steps

@@ -1,8 +1,8 @@
 """What a run reports: every step as a line of metrics.jsonl and as TensorBoard events, and the progress on screen."""
 
+import contextlib
 import json
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 import rich.console
-import rich.progress
 
+from moe_jax.formatting import show_duration
 from moe_jax.models import ModelConfig
 from moe_jax.nn.router_stats import stats_per_layer
 from moe_jax.processes import is_first_process
+from moe_jax.staging import replace_file
+from moe_jax.terminal import Pace, progress_bars
 from moe_jax.train.step import StepMetrics
 from moe_jax.train.tensorboard import EventWriter
 
@@ -105,42 +107,42 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
-class Progress:
-    """A live line on a terminal, plain lines elsewhere; both on the console given. A context manager."""
+class StepLine:
+    """Shows the figures of a step: beside a bar on a terminal, as a line now and then elsewhere. A context manager.
+
+    Args:
+      console: where to show them.
+      first: steps done before.
+      steps: all steps of the run.
+      every: elsewhere than on a terminal, show every so many steps; those with an evaluation and the last one always.
+    """
 
     def __init__(self, console: rich.console.Console, *, first: int, steps: int, every: int):
         self._console = console
         self._first = first
         self._steps = steps
         self._every = every
-        self._began = time.monotonic()
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("step {task.completed}/{task.total}"),
-            rich.progress.BarColumn(),
-            rich.progress.TextColumn("{task.fields[line]}"),
-            rich.progress.TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=steps, completed=first, line="compiling")
+        self._pace = Pace(first, steps)
+        self._exit = contextlib.ExitStack()
 
-    def __enter__(self) -> "Progress":
-        self._bar.start()
+    def __enter__(self) -> "StepLine":
+        self._bars = self._exit.enter_context(progress_bars(self._console))
+        self._bars("training", self._first, self._steps, "compiling")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._exit.close()
 
     def show(self, record: Record) -> None:
-        step = record["step"]
-        line = _line(record)
-        self._bar.update(self._task, completed=step, line=line)
-        if self._console.is_terminal:
-            return
-        if step % self._every == 0 or step == self._steps or "eval_loss" in record:
-            rest = (time.monotonic() - self._began) / max(1, step - self._first) * (self._steps - step)
-            text = f"step {step}/{self._steps}  {line}  {_duration(rest)} left"
-            self._console.print(text, highlight=False, soft_wrap=True)
+        """Shows the record of a step that was just done."""
+        step, line = record["step"], _line(record)
+        self._pace.update(step)
+        self._bars("training", step, self._steps, line)
+        # The bar disappears with the last step, whose figures are printed on a terminal too.
+        due = not self._console.is_terminal and (step % self._every == 0 or "eval_loss" in record)
+        if due or step == self._steps:
+            left = "" if self._pace.left is None else f"  {show_duration(self._pace.left)} left"
+            self._console.print(f"step {step}/{self._steps}  {line}{left}", highlight=False, soft_wrap=True)
 
 
 def _line(record: Record) -> str:
@@ -159,20 +161,12 @@ def _flops(rate: float) -> str:
     return f"{rate / size:.3g} {unit}"
 
 
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
-
-
 def _cut_after(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["step"] <= last_step]
-    # Beside it and renamed: being killed here must not lose the curve so far.
-    beside = path.with_suffix(".cut")
-    beside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    beside.replace(path)
+    # Being killed here must not lose the curve so far.
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
 def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:

@@ -7,7 +7,6 @@
     model/           a model directory, at the end
 """
 
-import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
 from moe_jax.nn import Decoder
 from moe_jax.processes import is_first_process, wait_for_all
-from moe_jax.staging import sync, write_durably
+from moe_jax.staging import remove_directory, remove_replaced, replace_directory, replace_file
 from moe_jax.train import recipe_toml
 from moe_jax.train.recipe import Recipe, check_continues, load_recipe
 
@@ -54,10 +53,7 @@ def write_recipe(recipe: Recipe) -> None:
     """Creates the run directory, if need be, and puts the recipe into it as resolved."""
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    beside = run_dir / f".{RECIPE}.new"
-    write_durably(beside, recipe_toml.to_toml(recipe).encode())
-    beside.replace(run_dir / RECIPE)
-    sync(run_dir)
+    replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
 
 
 def write_model(
@@ -90,9 +86,9 @@ def write_model(
     lineage = [*(source.lineage if continued else []), entry]
     fresh = target.with_name("model.new")
     if is_first_process():
-        for stale in (fresh, target.with_name("model.old")):
-            if stale.exists():
-                shutil.rmtree(stale)
+        remove_replaced(target)
+        if fresh.exists():
+            remove_directory(fresh)
     wait_for_all("stale models removed")
     if continued and isinstance(source, AdapterDirectory):
         trained = {name for path in trainable for name in disk_paths(model.config, path)}
@@ -108,10 +104,7 @@ def write_model(
         for path, leaf in _gathered(model, recipe.model.output_dtype, own):
             writer.write({path: leaf})
     if is_first_process():
-        if target.exists():
-            target.rename(target.with_name("model.old"))
-        fresh.rename(target)
-        shutil.rmtree(target.with_name("model.old"), ignore_errors=True)
+        replace_directory(target, fresh)
     wait_for_all("model written")
     return target
 

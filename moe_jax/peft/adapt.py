@@ -15,8 +15,9 @@ from moe_jax.peft.initial import initial_leaves
 from moe_jax.peft.options import AdaptOptions, adapted_config
 from moe_jax.peft.over_base import LeavesOverBase
 from moe_jax.peft.parameter_sizes import parameter_sizes
-from moe_jax.probe import Probe, Progress
+from moe_jax.probe import Probe
 from moe_jax.step0 import Step0
+from moe_jax.terminal import Progress, no_progress
 
 
 class Adapted(NamedTuple):
@@ -46,7 +47,7 @@ def adapt(
     seed: int = 0,
     check: bool = True,
     described: Mapping[str, Any],
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
 ) -> Adapted:
     """Writes adapters that add nothing yet beside a reference to their base. Memory holds one layer at a time.
 

@@ -6,7 +6,7 @@ model did, and is not the unquantised base with LoRA. Adapters (PESC, PERFT) hav
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
@@ -21,6 +21,7 @@ from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import base_leaf, is_tuned, with_of_base
+from moe_jax.terminal import Progress, no_progress
 
 _KERNEL = re.compile(r"layers/(\d+)/(attention|mlp)/(.*)/kernel")
 _NF4_LEAVES = ("codes", "scale_codes", "scales", "offset")
@@ -46,7 +47,7 @@ def merge(
     out: Destination,
     *,
     partly: bool = False,
-    progress: Callable[[str, float, int], None] = lambda what, done, total: None,
+    progress: Progress = no_progress,
 ) -> Merged:
     """Writes a tuned model as a model directory that stands on its own, leaf by leaf.
 

@@ -17,8 +17,9 @@ from moe_jax.peft.base import base_leaf, is_tuned, kernel_of, own_leaves
 from moe_jax.peft.initial import initial_leaf
 from moe_jax.peft.over_base import LeavesOverBase
 from moe_jax.peft.parameter_sizes import parameter_sizes
-from moe_jax.probe import Probe, Progress
+from moe_jax.probe import Probe
 from moe_jax.step0 import Step0, probe_tokens
+from moe_jax.terminal import Progress, no_progress
 from moe_jax.upcycle.leaves import MATRICES, moe_leaves
 from moe_jax.upcycle.options import UpcycleOptions, keeps_the_function, upcycled_config
 
@@ -61,7 +62,7 @@ def upcycle(
     seed: int = 0,
     check: bool = True,
     described: Mapping[str, Any],
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
 ) -> Upcycled:
     """Writes the MoE that a dense model becomes. Memory holds one layer at a time.
 

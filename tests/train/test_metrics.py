@@ -13,7 +13,7 @@ import rich.console
 from moe_jax.functional.routing import RouterStats
 from moe_jax.models import LayerConfig
 from moe_jax.train.flops import active_matmul_params, train_flops_per_token
-from moe_jax.train.metrics import MetricsWriter, Progress, is_finite, read_metrics, to_record
+from moe_jax.train.metrics import MetricsWriter, StepLine, is_finite, read_metrics, to_record
 from moe_jax.train.step import StepMetrics
 from moe_jax.train.tensorboard import EventWriter, crc32c
 from tests.train.models import ATTENTION, BANKS, FFN, config_of, moe
@@ -102,7 +102,7 @@ def test_events_are_written_beside_the_metrics(tmp_path):
 
 def test_without_a_terminal_there_is_a_plain_line_now_and_then():
     output = io.StringIO()
-    with Progress(rich.console.Console(file=output, width=40), first=0, steps=7, every=3) as progress:
+    with StepLine(rich.console.Console(file=output, width=40), first=0, steps=7, every=3) as progress:
         for step in range(1, 8):
             speed = {"tokens_per_second": 1234.0, "flops_per_second": 5e12}
             progress.show({"step": step, "loss": 2.0, "learning_rate": 1e-3, **speed})
@@ -114,7 +114,7 @@ def test_without_a_terminal_there_is_a_plain_line_now_and_then():
 def test_on_a_terminal_there_is_a_live_line():
     output = io.StringIO()
     console = rich.console.Console(file=output, force_terminal=True, width=120)
-    with Progress(console, first=0, steps=2, every=1) as progress:
+    with StepLine(console, first=0, steps=2, every=1) as progress:
         for step in (1, 2):
             progress.show({"step": step, "loss": 2.0, "learning_rate": 1e-3})
     assert "step 2/2" in output.getvalue() and "loss 2.0000" in output.getvalue()

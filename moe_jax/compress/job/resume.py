@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_jax.compress.methods.method import Analysis
 from moe_jax.errors import InputError
-from moe_jax.staging import lock_directory, remove_content, remove_directory, sync, write_durably
+from moe_jax.staging import lock_directory, remove_content, remove_directory, replacing, write_durably
 
 _JOB = "job.sha256"
 
@@ -54,13 +54,8 @@ class AnalysisStore:
 
     def put(self, layer: int, analysis: Analysis) -> None:
         """Keeps the analysis of a layer; it is there whole or not at all."""
-        new = self._file(layer).with_suffix(".new")
-        with open(new, "wb") as file:
+        with replacing(self._file(layer)) as file:
             np.savez(file, **analysis)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(self._file(layer))
-        sync(self._folder)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -22,9 +22,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
 from moe_jax.staging import refuse_existing
-
-Progress = Callable[[str, float, int], None]
-"""Called with what is being done, and how much of it is done: `progress("compressing", 3, 32)`."""
+from moe_jax.terminal import Progress, no_progress
 
 OnLayer = Callable[[int, LayerFigures, int], None]
 """Called with a layer that is done, its figures, and the bytes of its experts now."""
@@ -40,7 +38,7 @@ def compress(
     layers: Iterable[int] | None = None,
     statistics: Calibration | None = None,
     described: Mapping[str, Any],
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
     on_layer: OnLayer = lambda layer, figures, nbytes: None,
 ) -> Report:
     """Writes a model with its experts compressed. Memory holds one layer at a time.

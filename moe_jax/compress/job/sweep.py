@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.compress.job.report import Point, Sweep
-from moe_jax.compress.job.stream import Progress, compress
+from moe_jax.compress.job.stream import compress
 from moe_jax.compress.job.sweep_plot import plot_sweep
 from moe_jax.compress.methods.method import Method
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
 from moe_jax.staging import refuse_existing, remove_directory, staged_directory, write_durably
+from moe_jax.terminal import Progress, no_progress
 
 Score = Callable[[ModelSource], float]
 """Mean negative log-likelihood per token of a text, natural log."""
@@ -28,7 +29,7 @@ def sweep(
     *,
     described: Mapping[str, Any],
     sources: Sequence[ModelSource | Path],
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
     **options: Any,
 ) -> Sweep:
     """Writes a folder with `sweep.json` and `sweep.png`.
