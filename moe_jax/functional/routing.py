@@ -3,22 +3,25 @@
 Deterministic: no noise, no capacity unless one is asked for. What a universal FFN adds is in `universal`.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 GATES = ("softmax_topk", "topk_softmax", "top1")
+
+# The choice of padding, and of an assignment beyond the capacity: no expert multiplies the token.
+NO_EXPERT = -1
 
 
 class Routing(NamedTuple):
     """The decision for T tokens.
 
     Attributes:
-      experts: chosen experts, best first.
-      weights: their weights, float32; zero for a dropped assignment.
+      experts: chosen experts, best first; `NO_EXPERT` for padding and for an assignment that is dropped.
+      weights: their weights, float32; zero for `NO_EXPERT`.
     """
 
     experts: Int[Array, "T k"]
@@ -32,7 +35,7 @@ class RouterStats(NamedTuple):
       balance: `E * sum_i f_i P_i`, 1 for uniform routing, E/k when collapsed onto k experts.
       z: mean squared logsumexp of the logits.
       load: share f_i of the assignments per expert; sums to 1.
-      dropped: share of the assignments beyond the capacity.
+      dropped: share of the assignments that are beyond the capacity.
       cv: squared coefficient of variation of the importance (an expert's sum of probabilities over the tokens that
         chose it) plus that of the load, as XFT adds them; 0 for uniform routing.
       probability: mean probability per expert; sums to 1.
@@ -55,6 +58,7 @@ def route(
     *,
     valid: Bool[Array, " T"] | None = None,
     capacity_factor: float | None = None,
+    num_sequences: int = 1,
 ) -> tuple[Routing, RouterStats]:
     """Chooses experts.
 
@@ -64,9 +68,11 @@ def route(
       gate: `softmax_topk`: probabilities of the full softmax, not renormalised (OLMoE; DeRS eq. 1);
         `topk_softmax`: softmax over the kept logits (Mixtral, PESC); `top1`: p_1 of the full softmax (Switch);
         `coder`: softmax over the kept probabilities, times p_1 (XFT, beside a universal FFN).
-      valid: tokens that count in the statistics; padding does not. None: all.
-      capacity_factor: None is dropless; otherwise at most `ceil(factor * T * k / E)` assignments per
-        expert, earlier tokens first.
+      valid: tokens that are not padding, which goes to no expert, takes no capacity and is in no statistic. None: all.
+      capacity_factor: None is dropless; otherwise an expert takes at most `ceil(factor * n * k / E)` assignments of a
+        sequence of n valid tokens, earlier tokens first. Sequences are what GShard calls groups (Lepikhin et al. 2020,
+        section 2.2): what is dropped of one depends neither on the rest of the batch nor on how the batch is split.
+      num_sequences: the tokens are this many sequences of equal length, one after the other.
     """
     assert logits.dtype == jnp.float32, logits.dtype
     num_experts = logits.shape[-1]
@@ -90,11 +96,12 @@ def route(
     fixed = jax.lax.stop_gradient(logits)
     gram = jnp.einsum("ti,tj->ij", fixed * counted[:, None], fixed, precision="highest") / total
     dropped = jnp.zeros((), jnp.float32)
+    kept = None if valid is None else jnp.broadcast_to(valid[:, None], experts.shape)
     if capacity_factor is not None:
-        capacity = math.ceil(capacity_factor * experts.size / num_experts)
-        kept = _position_in_expert(experts, num_experts) < capacity
-        weights = jnp.where(kept, weights, 0.0)
-        dropped = 1.0 - jnp.sum(kept.astype(jnp.float32) * counted[:, None]) / (total * top_k)
+        kept = _within_capacity(experts, kept, num_experts, capacity_factor, num_sequences)
+        dropped = 1.0 - jnp.sum(kept.astype(jnp.float32)) / (total * top_k)
+    if kept is not None:
+        experts, weights = jnp.where(kept, experts, NO_EXPERT), jnp.where(kept, weights, 0.0)
     stats = RouterStats(balance, z, load, dropped, cv, mean_probability, gram)
     return Routing(experts, weights), stats
 
@@ -126,8 +133,17 @@ def _weights(gate: str, top_logits: Float[Array, "T k"], top_probabilities: Floa
     return top_probabilities
 
 
-def _position_in_expert(experts: Int[Array, "T k"], num_experts: int) -> Int[Array, "T k"]:
-    """How many assignments of earlier tokens (then of better choices) the same expert already has."""
-    one_hot = jax.nn.one_hot(experts.reshape(-1), num_experts, dtype=jnp.int32)
-    before = jnp.cumsum(one_hot, axis=0) - one_hot
-    return jnp.sum(before * one_hot, axis=-1).reshape(experts.shape)
+def _within_capacity(
+    experts: Int[Array, "T k"], valid: Bool[Array, "T k"] | None, num_experts: int, factor: float, num_sequences: int
+) -> Bool[Array, "T k"]:
+    """Which assignments are valid and find room: earlier tokens come first, and of a token its better choices."""
+    valid = jnp.ones(experts.shape, bool) if valid is None else valid
+    # [sequences, assignments in their order, E]
+    chosen = jax.nn.one_hot(jnp.where(valid, experts, NO_EXPERT), num_experts, dtype=jnp.int32)
+    chosen = chosen.reshape(num_sequences, -1, num_experts)
+    earlier = jnp.sum((jnp.cumsum(chosen, axis=1) - chosen) * chosen, axis=2)
+    # By the number of valid assignments, computed here: on the device, rounding could add one to a whole number.
+    most = chosen.shape[1]
+    capacities = jnp.asarray(np.ceil(factor * np.arange(most + 1) / num_experts).clip(max=most), jnp.int32)
+    capacity = jnp.take(capacities, jnp.sum(chosen, axis=(1, 2)))
+    return (earlier < capacity[:, None]).reshape(experts.shape) & valid

@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from moe_jax.functional.linear import linear
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing import NO_EXPERT, Routing
 
 UNIVERSAL = ("none", "coder", "med")
 # The gate that weights the experts beside it (see `route`): Coder-MoE (XFT) has one of its own, Med-MoE takes the
@@ -29,9 +29,14 @@ def universal_weight(logits: Float[Array, "T E"], universal: str) -> Float[Array
     return 1.0 - jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
 
 
-def add_choice(routing: Routing, expert: int, weight: Float[Array, " T"]) -> Routing:
-    """Every token also goes to `expert`, as its last choice."""
-    experts = jnp.pad(routing.experts, ((0, 0), (0, 1)), constant_values=expert)
+def add_choice(
+    routing: Routing, expert: int, weight: Float[Array, " T"], valid: Bool[Array, " T"] | None = None
+) -> Routing:
+    """Every valid token also goes to `expert`, as its last choice; padding (None: there is none) does not."""
+    last = jnp.full(weight.shape, expert, jnp.int32)
+    if valid is not None:
+        last, weight = jnp.where(valid, last, NO_EXPERT), jnp.where(valid, weight, 0.0)
+    experts = jnp.concatenate([routing.experts, last[:, None]], axis=1)
     return Routing(experts, jnp.concatenate([routing.weights, weight[:, None]], axis=1))
 
 

@@ -106,8 +106,8 @@ class MoEConfig:
       gate: one of `GATES` (METHODS 1); a universal FFN brings its own, and this then stays at its default.
       bank: what the experts are made of.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
-      capacity_factor: None is dropless; otherwise an expert takes at most
-        `ceil(capacity_factor * T * k / E)` assignments and the rest pass through the residual only.
+      capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
+        assignments of a sequence of n tokens, padding not counted, and the rest pass through the residual only.
       universal: an FFN that sees every token (METHODS 2.4). `coder`: all weights sum to 1, and the router is XFT's
         gate network; `med`: its weight is 1; `none`: there is none.
       extended: the universal FFN shares the base of the experts and is the last delta of their bank, not a

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 from moe_jax.experts.deltas import FixedIntegers
 from moe_jax.experts.make import make_bank
 from moe_jax.functional import keys
-from moe_jax.functional.routing import RouterStats, route
+from moe_jax.functional.routing import NO_EXPERT, RouterStats, route
 from moe_jax.functional.universal import add_choice, add_weighted, universal_weight
 from moe_jax.models.config import MoEConfig
 from moe_jax.nn.layers import FFN
@@ -41,11 +41,11 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T d"], valid: Bool[Array, "B T"] | None = None, key: Array | None = None
     ) -> tuple[Float[Array, "B T d"], tuple[RouterStats, ...]]:
-        """Applies the layer.
+        """Applies the layer. What it gives for a token depends on its own sequence alone, and on no padding.
 
         Args:
           x: activations.
-          valid: tokens that count in the statistics; None: all.
+          valid: tokens that are not padding, which goes to no expert and is in no statistic; None: all.
           key: the layer's random key in training; None: deterministic.
 
         Returns:
@@ -60,13 +60,16 @@ class MoE(nnx.Module):
             self.config.weighting,
             valid=valid,
             capacity_factor=self.config.capacity_factor,
+            num_sequences=x.shape[0],
         )
         chosen = routing
         if self.config.merged_experts is not None:
             # Two choices may become the same expert: it is then applied with both weights.
-            routing = routing._replace(experts=jnp.take(self.groups[...], routing.experts))
+            merged = jnp.take(self.groups[...], routing.experts, mode="clip")
+            routing = routing._replace(experts=jnp.where(routing.experts == NO_EXPERT, NO_EXPERT, merged))
         if self.config.extended:
-            routing = add_choice(routing, self.config.routed_experts, universal_weight(logits, self.config.universal))
+            weight = universal_weight(logits, self.config.universal)
+            routing = add_choice(routing, self.config.routed_experts, weight, valid)
         y = self.experts(tokens, routing, keys.fold_in(key, keys.EXPERTS))
         if self.config.universal_beside:
             universal = self.universal(tokens, keys.fold_in(key, keys.FFN))

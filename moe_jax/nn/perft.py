@@ -31,7 +31,7 @@ class Perft(nnx.Module):
         Args:
           x: the MoE's input.
           moe: the decision of its router, among all its outputs.
-          valid: tokens that count in the statistics; None: all.
+          valid: tokens that are not padding; None: all.
           key: for dropout in training.
         """
         if self.config.variant == "embedded":

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.routing import GATES, route
+from moe_jax.functional.dispatch import sort_by_expert
+from moe_jax.functional.routing import GATES, NO_EXPERT, route
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
 
-jitted_route = jax.jit(route, static_argnames=("top_k", "gate", "capacity_factor"))
+jitted_route = jax.jit(route, static_argnames=("top_k", "gate", "capacity_factor", "num_sequences"))
 
 
 @settings(max_examples=40, deadline=None)
@@ -126,19 +127,58 @@ def test_padding_does_not_count():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), padded, cut)
 
 
-@pytest.mark.parametrize("factor", [0.25, 1.0, 2.0])
-def test_capacity_keeps_earlier_tokens(factor):
-    tokens, num_experts, top_k = 16, 4, 2
-    logits = jax.random.normal(jax.random.key(3), (tokens, num_experts)) + jnp.array([[3.0, 0, 0, 0]])
-    routing, stats = jitted_route(logits, top_k, "topk_softmax", capacity_factor=factor)
+def capacity_reference(experts, valid, num_experts, factor, num_sequences):
+    """Which assignments are kept, one after the other."""
+    (tokens, top_k), kept = experts.shape, np.zeros(experts.shape, bool)
+    length = tokens // num_sequences
+    for start in range(0, tokens, length):
+        taken = np.zeros(num_experts, int)
+        capacity = int(np.ceil(factor * valid[start : start + length].sum() * top_k / num_experts))
+        for t in range(start, start + length):
+            for j in range(top_k if valid[t] else 0):
+                kept[t, j] = taken[experts[t, j]] < capacity
+                taken[experts[t, j]] += 1
+    return kept
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([0.25, 1.0, 1.2, 2.0]),
+    st.sampled_from([(1, 16), (3, 8)]),
+    st.sampled_from([1, 2]),
+    st.integers(0, 999),
+)
+def test_capacity_keeps_earlier_tokens_of_a_sequence(factor, shape, top_k, seed):
+    num_sequences, num_experts, tokens = shape[0], 4, shape[0] * shape[1]
+    rng = np.random.default_rng(seed)
+    logits = jnp.asarray(rng.standard_normal((tokens, num_experts)) + [3.0, 0, 0, 0], jnp.float32)
+    valid = rng.random(tokens) < 0.7
     free, _ = jitted_route(logits, top_k, "topk_softmax")
-    capacity = int(np.ceil(factor * tokens * top_k / num_experts))
-    taken = np.zeros(num_experts, int)
-    kept = np.zeros((tokens, top_k), bool)
-    for t in range(tokens):
-        for j in range(top_k):
-            expert = int(routing.experts[t, j])
-            kept[t, j] = taken[expert] < capacity
-            taken[expert] += 1
-    np.testing.assert_allclose(routing.weights, np.where(kept, free.weights, 0))
-    np.testing.assert_allclose(stats.dropped, 1 - kept.mean(), atol=1e-6)
+    routing, stats = jitted_route(
+        logits, top_k, "topk_softmax", valid=jnp.asarray(valid), capacity_factor=factor, num_sequences=num_sequences
+    )
+    kept = capacity_reference(np.asarray(free.experts), valid, num_experts, factor, num_sequences)
+    np.testing.assert_array_equal(routing.experts, np.where(kept, free.experts, NO_EXPERT))
+    np.testing.assert_array_equal(routing.weights, np.where(kept, free.weights, 0))
+    np.testing.assert_allclose(stats.dropped, 1 - kept.sum() / max(1, valid.sum() * top_k), atol=1e-6)
+
+
+def test_padding_before_a_text_takes_no_capacity():
+    """Four tokens, two for either expert, after four of padding: there is room for two in each."""
+    logits = jnp.tile(jnp.eye(2), (4, 1))
+    valid = jnp.arange(8) >= 4
+    routing, stats = jitted_route(logits, 1, "topk_softmax", valid=valid, capacity_factor=1.0)
+    np.testing.assert_array_equal(routing.experts[:, 0], [NO_EXPERT] * 4 + [0, 1, 0, 1])
+    np.testing.assert_array_equal(routing.weights[:, 0], [0.0] * 4 + [1.0] * 4)
+    assert stats.dropped == 0
+
+
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_what_no_expert_sees_is_in_no_group(factor):
+    """Not even multiplied: the rows of a group are those of kept assignments."""
+    logits = jax.random.normal(jax.random.key(0), (12, 4)) + jnp.array([[2.0, 0, 0, 0]])
+    valid = jnp.arange(12) % 3 > 0
+    routing, stats = jitted_route(logits, 2, "topk_softmax", valid=valid, capacity_factor=factor)
+    kept = round(float((1 - stats.dropped) * 8 * 2))
+    assert jnp.sum(sort_by_expert(routing.experts, 4).group_sizes) == kept
+    assert kept == 16 if factor is None else kept < 16

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.routing import Routing, route
+from moe_jax.functional.routing import NO_EXPERT, Routing, route
 from moe_jax.functional.universal import GATE_BESIDE, add_choice, add_noise, coder_logits, universal_weight
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -46,6 +46,9 @@ def test_the_universal_ffn_is_the_last_choice():
     extended = add_choice(routing, 3, jnp.array([0.3, 0.4]))
     np.testing.assert_array_equal(extended.experts, [[2, 0, 3], [1, 2, 3]])
     np.testing.assert_array_equal(extended.weights, np.float32([[0.5, 0.2, 0.3], [0.6, 0.1, 0.4]]))
+    padded = add_choice(routing, 3, jnp.array([0.3, 0.4]), jnp.array([True, False]))
+    np.testing.assert_array_equal(padded.experts[:, 2], [3, NO_EXPERT])
+    np.testing.assert_array_equal(padded.weights[:, 2], np.float32([0.3, 0.0]))
 
 
 def test_the_gate_network_is_linear_tanh_linear():
