@@ -20,7 +20,7 @@ _EVEN_SHARES = (*(n / 20 for n in range(20, 1, -1)), 0.07, 0.05, 0.035, 0.025)
 _FITTING_ROUNDS = 3
 
 
-class Quantized(NamedTuple):
+class QuantizedKernel(NamedTuple):
     """A kernel [i, o] as it is stored (see `functional.packing`), and what that stands for, float32."""
 
     codes: UInt8[Array, "b o"]
@@ -36,7 +36,7 @@ def quantize(
     group_size: int | None,
     fit: bool = True,
     count: Int[Array, ""] | int | None = None,
-) -> Quantized:
+) -> QuantizedKernel:
     """Quantises. Codes are chosen for the scale as it is stored, after rounding to bfloat16.
 
     Args:
@@ -70,7 +70,7 @@ def quantize(
 
     codes = pack(_nearest_codes(groups, scales, bits).astype(jnp.int32).reshape(-1, width)[:rows], bits)
     stored = scales[:, 0, :].astype(SCALE_DTYPE)
-    return Quantized(codes, stored, dequantize(codes, stored, rows, bits, group_size, jnp.float32))
+    return QuantizedKernel(codes, stored, dequantize(codes, stored, rows, bits, group_size, jnp.float32))
 
 
 def _least_error_scales(

@@ -1,7 +1,4 @@
-"""Forms of a residual, and the banks that store them (METHODS 5).
-
-Without a centre the experts themselves are stored in these forms: those are baselines.
-"""
+"""The schemes in which residuals, or experts themselves, are coded, and the banks that store them (METHODS 5)."""
 
 import dataclasses
 import math
@@ -10,59 +7,54 @@ from typing import Literal
 
 from moe_jax.compress.coding.pruning import common_counts, kept_entries
 from moe_jax.errors import InputError, check_member
-from moe_jax.experts.config import BITS, VALUE_BITS, BankConfig, FFNConfig
+from moe_jax.experts.config import VALUE_BITS, BankConfig, FFNConfig
 from moe_jax.experts.places import fewest_bytes_places
 
 DEFAULT_GROUP_SIZE = 128
 """Codes that share a scale."""
 
-RESIDUALS = ("up", "svd", "quantized")
 DESIGNS = ("concat", "separate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Form:
-    """One form.
+class Pruned:
+    """The entries of largest absolute value.
 
     Attributes:
-      residual: `up`: the largest entries; `svd`: low-rank factors; `quantized`: all entries in a few bits.
-      keep: share of the entries that stay, of low-rank factors the numbers that are stored; None for `quantized`.
-      bits: of all entries, or of those that stay; None: these are floats.
-      design: `concat`: one threshold, or one factorisation, for the whole design matrix of an expert; `separate`: one
-        for each matrix.
-      refit: the centre is refitted to what is pruned.
+      keep: share of the entries that stays, in (0, 1].
+      bits: of their values; None: floats.
+      design: `concat`: one threshold for the whole design matrix of an expert; `separate`: one for each matrix.
     """
 
-    residual: Literal["up", "svd", "quantized"]
-    keep: float | None = None
+    keep: float
     bits: int | None = None
     design: Literal["concat", "separate"] = "concat"
-    refit: bool = True
 
     def __post_init__(self) -> None:
-        check_member("residual", self.residual, RESIDUALS)
-        check_member("design", self.design, DESIGNS)
-        if self.residual == "quantized":
-            if self.keep is not None:
-                raise InputError(
-                    "keep does not go with a quantized residual, of which every entry stays: give bits"
-                )
-            if self.bits not in BITS:
-                raise InputError(f"bits={self.bits} must be one of {', '.join(map(str, BITS))}")
-            return
         check_keep(self.keep)
-        if self.bits is not None and self.residual == "svd":
-            raise InputError("bits do not go with an svd residual: its factors are floats")
+        check_member("design", self.design, DESIGNS)
         if self.bits is not None and self.bits not in VALUE_BITS:
             raise InputError(f"bits={self.bits} of kept entries must be one of {', '.join(map(str, VALUE_BITS))}")
 
     @property
     def needs_shares(self) -> bool:
         """Whether the bank depends on where the largest entries are."""
-        return self.residual == "up" and self.design == "concat"
+        return self.design == "concat"
+
+    def counts(self, sizes: Sequence[int], shares: Sequence[float] | None) -> tuple[int, ...]:
+        """Entries that stay of each matrix.
+
+        Args:
+          sizes: entries of each.
+          shares: of each in the entries that stay, if `needs_shares`.
+        """
+        if not self.needs_shares:
+            return tuple(kept_entries(size, self.keep) for size in sizes)
+        assert shares is not None
+        return common_counts(shares, sizes, self.keep)
 
     def bank(
-        self, expert: FFNConfig, d_model: int, *, base: Literal["shared", "none"], shares: Sequence[float] | None
+        self, expert: FFNConfig, d_model: int, *, base: Literal["shared", "none"], shares: Sequence[float] | None = None
     ) -> BankConfig:
         """The bank of a layer.
 
@@ -70,23 +62,10 @@ class Form:
           expert: its FFN.
           d_model: d.
           base: whether there is a centre.
-          shares: of each matrix in the entries that stay, if `needs_shares`.
+          shares: see `counts`.
         """
         shapes = expert.shapes(d_model)
-        if self.residual == "quantized":
-            return BankConfig(kind="quantized", base=base, bits=self.bits, group_size=DEFAULT_GROUP_SIZE)
-        assert self.keep is not None
-        if self.residual == "svd" and self.design == "concat":
-            rank = min(joint_rank(self.keep, expert, d_model), expert.dim, len(shapes) * d_model)
-            return BankConfig(kind="joint-low-rank", base=base, rank=rank)
-        if self.residual == "svd":
-            return BankConfig(kind="low-rank", base=base, rank=separate_rank(self.keep, expert, d_model))
-        sizes = [math.prod(shape) for shape in shapes.values()]
-        if self.needs_shares:
-            assert shares is not None
-            counts = common_counts(shares, sizes, self.keep)
-        else:
-            counts = tuple(kept_entries(size, self.keep) for size in sizes)
+        counts = self.counts([math.prod(shape) for shape in shapes.values()], shares)
         return BankConfig(
             kind="sparse",
             base=base,
@@ -98,8 +77,80 @@ class Form:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """Truncated singular value decompositions.
+
+    Attributes:
+      keep: share of the numbers that are stored, in (0, 1]; the ranks follow.
+      design: `concat`: of the whole design matrix of an expert, whose factor over the neurons is stored once;
+        `separate`: of each matrix.
+    """
+
+    keep: float
+    design: Literal["concat", "separate"] = "concat"
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        check_member("design", self.design, DESIGNS)
+
+    @property
+    def needs_shares(self) -> bool:
+        """See `Pruned`."""
+        return False
+
+    def rank(self, expert: FFNConfig, d_model: int) -> int:
+        """r, with as many numbers as the share of the entries: of [f, m d] for m matrices, or of [d, f] (METHODS 5)."""
+        matrices = len(expert.matrices) if self.design == "concat" else 1
+        f, width = expert.dim, matrices * d_model
+        return min(max(1, int(self.keep * f * width / (f + width))), f, width)
+
+    def bank(
+        self, expert: FFNConfig, d_model: int, *, base: Literal["shared", "none"], shares: Sequence[float] | None = None
+    ) -> BankConfig:
+        """See `Pruned`."""
+        kind = "joint-low-rank" if self.design == "concat" else "low-rank"
+        return BankConfig(kind=kind, base=base, rank=self.rank(expert, d_model))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """All entries in a few bits.
+
+    Attributes:
+      bits: of a code: 8, 4, 3, 2 or 1.
+      group_size: entries along the input axis that share a scale, a multiple of 8; None: the whole kernel.
+    """
+
+    bits: int
+    group_size: int | None = DEFAULT_GROUP_SIZE
+
+    def __post_init__(self) -> None:
+        self._bank("shared")  # checks both
+
+    @property
+    def needs_shares(self) -> bool:
+        """See `Pruned`."""
+        return False
+
+    def bank(
+        self, expert: FFNConfig, d_model: int, *, base: Literal["shared", "none"], shares: Sequence[float] | None = None
+    ) -> BankConfig:
+        """See `Pruned`."""
+        return self._bank(base)
+
+    def _bank(self, base: Literal["shared", "none"]) -> BankConfig:
+        return BankConfig(kind="quantized", base=base, bits=self.bits, group_size=self.group_size)
+
+
+Scheme = Pruned | LowRank | Quantized
+
+SCHEMES: dict[str, type[Scheme]] = {"up": Pruned, "svd": LowRank, "quantized": Quantized}
+"""By the names that the residuals of ResMoE have."""
+
+
 def describe_bank(bank: BankConfig) -> str:
-    """The form that a bank has, in words."""
+    """The scheme that a bank stores, in words."""
     if bank.kind == "quantized":
         return f"quantized, {bank.bits} bits"
     if bank.kind == "sparse":
@@ -115,14 +166,3 @@ def check_keep(keep: float | None) -> None:
         raise InputError("keep is missing: the share of the experts that stays, in (0, 1]")
     if not 0.0 < keep <= 1.0:
         raise InputError(f"keep={keep:g} must lie in (0, 1]: it is the share of the experts that stays")
-
-
-def joint_rank(keep: float, expert: FFNConfig, d_model: int) -> int:
-    """Rank of a design matrix [f, m d] that keeps as many numbers as a share of its entries: METHODS 5, SVD."""
-    f, width = expert.dim, len(expert.matrices) * d_model
-    return max(1, int(keep * f * width / (f + width)))
-
-
-def separate_rank(keep: float, expert: FFNConfig, d_model: int) -> int:
-    """The same of each kernel [d, f] on its own."""
-    return max(1, int(keep * expert.dim * d_model / (expert.dim + d_model)))

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax.compress.coding.schemes import Form, check_keep
+from moe_jax.compress.coding.schemes import LowRank, Pruned, Quantized, Scheme, check_keep
 from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts import BankConfig, make_bank
-from moe_jax.experts.config import PLACES
+from moe_jax.experts.config import BITS, PLACES
 from moe_jax.experts.places import PLACES_LEAVES
 from moe_jax.loading import leaf_specs
 from moe_jax.models import ModelConfig, MoEConfig
@@ -29,7 +29,8 @@ INT32_BYTES, INT64_BYTES = 4, 8
 LEAF_OVERHEAD = 256
 SPARSE = ("csr16", "csr32", "bitmap", "coo", "coo64")
 LOW_RANK = ("svd", "svd-separate")
-QUANTIZED = tuple(f"quantized:{bits}" for bits in (8, 4, 3, 2, 1))
+_BITS = {f"quantized:{bits}": bits for bits in BITS}
+QUANTIZED = tuple(_BITS)
 RESIDUAL_FORMS = {"up": SPARSE, "svd": LOW_RANK, "quantized": QUANTIZED}
 """Forms by the kind of residual."""
 
@@ -172,13 +173,13 @@ def form_layer(
     if form == MERGED:
         return dataclasses.replace(moe, bank=BankConfig(), merged_experts=max(1, round(keep * moe.num_experts)))
     if form in SPARSE:
-        bank = _bank(Form(residual="up", keep=keep, bits=value_bits, design="separate"), moe, d_model, base)
+        bank = _bank(Pruned(keep=keep, bits=value_bits, design="separate"), moe, d_model, base)
         bank = dataclasses.replace(bank, places=form if form in PLACES else "csr")
     elif form in LOW_RANK:
         design = "concat" if form == "svd" else "separate"
-        bank = _bank(Form(residual="svd", keep=keep, design=design), moe, d_model, base)
+        bank = _bank(LowRank(keep=keep, design=design), moe, d_model, base)
     elif form in QUANTIZED:
-        bank = _bank(Form(residual="quantized", bits=int(form.partition(":")[2])), moe, d_model, base)
+        bank = _bank(Quantized(bits=_BITS[form]), moe, d_model, base)
     else:
         bank = BankConfig()
     bank.check_fits(expert.shapes(d_model))
@@ -215,8 +216,8 @@ def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, ja
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank))}
 
 
-def _bank(form: Form, moe: MoEConfig, d_model: int, base: Literal["shared", "none"]) -> BankConfig:
-    return form.bank(moe.expert, d_model, base=base, shares=None)
+def _bank(scheme: Scheme, moe: MoEConfig, d_model: int, base: Literal["shared", "none"]) -> BankConfig:
+    return scheme.bank(moe.expert, d_model, base=base)
 
 
 def _compared(form: str, moe: MoEConfig, counted: LayerBytes) -> LayerBytes:

@@ -7,15 +7,16 @@ from typing import ClassVar, Literal
 import numpy as np
 from jaxtyping import Array
 
+from moe_jax.compress.allocation.budget import same_scheme
 from moe_jax.compress.coding.quantizer import quantize
-from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE
+from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Quantized
 from moe_jax.compress.coding.storage import QUANTIZED
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, compress_deltas
 from moe_jax.compress.methods.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import check_member
-from moe_jax.experts.config import BITS, BankConfig
+from moe_jax.experts.config import BITS
 from moe_jax.models import MoEConfig
 
 SCALES = ("mse", "absmax")
@@ -41,23 +42,24 @@ class Quantize(Method):
 
     def __post_init__(self) -> None:
         check_member("scale", self.scale, SCALES)
-        self._bank()  # checks bits and group size
+        self._scheme  # noqa: B018  (checks bits and group size)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         """See `Method`."""
-        return {layer.index: layer.target(self._bank()) for layer in layers}
+        return same_scheme(layers, self._scheme, analyses, base="shared")
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         """See `Method`."""
-        bank = target.bank
+        scheme = self._scheme
 
         def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], Array]:
-            made = quantize(delta, bits=bank.bits, group_size=bank.group_size, fit=self.scale == "mse")
+            made = quantize(delta, bits=scheme.bits, group_size=scheme.group_size, fit=self.scale == "mse")
             return {"codes": np.asarray(made.codes), "scales": np.asarray(made.scales)}, made.approximation
 
         return compress_deltas(layer, base, encode, write)
 
-    def _bank(self) -> BankConfig:
-        return BankConfig(kind="quantized", bits=self.bits, group_size=self.group_size or None)
+    @property
+    def _scheme(self) -> Quantized:
+        return Quantized(bits=self.bits, group_size=self.group_size or None)

@@ -5,13 +5,12 @@ is tried on it. What is kept of that are the orders of the neurons and a few fig
 """
 
 import dataclasses
-import math
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Float
 
 from moe_jax.compress.alignment.barycenter import SOLVERS, free_support_barycenter
 from moe_jax.compress.alignment.design_matrix import (
@@ -21,11 +20,19 @@ from moe_jax.compress.alignment.design_matrix import (
     mean_kernel,
     unaligned,
 )
-from moe_jax.compress.allocation.knapsack import Candidate, allocate
-from moe_jax.compress.allocation.trials import forms, mean_shares, trials
+from moe_jax.compress.allocation.budget import Budget, BudgetBits, TargetBytes, same_scheme, schemes_to_try
+from moe_jax.compress.allocation.trials import mean_shares, trials
 from moe_jax.compress.coding.pruning import squared
-from moe_jax.compress.coding.schemes import DESIGNS, RESIDUALS, Form, describe_bank
-from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE, disk_bytes
+from moe_jax.compress.coding.schemes import (
+    DESIGNS,
+    SCHEMES,
+    LowRank,
+    Pruned,
+    Quantized,
+    Scheme,
+    describe_bank,
+)
+from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.methods.delta_base import BARYCENTER, Base
@@ -76,84 +83,75 @@ class ResMoE(Method):
     def __post_init__(self) -> None:
         check_member("solver", self.solver, (*SOLVERS, IDENTITY))
         check_member("design", self.design, DESIGNS)
-        kind, _, bits = (self.residual or "").partition(":")
+        self.choice  # noqa: B018  (checks the rest)
+
+    @functools.cached_property
+    def choice(self) -> Scheme | Budget:
+        """How the residuals are coded, or the budget by which that is chosen for every layer: read from the options.
+
+        Raises:
+          InputError: unless there is exactly one way in which it is said how much is kept.
+        """
+        kind, bits = self._residual()
+        given = [name for name in ("target_bytes", "budget_bits") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} say the same in two ways; give one of them")
+        if given and (self.keep is not None or bits is not None):
+            raise InputError(f"{given[0]} chooses keep and bits itself; leave them out")
+        schemes = schemes_to_try([kind] if kind is not None else list(SCHEMES.values()), self.design)
+        if self.target_bytes is not None:
+            return TargetBytes(target=self.target_bytes, schemes=schemes)
+        if self.budget_bits is not None:
+            return BudgetBits(bits=self.budget_bits, schemes=schemes)
+        if kind is Quantized:
+            if self.keep is not None:
+                raise InputError("keep does not go with a quantized residual, of which every entry stays: give bits")
+            return Quantized(bits=DEFAULT_BITS if bits is None else bits)
+        if self.keep is None:
+            raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
+        if kind is LowRank:
+            if bits is not None:
+                raise InputError("bits do not go with an svd residual: its factors are floats")
+            return LowRank(keep=self.keep, design=self.design)
+        return Pruned(keep=self.keep, bits=bits, design=self.design)
+
+    def _residual(self) -> tuple[type[Scheme] | None, int | None]:
+        """The kind of residual, if one was given, and bits, which both options can hold."""
+        if self.residual is None:
+            return None, self.bits
+        kind, _, bits = self.residual.partition(":")
         if bits:
             if kind != "quantized" or self.bits is not None or not bits.isdigit():
                 raise InputError(f"residual {self.residual!r}: expected up, svd, quantized or quantized:BITS")
-            # The one option with two ways to be said; from here on there is one.
-            object.__setattr__(self, "residual", kind)
-            object.__setattr__(self, "bits", int(bits))
-        if self.residual is not None:
-            check_member("residual", self.residual, RESIDUALS)
-        self._check_amount()
-
-    def _check_amount(self) -> None:
-        """There is exactly one way in which it is said how much is kept."""
-        budgets = {"target_bytes": self.target_bytes, "budget_bits": self.budget_bits}
-        given = [name for name, value in budgets.items() if value is not None]
-        for name in given:
-            if budgets[name] <= 0:
-                raise InputError(f"{name}={budgets[name]:g} must be above 0")
-        if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} say the same in two ways; give one of them")
-        if given and (self.keep is not None or self.bits is not None):
-            raise InputError(f"{given[0]} chooses keep and bits itself; leave them out")
-        if not given:
-            self._form()  # checks keep and bits
-
-    @property
-    def _has_budget(self) -> bool:
-        return self.target_bytes is not None or self.budget_bits is not None
-
-    def _form(self) -> Form:
-        residual = self.residual or "up"
-        bits = DEFAULT_BITS if residual == "quantized" and self.bits is None else self.bits
-        if self.keep is None and residual != "quantized":
-            raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
-        return Form(residual=residual, keep=self.keep, bits=bits, design=self.design, refit=self.refit)
+            return Quantized, int(bits)
+        check_member("residual", kind, tuple(SCHEMES))
+        return SCHEMES[kind], self.bits
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """Raises `InputError` if the budget is below what the centres alone take."""
-        if not self._has_budget:
-            return
-        centres = sum(
-            math.prod(shape) * layer.dtype(name).itemsize for layer in layers for name, shape in layer.shapes.items()
-        )
-        budget = self._budget(layers)
-        if budget < centres:
-            raise InputError(
-                f"a budget of {budget:,} bytes is below the {centres:,} bytes of the centres of {len(layers)} layers "
-                f"alone, {8 * centres / _weights(layers):.2f} bits per expert weight; raise it or compress fewer layers"
-            )
+        """See `Method`."""
+        if isinstance(self.choice, Budget):
+            self.choice.check(layers)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
-        """See `Method`. Aligns the experts; under a budget, tries all forms."""
+        """See `Method`. Aligns the experts; under a budget, tries all schemes."""
         began = time.monotonic()
         found = _identity(layer) if self.solver == IDENTITY else _aligned(layer, self.solver, tick)
         permutations = found["permutations"]
-        if self._has_budget:
-            tried = trials(layer, permutations, forms(self.residual, self.design, self.refit))
+        if isinstance(self.choice, Budget):
+            tried = trials(layer, permutations, self.choice.schemes, refit=self.refit)
             found["errors"] = np.array([trial.error for trial in tried])
             found["shares"] = np.stack([trial.shares for trial in tried])
-        elif self._form().needs_shares:
+        elif self.choice.needs_shares:
             centres = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
-            found["shares"] = mean_shares(aligned_experts(layer, permutations), centres, self.keep)
+            found["shares"] = mean_shares(aligned_experts(layer, permutations), centres, self.choice.keep)
         found["seconds"] = np.float64(time.monotonic() - began)
         return found
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         """See `Method`."""
-        if self._has_budget:
-            chosen = self._choose(layers, analyses)
-            return {layer.index: _target(layer, *chosen[layer.index]) for layer in layers}
-        form, shares = self._form(), {}
-        if form.needs_shares:
-            for layer in layers:
-                shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
-        return {
-            layer.index: _target(layer, form, np.mean(shares[layer.moe.expert], axis=0) if shares else None)
-            for layer in layers
-        }
+        if isinstance(self.choice, Budget):
+            return self.choice.divide(layers, analyses)
+        return same_scheme(layers, self.choice, analyses, base="shared")
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
@@ -169,27 +167,6 @@ class ResMoE(Method):
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
             choice=describe_bank(target.bank),
         )
-
-    def _choose(
-        self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]
-    ) -> dict[int, tuple[Form, Float[np.ndarray, " m"]]]:
-        """Form and shares of every layer under the budget."""
-        tried = forms(self.residual, self.design, self.refit)
-        candidates = {}
-        for layer in layers:
-            errors, shares = analyses[layer.index]["errors"], analyses[layer.index]["shares"]
-            d_model, dtype = layer.shapes["up"][0], layer.dtype("up")
-            candidates[layer.index] = []
-            for form, error, of_form in zip(tried, errors, shares, strict=True):
-                nbytes = disk_bytes(_target(layer, form, of_form), d_model, dtype)
-                candidates[layer.index].append(Candidate(nbytes, float(error), (form, of_form)))
-        return {index: chosen.choice for index, chosen in allocate(candidates, self._budget(layers)).items()}
-
-    def _budget(self, layers: Sequence[SourceLayer]) -> int:
-        if self.target_bytes is not None:
-            return self.target_bytes
-        assert self.budget_bits is not None
-        return int(self.budget_bits * _weights(layers) / 8)
 
 
 def _aligned(layer: SourceLayer, solver: str, tick: Tick) -> dict[str, np.ndarray]:
@@ -223,13 +200,3 @@ def _identity(layer: SourceLayer) -> dict[str, np.ndarray]:
         "rounds": np.int64(0),
         "converged": np.bool_(True),
     }
-
-
-def _target(layer: SourceLayer, form: Form, shares: Sequence[float] | None) -> MoEConfig:
-    expert, d_model = layer.moe.expert, layer.shapes["up"][0]
-    return layer.target(form.bank(expert, d_model, base="shared", shares=shares))
-
-
-def _weights(layers: Sequence[SourceLayer]) -> int:
-    """Weights of the experts of all layers."""
-    return sum(layer.num_experts * math.prod(shape) for layer in layers for shape in layer.shapes.values())

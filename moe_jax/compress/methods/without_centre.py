@@ -9,52 +9,46 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from moe_jax.compress.alignment.design_matrix import aligned_experts, unaligned
+from moe_jax.compress.allocation.budget import same_scheme
 from moe_jax.compress.allocation.trials import mean_shares
-from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Form, describe_bank
+from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, LowRank, Pruned, Quantized, Scheme, describe_bank
 from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
 from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.methods.delta_base import NO_BASE, Base
 from moe_jax.compress.methods.method import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
-from moe_jax.experts.config import BankConfig, FFNConfig
 from moe_jax.models import MoEConfig
 
 
 class WithoutCentre(Method):
-    """What `Form` says of residuals is said of the experts themselves; their neurons stay in order."""
+    """The experts themselves in a scheme; their neurons stay in order."""
 
     origin: ClassVar[str | None] = NO_BASE
 
+    @property
     @abc.abstractmethod
-    def form(self) -> Form:
+    def scheme(self) -> Scheme:
         """How every expert is stored.
 
         Raises:
           InputError: if an option is out of range.
         """
 
-    def bank(self, layer: SourceLayer, shares: Sequence[float] | None) -> BankConfig:
-        """The bank of a layer; `shares` of the matrices in what stays, where the form needs them."""
-        return self.form().bank(layer.moe.expert, layer.shapes["up"][0], base="none", shares=shares)
+    def __post_init__(self) -> None:
+        self.scheme  # noqa: B018  (checks the options)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """See `Method`."""
-        form = self.form()
-        if not form.needs_shares:
+        scheme = self.scheme
+        if not scheme.needs_shares:
             return {}
-        assert form.keep is not None
         nothing = dict.fromkeys(layer.shapes, np.zeros((1, 1), np.float32))
-        return {"shares": mean_shares(aligned_experts(layer, unaligned(layer)), nothing, form.keep)}
+        return {"shares": mean_shares(aligned_experts(layer, unaligned(layer)), nothing, scheme.keep)}
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`. Layers of equal shape stay equal."""
-        shares: dict[FFNConfig, list[np.ndarray]] = {}
-        for layer in layers:
-            if "shares" in analyses[layer.index]:
-                shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
-        means = {expert: np.mean(found, axis=0) for expert, found in shares.items()}
-        return {layer.index: layer.target(self.bank(layer, means.get(layer.moe.expert))) for layer in layers}
+        """See `Method`."""
+        return same_scheme(layers, self.scheme, analyses, base="none")
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
@@ -83,12 +77,10 @@ class UnstructuredPruning(WithoutCentre):
     design: Literal["concat", "separate"] = "concat"
     bits: int | None = None
 
-    def __post_init__(self) -> None:
-        self.form()
-
-    def form(self) -> Form:
+    @property
+    def scheme(self) -> Pruned:
         """See `WithoutCentre`."""
-        return Form(residual="up", keep=self.keep, bits=self.bits, design=self.design, refit=False)
+        return Pruned(keep=self.keep, bits=self.bits, design=self.design)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,12 +100,10 @@ class SVD(WithoutCentre):
     keep: float
     design: Literal["concat", "separate"] = "concat"
 
-    def __post_init__(self) -> None:
-        self.form()
-
-    def form(self) -> Form:
+    @property
+    def scheme(self) -> LowRank:
         """See `WithoutCentre`."""
-        return Form(residual="svd", keep=self.keep, design=self.design, refit=False)
+        return LowRank(keep=self.keep, design=self.design)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,17 +121,7 @@ class PlainQuantize(WithoutCentre):
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE
 
-    def __post_init__(self) -> None:
-        self.form()
-        self._bank()
-
-    def form(self) -> Form:
+    @property
+    def scheme(self) -> Quantized:
         """See `WithoutCentre`."""
-        return Form(residual="quantized", bits=self.bits)
-
-    def bank(self, layer: SourceLayer, shares: Sequence[float] | None) -> BankConfig:
-        """See `WithoutCentre`."""
-        return self._bank()
-
-    def _bank(self) -> BankConfig:
-        return BankConfig(kind="quantized", base="none", bits=self.bits, group_size=self.group_size or None)
+        return Quantized(bits=self.bits, group_size=self.group_size or None)

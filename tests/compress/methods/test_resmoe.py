@@ -8,8 +8,9 @@ import pytest
 
 from moe_jax.compress import compress, make_method
 from moe_jax.compress.alignment.design_matrix import design_matrices
+from moe_jax.compress.allocation.budget import BudgetBits, TargetBytes, schemes_to_try
 from moe_jax.compress.allocation.trials import trials
-from moe_jax.compress.coding.schemes import Form
+from moe_jax.compress.coding.schemes import LowRank, Pruned, Quantized
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
 from moe_jax.loading import load_model
@@ -136,7 +137,7 @@ def test_trials_tell_the_errors_beforehand(tmp_path):
     layer = SourceLayer(source, 0)
     orders = make_method("resmoe", {"keep": 0.25}).analyse(layer)["permutations"]
     options = [{"keep": 0.25, "bits": 4}, {"keep": 0.3, "residual": "svd"}, {"residual": "quantized", "bits": 3}]
-    tried = trials(layer, orders, [Form(**{"residual": "up", **given}) for given in options])
+    tried = trials(layer, orders, [make_method("resmoe", given).choice for given in options], refit=True)
     for given, trial in zip(options, tried, strict=True):
         report = compress(source, tmp_path / str(given), make_method("resmoe", given), described={})
         # Only the groups of scales of kept values lie otherwise: by matrix, and not by all that is kept.
@@ -173,6 +174,24 @@ def test_weights_that_are_not_finite(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_options_are_read_as_one_choice():
+    schemes = schemes_to_try((LowRank,), "separate")
+    for options, choice in (
+        ({"keep": 0.25}, Pruned(keep=0.25)),
+        ({"keep": 0.25, "residual": "up", "bits": 4}, Pruned(keep=0.25, bits=4)),
+        ({"keep": 0.25, "design": "separate"}, Pruned(keep=0.25, design="separate")),
+        ({"keep": 0.25, "residual": "svd"}, LowRank(keep=0.25)),
+        ({"residual": "quantized"}, Quantized(bits=4)),
+        ({"residual": "quantized", "bits": 2}, Quantized(bits=2)),
+        ({"residual": "quantized:2"}, Quantized(bits=2)),
+        ({"target_bytes": 9, "residual": "svd", "design": "separate"}, TargetBytes(target=9, schemes=schemes)),
+        ({"budget_bits": 3.5, "residual": "svd", "design": "separate"}, BudgetBits(bits=3.5, schemes=schemes)),
+    ):
+        assert make_method("resmoe", options).choice == choice
+    every = make_method("resmoe", {"budget_bits": 3.5}).choice.schemes
+    assert {type(scheme) for scheme in every} == {Pruned, LowRank, Quantized} and len(set(every)) == len(every)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -186,6 +205,8 @@ def test_weights_that_are_not_finite(tmp_path):
         ({"keep": 0.5, "target_bytes": 100}, "target_bytes chooses keep and bits itself"),
         ({"target_bytes": 100, "budget_bits": 3.0}, "say the same in two ways"),
         ({"budget_bits": -1.0}, "budget_bits=-1 must be above 0"),
+        ({"budget_bits": float("nan")}, "budget_bits=nan must be above 0"),
+        ({"target_bytes": 100, "residual": "quantized:4"}, "target_bytes chooses keep and bits itself"),
         ({"keep": 0.5, "solver": "annealing"}, "solver"),
     ],
 )
