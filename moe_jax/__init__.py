@@ -10,6 +10,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_jax.api.compress import CompressedExperts as CompressedExperts
+    from moe_jax.api.compress import compress as compress
+    from moe_jax.api.compress import compress_experts as compress_experts
     from moe_jax.api.model import Model as Model
     from moe_jax.api.model import load as load
     from moe_jax.api.model import save as save
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "api.compress": ("CompressedExperts", "compress", "compress_experts"),
     "api.model": ("Model", "load", "save", "tiny_model"),
     "api.run": ("Continuation", "ModelPlan", "evaluate", "generate", "plan"),
     "api.transform": ("adapt", "convert", "export", "merge", "upcycle"),

@@ -150,6 +150,7 @@ class Model:
 
 
 ModelOrPath = Model | str | os.PathLike[str]
+OutPath = str | os.PathLike[str] | None
 
 
 def load(

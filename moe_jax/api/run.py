@@ -57,13 +57,17 @@ def evaluate(model: ModelOrPath, text: Text, *, seq_len: int | None = None, batc
     if batch_size < 1:
         raise InputError(f"{batch_size=} must be at least 1")
     model = _opened(model)
-    if isinstance(text, str | os.PathLike):
-        ids = read_text(Path(text), _tokenizer(model, "a text file", "give the text as token ids"))
-    else:
-        ids = _checked_ids(text, model.config)
+    ids = read_ids(model, text)
     graphdef, state = nnx.split(model.decoder)
     seq_len = default_seq_len(model.config) if seq_len is None else seq_len
     return Evaluator(graphdef, ids, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
+
+
+def read_ids(model: Model, text: Text) -> np.ndarray:
+    """Int32[n] ids of a text for `model`, as `evaluate` takes it, which see for the errors."""
+    if isinstance(text, str | os.PathLike):
+        return read_text(Path(text), _tokenizer(model, "a text file", "give the text as token ids"))
+    return _checked_ids(text, model.config)
 
 
 def default_seq_len(config: ModelConfig) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from moe_jax.api.model import Model, ModelOrPath, destination, open_model, result
+from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
 from moe_jax.convert import export as _export
 from moe_jax.convert import export_peft as _export_peft
 from moe_jax.convert.from_hugging_face import convert as _convert
@@ -25,7 +25,6 @@ from moe_jax.upcycle import describe_options as _describe_upcycling
 from moe_jax.upcycle.dense_to_moe import upcycle as _upcycle
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-OutPath = str | os.PathLike[str] | None
 
 
 def convert(src: str | os.PathLike[str], out: OutPath = None, *, dtype: Dtype | None = None) -> Model:

@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -20,13 +20,10 @@ from moe_jax.compress.job.stream import choose_layers
 from moe_jax.errors import InputError
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from moe_jax.api.model import Model
     from moe_jax.compress import Calibration, Score
     from moe_jax.compress.figures import LayerFigures
     from moe_jax.model_source import ModelSource
-
-_DEFAULT_SEQ_LEN = 1024
 
 
 def _arg(metavar: str, default: str = "", text: str | None = None) -> object:
@@ -152,43 +149,31 @@ def _calibration(source: "ModelSource", options: _Job) -> "Calibration | None":
     """What the routers do on the text of --calibrate."""
     if options.calibrate is None:
         return None
-    from moe_jax.compress import Calibration
-    from moe_jax.loading import load_model
-    from moe_jax.sharding import make_mesh
-    from moe_jax.train.expert_load import measure_router_statistics
+    from moe_jax.api.compress import measure_use
 
-    ids, sizes = _read_text(options.calibrate, source, options)
-    mesh = make_mesh({"data": -1})
-    statistics = measure_router_statistics(load_model(source, mesh=mesh), ids, **sizes, mesh=mesh)
-    return Calibration(options.calibrate, statistics)
+    return measure_use(_over_devices(source), options.calibrate, **_windows(source, options))
 
 
 def _scorer(source: "ModelSource", options: _Job) -> "Score":
     """Scores models by the text, as `moe-jax eval` does."""
-    from flax import nnx
+    from moe_jax.api.run import evaluate, read_ids
 
-    from moe_jax.loading import load_model
+    assert options.text is not None
+    ids, windows = read_ids(_over_devices(source), options.text), _windows(source, options)
+    return lambda model: evaluate(_over_devices(model), ids, **windows).nll
+
+
+def _over_devices(source: "ModelSource") -> "Model":
+    """A model that will be copied to all devices, each of which computes some of the windows."""
+    from moe_jax.api.model import Loading, Model
     from moe_jax.sharding import make_mesh
-    from moe_jax.train.evaluation import Evaluator
 
-    ids, sizes = _read_text(options.text, source, options)
-    mesh = make_mesh({"data": -1})
-
-    def score(model: "ModelSource") -> float:
-        graphdef, state = nnx.split(load_model(model, mesh=mesh))
-        return Evaluator(graphdef, ids, **sizes, mesh=mesh)(state).nll
-
-    return score
+    return Model.of_source(source, Loading(mesh=make_mesh({"data": -1})))
 
 
-def _read_text(text: Path, source: "ModelSource", options: _Job) -> tuple["np.ndarray", dict[str, int]]:
-    """Tokens of a text, and how many of them the model is to see at a time."""
-    from moe_jax.train.evaluation import read_text
-    from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
-
+def _windows(source: "ModelSource", options: _Job) -> dict[str, Any]:
+    """How many tokens the model is to see at a time."""
     most = source.config.max_positions
-    seq_len = min(_DEFAULT_SEQ_LEN, most) if options.seq_len is None else options.seq_len
-    if seq_len > most:
-        print(f"warning: {options.model} was made for {most} positions, not {seq_len}", file=sys.stderr)
-    ids = read_text(text, Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config))
-    return ids, {"seq_len": seq_len, "batch_size": 8 if options.batch_size is None else options.batch_size}
+    if options.seq_len is not None and options.seq_len > most:
+        print(f"warning: {options.model} was made for {most} positions, not {options.seq_len}", file=sys.stderr)
+    return {"seq_len": options.seq_len, "batch_size": 8 if options.batch_size is None else options.batch_size}

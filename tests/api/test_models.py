@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import moe_jax
 from moe_jax.adapter_dir import AdapterDirectory
@@ -50,6 +51,19 @@ def dense(tmp_path_factory):
 def moe(dense, tmp_path_factory):
     """Its MoE, in a directory."""
     return moe_jax.upcycle(dense, tmp_path_factory.mktemp("moe") / "model", **DELTA).path
+
+
+@pytest.fixture(scope="module")
+def trained(moe, tmp_path_factory):
+    """The MoE with experts that differ, in a directory."""
+    source, random = open_source(moe), np.random.default_rng(0)
+    leaves = {path: source.read(path) for path in source.specs()}
+    for path, leaf in leaves.items():
+        if path.endswith("/b"):
+            leaves[path] = (0.1 * random.standard_normal(leaf.shape)).astype(leaf.dtype)
+    return write_model(
+        tmp_path_factory.mktemp("trained") / "model", source.config, leaves, source.tokenizer_files
+    )
 
 
 def test_a_saved_model_is_the_model_to_the_last_bit(dense, tmp_path):
@@ -217,3 +231,90 @@ def test_importing_the_library_does_not_import_jax():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'moe_jax' has no attribute 'laod'"):
         moe_jax.laod  # noqa: B018
+
+
+@pytest.mark.parametrize("options", [{"method": "resmoe", "keep": 0.3}, {"method": "ders-quantize", "bits": 2}])
+def test_compressing_in_memory_gives_what_it_gives_in_a_directory(trained, options, tmp_path):
+    written = moe_jax.compress(trained, tmp_path / "small", layers=[1], **options)
+    of_path, of_model = (moe_jax.compress(given, layers=[1], **options) for given in (trained, moe_jax.load(trained)))
+    assert equal_to_the_last_bit(of_path.source, written.source)
+    assert equal_to_the_last_bit(of_model.source, written.source)
+    assert open_source(trained).config != written.config and of_model.tokenizer is not None
+    ours, theirs = of_path.lineage[-1], read_lineage(tmp_path / "small")[-1]
+    assert ours["options"] == theirs["options"] and ours["sources"] == theirs["sources"]
+    (here,), (there,) = ours["measured"]["layers"], theirs["measured"]["layers"]
+    assert here["relative_error"] == there["relative_error"] > 0
+    # On the disk a leaf takes some bytes more.
+    assert 0 <= there["bytes_after"] - here["bytes_after"] < 0.5 * there["bytes_before"]
+
+
+def test_a_base_and_a_text_may_go_with_compression(dense, trained, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a model of bytes.")
+    sparse = {"method": "ders-sparsify", "drop": 0.5}
+    of_path, of_model = (moe_jax.compress(trained, base=base, **sparse) for base in (dense, moe_jax.load(dense)))
+    assert equal_to_the_last_bit(of_path.source, of_model.source)
+    merged = moe_jax.compress(trained, method="msmoe", keep=0.5, calibrate=text)
+    assert merged.lineage[-1]["sources"][-1]["path"] == str(text) and merged.config.layers[1].mlp.merged_experts == 2
+    with pytest.raises(InputError, match="--base does not go with this method"):
+        moe_jax.compress(trained, base=dense, method="resmoe", keep=0.5)
+    with pytest.raises(InputError, match="--layers: 0 of the model's MoE layers"):
+        moe_jax.compress(trained, layers=[0], method="resmoe", keep=0.5)
+
+
+def experts_of(model: moe_jax.Model, layer: int) -> dict[str, np.ndarray]:
+    names = ("gate", "up", "down")
+    return {name: model.source.read(f"layers/{layer}/mlp/experts/{name}/kernel") for name in names}
+
+
+@pytest.mark.parametrize(
+    "options", [{"method": "resmoe", "keep": 0.3}, {"method": "svd", "keep": 0.3}, {"method": "sp", "keep": 0.5}]
+)
+def test_experts_of_one_layer_are_compressed_as_in_a_model(options):
+    model = moe_jax.tiny_model(experts=3)
+    whole = moe_jax.compress(model, layers=[1], **options)
+    one = moe_jax.compress_experts(experts_of(model, 1), **options)
+    measured = whole.lineage[-1]["measured"]["layers"][0]
+    assert one.figures.relative_error == measured["relative_error"] and one.groups is None
+    assert one.moe.bank == whole.config.layers[1].mlp.bank and one.moe.expert == whole.config.layers[1].mlp.expert
+    state = {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(one.bank))}
+    for path, leaf in state.items():
+        assert np.array_equal(leaf[...], whole.source.read(f"layers/1/mlp/experts/{path}")), path
+    # The bank that came out can be compressed again.
+    again = moe_jax.compress_experts(one.bank, method="quantize", bits=8)
+    assert np.allclose(again.bank.kernels(2)["up"], one.bank.kernels(2)["up"], atol=1e-2)
+
+
+def test_deltas_of_one_layer_are_taken_from_a_base():
+    base, model = moe_jax.tiny_model(), moe_jax.tiny_model(experts=3)
+    dense = {name: base.source.read(f"layers/1/mlp/{name}/kernel") for name in ("gate", "up", "down")}
+    made = moe_jax.compress_experts(experts_of(model, 1), method="ders-quantize", bits=8, base=dense)
+    assert np.array_equal(made.bank.base.up.kernel[...], dense["up"])
+    whole = moe_jax.compress(model, method="ders-quantize", bits=8, base=base, layers=[1])
+    assert made.figures.delta_error == whole.lineage[-1]["measured"]["layers"][0]["delta_error"]
+
+
+def test_experts_of_one_layer_can_be_merged():
+    model = moe_jax.tiny_model(experts=4)
+    router = model.source.read("layers/0/mlp/router/kernel")
+    made = moe_jax.compress_experts(experts_of(model, 0), method="msmoe", keep=0.5, router=router)
+    assert made.bank.num_experts == 2 and sorted(set(made.groups.tolist())) == [0, 1]
+    whole = moe_jax.compress(model, method="msmoe", keep=0.5, layers=[0]).source
+    assert np.array_equal(made.groups, whole.read("layers/0/mlp/groups"))
+
+
+def test_kernels_that_make_no_experts():
+    kernels = experts_of(moe_jax.tiny_model(experts=2), 0)
+    cases = [
+        (kernels | {"side": kernels["up"]}, {}, "kernels gate, up, down, side; expected up, down"),
+        ({"up": kernels["up"]}, {}, "kernels up; expected up, down"),
+        (kernels | {"up": kernels["up"][0]}, {}, r"up of shape \(16, 32\); expected \[experts"),
+        (kernels | {"down": kernels["up"]}, {}, r"down of shape \(2, 16, 32\).*expected floating point, \(2, 32, 16\)"),
+        (kernels | {"gate": kernels["gate"].astype(int)}, {}, "dtype int64; expected floating point"),
+        (kernels, {"router": np.ones((2, 16))}, r"router of shape \(2, 16\)"),
+        (kernels, {"base": {"up": kernels["up"][0]}, "method": "ders-quantize"}, "base has the kernels up; expected"),
+        (kernels, {"keep": 0.5}, "--keep does not go with quantize"),
+    ]
+    for given, options, message in cases:
+        with pytest.raises(InputError, match=message):
+            moe_jax.compress_experts(given, **({"method": "quantize", "bits": 8} | options))

@@ -18,7 +18,7 @@ class LayerReport(LayerFigures):
     Attributes:
       layer: its index.
       base: what the deltas were taken from.
-      bytes_before, bytes_after: of its experts and universal FFN on the disk.
+      bytes_before, bytes_after: of its experts and universal FFN, on the disk if the model is there.
     """
 
     layer: int
@@ -33,7 +33,7 @@ class Report:
 
     Attributes:
       layers: those that were compressed.
-      bytes_before, bytes_after: of all weights on the disk.
+      bytes_before, bytes_after: of all weights, likewise.
     """
 
     layers: tuple[LayerReport, ...]

@@ -1,5 +1,6 @@
-"""Trained MoE -> smaller MoE, on disk, layer by layer."""
+"""Trained MoE -> smaller MoE, layer by layer."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +16,13 @@ from moe_jax.compress.methods.delta_base import Base, check_base
 from moe_jax.compress.methods.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
-from moe_jax.leaf_files import LeafReader
+from moe_jax.in_memory import Destination, ModelWriter, open_writer
+from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import check_leaves, leaf_specs
-from moe_jax.model_dir import ModelDirectoryWriter, new_lineage_entry
 from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
+from moe_jax.peft.over_base import StoredLeaves
 from moe_jax.staging import refuse_existing
 from moe_jax.terminal import Progress, no_progress
 
@@ -30,7 +32,7 @@ OnLayer = Callable[[int, LayerFigures, int], None]
 
 def compress(
     source: ModelSource,
-    dst: Path,
+    dst: Destination,
     method: Method,
     *,
     base: ModelSource | None = None,
@@ -47,7 +49,7 @@ def compress(
 
     Args:
       source: a model with MoE layers, whatever their banks.
-      dst: the model directory to write.
+      dst: the model directory to write, or memory.
       method: what to do.
       base: the dense model that the experts came from. Without it, a bank's own base, or the mean of the experts.
       extended: the universal FFN beside each bank becomes one more of its deltas.
@@ -62,7 +64,8 @@ def compress(
         Nothing is left behind.
       OSError: if the disk is full. What is done stays beside `dst`, to be gone on with.
     """
-    refuse_existing(dst)
+    if isinstance(dst, Path):
+        refuse_existing(dst)
     indices = choose_layers(source.config, layers)
     if base is not None:
         check_base(base.config, source.config, indices)
@@ -80,11 +83,12 @@ def compress(
     method.check([open_layer(i) for i in indices])
     read = [source, *([base] if base is not None else []), *([statistics.text] if statistics is not None else [])]
     entry = new_lineage_entry("compress", described, read)
-    with AnalysisStore(dst, {name: entry[name] for name in ("options", "sources")}) as store:
+    job = {name: entry[name] for name in ("options", "sources")}
+    with AnalysisStore(dst, job) if isinstance(dst, Path) else contextlib.nullcontext() as store:
         analyses = _analyse(method, open_layer, indices, store, progress)
         planned = method.plan([open_layer(i) for i in indices], analyses)
         config = dataclasses.replace(source.config, layers=_replaced(source.config.layers, planned))
-        writer = ModelDirectoryWriter(
+        writer = open_writer(
             dst,
             config,
             tokenizer_files=source.tokenizer_files,
@@ -109,20 +113,20 @@ def _analyse(
     method: Method,
     open_layer: Callable[[int], SourceLayer],
     indices: Sequence[int],
-    store: AnalysisStore,
+    store: AnalysisStore | None,
     progress: Progress,
 ) -> dict[int, Analysis]:
     analyses: dict[int, Analysis] = {}
     if type(method).analyse is not Method.analyse:
         progress("analysing", 0, len(indices))
     for done, i in enumerate(indices, start=1):
-        known = store.get(i)
+        known = None if store is None else store.get(i)
 
         def tick(share: float, done: int = done) -> None:
             progress("analysing", done - 1 + share, len(indices))
 
         analyses[i] = method.analyse(open_layer(i), tick) if known is None else known
-        if known is None and analyses[i]:
+        if store is not None and known is None and analyses[i]:
             store.put(i, analyses[i])
         if analyses[i]:
             progress("analysing", done, len(indices))
@@ -167,7 +171,7 @@ def _write(
     config: ModelConfig,
     indices: Sequence[int],
     compress_layer: Callable[[int, Write], LayerFigures],
-    writer: ModelDirectoryWriter,
+    writer: ModelWriter,
     progress: Progress,
     on_layer: OnLayer,
 ) -> dict[int, LayerFigures]:
@@ -206,14 +210,14 @@ def _write(
 
 
 def _report(
-    source: ModelSource, written: LeafReader, origins: Mapping[int, str], figures: Mapping[int, LayerFigures]
+    source: ModelSource, written: StoredLeaves, origins: Mapping[int, str], figures: Mapping[int, LayerFigures]
 ) -> Report:
     layers = tuple(
         LayerReport(
             layer=i,
             base=origin,
-            bytes_before=_expert_bytes(source, i),
-            bytes_after=_expert_bytes(written, i),
+            bytes_before=_expert_bytes(source.specs(), source.stored_bytes, i),
+            bytes_after=_expert_bytes(written.specs, written.stored_bytes, i),
             **dataclasses.asdict(figures[i]),
         )
         for i, origin in origins.items()
@@ -225,8 +229,7 @@ def _report(
     )
 
 
-def _expert_bytes(model: ModelSource | LeafReader, layer: int) -> int:
-    """What a layer's experts and universal FFN take on the disk, wherever that FFN is."""
-    specs = model.specs if isinstance(model, LeafReader) else model.specs()
+def _expert_bytes(paths: Iterable[str], stored_bytes: Callable[[str], int], layer: int) -> int:
+    """What a layer's experts and universal FFN take, wherever that FFN is."""
     prefixes = (f"layers/{layer}/mlp/experts/", f"layers/{layer}/mlp/universal/")
-    return sum(model.stored_bytes(path) for path in specs if path.startswith(prefixes))
+    return sum(stored_bytes(path) for path in paths if path.startswith(prefixes))
