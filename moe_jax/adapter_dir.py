@@ -1,11 +1,11 @@
-"""The adapter directory: what tuning with few parameters leaves. It refers to its base and holds what the base has not.
+"""The adapter directory, the output of parameter-efficient tuning. It refers to its base and stores only the rest.
 
     config.json      the `ModelConfig` of the tuned model, complete
     base.json        where the base is, and its fingerprint
     adapter/         Orbax checkpoint of the leaves that are new or were trained
     lineage.json, tokenizer files as in a model directory
 
-Every command that takes a model takes one. Several may stand on one base.
+Every command that takes a model also takes an adapter directory. Several may share one base.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class AdapterDirectory(ModelDirectory):
     """An adapter directory to read from; a `ModelSource` of the whole tuned model.
 
     Attributes:
-      base: the model that it stands on.
+      base: the model whose parameters the adapter directory does not repeat.
     """
 
     _folder = _ADAPTER
@@ -79,12 +79,11 @@ class AdapterDirectory(ModelDirectory):
 
         Args:
           path: the adapter directory.
-          base: the model that it stands on.
+          base: the model that it was made for.
 
         Raises:
           FileNotFoundError: if there is no adapter directory.
-          InputError: if a file is not what it should be, or `base` is another model than the one that the adapter was
-            made for.
+          InputError: if a file is malformed, or `base` is not the model that the adapter was made for.
         """
         super().__init__(path)
         self.base = base
@@ -103,11 +102,11 @@ class AdapterDirectory(ModelDirectory):
             )
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype as stored, of NF4 kernels as they are made."""
+        """Leaf path -> shape and dtype: as stored, or for NF4 codes made from kernels of the base, as made."""
         return self._leaves.specs
 
     def own_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The same of the leaves that are stored here and not in the base."""
+        """Leaf path -> shape and dtype of the leaves that are stored here and not in the base."""
         return self._reader.specs
 
     def read(self, path: str) -> np.ndarray:
@@ -115,7 +114,7 @@ class AdapterDirectory(ModelDirectory):
         return self._leaves.read(path)
 
     def stored_bytes(self, path: str) -> int:
-        """What a leaf takes on the disk, here or in the base."""
+        """Bytes of a leaf on disk, here or in the base."""
         return self._leaves.stored_bytes(path)
 
     def fingerprint(self) -> str:
@@ -149,11 +148,11 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
           config: of the tuned model.
           base: its base, which the directory refers to.
           tokenizer_files, lineage: see `ModelDirectoryWriter`.
-          trained: leaves of the base that are stored too, because they are not the base's any more. With them must be
-            written what the base does not have at all.
+          trained: leaves of the base that were trained, and are stored here with their new values. Besides these, all
+            leaves must be written that the base does not have.
 
         Raises:
-          InputError: if the base is not that of `config` or an adapter directory, or `dst` exists.
+          InputError: if `config` does not belong to `base`, `base` is an adapter directory itself, or `dst` exists.
         """
         if isinstance(base, AdapterDirectory):
             raise InputError(f"{base.path} is an adapter directory; merge it first, or use its base {base.base.path}")
@@ -171,5 +170,5 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
 
 
 def _same_model(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two configs describe the same model, in whatever dtype."""
+    """Whether two configs describe the same model, apart from the dtype."""
     return dataclasses.replace(one, dtype=other.dtype, frozen_base=other.frozen_base) == other

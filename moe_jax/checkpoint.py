@@ -33,11 +33,11 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 def save_group(directory: Path, leaves: Mapping[str, np.ndarray]) -> None:
-    """Adds leaves to a checkpoint that `finalize_groups` makes whole. They are on disk on return.
+    """Adds leaves to a checkpoint that `finalize_groups` will complete. They are on disk on return.
 
     Args:
-      directory: of the checkpoint; until it is whole, it has the suffix `PARTIAL`.
-      leaves: by path ("layers/0/mlp/up/kernel"); none of them was saved before.
+      directory: of the checkpoint; until it is complete, its name has the suffix `PARTIAL`.
+      leaves: by path ("layers/0/mlp/up/kernel"), none of which was saved before.
 
     Raises:
       OSError: if the disk is full or cannot be written.
@@ -54,7 +54,7 @@ def save_group(directory: Path, leaves: Mapping[str, np.ndarray]) -> None:
 
 
 def finalize_groups(directory: Path) -> None:
-    """Makes a checkpoint of the groups that were saved.
+    """Completes the checkpoint of the groups that were saved.
 
     Raises:
       OSError: if the disk is full or cannot be written.
@@ -124,7 +124,7 @@ class TrainingCheckpoints:
 
     A state is any pytree of arrays, PRNG keys among them. It may be restored onto another mesh or another number
     of devices than it was saved from. A checkpoint that was not finished does not count and is removed.
-    With several processes every process makes the same calls; arrays lie on a mesh of all, or are equal in each.
+    With several processes every process makes the same calls; an array is on a mesh of all, or is equal in each.
     """
 
     def __init__(self, directory: Path, *, keep: int):
@@ -149,15 +149,15 @@ class TrainingCheckpoints:
         self._remove_unfinished()
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
-        """Starts writing a checkpoint and returns before it is written. Waits for the one before.
+        """Starts writing a checkpoint and returns before it is written. Waits for the previous one first.
 
         Args:
           step: number of the step; a step is saved once.
           state: pytree of arrays. Its buffers may be donated as soon as this returns.
-          extra: JSON-able; comes back from `restore` as JSON gives it.
+          extra: JSON-able; `restore` returns it as JSON gives it back.
 
         Raises:
-          OSError: if this or the checkpoint before could not be written.
+          OSError: if this or the previous checkpoint could not be written.
         """
         json.dumps(extra)  # fails here rather than in the background
         self.wait()
@@ -223,14 +223,14 @@ class TrainingCheckpoints:
         """Waits for the last checkpoint and ends the background threads.
 
         Raises:
-          OSError: if a checkpoint could not be written, also if that was raised before.
+          OSError: if a checkpoint could not be written, even if that was raised before.
         """
         self.wait()
         with _writing(self._directory):
             self._checkpointer.close()
 
     def _remove_unfinished(self) -> None:
-        # Orbax renames a checkpoint when it is whole; what still has the temporary name was interrupted.
+        # Orbax renames a complete checkpoint; one that still has the temporary name was interrupted.
         if is_first_process():
             for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 remove_directory(path)
@@ -270,7 +270,7 @@ def _key_impl(leaf: jax.ShapeDtypeStruct) -> Any:
 
 
 def _plain(leaf: jax.Array) -> jax.Array | np.ndarray:
-    """What Orbax can save: no PRNG keys, and among several processes no array that lies in one of them."""
+    """The array in a form that Orbax can save: no PRNG key, and with several processes no array local to one."""
     data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
     return np.asarray(data) if jax.process_count() > 1 and data.is_fully_addressable else data
 
@@ -283,7 +283,7 @@ def _plain_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Reports errors of the disk as `OSError`, once."""
+    """Raises disk errors as `OSError`, and prints no traceback of other threads for them."""
     usual = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -300,12 +300,12 @@ def _writing(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Turns an error that says "No space left on device" or the like in its text into the `OSError` that it is.
+    """Raises an error whose text says "No space left on device" or the like as an `OSError`.
 
     TensorStore reports a full disk as `ValueError`, and Orbax may wrap it.
 
     Args:
-      path: what was being written, to be named in the message.
+      path: what was being written; named in the message.
 
     Raises:
       OSError: with the error's number and `path`.
@@ -333,7 +333,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-# Orbax warns about every checkpoint that is not an OCDBT database; ours are not, on purpose.
+# Orbax warns about every checkpoint that is not an OCDBT database. Ours are not, on purpose.
 _NOISE = ("Skipping merge of OCDBT", "TensorStore data files not found")
 
 

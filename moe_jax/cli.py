@@ -33,7 +33,7 @@ COMMANDS = {
     "demo": "the whole job on a small model, offline, in minutes",
 }
 
-# Exit codes: 2 for what the user can mend (as argparse does), 130 for Ctrl-C (as shells do).
+# Exit codes: 2 for errors that the user can correct (as in argparse), 130 for Ctrl-C (as in shells).
 USER_ERROR = 2
 INTERRUPTED = 130
 
@@ -107,7 +107,7 @@ def _parse(command: str, options: type, arguments: list[str]) -> Any:
 def _one_line(box: str, command: str) -> str:
     """The first section of the box that tyro draws around an error, and the option that it suggests.
 
-    The title is part of the border where the terminal has box characters, and a section of its own where not.
+    If the terminal has box characters the title is part of the border; otherwise it is a section of its own.
     """
     sections: list[list[str]] = [[]]
     for line in box.splitlines():
@@ -132,8 +132,8 @@ def _avoid_absent_tpu() -> None:
     """Keeps JAX from looking for a TPU on a machine without one.
 
     libtpu is also installed for its compiler alone (the test extra does so). JAX then tries to start a TPU, and libtpu
-    prints a page of warnings before JAX falls back. A TPU shows as /dev/accel* or /dev/vfio/*; where there is one, or
-    a GPU, or the user chose a platform, JAX decides as always.
+    prints a page of warnings before JAX falls back. A TPU appears as /dev/accel* or /dev/vfio/*. If there is one, or a
+    GPU, or the user chose a platform, nothing is changed.
     """
     chosen = bool(os.environ.get("JAX_PLATFORMS"))
     accelerator = any(any(Path("/dev").glob(device)) for device in ("accel*", "vfio/*", "nvidia*", "kfd", "dxg"))

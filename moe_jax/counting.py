@@ -1,23 +1,23 @@
-"""Parameters and bytes of leaves."""
+"""Counts of parameters and bytes."""
 
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # counting needs no JAX, and commands start faster without
+if TYPE_CHECKING:  # commands that only count start faster without JAX
     import jax
 
 
 def is_parameter(spec: "jax.ShapeDtypeStruct") -> bool:
-    """Whether a leaf holds parameters. Integers are none: they are the positions of sparse deltas (METHODS 8)."""
+    """Whether a leaf holds parameters. Integers are not: they are positions of sparse deltas or codes (METHODS 8)."""
     return spec.dtype.kind not in "iu"
 
 
 def count_parameters(specs: "Iterable[jax.ShapeDtypeStruct]") -> int:
-    """Parameters of leaves; integers are not counted."""
+    """Number of parameters in leaves; integers are not counted."""
     return sum(math.prod(spec.shape) for spec in specs if is_parameter(spec))
 
 
 def count_bytes(specs: "Iterable[jax.ShapeDtypeStruct]") -> int:
-    """Bytes of leaves, integers included."""
+    """Number of bytes in leaves, integers included."""
     return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)

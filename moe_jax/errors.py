@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend, as opposed to bugs of ours.
+"""Errors that the user can correct, as opposed to bugs of this library.
 
 The command line prints an `InputError` as one line and exits with code 2; any
 other exception keeps its traceback, because then the fault is in this library.

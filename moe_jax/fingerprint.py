@@ -1,4 +1,4 @@
-"""Identity of files and weights, quick enough for checkpoints of any size."""
+"""Fingerprints of files and weights, fast enough for checkpoints of any size."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +12,7 @@ _PIECES = 16
 
 
 def sample_file(file: Path) -> bytes:
-    """Size and content of a file: all of one up to 1 MiB, 16 evenly spread pieces of 64 KiB of a larger one."""
+    """The size of a file and its content: all of it up to 1 MiB, 16 evenly spread pieces of 64 KiB if it is larger."""
     size = file.stat().st_size
     with open(file, "rb") as handle:
 
@@ -24,13 +24,13 @@ def sample_file(file: Path) -> bytes:
 
 
 def sample_array(array: np.ndarray) -> bytes:
-    """What `sample_file` gives for a file that holds the array in C order and nothing else."""
+    """What `sample_file` returns for a file that holds just this array in C order."""
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return _sample(array.nbytes, lambda start, length: content[start : start + length].tobytes())
 
 
 def fingerprint_leaves(specs: Mapping[str, jax.ShapeDtypeStruct], sample: Callable[[str], bytes]) -> str:
-    """A SHA-256 over the names, shapes and dtypes of leaves, and samples of their contents, which `sample` gives."""
+    """A SHA-256 of the names, shapes and dtypes of leaves, and of their contents as sampled by `sample`."""
     digest = hashlib.sha256()
     for path, spec in sorted(specs.items()):
         digest.update(f"{path} {spec.shape} {spec.dtype}\n".encode())
@@ -39,7 +39,7 @@ def fingerprint_leaves(specs: Mapping[str, jax.ShapeDtypeStruct], sample: Callab
 
 
 def fingerprint_files(files: Iterable[Path]) -> str:
-    """A SHA-256 over the names, sizes and samples of files. The order and the folder do not matter."""
+    """A SHA-256 of the names, sizes and samples of files, whatever their order and folder."""
     digest = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.name):
         digest.update(f"{file.name}\n".encode())

@@ -1,4 +1,4 @@
-"""How numbers are written for people and read from them: bytes, durations, sets of indices."""
+"""Numbers as people write and read them: bytes, durations, sets of indices."""
 
 import re
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ def parse_bytes(text: str | int, *, flag: str = "") -> int:
     """Bytes of `5GB`, `500 MB`, `1.5GiB` or a plain number.
 
     Args:
-      text: upper and lower case are the same, and so are `500 MB` and `500MB`.
-      flag: the option that it was given for, named in the error.
+      text: the number; upper or lower case, with or without a space before the unit.
+      flag: the option that it is the value of; named in the error.
 
     Raises:
       InputError: for anything else, and for less than one byte.
@@ -47,7 +47,7 @@ def show_duration(seconds: float) -> str:
 
 
 def index_set(indices: Iterable[int]) -> str:
-    """Indices in short, as a shell would expand them: 3, {0..5}, {1..31..2}, {0,3,4}."""
+    """Indices in the short form that shells expand: 3, {0..5}, {1..31..2}, {0,3,4}."""
     ordered = sorted(indices)
     if len(ordered) == 1:
         return str(ordered[0])

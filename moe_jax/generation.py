@@ -1,4 +1,4 @@
-"""KV-cached generation for batches of prompts of different lengths."""
+"""Generation with a KV cache, for batches of prompts of different lengths."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,6 +1,6 @@
-"""Models in memory, for whatever reads and writes models leaf by leaf: a source and a writer.
+"""Models in memory: a source and a writer with the interfaces of those on disk.
 
-A command that is given `InMemory()` instead of a path does the same work, and leaves its model there.
+A verb that is given `InMemory()` instead of a path does the same work and puts its model there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ class LeavesInMemory:
         return self._leaves[path]
 
     def stored_bytes(self, path: str) -> int:
-        """What one leaf takes."""
+        """Bytes of one leaf."""
         return self.read(path).nbytes
 
 
@@ -59,7 +59,7 @@ class DecoderLeaves:
     """
 
     def __init__(self, decoder: Decoder):
-        """Holds on to the arrays that the decoder has now."""
+        """Keeps references to the decoder's current arrays."""
         self._leaves = stacked_leaves(decoder)
         self.specs = {
             path: jax.ShapeDtypeStruct(leaf.shape if index is None else leaf.shape[1:], leaf.dtype)
@@ -72,7 +72,7 @@ class DecoderLeaves:
         return np.asarray(leaf if index is None else leaf[index])
 
     def stored_bytes(self, path: str) -> int:
-        """What one leaf takes."""
+        """Bytes of one leaf."""
         spec = self.specs[path]
         return spec.size * spec.dtype.itemsize
 
@@ -106,20 +106,20 @@ class ModelInMemory:
         return self.leaves.read(path)
 
     def stored_bytes(self, path: str) -> int:
-        """What one leaf takes."""
+        """Bytes of one leaf."""
         return self.leaves.stored_bytes(path)
 
     def fingerprint(self) -> str:
-        """Identity of config and weights: the same as that of a model directory that holds them."""
+        """A SHA-256 of config and weights; a model directory with the same content has the same one."""
         leaves = fingerprint_leaves(self.specs(), lambda path: sample_array(self.read(path)))
         return fingerprint_model(self.config, leaves)
 
 
 class InMemory:
-    """Where a model is left that is not written to a directory.
+    """A destination for a model that is not to be written to a directory.
 
     Attributes:
-      source: the model, as soon as it is whole.
+      source: the model, once it is complete.
     """
 
     source: ModelInMemory | None = None
@@ -130,7 +130,7 @@ Destination = Path | InMemory
 
 
 class ModelWriter(Protocol):
-    """What writes a model leaf by leaf: `ModelDirectoryWriter`, where everything is documented, or one into memory."""
+    """Writes a model leaf by leaf, to a directory or into memory. `ModelDirectoryWriter` documents the methods."""
 
     lineage: list[dict[str, Any]]
 
@@ -165,17 +165,18 @@ def open_writer(
     trained: Iterable[str] = (),
     resume: bool = False,
 ) -> ModelWriter:
-    """A writer of a model directory, of an adapter directory if there is a base, or of either in memory.
+    """Opens a writer of a model directory, of an adapter directory if there is a base, or of either in memory.
 
     Args:
       dst: where the model goes.
       config: of the model.
       tokenizer_files, lineage, resume: see `ModelDirectoryWriter`; in memory there is nothing to resume.
-      base: what the model's adapters stand on. Only the leaves that it does not have must then be written, and
-      trained: those of its leaves that are not the base's any more.
+      base: the base of the model's adapters. Then only the leaves that it does not have are written, and those in
+        `trained`.
+      trained: leaves of the base whose values have changed.
 
     Raises:
-      InputError: if the directory exists, or `base` is not one for these adapters.
+      InputError: if the directory exists, or `config` does not describe adapters over `base`.
     """
     given = {"tokenizer_files": tokenizer_files, "lineage": lineage}
     if isinstance(dst, InMemory):
@@ -189,7 +190,7 @@ def open_writer(
 
 
 class _MemoryWriter:
-    """Collects leaves, and leaves a `ModelInMemory` when the block ends without an error."""
+    """Collects leaves, and makes a `ModelInMemory` of them when the block ends without an error."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class _MemoryWriter:
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
         self._expected.check(leaves)
-        # Copies: a caller may fill the same buffer again, and a view may repeat its elements.
+        # Copied, because the caller may reuse the buffer, and a view may repeat its elements.
         self._leaves |= {path: np.array(leaf, order="C") for path, leaf in leaves.items()}
 
     def read_back(self) -> StoredLeaves:
@@ -248,11 +249,11 @@ class _MemoryWriter:
 
 
 def differing_leaves(model: ModelSource, base: ModelSource) -> list[str]:
-    """Leaves that a tuned model shares with its base, but with other values than there.
+    """Leaves of the base whose values differ in the tuned model.
 
     Args:
-      model: as it is now.
-      base: without its adapters. NF4 kernels are compared by the codes that are made of the base's kernels.
+      model: the tuned model.
+      base: the model without adapters. NF4 kernels are compared with the codes of the base's kernels.
     """
     specs, fresh = model.specs(), LeavesOverBase(model.config, base)
     shared = [path for path in specs if path in fresh.specs]
@@ -260,5 +261,5 @@ def differing_leaves(model: ModelSource, base: ModelSource) -> list[str]:
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two leaves agree in the dtype of the first, to the last bit."""
+    """Whether two leaves are bitwise equal in the dtype of the first."""
     return np.array_equal(one.reshape(-1).view(np.uint8), other.astype(one.dtype).reshape(-1).view(np.uint8))

@@ -23,11 +23,11 @@ GROUP_BYTES = 128 << 20
 
 
 class LeafWriter:
-    """Writes named leaves one after another; what was written can be read once the writer is closed.
+    """Writes named leaves one after another. They can be read once the writer is closed.
 
-    Each leaf becomes one uncompressed Zarr array in one piece, whose file holds nothing but its bytes. Compression
-    costs 3-10x of the speed and gains little on trained weights; one piece lets Orbax write from our memory instead
-    of from a copy of it.
+    Each leaf becomes an uncompressed Zarr array of one chunk, whose file holds nothing but the leaf's bytes.
+    Compression makes writing 3-10 times slower and gains little on trained weights; with one chunk Orbax writes from
+    our memory instead of copying it.
 
     With several processes every process makes the same calls, and the first one writes.
 
@@ -40,7 +40,7 @@ class LeafWriter:
 
         Args:
           directory: where the checkpoint appears on `close`. Nothing may be there yet.
-          resume: go on with what an interrupted writer left, which `done` names; otherwise that is removed.
+          resume: keep the leaves that an interrupted writer left, and list them in `done`; otherwise remove them.
 
         Raises:
           FileExistsError: if there is something at `directory` already.
@@ -60,7 +60,7 @@ class LeafWriter:
             self._register(path)
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
-        """Writes leaves. Small ones may wait in memory for others; a large one is on disk on return.
+        """Writes leaves. Small ones are collected in memory and written together; a large one is on disk on return.
 
         Args:
           leaves: by path ("layers/0/mlp/up/kernel"). The arrays may be changed by the caller afterwards.
@@ -82,7 +82,7 @@ class LeafWriter:
             self._pending[path] = array.copy()
 
     def close(self) -> None:
-        """Writes what still waits and makes the checkpoint whole.
+        """Writes the leaves still in memory and completes the checkpoint.
 
         Raises:
           OSError: if the disk is full or cannot be written.
@@ -91,13 +91,13 @@ class LeafWriter:
         finalize_groups(self._directory)
 
     def _remove_stale(self, resume: bool) -> None:
-        """Removes what an interrupted writer left, except for whole groups that are to be gone on with."""
-        # What it was in the middle of has this name. Orbax moves a group into `_partial` when all of it is on disk.
+        """Removes what an interrupted writer left; when resuming, keeps its complete groups."""
+        # An incomplete group has this name. Orbax moves a group into `_partial` when all of it is on disk.
         for stale in self._directory.parent.glob(f"{self._partial.name}.*"):
             shutil.rmtree(stale)
         if not self._partial.exists():
             return
-        # Interrupted while the groups were being merged: that cannot be taken up again.
+        # It was interrupted while Orbax merged the groups, which cannot be resumed.
         merging = any(not group.name.startswith(f"{self._partial.name}.pending") for group in self._partial.iterdir())
         if merging or not resume:
             shutil.rmtree(self._partial)
@@ -170,11 +170,11 @@ class LeafReader:
         return array.view(dtype).reshape(spec.shape)
 
     def read_many(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
-        """Reads several leaves; memory holds all of them."""
+        """Reads several leaves, all into memory."""
         return {path: self.read(path) for path in paths}
 
     def stored_bytes(self, path: str) -> int:
-        """What a leaf takes on the disk: its file and Zarr's few hundred bytes about it."""
+        """Bytes of a leaf on disk: its file and a few hundred bytes of Zarr metadata."""
         array = self._directory / STATE / path.replace("/", ".")
         files = [file.stat().st_size for file in array.rglob("*") if file.is_file()]
         # Orbax's database keeps many leaves in one file.
@@ -192,9 +192,9 @@ class LeafReader:
     def _raw_file(self, path: str) -> Path | None:
         """The file that holds the bytes of a leaf and nothing else, if the leaf was written by `LeafWriter`.
 
-        Orbax reads the metadata of all leaves for every call (0.2 s for 1,500 leaves) and holds a large leaf
-        twice; the file is read instead in one piece. The layout is that of Zarr v2: no compressor, no filters, C
-        order and one chunk mean that the chunk's file is the array.
+        Orbax reads the metadata of all leaves in every call (0.2 s for 1,500 leaves) and holds a large leaf twice in
+        memory; reading the file itself avoids both. In Zarr v2, the file of a chunk is the array if there is one chunk,
+        in C order, without compressor and filters.
         """
         array = self._directory / STATE / path.replace("/", ".")
         try:

@@ -1,4 +1,4 @@
-"""Lineage: how a model came to be, one entry per command. Appended to, never rewritten."""
+"""Lineage: how a model was made, one entry per command. Entries are appended, never rewritten."""
 
 import datetime
 import importlib.metadata
@@ -29,7 +29,7 @@ def new_lineage_entry(
       command: its name.
       options: JSON-able, or paths.
       sources: models and files that it read.
-      measured: JSON-able figures (errors, bytes, perplexity).
+      measured: JSON-able measurements (errors, bytes, perplexity).
 
     Returns:
       An entry with `command`, `options`, `sources`, `versions`, `date` and `measured`.

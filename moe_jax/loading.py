@@ -1,4 +1,4 @@
-"""From leaves on disk, one per parameter per layer, to a stacked and sharded model, and back."""
+"""Conversion between leaves on disk, one per parameter and layer, and a stacked and sharded model in memory."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ _STACKED = re.compile(r"segments/(\d+)/blocks/(\d+)/(.*)")
 
 
 def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none") -> Decoder:
-    """The model with ShapeDtypeStructs for parameters: costs no memory."""
+    """The model with `ShapeDtypeStruct`s instead of parameters, which takes no memory."""
     return nnx.eval_shape(
         lambda: Decoder(config, rngs=nnx.Rngs(0), compute_dtype=jnp.dtype(compute_dtype), remat=remat)
     )
 
 
 def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a model consists of on disk: leaf path -> shape and dtype. No weights are needed or made.
+    """The leaves of a model on disk: leaf path -> shape and dtype. No weights are needed or made.
 
     Args:
       config: of the model.
@@ -37,7 +37,7 @@ def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.S
     return dict(_leaf_specs(config, dtype))
 
 
-# Building the abstract model takes a second, and a job asks for the same one several times.
+# Building the abstract model takes a second, and a job needs the same one several times.
 @lru_cache(maxsize=16)
 def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDtypeStruct]:
     specs = {}
@@ -69,8 +69,8 @@ def load_model(
 
     Args:
       source: a model directory, an adapter directory or a Hugging Face directory.
-      param_dtype: dtype of floating-point parameters, or what it is for a path in memory; None: as stored (the widest,
-        where stacked layers differ). What belongs to NF4 kernels is always as stored.
+      param_dtype: dtype of floating-point parameters, or a function from a path in memory to it; None: as stored (the
+        widest, where stacked layers differ). Codes and scales of NF4 kernels are always as stored.
       compute_dtype: dtype of the activations.
       remat: see `Decoder`.
       mesh: shards by the rule table; None: one device.
@@ -105,12 +105,12 @@ def load_model(
 
 
 def may_be_cast(path: str, dtype: jnp.dtype) -> bool:
-    """Whether a leaf may be kept in another floating-point dtype: not integers, nor the scales of NF4 kernels."""
+    """Whether a leaf may be cast to another floating-point dtype: neither integers nor the scales of NF4 kernels."""
     return jnp.issubdtype(dtype, jnp.floating) and "/nf4/" not in path
 
 
 def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array]]:
-    """Leaves of a model in memory as they are on disk, layer after layer."""
+    """Yields the leaves of a model in memory in their form on disk, layer by layer."""
     for name, (leaf, index) in stacked_leaves(model).items():
         yield name, leaf if index is None else leaf[index]
 

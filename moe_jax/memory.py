@@ -1,4 +1,4 @@
-"""How much memory this machine has to spare, and how much this process has taken."""
+"""Free memory of this machine, and the peak memory of this process."""
 
 import contextlib
 import resource
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def available_memory() -> int | None:
-    """Bytes that can be used without swapping, as the kernel estimates them; None where it does not say (not Linux)."""
+    """Bytes that can be used without swapping, as Linux estimates them; None on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -19,7 +19,7 @@ def available_memory() -> int | None:
 def peak_memory_bytes() -> int:
     """Highest resident memory of this process so far."""
     with contextlib.suppress(OSError, StopIteration):
-        # Linux; the figure below also counts what the parent process had when it started this one.
+        # On Linux, where the figure below includes the memory of the parent process when it started this one.
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

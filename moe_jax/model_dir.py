@@ -2,11 +2,11 @@
 
     config.json      versioned `ModelConfig`; the tree of the model can be built from it alone
     params/          Orbax checkpoint, one leaf per parameter per layer
-    lineage.json     how the model came to be
+    lineage.json     how the model was made
     tokenizer files  anything else, copied through unchanged
 
-A directory is written beside its target and renamed when it is whole. What differs in an adapter directory is in
-`adapter_dir.py`.
+A directory is written beside its target and renamed when it is complete. `adapter_dir.py` holds what is different for
+adapter directories.
 """
 
 import hashlib
@@ -81,13 +81,13 @@ class ModelDirectory:
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """Files that go wherever the model goes: all but those this library writes."""
+        """Files that are copied with the model: all except those that this library writes."""
         ours = (_CONFIG, LINEAGE_FILE, BASE_FILE)
         return tuple(sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in ours))
 
     @property
     def lineage(self) -> list[dict[str, Any]]:
-        """How the model came to be, one entry per command."""
+        """How the model was made, one entry per command."""
         return read_lineage(self.path)
 
     @cached_property
@@ -103,21 +103,21 @@ class ModelDirectory:
         return self._reader.read(path)
 
     def stored_bytes(self, path: str) -> int:
-        """What a leaf takes on the disk, as its files say."""
+        """Bytes of a leaf on disk."""
         return self._reader.stored_bytes(path)
 
     def fingerprint(self) -> str:
-        """Identity of config and weights: a SHA-256."""
+        """A SHA-256 of config and weights."""
         return fingerprint_model(self.config, self._reader.fingerprint())
 
 
 def fingerprint_model(config: ModelConfig, leaves: str) -> str:
-    """A SHA-256 over a config and the fingerprint of the weights."""
+    """A SHA-256 of a config and the fingerprint of the weights."""
     return hashlib.sha256(_identity(config_to_json(config)) + leaves.encode()).hexdigest()
 
 
 class ExpectedLeaves:
-    """The leaves that a writer has to be given."""
+    """The leaves that must be written, to check against."""
 
     def __init__(self, config: ModelConfig, only: Iterable[str] | None = None):
         """Expects all leaves that the config describes, or some of them."""
@@ -151,13 +151,12 @@ class ModelDirectoryWriter:
             for path in source.specs():
                 writer.write({path: source.read(path)})
 
-    All is written to `.NAME.partial` beside the target, which is renamed when the block ends without an error.
-    After an error it is removed, unless the writer is resumable: then the same job can go on with it later, which it
-    cannot after an `InputError`.
-    With several processes every process makes the same calls, and the first one writes.
+    Everything is written to `.NAME.partial` beside the target, which is renamed when the block ends without an error.
+    After an error it is removed, unless the writer is resumable and the error is not an `InputError`: then the same job
+    can continue later. With several processes every process makes the same calls, and the first one writes.
 
     Attributes:
-      lineage: written at the end; measured figures may be put into its last entry until then.
+      lineage: written at the end; until then, measurements can be added to its last entry.
     """
 
     _folder = _PARAMS
@@ -180,8 +179,8 @@ class ModelDirectoryWriter:
           config: of the model.
           tokenizer_files: files to copy.
           lineage: all entries, the last one for the command that writes.
-          resume: go on with what the same job (config, command, options, sources) left when it was interrupted.
-          leaves: exactly these must be written; default all that the config describes.
+          resume: continue after what the same job (config, command, options, sources) wrote before an interruption.
+          leaves: paths of the leaves that must be written; default all that the config describes.
           documents: JSON-able content of further files, by name.
 
         Raises:
@@ -206,17 +205,17 @@ class ModelDirectoryWriter:
 
     @property
     def done(self) -> frozenset[str]:
-        """Leaves that need not be written any more. Some, when a job is resumed."""
+        """Leaves that are written already; in a resumed job, also those of the interrupted one."""
         return frozenset(self._leaves.done)
 
     def note(self, name: str, data: Any) -> None:
-        """Keeps JSON-able data until the directory is whole: what a resumed job cannot find in the leaves."""
+        """Stores JSON-able data for a resumed job, until the directory is complete."""
         if is_first_process():
             (self._partial / _NOTES).mkdir(exist_ok=True)
             replace_file(self._partial / _NOTES / f"{name}.json", json.dumps(data).encode())
 
     def notes(self) -> dict[str, Any]:
-        """What was noted, by name; also what an interrupted writer of the same job noted."""
+        """The data stored by `note`, by name; in a resumed job, also that of the interrupted one."""
         return {file.stem: json.loads(file.read_bytes()) for file in (self._partial / _NOTES).glob("*.json")}
 
     def __enter__(self) -> Self:
@@ -248,7 +247,7 @@ class ModelDirectoryWriter:
         self._written |= leaves.keys()
 
     def read_back(self) -> LeafReader:
-        """Ends the writing of leaves and opens what was written, to be checked before the target appears.
+        """Finishes writing leaves and opens them, so that they can be checked before the target appears.
 
         Raises:
           OSError: if the disk is full or cannot be written.
@@ -299,14 +298,14 @@ class ModelDirectoryWriter:
             os.close(self._lock)
 
     def _job(self) -> str:
-        """Identity of what is being done; date, versions and measured figures do not belong to it."""
+        """A SHA-256 that identifies the job; date, versions and measurements are not part of it."""
         names = ("command", "options", "sources")
         entries = [{name: entry.get(name) for name in names} for entry in self.lineage]
         return hashlib.sha256(_identity([config_to_json(self._config), entries])).hexdigest()
 
     def _is_same_job(self) -> bool:
         job = self._partial / _JOB
-        # With params complete only the rename was left to do; that is so rare that it is not a case of its own.
+        # If the leaves are complete only the rename was missing; that is too rare to be treated separately.
         return job.is_file() and job.read_text() == self._job() and not (self._partial / self._folder).exists()
 
 

@@ -1,4 +1,4 @@
-"""Where weights come from: anything that can be read leaf by leaf."""
+"""The protocol of everything from which a model can be read leaf by leaf."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ from moe_jax.models.config import ModelConfig
 
 
 class ModelSource(Protocol):
-    """A model, whatever its format and on disk or in memory, read one leaf at a time in bounded memory.
+    """A model in any format, on disk or in memory, that is read one leaf at a time in bounded memory.
 
     Attributes:
       config: of the model.
       path: the directory, or what to call the model in messages.
-      tokenizer_files: files copied unchanged wherever the model goes.
-      lineage: how it came to be, one entry per command.
-      base: the model that adapters stand on, where they are kept apart from it; otherwise None.
+      tokenizer_files: files that are copied unchanged with the model.
+      lineage: how it was made, one entry per command.
+      base: of a model that is stored as adapters over another one, that one; otherwise None.
     """
 
     config: ModelConfig
@@ -44,9 +44,9 @@ class ModelSource(Protocol):
         ...
 
     def stored_bytes(self, path: str) -> int:
-        """What one leaf takes on the disk."""
+        """Bytes of one leaf as stored."""
         ...
 
     def fingerprint(self) -> str:
-        """Identity of the contents, for the lineage."""
+        """A hash that identifies config and weights."""
         ...

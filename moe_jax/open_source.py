@@ -1,4 +1,4 @@
-"""A model from the path that a user gives."""
+"""Opens the model at a path, whatever its format."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from moe_jax.errors import InputError
 from moe_jax.strict import read_json_object
 
-if TYPE_CHECKING:  # it imports JAX, and the command line answers --help without
+if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_source import ModelSource
     from moe_jax.models import ModelConfig
 

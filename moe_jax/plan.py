@@ -1,4 +1,4 @@
-"""What a model costs, from its config alone: parameters, bytes, arithmetic, memory of training.
+"""Parameters, bytes, FLOPs and training memory of a model, from its config alone.
 
 Everything is counted on the real model, built by `eval_shape`: no weights, and no table of formulas that could
 disagree with the code.

@@ -1,4 +1,4 @@
-"""A model and what was made of it, on the same tokens, before the latter appears."""
+"""Runs a model and the one made from it on the same tokens, to compare them before the new one appears."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Compared(NamedTuple):
 
 
 class Probe:
-    """Both models, compiled before anything is written; and the source with NF4 kernels, where these are used."""
+    """The source and the new model, compiled before anything is written; with NF4 kernels, the source with NF4 too."""
 
     def __init__(
         self, source: ModelSource, config: ModelConfig, specs: Mapping[str, jax.ShapeDtypeStruct], seed: int
@@ -32,7 +32,7 @@ class Probe:
         """Compiles; no weights are read.
 
         Args:
-          source: the model at first.
+          source: the original model.
           config: of the new model.
           specs: leaf path -> shape and dtype, of the new model.
           seed: of the tokens.

@@ -1,4 +1,4 @@
-"""Runs of several processes: every process makes the same calls, the first one touches files."""
+"""Runs with several processes: every process makes the same calls, and the first one writes files."""
 
 import os
 
@@ -13,10 +13,9 @@ VARIABLE = "MOE_JAX_DISTRIBUTED"
 def join_processes() -> None:
     """Joins the other processes if `MOE_JAX_DISTRIBUTED` is set; call it before anything else uses JAX.
 
-    An environment variable says so, because it is a matter of the machine and not of the recipe.
-
-    `auto` leaves it to JAX, which knows TPU pods, Slurm, Open MPI and Kubernetes. Elsewhere it is
-    `HOST:PORT,N,I`: where the first process listens, the number of processes, and which of them (from 0) this is.
+    This is an environment variable because it depends on the machine and not on the recipe. With the value `auto`, JAX
+    detects TPU pods, Slurm, Open MPI and Kubernetes. Elsewhere it is `HOST:PORT,N,I`: the address of the first process,
+    the number of processes, and the index of this one, from 0.
 
     Raises:
       InputError: if the variable is neither.
@@ -36,11 +35,11 @@ def join_processes() -> None:
 
 
 def is_first_process() -> bool:
-    """Whether this process writes what only one should."""
+    """Whether this is the process that writes files."""
     return jax.process_index() == 0
 
 
 def wait_for_all(what: str) -> None:
-    """Returns when every process has come here; `what` names the place in errors."""
+    """Returns when every process has called this; `what` names the barrier in errors."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)

@@ -1,4 +1,4 @@
-"""The mesh, and the one ordered table of rules that says how every parameter is split over it.
+"""The device mesh, and the ordered table of rules by which parameters are split over it.
 
 Axes: `data` (replicas), `fsdp` (replicas whose parameters are split), `expert` (experts are split; outside the
 MoE layers it splits the batch like `data`), `tensor` (matrices are split). Axis types are Auto: the compiler
@@ -100,12 +100,12 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 
 
 def batch_spec() -> P:
-    """How a batch [B, ...] is split: over every axis but `tensor`."""
+    """The PartitionSpec of a batch [B, ...]: split over every axis except `tensor`."""
     return P(("data", "fsdp", "expert"), None)
 
 
 def leaf_spec(path: str) -> P:
-    """The rule table's answer for a parameter.
+    """The PartitionSpec that the rule table gives a parameter.
 
     Args:
       path: "/"-joined path in memory (`segments/0/blocks/1/...`) or on disk (`layers/3/...`).

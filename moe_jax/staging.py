@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all: written beside their target and renamed at the end."""
+"""Atomic writing of files and directories: written beside their target and renamed at the end."""
 
 import contextlib
 import fcntl
@@ -33,7 +33,7 @@ def require_space(target: Path, needed: int) -> None:
 def staged_directory(target: Path) -> Iterator[Path]:
     """Yields `.NAME.partial` beside the target, which is renamed if the block ends without an error, else removed.
 
-    What a killed command left there is removed first.
+    The remains of a killed command are removed first.
 
     Raises:
       InputError: if the target exists, or another command is writing it.
@@ -55,15 +55,15 @@ def staged_directory(target: Path) -> Iterator[Path]:
 
 
 def partial_of(target: Path) -> Path:
-    """Where a directory is written until it is whole."""
+    """The path at which a directory is written until it is complete."""
     return target.with_name(f".{target.name}.partial")
 
 
 def rename_durably(directory: Path, target: Path) -> None:
-    """Renames a directory that is whole, and waits until this is on the disk.
+    """Renames a complete directory, and waits until this is on disk.
 
     Raises:
-      InputError: if there is something at `target` by now.
+      InputError: if something has appeared at `target`.
     """
     sync(directory)
     refuse_existing(target)
@@ -72,7 +72,7 @@ def rename_durably(directory: Path, target: Path) -> None:
 
 
 def replace_directory(target: Path, fresh: Path) -> None:
-    """Puts `fresh` at `target`, in the place of what was there. Killed in between, `remove_replaced` cleans up."""
+    """Moves `fresh` to `target` and removes the old directory there. `remove_replaced` cleans up after a kill."""
     old = _beside(target, "old")
     if target.exists():
         target.rename(old)
@@ -102,7 +102,7 @@ def lock_directory(directory: Path, target: Path) -> int:
         os.close(descriptor)
         raise InputError(f"another command is writing {target}; wait for it or choose another name") from None
     except OSError:
-        pass  # Some network file systems have no locks; then two commands with one target are the user's to avoid.
+        pass  # Some network file systems have no locks; there the user must not run two commands with one target.
     return descriptor
 
 
@@ -116,7 +116,7 @@ def remove_content(directory: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Removes a directory into which threads of a failed write may still be writing."""
+    """Removes a directory, even if threads of a failed write are still writing into it."""
     for _ in range(100):
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():
@@ -127,9 +127,9 @@ def remove_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """Yields a file to write to, which takes the place of `file` when the block ends without an error.
+    """Yields a file to write to, which replaces `file` when the block ends without an error.
 
-    `file` has the old content or the new one, and nothing between; on return the new one is on the disk.
+    At any time `file` has either the old content or all of the new one, which is on disk on return.
     """
     fresh = _beside(file, "new")
     try:
@@ -145,13 +145,13 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(file: Path, content: bytes) -> None:
-    """Writes a file whole; see `replacing`."""
+    """Replaces the content of a file atomically; see `replacing`."""
     with replacing(file) as handle:
         handle.write(content)
 
 
 def write_durably(file: Path, content: bytes) -> None:
-    """Writes a file and waits until it is on the disk."""
+    """Writes a file and waits until it is on disk."""
     with open(file, "wb") as handle:
         handle.write(content)
         handle.flush()
@@ -159,7 +159,7 @@ def write_durably(file: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a directory, are on the disk."""
+    """Waits until a file, or the list of files in a directory, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

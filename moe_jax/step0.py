@@ -1,8 +1,7 @@
 """Step-0 equality: an upcycled or adapted model gives its source's logits before it is trained (METHODS 2.5).
 
-Both models are run on the same tokens, layer by layer from disk, so that memory holds one layer at a time and the
-check is the same whatever the size of the model. The layers are those that training runs, and what is compared are
-the logits at the end.
+Both models are run on the same tokens, layer by layer from disk, so that only one layer is in memory at a time,
+whatever the size of the model. The layers are the modules that training runs; the final logits are compared.
 """
 
 import contextlib
@@ -33,12 +32,12 @@ Specs = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Step0(NamedTuple):
-    """How far the new model is from its source.
+    """The difference between the logits of the new model and those of its source.
 
     Attributes:
       difference: largest absolute difference of two logits; infinite where one is not finite.
       largest: largest absolute logit of the source.
-      allowed: what rounding explains (see `compare_logits`).
+      allowed: the difference that rounding can explain (see `compare_logits`).
     """
 
     difference: float

@@ -1,4 +1,4 @@
-"""Files of ours read strictly: unknown keys, missing keys and wrong types are errors, all reported together."""
+"""Strict reading of dataclasses from TOML and JSON: unknown keys, missing keys and wrong types are errors."""
 
 import dataclasses
 import datetime
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Words(NamedTuple):
-    """What a file format calls its containers."""
+    """A file format's terms for its containers."""
 
     table: str
     array: str
@@ -70,13 +70,13 @@ def parse(cls: type[T], table: Mapping[str, Any], *, where: str, language: Liter
 
     Accepts fields of type bool, int, float (an integer is taken too), str, `Literal`, `X | None` (null in JSON),
     `tuple[X, ...]` (an array), dataclasses (a table), unions of these, and `Mapping` (a table that is taken as it is).
-    Values that are dataclasses already are taken as they are.
+    Values that are already instances of a dataclass are taken as they are.
 
     Args:
       cls: the dataclass.
       table: what the file holds.
-      where: the file, put before every message.
-      language: of the file; messages use its words.
+      where: the file, named at the beginning of the message.
+      language: of the file; messages use its terms.
 
     Raises:
       InputError: one error that lists every unknown key, missing key and value of a wrong type by its key path,
@@ -123,7 +123,7 @@ class _Reader:
             return None
 
     def _checked(self, annotation: Any, value: Any, path: str) -> Any:
-        """Returns `value` as `annotation` wants it; otherwise notes the problem and returns None."""
+        """Returns `value` in the type of `annotation`; if it does not fit, notes the problem and returns None."""
         option = next((option for option in _options(annotation) if _fits(option, value)), None)
         if option is None:
             hint = ""
@@ -161,13 +161,13 @@ class _Reader:
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union; a type that is none on its own."""
+    """The types of a union; for any other type, the type itself."""
     is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def _fits(option: Any, value: Any) -> bool:
-    """Whether a value is of this type, what is inside of tables and arrays aside."""
+    """Whether a value is of this type; the contents of tables and arrays are not checked."""
     origin = typing.get_origin(option) or option
     if origin is Literal:
         return value in typing.get_args(option)

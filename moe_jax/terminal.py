@@ -16,13 +16,13 @@ from rich.text import Text
 from moe_jax.formatting import GB, show_duration
 from moe_jax.memory import peak_memory_bytes
 
-# Time left is guessed from the last steps: those that a resumed job finds done take no time, and layers differ.
+# The time left is estimated from the last steps: those that a resumed job skips take no time, and layers differ.
 _STEPS = 6
 _WIDTH_OF_FILES = 200
 
 
 Progress = Callable[[str, float, float], object]
-"""Called with what is being done, how much of it is done, and of how much: `progress("writing layers", 3, 32)`."""
+"""Called as work proceeds: `progress("writing layers", 3, 32)` says that 3 of 32 are done."""
 
 
 def no_progress(what: str, done: float, total: float) -> None:
@@ -36,13 +36,13 @@ class Bars(Protocol):
 
 
 def console_for_tables(*, stderr: bool = False) -> Console:
-    """A console that never cuts a table off: piped into a file or a pager, lines may be longer than a terminal's."""
+    """A console for tables. In a file or a pipe its lines are longer than on a terminal, so that nothing is cut off."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH_OF_FILES)
 
 
 class Pace:
-    """How long something has taken, and a guess how long the rest takes."""
+    """Elapsed time of a task, and an estimate of the time left."""
 
     def __init__(self, done: float, total: float, clock: Callable[[], float] = time.monotonic):
         """Starts the clock.
@@ -56,11 +56,11 @@ class Pace:
         self._total = total
         self._clock = clock
         self._start = self._last = clock()
-        # When steps were done as a whole.
+        # The times at which whole steps were completed.
         self._seen = collections.deque([(self._start, done)], maxlen=_STEPS + 1)
 
     def update(self, done: float) -> None:
-        """Notes how many steps are done; a part of one counts as well."""
+        """Notes how many steps are done; fractions of a step count too."""
         if done > self.done:
             self._last = self._clock()
             if int(done) > int(self.done):
@@ -74,7 +74,7 @@ class Pace:
 
     @property
     def left(self) -> float | None:
-        """Seconds until all steps are done; None: nothing has been done since the start."""
+        """Estimated seconds until all steps are done; None if nothing has been done since the start."""
         start, before = self._seen[0]
         if self.done == before:
             return None
@@ -84,10 +84,10 @@ class Pace:
 
 @contextlib.contextmanager
 def progress_bars(console: Console | None = None, *, unit: str = "") -> Iterator[Bars]:
-    """Yields a `Progress` that draws a bar for everything that is being done, on a terminal and nowhere else.
+    """Yields a `Progress` that draws a bar for each task; it draws nothing if the console is not a terminal.
 
-    The first call with a new `what` starts its bar; one with nothing done is best, because the time of the first step
-    then counts. A bar disappears when all is done.
+    The first call with a new `what` starts its bar; made before the first step, it counts the time of that step.
+    A bar disappears when its task is done.
 
     Args:
       console: where to draw; default standard error.
@@ -120,13 +120,13 @@ def progress_bars(console: Console | None = None, *, unit: str = "") -> Iterator
         console=console,
         transient=True,
         disable=not console.is_terminal,
-        # What is printed meanwhile would go to standard error with the bars, also where it is meant for a file.
+        # Otherwise what is printed meanwhile would go to standard error with the bars, even if meant for a file.
         redirect_stdout=sys.stdout.isatty(),
     )
     tasks = {}
 
     def progress(what: str, done: float, total: float, note: str = "", /) -> None:
-        if what not in tasks or done < paces[what].done:  # the same is done again, for another layer perhaps
+        if what not in tasks or done < paces[what].done:  # the task is done again, perhaps for another layer
             paces[what] = Pace(done, total)
             if what in tasks:
                 bars.remove_task(tasks[what])
@@ -139,7 +139,7 @@ def progress_bars(console: Console | None = None, *, unit: str = "") -> Iterator
 
 
 class ByteProgress:
-    """A bar over bytes that are read and written, and what is said of them at the end: time, speed and peak memory.
+    """A progress bar in bytes, with a summary at the end: time, speed and peak memory.
 
     A context manager; call `advance` as bytes are done, from any thread.
     """

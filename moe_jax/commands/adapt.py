@@ -1,7 +1,7 @@
 """`moe-jax adapt MODEL OUT`: fresh adapters beside a frozen model.
 
 The command compares the logits of both models on a probe batch, fails if they differ, and records the difference in
-lineage.json. Its options, but for MODEL and OUT, are options of `plan` too.
+lineage.json. `plan` takes the same options, except for MODEL and OUT.
 """
 
 import dataclasses
@@ -16,52 +16,52 @@ if TYPE_CHECKING:
 
 
 def _arg(default: str, metavar: str) -> object:
-    """An option that shows its default, which the method has; None here means that it was not given."""
+    """An option whose default is None, "not given"; the help shows the default that the method then uses."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptFlags:
-    """What is to stand beside the model; None where the user said nothing."""
+    """Which adapters are put beside the model. An option that was not given is None."""
 
     method: Annotated[
         Literal["perft-r", "perft-e", "perft-d", "perft-s", "lora"] | None,
         tyro.conf.arg(metavar="perft-r|perft-e|perft-d|perft-s|lora", help_behavior_hint="(required)"),
     ] = None
-    """PERFT puts adapters beside every MoE: M with a router of their own (perft-r), one for each expert and with the
-    MoE's router (perft-e), M that see every token (perft-d), or one (perft-s). lora: products beside --targets."""
+    """PERFT puts adapters beside every MoE: M adapters with their own router (perft-r), one per expert, weighted by the
+    MoE's router (perft-e), M that see every token (perft-d), or one that does (perft-s). lora: LoRA on --targets."""
     adapter: Annotated[str | None, tyro.conf.arg(metavar="lora:R|parallel:R", help_behavior_hint="(required)")] = None
-    """What an adapter is: a product of rank R, or one with SiLU between its factors (PERFT only)."""
+    """The form of an adapter: two matrices of rank R, without (lora) or with SiLU in between (parallel, PERFT only)."""
     experts: Annotated[int | None, _arg("", "M")] = None
-    """perft-r and perft-d: how many adapters there are."""
+    """perft-r and perft-d: the number of adapters per MoE."""
     top_k: Annotated[int | None, _arg("", "K")] = None
-    """perft-r: adapters that a token goes to."""
+    """perft-r: the number of adapters that a token is routed to."""
     targets: Annotated[str | None, _arg("", "q,v,...")] = None
-    """lora: the kernels, out of q, k, v, o, gate, up, down and router, in all layers that have them."""
+    """lora: which kernels get LoRA, out of q, k, v, o, gate, up, down and router; in every layer that has them."""
     scale: Annotated[float | None, _arg("2 of lora:R, 1 of parallel:R", "FLOAT")] = None
-    """What the adapters' outputs are multiplied by."""
+    """The factor by which the adapters' outputs are multiplied."""
     alpha: Annotated[float | None, _arg("2R", "FLOAT")] = None
-    """lora:R: instead of --scale, which is ALPHA/R."""
+    """lora:R: sets the scale to ALPHA/R; instead of --scale."""
     dropout: Annotated[float | None, _arg("0.05; of LoRA on full experts 0", "FLOAT")] = None
-    """Share of the adapters' inputs set to zero in training."""
+    """Dropout rate on the adapters' inputs in training."""
     base: Annotated[Literal["stored", "nf4"] | None, _arg("stored", "stored|nf4")] = None
-    """How the frozen base is held: as it is stored, or with the kernels of attention, FFNs and experts as NF4 codes."""
+    """How the frozen base is kept: as stored, or with the kernels of attention, FFNs and experts quantised to NF4."""
     balance_coef: Annotated[float | None, _arg("0.01", "FLOAT")] = None
     """perft-r: coefficient of the load-balancing loss of the adapters' router."""
     z_coef: Annotated[float | None, _arg("0", "FLOAT")] = None
     """perft-r: coefficient of the z-loss of the adapters' router."""
     seed: Annotated[int | None, _arg("0", "INT")] = None
-    """Of the adapters and their routers."""
+    """Seed of the initial adapters and routers."""
     no_step0_check: bool = False
-    """Leaves out the comparison with the untouched model's logits."""
+    """Skips the comparison with the logits of the original model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(AdaptFlags):
-    """Puts adapters beside a model, to be trained while the model is frozen: PERFT beside the MoEs, or LoRA.
+    """Adds trainable adapters to a model that stays frozen: PERFT beside the MoEs, or LoRA.
 
-    What is written holds the adapters alone and refers to the model, which has to stay where it is. Several can stand
-    on one model.
+    The output holds only the adapters and refers to the model, which has to stay where it is. Several adapter
+    directories can share one model.
     """
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
@@ -71,7 +71,7 @@ class Options(AdaptFlags):
 
 
 def run(options: Options) -> None:
-    """Adapts, and prints what will be trained.
+    """Writes the adapter directory and prints which parameters will be trained.
 
     Raises:
       FileNotFoundError, InputError: bad input; see `moe_jax.peft.adapt`.
@@ -84,7 +84,7 @@ def run(options: Options) -> None:
     from moe_jax.terminal import console_for_tables, progress_bars
 
     chosen, seed = adapt_options(options), options.seed or 0
-    # A source is fingerprinted when it is opened, which for a large one takes a while.
+    # Check this before opening the source: fingerprinting a large model takes a while.
     refuse_existing(options.out)
     described = {**dataclasses.asdict(chosen), "seed": seed, "step0_check": not options.no_step0_check}
     with progress_bars() as progress:
@@ -104,10 +104,10 @@ def run(options: Options) -> None:
 
 
 def adapt_options(given: AdaptFlags) -> "AdaptOptions":
-    """What to do.
+    """The options of `moe_jax.peft.adapt` that the user chose.
 
     Raises:
-      InputError: if there is no method or adapter.
+      InputError: if --method or --adapter was not given.
     """
     from moe_jax.peft.options import chosen_options
 
@@ -116,7 +116,7 @@ def adapt_options(given: AdaptFlags) -> "AdaptOptions":
 
 
 def _step0_lines(step0: "Step0 | None", quantization: "Step0 | None") -> list[str]:
-    """How far the new model is from its source."""
+    """Lines that say by how much the logits of the new model differ from those of its source."""
     if step0 is None:
         return ["step-0 difference: not checked"]
     beside = "the same model with NF4 kernels" if quantization is not None else "the model"

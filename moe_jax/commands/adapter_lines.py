@@ -1,4 +1,4 @@
-"""What `inspect` says about adapters: where they stand, what they are, and on which base."""
+"""What `inspect` prints about adapters: in which layers they are, of which form, and over which base."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def adapter_lines(config: "ModelConfig") -> list[str]:
-    """One line for every kind of module beside a base, with the layers that have it."""
+    """One line for each kind of adapter, LoRA or NF4 kernel, with the layers that have it."""
     layers_of: dict[str, list[int]] = {}
     for index, layer in enumerate(config.layers):
         for line in _of_layer(layer):
@@ -21,11 +21,11 @@ def adapter_lines(config: "ModelConfig") -> list[str]:
 
 
 def described_base(source: "AdapterDirectory", sizes: dict[str, int]) -> dict[str, Any]:
-    """JSON-able: the base of an adapter directory, and what is stored beside the reference to it.
+    """The base of an adapter directory, and the leaves that the directory itself stores, as JSON.
 
     Args:
       source: the adapter directory.
-      sizes: parameters of the tuned model, by leaf path.
+      sizes: number of parameters of the tuned model, by leaf path.
     """
     own = source.own_specs()
     return {
@@ -39,7 +39,7 @@ def described_base(source: "AdapterDirectory", sizes: dict[str, int]) -> dict[st
 
 
 def in_words(value: Any) -> str:
-    """A config with its fields by name; anything else as it is."""
+    """A config as `(name value, ...)`; anything else as a string."""
     if not isinstance(value, dict):
         return str(value)
     return "(" + ", ".join(f"{name} {one}" for name, one in value.items()) + ")"

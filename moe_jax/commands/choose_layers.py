@@ -8,15 +8,15 @@ if TYPE_CHECKING:
 
 
 def parse_layers(text: str, config: "ModelConfig") -> tuple[int, ...] | None:
-    """The layers that a user names.
+    """Reads which layers a user means.
 
     Args:
       text: `all`; `top:N`, the last N MoE layers; or layers and ranges of layers, counted from 0, separated by commas.
-        Of a range, the MoE layers.
+        A range stands for the MoE layers in it.
       config: of the model.
 
     Returns:
-      Indices as they were given, which may not all be MoE layers; None: all MoE layers.
+      Indices in the order given; a layer named on its own need not be an MoE layer. None: all MoE layers.
 
     Raises:
       InputError: if it cannot be read, asks for more MoE layers than there are, or names a range without any.
@@ -30,7 +30,7 @@ def parse_layers(text: str, config: "ModelConfig") -> tuple[int, ...] | None:
         count = int(top[1])
         if not 1 <= count <= max(1, len(moe)):
             raise InputError(f"--layers {text}: the model has {len(moe)} MoE layers")
-        return moe[-count:] or None  # that there are none is said elsewhere
+        return moe[-count:] or None  # a model without MoE layers is refused elsewhere
     layers: list[int] = []
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)

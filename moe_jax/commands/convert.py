@@ -16,13 +16,13 @@ class Options:
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of all parameters; by default every one is kept bit for bit."""
+    """Dtype of all parameters; by default each keeps its own, bit for bit."""
     dry_run: bool = False
     """Prints the mapping and sizes, and writes nothing."""
 
 
 def run(options: Options) -> None:
-    """Converts.
+    """Converts the checkpoint.
 
     Raises:
       InputError: if the checkpoint is damaged or does not fit its config, or DST exists.

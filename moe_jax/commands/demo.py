@@ -1,4 +1,4 @@
-"""`moe-jax demo`: the whole job on a small model, offline, in minutes."""
+"""`moe-jax demo`: every step from training to export on a small model, offline, in minutes."""
 
 import dataclasses
 from pathlib import Path

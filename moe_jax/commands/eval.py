@@ -22,13 +22,13 @@ class Options:
     text: Path
     """A text file."""
     seq_len: int | None = None
-    """Length of a window; by default 1024, or what the model can do if that is less."""
+    """Length of a window in tokens; by default 1024, or the model's context length if that is shorter."""
     batch_size: int = 8
-    """Windows computed at once. Does not change the result."""
+    """Number of windows computed at once. Does not change the result."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the matrix products."""
     split: bool = False
-    """Splits the parameters over the devices, instead of a copy on each."""
+    """Splits the parameters over the devices, instead of copying them to each."""
     json: bool = False
     """Prints JSON and nothing else: tokens, nll (mean, natural log), perplexity, total_nll, windows, seq_len."""
 

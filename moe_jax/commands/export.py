@@ -1,4 +1,4 @@
-"""`moe-jax export SRC DST`: a model becomes a Hugging Face checkpoint, or LoRA an adapter of the PEFT library."""
+"""`moe-jax export SRC DST`: writes a model as a Hugging Face checkpoint, or its LoRA for the PEFT library."""
 
 import dataclasses
 from pathlib import Path
@@ -18,21 +18,21 @@ class Options:
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the Hugging Face directory appears; must not exist."""
     max_shard_size: str = "5GB"
-    """Largest file, like 5GB, 500MB or 2GiB."""
+    """Largest size of a file, such as 5GB, 500MB or 2GiB."""
     expert_layout: Literal["per-expert", "fused"] = "per-expert"
-    """One tensor per expert, as on the hub; or the fused tensors of Transformers 5, which no older release reads."""
+    """One tensor per expert, as on the hub; or fused tensors, which only Transformers 5 and later read."""
     dense_layers: Literal["replicate", "refuse"] = "replicate"
-    """Where the format needs an MoE in every layer, store a dense layer as equal experts, or stop."""
+    """What to do with dense layers if the format needs an MoE in every layer: store equal experts, or stop."""
     format: Literal["checkpoint", "peft"] = "checkpoint"
-    """A checkpoint of the whole model; or, of an adapter directory, its LoRA for the PEFT library."""
+    """A checkpoint of the whole model; or the LoRA of an adapter directory, for the PEFT library."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of all tensors; by default every one is kept bit for bit."""
+    """Dtype of all tensors; by default each keeps its own, bit for bit."""
     dry_run: bool = False
     """Prints the mapping and sizes, and writes nothing."""
 
 
 def run(options: Options) -> None:
-    """Exports.
+    """Exports the model.
 
     Raises:
       InputError: if no Hugging Face format can hold the model, or DST exists.

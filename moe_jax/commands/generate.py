@@ -1,4 +1,4 @@
-"""`moe-jax generate MODEL --prompt "..."`: continues prompts, all of them as one batch."""
+"""`moe-jax generate MODEL --prompt "..."`: continues prompts, all in one batch."""
 
 import dataclasses
 import json
@@ -22,9 +22,9 @@ class Options:
     prompts_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file with one prompt per line; empty lines are skipped."""
     ids: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="ID,ID,...")] = ()
-    """A prompt as token ids, taken as they are; may be given several times. Needs no tokenizer."""
+    """A prompt as token ids, used unchanged; may be given several times. Needs no tokenizer."""
     max_new_tokens: int = 128
-    """At most so many tokens are added."""
+    """The largest number of tokens to add."""
     temperature: float = 0.0
     """Divides the logits before sampling; 0 takes the most likely token."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -32,11 +32,11 @@ class Options:
     top_p: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """Samples from the most likely tokens whose probabilities sum to this."""
     seed: int = 0
-    """Of sampling."""
+    """Seed of the sampling."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a text, besides those that the model names as EOS."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the activations."""
+    """Dtype of the activations."""
     json: bool = False
     """Prints JSON and nothing else: a list with prompt, prompt_ids, text, ids and stopped of every prompt."""
 

@@ -1,4 +1,4 @@
-"""`moe-jax inspect MODEL`: what a model consists of, and how it came to be. Weights are read for --plots alone."""
+"""`moe-jax inspect MODEL`: what a model consists of, and how it was made. Only --plots reads weights."""
 
 import dataclasses
 import json
@@ -24,18 +24,18 @@ class Options:
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model directory or a Hugging Face directory."""
     json: bool = False
-    """Prints JSON and nothing else; every leaf on its own."""
+    """Prints JSON and nothing else, with one entry per leaf."""
     plots: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Makes a folder of pictures, and their numbers as figures.json: how alike experts and their base are in every
-    layer, and with --text how often each is chosen. Must not exist."""
+    """Makes a folder, which must not exist, with plots and their numbers as figures.json: how similar the experts of
+    every layer are to each other and to their base, and with --text how often each expert is chosen."""
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """With --plots: a text file that the model is run on."""
+    """With --plots: a text file on which the use of the experts is measured."""
     seq_len: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 1024, or what the model can do)")
     ] = None
-    """With --text: tokens that the model sees at a time."""
+    """With --text: length of a window in tokens."""
     split: bool = False
-    """With --text: splits the parameters over the devices, instead of a copy on each."""
+    """With --text: splits the parameters over the devices, instead of copying them to each."""
 
 
 def run(options: Options) -> None:
@@ -91,7 +91,7 @@ def nbytes(spec: "jax.ShapeDtypeStruct") -> int:
 
 
 def collapse(specs: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, tuple[jax.ShapeDtypeStruct, int]]":
-    """Puts equal leaves of several layers into one row.
+    """Joins leaves that several layers have in the same shape and dtype.
 
     Args:
       specs: leaf path -> shape and dtype.
@@ -116,7 +116,7 @@ def collapse(specs: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, tuple[ja
 def describe_experts(
     config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]", sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """One entry per layer with experts: what its bank is made of, and how large it is."""
+    """One entry per MoE layer: the config of its expert bank, and its size."""
     experts = []
     for layer in config.moe_layers:
         moe = config.layers[layer].mlp
@@ -139,7 +139,7 @@ def describe_experts(
 
 
 def _bank(bank: "BankConfig") -> dict[str, Any]:
-    """What is not as in most banks, and always the kind and whether a base is trained."""
+    """The fields that differ from their defaults; the kind and whether a base is trained are always shown."""
     told = ("kind", "train_base")
     values = dataclasses.asdict(bank)
     return {
@@ -150,7 +150,7 @@ def _bank(bank: "BankConfig") -> dict[str, Any]:
 
 
 def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> dict[str, int]:
-    """Parameters by leaf path; a kernel kept as NF4 counts the weights that it stands for."""
+    """Number of parameters by leaf path; an NF4 kernel counts as the kernel that it was quantised from."""
     if any("/nf4/" in path for path in specs):
         from moe_jax.peft.parameter_sizes import parameter_sizes
 
@@ -159,7 +159,7 @@ def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -
 
 
 def _split(path: str) -> tuple[int, str]:
-    """Layer and path inside it; -1 for a leaf outside the layers."""
+    """Index of a leaf's layer, and its path inside the layer; -1 for a leaf outside the layers."""
     parts = path.split("/", 2)
     return (int(parts[1]), parts[2]) if parts[0] == "layers" else (-1, path)
 
@@ -210,7 +210,7 @@ def _summary(config: "ModelConfig") -> str:
 
 
 def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
-    """One line per kind of layer with experts."""
+    """One line for all MoE layers that are alike."""
     from moe_jax.commands.adapter_lines import in_words
 
     kinds: dict[str, list[int]] = {}
@@ -242,5 +242,5 @@ def _lineage_line(entry: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """A figure; of figures per layer only how many there are (lineage.json and --json have them all)."""
+    """A measured figure; of a list of figures only its length (lineage.json and --json have all of them)."""
     return f"[{len(value)}]" if isinstance(value, list | dict) else str(value)

@@ -28,20 +28,20 @@ def check_options(plots: Path | None, text: Path | None, seq_len: int | None, sp
 
 
 def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | None, split: bool) -> list[Path]:
-    """Measures and writes the pictures; without a text those that need no forward pass.
+    """Measures the experts and writes the plots. Without a text, only those that need no forward pass.
 
     Args:
       source: the model.
       dst: the folder to make.
-      text: what the load of the experts is measured on.
-      seq_len: tokens of a window of it; None: 1024, or what the model can do if that is less.
+      text: a text file on which the load of the experts is measured.
+      seq_len: length of a window in tokens; None: 1024, or the model's context length if that is shorter.
       split: whether the model's parameters are split over the devices.
 
     Returns:
       The files.
 
     Raises:
-      FileNotFoundError, InputError: bad input, a dense model among them. Nothing is left behind.
+      FileNotFoundError, InputError: bad input, such as a dense model. Nothing is left behind.
     """
     from moe_jax.figures import measure_similarity, write_figures
     from moe_jax.terminal import progress_bars
@@ -61,7 +61,7 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
         print(f"warning: {source.path} was made for {most} positions, not {seq_len}", file=sys.stderr)
     layers = []
     with progress_bars() as progress:
-        # First, because it finds what is wrong with the text.
+        # This comes first because it checks the text.
         load = None if text is None else _measure_load(source, text, seq_len, split)
         for done, layer in enumerate(compared, start=1):
             layers.append(measure_similarity(source, layer))
@@ -74,7 +74,7 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
 
 
 def _has_plain_kernels(moe: "MoEConfig") -> bool:
-    """Whether the experts are kernels, and those that are stored."""
+    """Whether the experts can be compared: they are kernels, and the model stores them itself."""
     return moe.bank.kind != "adapter" and moe.expert.lora is None and not moe.expert.nf4
 
 

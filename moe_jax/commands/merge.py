@@ -1,4 +1,4 @@
-"""`moe-jax merge ADAPTER OUT`: LoRA becomes part of the kernels, and the model stands on its own."""
+"""`moe-jax merge ADAPTER OUT`: adds LoRA to its kernels, so that the model needs no base."""
 
 import dataclasses
 from pathlib import Path
@@ -9,9 +9,9 @@ import tyro
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Folds LoRA into the kernels that it stands beside, and writes a model directory that needs no base.
+    """Adds LoRA to the kernels that it belongs to, and writes a model directory that needs no base.
 
-    With an NF4 base it is folded into the dequantised kernels, so that the model computes what was trained.
+    If the base was NF4, LoRA is added to the dequantised kernels: the model computes what was trained.
     """
 
     adapter: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ADAPTER")]
@@ -21,11 +21,11 @@ class Options:
     base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where the base is now; by default where the adapter directory says."""
     partly: bool = False
-    """Keeps what cannot be folded, adapter experts (PESC) and PERFT, instead of refusing."""
+    """Keeps adapters that cannot be merged (PESC, PERFT) as they are, instead of refusing."""
 
 
 def run(options: Options) -> None:
-    """Merges, and says what became of what.
+    """Merges, and prints what was merged and what was kept.
 
     Raises:
       FileNotFoundError, InputError: bad input; see `moe_jax.peft.merge`.
@@ -35,7 +35,7 @@ def run(options: Options) -> None:
     from moe_jax.staging import refuse_existing
     from moe_jax.terminal import progress_bars
 
-    # A source is fingerprinted when it is opened, which for a large base takes a while.
+    # Check this before opening the source: fingerprinting a large base takes a while.
     refuse_existing(options.out)
     source = open_source(options.adapter, base=options.base)
     with progress_bars() as progress:

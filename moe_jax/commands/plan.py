@@ -21,8 +21,8 @@ _NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", "compress_layers", "dt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(UpcycleFlags, AdaptFlags):
-    """Counts parameters and bytes of a model, or with any of upcycle's or adapt's options of what it would become; with
-    --compress also the bytes of its experts in every form in which they can be stored."""
+    """Counts the parameters and bytes of a model. With options of upcycle or adapt, counts those of the model that they
+    would make; with --compress, also the bytes of the experts in every form in which they can be stored."""
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG_OR_MODEL")]
     """A config.json, ours or Hugging Face's, or a directory that holds one, with weights or without."""
@@ -33,18 +33,18 @@ class Options(UpcycleFlags, AdaptFlags):
     """A method of upcycle (vanilla, ders, pesc) or of adapt (perft-r, perft-e, perft-d, perft-s, lora); the options
     below are those of the two commands."""
     adapter: Annotated[str | None, tyro.conf.arg(metavar="INT|lora:R|parallel:R")] = None
-    """Of pesc the width of an adapter (default 512), of adapt's methods what an adapter is."""
+    """pesc: the width of an adapter (default 512); methods of adapt: the form of an adapter."""
     scale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """What the adapters' outputs are multiplied by."""
+    """The factor by which the adapters' outputs are multiplied."""
     experts: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Experts per MoE layer (default 8); of perft-r and perft-d, adapters beside one."""
+    """Experts per MoE layer (default 8); perft-r and perft-d: adapters per MoE layer."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Experts that a token goes to (default 2); of perft-r, adapters."""
+    """Experts that a token is routed to (default 2); perft-r: adapters."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
-    """Adds the bytes per chip of training with AdamW, in float32 but for what is frozen, without activations, as in
-    fsdp=8,tensor=2."""
+    """A mesh such as fsdp=8,tensor=2. Adds the bytes per chip that training with AdamW needs on it: float32 except for
+    frozen parameters, activations not counted."""
     compress: Annotated[str | None, tyro.conf.arg(metavar="METHOD")] = None
-    """Adds what the experts take when they are compressed by a method of moe-jax compress."""
+    """A method of moe-jax compress. Adds the bytes of the experts when it has compressed them."""
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """With --compress: the share of the experts' entries that is kept, in (0, 1]."""
     residual: Annotated[str | None, tyro.conf.arg(metavar="up|svd|quantized[:BITS]")] = None
@@ -52,13 +52,13 @@ class Options(UpcycleFlags, AdaptFlags):
     storage: Annotated[str | None, tyro.conf.arg(metavar="FORM")] = None
     """With --compress: only this form, such as csr16 or svd."""
     bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2")] = None
-    """With --compress: of quantised forms, and of the values of sparse ones, which are floats without it."""
+    """With --compress: bits of quantised weights, and of the values of sparse ones, which are floats by default."""
     compress_layers: Annotated[str | None, tyro.conf.arg(metavar="all|top:N|0,3,8-11")] = None
-    """With --compress: the MoE layers that are; by default all."""
+    """With --compress: the MoE layers to compress; by default all."""
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="float32|bfloat16|float16")
     ] = None
-    """With --compress: of all parameters; by default that of the config."""
+    """With --compress: dtype of all parameters; by default that of the config."""
     json: bool = False
     """Prints JSON and nothing else."""
 
@@ -93,7 +93,7 @@ def run(options: Options) -> None:
 
 
 def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
-    """What the model would become."""
+    """The config of the model that upcycle or adapt would make."""
     from moe_jax.errors import InputError
     from moe_jax.peft.options import adapted_config
     from moe_jax.upcycle import upcycled_config

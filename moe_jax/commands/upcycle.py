@@ -1,7 +1,7 @@
 """`moe-jax upcycle SRC DST`: a dense model becomes a Mixture-of-Experts.
 
 The command compares the logits of both models on a probe batch, fails if they differ, and records the difference in
-lineage.json. Its options, but for SRC and DST, are options of `plan` too.
+lineage.json. `plan` takes the same options, except for SRC and DST.
 """
 
 import dataclasses
@@ -17,63 +17,65 @@ if TYPE_CHECKING:
 
 
 def _arg(default: str, metavar: str) -> object:
-    """An option that shows its default, which `UpcycleOptions` holds; None here means that it was not given."""
+    """An option whose default is None, "not given"; the help shows the default that `UpcycleOptions` then has."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpcycleFlags:
-    """What the dense model is to become; None where the user said nothing."""
+    """Which MoE to make of the dense model. An option that was not given is None."""
 
     method: Annotated[Literal["vanilla", "ders", "pesc"] | None, _arg("by --delta", "vanilla|ders|pesc")] = None
-    """vanilla: the experts are copies of the FFN; ders: the FFN, which all share, plus a --delta; pesc: the FFN, which
-    all share, and an adapter after it (Camelidae)."""
+    """vanilla: every expert is a copy of the FFN; ders: the experts share the FFN, and each adds a --delta to it; pesc:
+    the experts share the FFN, and each has an adapter after it (Camelidae)."""
     experts: Annotated[int | None, _arg("8", "INT")] = None
     """Experts per MoE layer."""
     top_k: Annotated[int | None, _arg("2", "INT")] = None
-    """Experts that a token goes to."""
+    """Experts that a token is routed to."""
     every: Annotated[int | None, _arg("2, of pesc 1", "INT")] = None
-    """Every N-th layer becomes an MoE: with 2 layers 1, 3, 5, ... counted from 0, with 1 all of them."""
+    """Every N-th layer becomes an MoE: with 2, the layers 1, 3, 5, ... counted from 0; with 1, all layers."""
     layers: Annotated[tuple[int, ...] | None, _arg("by --every", "INT [INT ...]")] = None
     """The layers that become MoEs, counted from 0."""
     delta: Annotated[str | None, _arg("full", "full|low-rank:R|sparse:RATE")] = None
-    """What an expert is: a full copy of the FFN; or the FFN, which all share, plus a product of rank R per matrix, or
-    plus single entries per matrix, of which the share RATE (such as 0.9) is left out."""
+    """The form of an expert: full, a copy of the FFN; or the shared FFN plus a delta per matrix, either of rank R or
+    sparse, with the share RATE of its entries (such as 0.9) fixed to zero."""
     adapter: Annotated[str | None, _arg("512", "INT")] = None
-    """pesc: width of an adapter."""
+    """pesc: the width of an adapter."""
     scale: Annotated[float | None, _arg("0.25", "FLOAT")] = None
-    """pesc: what the adapters' outputs are multiplied by."""
+    """pesc: the factor by which the adapters' outputs are multiplied."""
     rest: Annotated[str | None, _arg("qlora:64", "qlora:R|lora:R|frozen|full")] = None
-    """pesc: what becomes of the dense model: frozen, with LoRA of rank R beside every kernel of attention and FFNs,
-    over NF4 codes (qlora) or not (lora); frozen without; or trained with the adapters (full)."""
+    """pesc: how the parameters of the dense model are treated. lora: frozen, with LoRA of rank R on every kernel of
+    attention and FFNs; qlora: the same over NF4 kernels; frozen: frozen without LoRA; full: trained."""
     freeze_base: bool = False
-    """The shared FFN will not be trained (low-rank and sparse)."""
+    """Freezes the shared FFN in training (low-rank and sparse)."""
     gate: Annotated[
         Literal["topk_softmax", "softmax_topk", "top1"] | None,
         _arg("topk_softmax", "topk_softmax|softmax_topk|top1"),
     ] = None
-    """Weights of the chosen experts: softmax over these, their share of the softmax over all, or that of the first."""
+    """Weights of the chosen experts: the softmax over their logits (topk_softmax); their part of the softmax over all
+    experts (softmax_topk); or that of the first alone (top1)."""
     universal: Annotated[Literal["none", "coder", "med"] | None, _arg("none", "none|coder|med")] = None
-    """A copy of the FFN that sees every token. coder (XFT): its weight is 1 - p of the best expert, so that all weights
-    sum to 1; med (Med-MoE): its weight is 1, and the MoE does not start as the dense model."""
+    """Adds a universal FFN, a copy of the FFN that sees every token. coder (XFT): its weight is 1 minus the largest
+    router probability, so that all weights sum to 1; med (Med-MoE): its weight is 1, and the MoE does not start with
+    the dense model's logits."""
     extended: bool = False
-    """The universal FFN is one more delta over the FFN that the experts share (low-rank and sparse)."""
+    """Stores the universal FFN as one more delta over the shared FFN (low-rank and sparse)."""
     balance_coef: Annotated[float | None, _arg("0.01", "FLOAT")] = None
     """Coefficient of the load-balancing loss in training."""
     z_coef: Annotated[float | None, _arg("0", "FLOAT")] = None
     """Coefficient of the router's z-loss in training."""
     cv_coef: Annotated[float | None, _arg("0", "FLOAT")] = None
-    """Coefficient of the squared variation of importance and load, XFT's balance loss, in training."""
+    """Coefficient in training of XFT's balance loss, the squared coefficients of variation of importance and load."""
     seed: Annotated[int | None, _arg("0", "INT")] = None
-    """Of routers, low-rank factors and sparse positions."""
+    """Seed of routers, low-rank factors and sparse positions."""
     no_step0_check: bool = False
-    """Leaves out the comparison with the dense model's logits, which also refuses gates that cannot equal them."""
+    """Skips the comparison with the dense model's logits. Without it, gates that cannot reproduce them are allowed."""
 
     def options(self) -> "UpcycleOptions":
-        """What to do, defaults filled in.
+        """The options of `moe_jax.upcycle`, with defaults filled in.
 
         Raises:
-          InputError: for options that cannot be read or do not go with each other.
+          InputError: for options that cannot be read or contradict each other.
         """
         from moe_jax.upcycle import chosen_options
 
@@ -90,7 +92,7 @@ class UpcycleFlags:
         return flags | {"seed": self.seed or 0}
 
     def any_given(self) -> bool:
-        """Whether the user said anything about upcycling."""
+        """Whether the user gave any of these options."""
         return any(getattr(self, field.name) != field.default for field in dataclasses.fields(UpcycleFlags))
 
 
@@ -98,8 +100,8 @@ class UpcycleFlags:
 class Options(UpcycleFlags):
     """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained.
 
-    With --method pesc, unless --rest is full, what is written holds the adapters alone and refers to the dense model,
-    which has to stay where it is.
+    With --method pesc, unless --rest is full, the output is an adapter directory: it holds only the adapters and refers
+    to the dense model, which has to stay where it is.
     """
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
@@ -109,7 +111,7 @@ class Options(UpcycleFlags):
 
 
 def run(options: Options) -> None:
-    """Upcycles, and prints what came out.
+    """Upcycles, and prints a summary of the result.
 
     Raises:
       InputError: see `moe_jax.upcycle`.
