@@ -1,4 +1,4 @@
-"""Everything that knows a foreign checkpoint: Hugging Face directories in, Hugging Face directories out."""
+"""Conversion from and to foreign checkpoints: Hugging Face directories, and LoRA of the PEFT library."""
 
 from moe_jax.convert.from_hugging_face import convert as convert
 from moe_jax.convert.hf_config import read_hf_config as read_hf_config

@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face directory hold the weights, and which tensors are in which."""
+"""Finds the weight files of a Hugging Face directory, and the tensors in each."""
 
 import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -16,7 +16,7 @@ SINGLE_TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class CheckpointFiles(NamedTuple):
-    """The files that hold the weights (an index among them, if there is one), and every tensor in them."""
+    """The files that hold the weights, including an index if there is one, and every tensor in them."""
 
     files: tuple[Path, ...]
     tensors: dict[str, TensorEntry]
@@ -26,8 +26,8 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
     """Finds the weights of a Hugging Face directory and reads the headers of all their files.
 
     Raises:
-      InputError: if there are none, a file is damaged, an index names files that are missing or lie
-        elsewhere, a tensor is in two files, or index and files disagree.
+      InputError: if there are none, a file is damaged, an index names files that are missing or outside the
+        directory, a tensor is in two files, or index and files disagree.
     """
     for single, index in ((SINGLE_SAFETENSORS, SAFETENSORS_INDEX), (SINGLE_TORCH, TORCH_INDEX)):
         if (directory / single).is_file():
@@ -74,8 +74,8 @@ def _read_file(path: Path) -> dict[str, TensorEntry]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name stays inside its folder on every system. What a file there links to is not our concern:
-    the caches of the hub are made of links."""
+    """Whether a name is inside its folder, on every operating system. Links are allowed to point elsewhere, because the
+    hub's caches consist of links."""
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
     is_relative = not posix.is_absolute() and not windows.anchor and not windows.is_absolute()
     return is_relative and ".." not in windows.parts and bool(re.fullmatch(r"[^\0]+", name)) and name != "."

@@ -7,7 +7,7 @@ from moe_jax.errors import InputError, raise_if_any
 
 
 class ForeignConfig:
-    """Takes values out of a foreign config and remembers which keys nobody took.
+    """Reads values from a foreign config and remembers which keys were not read.
 
     A key that is absent has the default of its family; a key that is `null` is None, as in
     Transformers (`"num_key_value_heads": null` means something else than leaving it out).
@@ -64,11 +64,11 @@ class ForeignConfig:
         return None if value is None else tuple(value)
 
     def keep(self, key: str, value: Any) -> None:
-        """Hands `value` back under `key` on export, although the key was taken."""
+        """Writes `value` back under `key` on export, although the key was read."""
         self._kept[key] = value
 
     def foreign(self) -> dict[str, Any]:
-        """What nobody took: given back unchanged on export."""
+        """The keys that were not read, which are written back unchanged on export."""
         return {key: value for key, value in self._data.items() if key not in self._taken} | self._kept
 
     def _take(self, key: str, expected: str, is_valid: Any) -> Any:

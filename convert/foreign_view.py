@@ -1,6 +1,6 @@
-"""A model seen as foreign formats can hold it: every bank full, every layer an MoE if one is, experts of one width.
+"""A model in the form that foreign formats can store: full experts of equal width, and MoEs in all layers or none.
 
-Merging is a view. Experts are made one at a time while they are written, never as a whole layer.
+This is a view: experts are materialised one at a time while they are written, never a whole layer at once.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig
 def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
     """The config of a model after merging, in the family whose format can hold it.
 
-    A dense model is left as it is. The deltas of a model with MoE layers are merged; if its family has no MoE
-    layers it moves to its `moe_format`, and there every dense layer becomes an MoE of equal experts. Every output of
-    the router has an expert of its own again. Experts that were made narrower are as wide as the widest in any layer:
-    they get neurons of zeros, which add nothing, for act(0) = 0.
+    A dense model is unchanged. In a model with MoE layers, deltas are merged into full experts. If its family has no
+    MoE layers the model moves to the family's `moe_format`, in which every dense layer becomes an MoE of equal experts.
+    Merged experts are repeated, one for each output of the router. Narrower experts are padded to the largest width in
+    any layer with zero neurons, which add nothing because act(0) = 0.
 
     Args:
       config: of the model.
@@ -49,7 +49,7 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
             f"a {family.name!r} model with MoE layers has no Hugging Face format that would give the same logits; "
             "keep it as a model directory"
         )
-    # Code that belongs to the old format must not be run for the new one.
+    # `auto_map` names code for the old format, which must not be run for the new one.
     foreign.pop("auto_map", None)
     dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
     if dense and not replicate_dense:
@@ -74,11 +74,11 @@ class MergedModel:
     """The leaves of a source as `merged_config` describes them."""
 
     def __init__(self, source: ModelSource, config: ModelConfig):
-        """Looks at what the source holds; no weights are read.
+        """Checks the leaves of the source; no weights are read.
 
         Args:
           source: to read from.
-          config: as `merged_config` returned it for the source's.
+          config: from `merged_config`, for the config of the source.
 
         Raises:
           InputError: if the source does not hold the leaves that its own config describes.
@@ -90,11 +90,11 @@ class MergedModel:
         self._shapes = {path: spec.shape for path, spec in leaf_specs(config).items()}
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape, and the dtype of what it is made from."""
+        """Leaf path -> shape, and the dtype of the leaves that it is made from."""
         return {path: jax.ShapeDtypeStruct(shape, self._dtype(path)) for path, shape in self._shapes.items()}
 
     def parts(self, path: str) -> Iterator[tuple[int | None, np.ndarray]]:
-        """Yields (None, leaf), or for experts (e, leaf[e]), every e once, merged ones one after another.
+        """Yields (None, leaf); or for experts (e, leaf[e]) for every e, in the order of the bank.
 
         Shapes and dtypes are those of `specs`; deltas are added in float32.
         """
@@ -108,7 +108,7 @@ class MergedModel:
                 yield output, kernel
 
     def _outputs(self, path: str) -> list[np.ndarray]:
-        """Which outputs of the router every expert of the bank stands for; all, for the FFN of a dense layer."""
+        """The router outputs that each expert of the bank stands for; for the FFN of a dense layer, all of them."""
         mlp, outputs = self._layer(path).mlp, np.arange(self._shapes[path][0])
         if not isinstance(mlp, MoEConfig):
             return [outputs]
@@ -118,7 +118,7 @@ class MergedModel:
         return [np.flatnonzero(groups == group) for group in range(mlp.merged_experts)]
 
     def _bank(self, path: str) -> Iterator[np.ndarray]:
-        """What is stored, or made of what is stored, for every expert of the bank."""
+        """Yields the kernel or bias of every expert of the bank, as stored or materialised."""
         block, _, name = path.partition("/experts/")
         mlp = self._layer(path).mlp
         if not isinstance(mlp, MoEConfig):
@@ -132,11 +132,11 @@ class MergedModel:
             yield from expert_kernels(read, mlp.bank, f"{block}/experts", matrix, shape, dtype=dtype)
 
     def _router(self, path: str) -> np.ndarray:
-        """The router of a layer that was dense: all experts are equal, so any router will do."""
+        """A router for a layer that was dense. Its experts are equal, so any router will do."""
         return np.zeros(self._shapes[path], self._dtype(path))
 
     def _dtype(self, path: str) -> np.dtype:
-        """That of the leaf; of the shared base or dense kernel that experts are made from; or else the layer's norm."""
+        """The dtype of the leaf; else of the base or dense kernel that experts come from; else of the layer's norm."""
         dense, base = path.replace("/experts/", "/"), path.replace("/experts/", "/experts/base/")
         norm = f"{path.partition('/mlp/')[0]}/mlp_norm/scale"
         return np.dtype(next(self._stored[leaf].dtype for leaf in (path, dense, base, norm) if leaf in self._stored))
@@ -155,7 +155,7 @@ def _full(layer: LayerConfig, width: int) -> LayerConfig:
 
 
 def _padded(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """With zeros after the end."""
+    """Pads every axis with zeros at its end."""
     if array.shape == shape:
         return array
     return np.pad(array, [(0, size - there) for size, there in zip(shape, array.shape, strict=True)])

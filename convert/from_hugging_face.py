@@ -1,4 +1,4 @@
-"""Hugging Face directory -> model directory."""
+"""Converts a Hugging Face directory to a model directory."""
 
 import math
 from collections import Counter
@@ -82,9 +82,10 @@ def convert(
 def _read_ahead(
     source: HuggingFaceDirectory, specs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads leaves in order, each while the caller works on the one before.
+    """Reads leaves in order, each while the caller works on the previous one.
 
-    Two buffers take turns. New memory for every leaf costs as much as reading it: the system has to clear it.
+    Two buffers are used in turn. New memory for every leaf would cost as much as reading it, because the system has to
+    clear it.
     """
     largest = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
     buffers = [np.empty(largest, np.uint8) for _ in range(2)]

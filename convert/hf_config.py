@@ -9,7 +9,7 @@ from moe_jax.convert.foreign_config import ForeignConfig
 from moe_jax.errors import InputError, raise_if_any
 from moe_jax.models import ModelConfig
 
-# Settings of training and of storage, which no foreign format holds and which change no logits.
+# Settings of training and storage, which foreign formats do not store and which do not change the logits.
 _NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "capacity_factor"}
 
 
@@ -20,7 +20,7 @@ def read_hf_config(data: Mapping[str, Any]) -> ModelConfig:
       data: the parsed file.
 
     Returns:
-      The config; keys that mean nothing here are kept in `foreign`.
+      The config; keys that this library does not use are kept in `foreign`.
 
     Raises:
       InputError: unknown family, or missing, ill-typed or contradicting values.
@@ -34,10 +34,10 @@ def read_hf_config(data: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Returns the config.json that says `config` in the format of its family.
+    """Returns the config.json of `config` in the format of its family.
 
-    What is returned has been read back and compared: a format that cannot say everything is an error,
-    never a silent loss. (Coefficients of auxiliary losses and the capacity of training may get lost.)
+    The result is read back and compared, so that a format that cannot express something is an error and never
+    a silent loss. (Coefficients of auxiliary losses and the expert capacity in training may be lost.)
 
     Raises:
       InputError: if the format cannot express the model.
@@ -65,7 +65,7 @@ def _family_name(data: Mapping[str, Any]) -> str:
 
 
 def _merged(written: Mapping[str, Any], foreign: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds foreign keys to what was written, also inside objects; what was written wins."""
+    """Adds foreign keys to the written ones, also inside objects; written keys take precedence."""
     result = dict(written)
     for key, value in foreign.items():
         if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
@@ -76,7 +76,7 @@ def _merged(written: Mapping[str, Any], foreign: Mapping[str, Any]) -> dict[str,
 
 
 def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
-    """What a config lost by being written, one sentence per field; equal losses of layers are said once."""
+    """What a config lost by being written, one sentence per field; layers with equal losses share a sentence."""
     found = _fields_that_differ("", ours, theirs)
     if ours.num_layers == theirs.num_layers:
         by_loss: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""RoPE in a foreign config.json, in both of its styles.
+"""Rotary embeddings in a foreign config.json, in both of its styles.
 
 Transformers 4 writes `rope_theta` and `rope_scaling: {"type" or "rope_type": ..., ...}`, Transformers 5
 writes `rope_parameters: {"rope_type": ..., "rope_theta": ..., ...}`. The older style is what we write:

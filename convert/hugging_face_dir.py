@@ -25,7 +25,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.models.serialize import FORMAT
 from moe_jax.strict import read_json_object
 
-# Read into memory at a time and thread, on the way into a leaf.
+# Bytes that each thread reads at a time.
 CHUNK_BYTES = 8 << 20
 WORKERS = min(4, os.cpu_count() or 1)
 
@@ -33,8 +33,7 @@ WORKERS = min(4, os.cpu_count() or 1)
 class HuggingFaceDirectory:
     """A directory with config.json and weights as safetensors or PyTorch files. A `ModelSource`.
 
-    Weights are looked at when they are first asked for: a directory with nothing but a config.json
-    is enough for `config`.
+    Weight files are opened when they are first needed: for `config`, a directory with just a config.json is enough.
     """
 
     base: ModelSource | None = None
@@ -61,7 +60,7 @@ class HuggingFaceDirectory:
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """Files that belong to the model and mean nothing to us: tokenizer, generation settings, templates."""
+        """Files that are copied with the model: tokenizer, generation settings, chat templates."""
         return tuple(sorted(path for path in self.path.iterdir() if path.is_file() and is_companion(path.name)))
 
     @property
@@ -76,8 +75,8 @@ class HuggingFaceDirectory:
 
     @cached_property
     def weights(self) -> Weights:
-        """Which tensors fill which leaf; raises `InputError` unless all fit the config."""
-        from moe_jax.loading import leaf_specs  # imports the whole decoder, which a look at the config does not need
+        """The tensors that make up each leaf; raises `InputError` unless all fit the config."""
+        from moe_jax.loading import leaf_specs  # imports the decoder, which is not needed to read the config
 
         return match_weights(self.checkpoint, self.config, leaf_specs(self.config), str(self.path))
 
@@ -99,8 +98,8 @@ class HuggingFaceDirectory:
 
         Args:
           path: of the leaf.
-          dtype: to cast to on the way; default as stored.
-          buffer: bytes, at least as many as the leaf has, that the returned array may lie in.
+          dtype: to cast to while reading; default as stored.
+          buffer: uint8 array, at least as large as the leaf, that may be used as the memory of the returned array.
 
         Raises:
           InputError: if there is no such leaf, a tied tensor differs from its twin, or a cast overflows.
@@ -122,17 +121,17 @@ class HuggingFaceDirectory:
         return out
 
     def stored_bytes(self, path: str) -> int:
-        """What one leaf takes on the disk: these files hold the elements of their tensors as they are."""
+        """Bytes of one leaf on disk; these files store tensors uncompressed."""
         pieces = self.weights.pieces[path]
         itemsize = DTYPES[self.weights.tensors[pieces[0].tensor].dtype].itemsize
         return sum(math.prod(piece.shape) for piece in pieces) * itemsize
 
     def fingerprint(self) -> str:
-        """SHA-256 over config.json and the weight files: their names, sizes and samples of their contents."""
+        """A SHA-256 of config.json and the weight files: their names, sizes and samples of their contents."""
         return fingerprint_files([self.path / "config.json", *self.checkpoint.files])
 
     def _chunks(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
-        """Runs of rows that fill a leaf. A tensor that is not row-major cannot be read in runs."""
+        """Runs of rows in which a leaf is read. A tensor that is not row-major is read whole."""
         for piece in pieces:
             entry = self.weights.tensors[piece.tensor]
             if entry.strides is None:
@@ -192,7 +191,7 @@ def is_hugging_face_directory(path: Path | str) -> bool:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file of this name goes wherever the model goes, unchanged."""
+    """Whether a file of this name is copied unchanged with the model."""
     return name in _COMPANIONS or name.startswith("chat_template") or name.endswith((".model", ".tiktoken"))
 
 

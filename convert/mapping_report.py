@@ -1,4 +1,4 @@
-"""The mapping of a checkpoint as a table for people: one line per kind of tensor, not per tensor."""
+"""Prints the mapping of a checkpoint as a table with one line for all tensors of a kind."""
 
 import math
 import re
@@ -30,13 +30,13 @@ def print_mapping(
     stored: Mapping[str, Any],
     console: Console,
 ) -> None:
-    """Prints which tensors and leaves correspond, how, and how much they weigh.
+    """Prints which tensors and leaves correspond, by which operations, and their sizes.
 
     Args:
       pieces: leaf path -> its pieces.
       tensor_shapes: by name of tensor.
       leaves: leaf path -> shape and dtype, as they are written.
-      stored: leaf path -> dtype, as they are read.
+      stored: leaf path -> dtype as it is read.
       console: where to print.
     """
     counts: dict[_Line, tuple[set[str], set[str]]] = {}

@@ -1,6 +1,6 @@
 """The safetensors format: 8 bytes with the length of a JSON header, the header, the tensors' bytes.
 
-Everything a header claims is checked against the file before a byte of a tensor is read.
+A header is checked completely against the file before any tensor is read.
 Source: https://github.com/huggingface/safetensors, `Format`.
 """
 

@@ -1,4 +1,4 @@
-"""Writing safetensors shards at any position: planned first, then filled in whatever order the data comes."""
+"""Writes safetensors shards: planned first, then filled in any order."""
 
 import json
 import math
@@ -51,7 +51,7 @@ class ShardWriter:
         self._directory = directory
         self._tensors = tensors
         self._plan = plan_shards(tensors, max_bytes)
-        self._places: dict[str, tuple[int, int]] = {}  # tensor -> descriptor, first byte
+        self._starts: dict[str, tuple[int, int]] = {}  # tensor -> descriptor, first byte
         self._descriptors: list[int] = []
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class ShardWriter:
             self._descriptors.append(descriptor)
             _write_all(descriptor, header, 0)
             for name, (_, _, start, _) in spans.items():
-                self._places[name] = (descriptor, len(header) + start)
+                self._starts[name] = (descriptor, len(header) + start)
         return self
 
     def write(self, name: str, offset: int, values: np.ndarray) -> None:
@@ -81,7 +81,7 @@ class ShardWriter:
           values: in the tensor's dtype.
         """
         assert values.dtype == DTYPES[self._tensors[name].dtype] and values.flags.c_contiguous
-        descriptor, start = self._places[name]
+        descriptor, start = self._starts[name]
         _write_all(descriptor, values.reshape(-1).view(np.uint8), start + offset * values.itemsize)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

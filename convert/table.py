@@ -1,18 +1,18 @@
-"""The language of the families' mapping tables, and what a table says about one model.
+"""The mapping tables of families, and their application to a model.
 
-A table is a tuple of rows. One row ties a foreign tensor to the leaf, or leaves, it holds:
+A table is a tuple of rows. A row maps a foreign tensor to the leaf, or leaves, that it holds:
 
     Row("model.layers.{i}.self_attn.q_proj.weight", "layers/{i}/attention/q/kernel", transpose=True)
 
-`{i}` runs over layers and `{e}` over experts. Four operations are all there is, and each reads both ways:
+`{i}` runs over layers and `{e}` over experts. There are four operations, and each works in both directions:
 
 - rename: always;
 - transpose: the foreign matrix is [out, in], the leaf [in, out];
 - stack: a row whose tensor has `{e}` is one expert of a leaf [E, ...]; without `{e}` the tensor has the E axis too;
 - join: a row with several leaves is a fused tensor, the leaves joined along the rows of the foreign matrix.
 
-Whether a row applies is never said in the table: it applies where the model has its leaves. So one table
-serves models with and without biases, tied heads, q/k norms, dense and MoE layers.
+The table has no conditions: a row applies if the model has its leaves. So one table serves models with and
+without biases, tied heads, q/k norms, dense and MoE layers.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ LAYOUTS = (PER_EXPERT, FUSED)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One foreign tensor and what it holds.
+    """One foreign tensor and the leaves that it holds.
 
     Attributes:
       tensor: its name, with `{i}` for the layer and `{e}` for the expert.
@@ -47,7 +47,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Ignored:
-    """Foreign tensors that hold nothing to convert: a pattern (regular expression, whole name) and the reason."""
+    """Foreign tensors that need not be converted: a regular expression for the whole name, and the reason."""
 
     pattern: str
     why: str
@@ -55,7 +55,7 @@ class Ignored:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A tensor that may be stored although it must equal another one, because the model ties them."""
+    """A tensor that may be stored although the model ties it to another one; both must then be equal."""
 
     tensor: str
     equals: str
@@ -66,7 +66,7 @@ Table = tuple[Entry, ...]
 
 
 def linear(tensor: str, leaf: str, layout: str | None = None) -> tuple[Row, ...]:
-    """Rows of a linear map: `weight` is the transposed `kernel`, and `bias` where there is one."""
+    """Rows of a linear map: `weight` is the transposed `kernel`; `bias`, if there is one."""
     return (
         Row(f"{tensor}.weight", f"{leaf}/kernel", transpose=True, layout=layout),
         Row(f"{tensor}.bias", f"{leaf}/bias", layout=layout),
@@ -74,7 +74,7 @@ def linear(tensor: str, leaf: str, layout: str | None = None) -> tuple[Row, ...]
 
 
 def norm(tensor: str, leaf: str) -> tuple[Row, ...]:
-    """Rows of a norm: `weight` is `scale`, and `bias` where there is one."""
+    """Rows of a norm: `weight` is `scale`; `bias`, if there is one."""
     return (Row(f"{tensor}.weight", f"{leaf}/scale"), Row(f"{tensor}.bias", f"{leaf}/bias"))
 
 
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
     Attributes:
       tensor: name of the tensor.
       offset: elements of the tensor before the piece.
-      shape: of the piece as it lies in the tensor.
+      shape: of the piece in the tensor.
       leaf: path of the leaf.
       expert: index on the leaf's first axis; None: the piece is the whole leaf.
       transpose: the leaf holds the piece transposed.
@@ -106,20 +106,20 @@ class Mapped(NamedTuple):
 
 
 def apply_table(table: Table, leaves: Mapping[str, Any], num_layers: int, layout: str, family: str) -> Mapped:
-    """Works out which tensors a model consists of.
+    """Determines the tensors of a model, and the pieces of its leaves.
 
     Args:
       table: the family's table.
       leaves: leaf path -> anything with a `shape`, for every leaf of the model.
-      num_layers: what `{i}` runs over.
+      num_layers: the range of `{i}`.
       layout: one of `LAYOUTS`.
-      family: for messages.
+      family: its name, for messages.
 
     Returns:
       Every tensor and every leaf of the model, each covered exactly once.
 
     Raises:
-      InputError: if the format has no place for a leaf.
+      InputError: if the table has no row for a leaf.
     """
     mapped = Mapped({}, {})
     rows = [row for row in table if isinstance(row, Row) and row.layout in (None, layout)]
@@ -171,7 +171,7 @@ def _tensor_shape(row: Row, shapes: list[tuple[int, ...]], *, stacked: bool) -> 
 
 
 def detect_layout(table: Table, names: Iterable[str]) -> str:
-    """Tells from the names of its tensors which expert layout a checkpoint uses; per-expert if none shows.
+    """Detects the expert layout of a checkpoint from the names of its tensors; per-expert if they do not tell.
 
     Raises:
       InputError: if both layouts occur.
@@ -184,7 +184,7 @@ def detect_layout(table: Table, names: Iterable[str]) -> str:
 
 
 def _first_match(table: Table, names: Iterable[str], layout: str) -> str | None:
-    """First name that only rows of `layout` can explain."""
+    """The first name that only rows of `layout` match."""
     templates = [re.escape(row.tensor) for row in table if isinstance(row, Row) and row.layout == layout]
     if not templates:
         return None

@@ -1,4 +1,4 @@
-"""Tensors that lie in files: where they are, and reading runs of their elements without reading the rest."""
+"""Tensors in files: their positions, and reading runs of their elements without reading the rest."""
 
 import math
 import os
@@ -13,11 +13,11 @@ import numpy as np
 
 from moe_jax.errors import InputError
 
-# What parameters may be stored as. Names as in safetensors.
+# Dtypes in which parameters may be stored, by their names in safetensors.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Bits per element of everything safetensors may hold, to check offsets of tensors we do not read.
+# Bits per element of all safetensors dtypes, to check the offsets of tensors that we do not read.
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -28,14 +28,14 @@ DTYPE_BITS = {
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies.
+    """The position of a tensor.
 
     Attributes:
       file: the file it is in.
       dtype: name as in safetensors, such as `BF16`.
       shape: its shape.
       start: bytes of the file before its first element.
-      strides: in elements, where it is not contiguous (PyTorch files only); None: row-major.
+      strides: in elements, if it is not contiguous (PyTorch files only); None: row-major.
     """
 
     file: Path
@@ -50,7 +50,7 @@ class TensorEntry(NamedTuple):
 
 
 class TensorFiles:
-    """Open files, read by position: nothing is mapped into memory, so resident memory is what is asked for.
+    """Open files that are read by position. Nothing is memory-mapped, so only requested bytes count as memory.
 
     Safe to use from several threads.
     """
@@ -64,7 +64,7 @@ class TensorFiles:
         """Fills a contiguous array with the elements of a row-major tensor that begin at element `offset`.
 
         Raises:
-          InputError: if the file ends before.
+          InputError: if the file ends before that.
         """
         assert entry.strides is None and out.flags.c_contiguous
         self._fill(entry.file, entry.start + offset * out.itemsize, memoryview(out.reshape(-1).view(np.uint8)))

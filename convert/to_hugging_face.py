@@ -1,4 +1,4 @@
-"""Any model -> Hugging Face directory."""
+"""Exports any model as a Hugging Face directory."""
 
 import json
 import math
@@ -50,8 +50,10 @@ def export(
       source: model directory, or Hugging Face directory.
       dst: where the directory appears; must not exist.
       max_shard_size: such as `5GB`; a larger tensor has a file of its own.
-      expert_layout: `per-expert` tensors, as on the hub and read by every Transformers, or the `fused` ones of 5.
-      dense_layers: of a model whose format needs an MoE in every layer: `replicate` them, or `refuse`.
+      expert_layout: `per-expert` tensors, as on the hub and readable by every release of Transformers, or the `fused`
+        ones of release 5.
+      dense_layers: what to do with dense layers if the format needs an MoE in every layer: `replicate` their FFN as
+        equal experts, or `refuse`.
       dtype: `float32`, `bfloat16` or `float16` for all tensors; None keeps every one bit for bit.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
@@ -75,7 +77,7 @@ def export(
         )
 
     config = merged_config(source.config, replicate_dense=dense_layers == "replicate")
-    write_hf_config(config)  # before a byte is read: can the format hold this model?
+    write_hf_config(config)  # checks, before anything is read, that the format can hold this model
     model = MergedModel(source, config)
     stored = model.specs()
     specs = {
@@ -123,7 +125,7 @@ def _write_leaf(
     writer: ShardWriter,
     progress: ByteProgress,
 ) -> None:
-    """Writes the pieces of one leaf: an expert is made while the one before is written, no more at a time."""
+    """Writes the pieces of one leaf. The next expert is made while the previous one is written; two are in memory."""
     with ThreadPoolExecutor(WORKERS) as pool:
         before: list[Future[None]] = []
         waiting = {piece.expert: piece for piece in pieces}
@@ -182,7 +184,7 @@ def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) ->
 
 
 def _main_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
-    """What most bytes are stored in: Transformers loads a checkpoint in the one dtype its config names."""
+    """The dtype of most bytes. Transformers loads a checkpoint in the single dtype that its config names."""
     sizes: dict[str, int] = {}
     for spec in specs.values():
         name = str(spec.dtype)
@@ -193,7 +195,7 @@ def _main_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
 def _print_changes(
     before: ModelConfig, after: ModelConfig, specs: Mapping[str, jax.ShapeDtypeStruct], console: Console
 ) -> None:
-    """Says what the format makes of the model, where that is not obvious."""
+    """Prints how the format changes the model: its family, and experts that are padded, repeated or replicated."""
     if before.family != after.family:
         console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
     narrow = [i for i in before.moe_layers if before.layers[i].mlp.expert.dim < after.layers[i].mlp.expert.dim]

@@ -1,7 +1,7 @@
-"""LoRA of an adapter directory -> an adapter of the Hugging Face PEFT library.
+"""Exports the LoRA of an adapter directory as an adapter of the Hugging Face PEFT library.
 
-PEFT puts LoRA beside linear modules of a Transformers model, which are named as their tensors are. `a` [in, r] and `b`
-[r, out] here are the transposed `lora_A.weight` and `lora_B.weight` there, and the scale is `lora_alpha / r`.
+PEFT adds LoRA to linear modules of a Transformers model, which have the names of their tensors. Our `a` [in, r] and `b`
+[r, out] are the transposes of its `lora_A.weight` and `lora_B.weight`, and the scale is `lora_alpha / r`.
 """
 
 import json
@@ -35,7 +35,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class Module(NamedTuple):
-    """A linear module with LoRA: its path here, its name in Transformers, and what stands beside it."""
+    """A linear module with LoRA: its leaf path, its name in Transformers, and the LoRA."""
 
     path: str
     name: str
@@ -51,7 +51,7 @@ def export_peft(source: ModelSource, dst: Path | str, *, console: Console | None
       console: where to print; default standard error.
 
     Raises:
-      InputError: if `source` is something else, PEFT cannot express it, or `dst` exists.
+      InputError: if `source` is no adapter directory, PEFT cannot express its adapters, or `dst` exists.
     """
     console = console or console_for_tables(stderr=True)
     dst = Path(dst)
@@ -76,14 +76,14 @@ def export_peft(source: ModelSource, dst: Path | str, *, console: Console | None
 
 
 def peft_config(modules: Iterable[Module], *, num_layers: int, base: Path | None) -> dict[str, Any]:
-    """The adapter_config.json that says where LoRA stands, with which ranks and scales.
+    """The adapter_config.json, with the modules that have LoRA, and their ranks and scales.
 
-    PEFT has one dropout for all modules; it does not matter to what is computed, and the first one's is written.
+    PEFT has one dropout for all modules. It does not affect inference, and that of the first module is written.
 
     Args:
       modules: all with LoRA.
       num_layers: of the model.
-      base: the Hugging Face checkpoint below; None: not known.
+      base: the Hugging Face checkpoint of the base; None: not known.
     """
     modules = list(modules)
     ranks = {module.name: module.lora.rank for module in modules}
@@ -109,7 +109,7 @@ def peft_config(modules: Iterable[Module], *, num_layers: int, base: Path | None
 
 
 def _targets(modules: Iterable[Module], num_layers: int) -> list[str]:
-    """Short names such as `q_proj` of what every layer has; full ones of all else."""
+    """Short names such as `q_proj` for modules with LoRA in every layer; full names for others."""
     by_name: dict[str, list[str]] = {}
     for module in modules:
         by_name.setdefault(module.name.rsplit(".", 1)[-1], []).append(module.name)
@@ -117,18 +117,18 @@ def _targets(modules: Iterable[Module], num_layers: int) -> list[str]:
 
 
 def _alpha(lora: LoRAConfig) -> float:
-    """Alpha of a scale alpha/r; as an integer where it is one."""
+    """The alpha of a scale alpha/r; as an integer if it is whole."""
     alpha = lora.scale * lora.rank
     return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _others(values: Mapping[str, float], default: float) -> dict[str, float]:
-    """What differs from the default, by patterns that end a module's name, without `model.` as all of PEFT need it."""
+    """Values that differ from the default, by module name. PEFT matches the ends of names, without `model.`."""
     return {name.removeprefix("model."): value for name, value in values.items() if value != default}
 
 
 def _inexpressible(source: AdapterDirectory) -> list[str]:
-    """What the adapter directory has besides LoRA on attention and dense FFNs, one phrase for each kind."""
+    """Problems: what the adapter directory has besides LoRA on attention and dense FFNs, one phrase per kind."""
     config, problems = source.config, []
     moes = [config.layers[i].mlp for i in config.moe_layers]
     kinds = {
@@ -147,7 +147,7 @@ def _inexpressible(source: AdapterDirectory) -> list[str]:
 
 
 def _loras(layer: LayerConfig) -> dict[str, LoRAConfig]:
-    """Module below the layer -> LoRA beside it, of those modules that Transformers has too."""
+    """Path of a module inside the layer -> its LoRA, for modules that Transformers also has."""
     found = {}
     mlp = None if isinstance(layer.mlp, MoEConfig) else layer.mlp
     for part, lora in (("attention", layer.attention.lora), ("mlp", mlp and mlp.lora)):
@@ -157,10 +157,10 @@ def _loras(layer: LayerConfig) -> dict[str, LoRAConfig]:
 
 
 def _modules(config: ModelConfig) -> list[Module]:
-    """All modules with LoRA, by their names in the model that `export` would write of the base.
+    """All modules with LoRA, with their names in the checkpoint that `export` would write of the base.
 
     Raises:
-      InputError: if no Hugging Face format holds the base, or it stores a module in another form.
+      InputError: if no Hugging Face format can hold the base, or a module is fused with others in it.
     """
     base = merged_config(base_config(config), replicate_dense=True)
     write_hf_config(base)  # raises where no format can say it
@@ -171,7 +171,7 @@ def _modules(config: ModelConfig) -> list[Module]:
         for name, lora in _loras(layer).items():
             path = f"layers/{i}/{name}"
             pieces = mapped.pieces.get(f"{path}/kernel", [])
-            # A part of a fused tensor is no module of its own.
+            # A part of a fused tensor is not a module.
             if len(pieces) != 1 or pieces[0].shape != mapped.tensors[pieces[0].tensor]:
                 raise InputError(f"in the format of {family.name!r}, {path} is no linear module that LoRA could join")
             modules.append(Module(path, pieces[0].tensor.removesuffix(".weight"), lora))
@@ -186,7 +186,7 @@ def _tensors(source: ModelSource, modules: Iterable[Module]) -> Iterable[tuple[s
 
 
 def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """A whole file; adapters are small."""
+    """The content of a safetensors file, in memory because adapters are small."""
     # Widest dtypes first, as the reference implementation does: every tensor then begins aligned.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
     spans, end = {}, 0

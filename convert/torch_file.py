@@ -1,8 +1,8 @@
 """PyTorch's zip checkpoints (`pytorch_model.bin`), read without PyTorch and without running anything they contain.
 
 A checkpoint is a zip with a pickle, `*/data.pkl`, and one uncompressed member per storage, `*/data/<key>`.
-A pickle is a program. Ours may name only what rebuilds tensors, and each of those names stands for an inert
-class or function of this file; any other name ends the reading.
+A pickle is a program. This reader allows only the names that rebuild tensors, and replaces each by an inert
+class or function of this file; any other name is an error.
 """
 
 import errno
@@ -29,7 +29,7 @@ _STORAGES = {
     "ByteStorage": "U8",
     "BoolStorage": "BOOL",
 }
-# Whatever `zipfile` makes of damaged bytes: impossible names, versions, flags, lengths, positions.
+# What `zipfile` raises for damaged files: impossible names, versions, flags, lengths, positions.
 _ZIP_ERRORS = (
     zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OverflowError, struct.error, OSError,
 )  # fmt: skip
@@ -63,14 +63,14 @@ class _Inert(NamedTuple):
 
 
 class _Dict(dict):
-    """Stands for OrderedDict. A state dict carries `_metadata`, which unpickling sets as an attribute."""
+    """Replaces OrderedDict. A state dict has `_metadata`, which unpickling sets as an attribute."""
 
 
 def read_torch_file(path: Path) -> dict[str, TensorEntry]:
-    """Reads which tensors a checkpoint holds and where.
+    """Reads the names and positions of the tensors in a checkpoint.
 
     Raises:
-      InputError: if it is no such zip, is damaged, or names anything but tensors.
+      InputError: if it is not such a zip, is damaged, or contains anything but tensors.
     """
     try:
         return _read(path)
@@ -78,7 +78,7 @@ def read_torch_file(path: Path) -> dict[str, TensorEntry]:
         raise
     except _ZIP_ERRORS as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise  # the disk's fault and not the file's
+            raise  # an error of the disk, not of the file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
             f"{path} is not a PyTorch zip checkpoint ({reason}): it is damaged, or older than PyTorch 1.6; "
@@ -107,7 +107,7 @@ def _read(path: Path) -> dict[str, TensorEntry]:
 
 
 def _tensors_of(path: Path, state: Any) -> dict[str, _Tensor]:
-    # Some trainers save {"state_dict": ...}; nothing else may stand beside tensors.
+    # Some trainers save {"state_dict": ...}; otherwise all values must be tensors.
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict):
@@ -127,7 +127,7 @@ def _entry(
     root: str,
     starts: dict[str, int],
 ) -> TensorEntry:
-    """Checks a tensor against the storage it claims and finds its first byte."""
+    """Checks that a tensor fits into its storage, and finds its first byte."""
     storage = tensor.storage
     info = members.get(f"{root}data/{storage.key}")
     if info is None:
@@ -154,7 +154,7 @@ def _is_row_major(tensor: _Tensor) -> bool:
 
 
 def _data_start(path: Path, file: io.BufferedReader, info: zipfile.ZipInfo) -> int:
-    """First byte of a member: its local header has a name and padding of its own length."""
+    """First byte of a member's data, after a local header of variable length."""
     file.seek(info.header_offset)
     header = file.read(_ZIP_LOCAL_HEADER)
     if len(header) < _ZIP_LOCAL_HEADER or header[:4] != b"PK\x03\x04":
@@ -172,12 +172,12 @@ def _unpickle(path: Path, data: bytes) -> Any:
         return _TensorUnpickler(path, io.BytesIO(data)).load()
     except InputError:
         raise
-    except Exception as error:  # a damaged pickle can fail in any way, and none of them is a fault of ours
+    except Exception as error:  # a damaged pickle can raise anything
         raise InputError(f"{path}: its data.pkl is damaged ({type(error).__name__}); fetch the file again") from None
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Knows the names a state dict needs, and no other."""
+    """Knows the names that a state dict needs, and no others."""
 
     def __init__(self, path: Path, file: io.BytesIO):
         super().__init__(file)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint against the table of its family: everything found, nothing left over."""
+"""Matches the tensors of a checkpoint with its family's table: none missing, none left over."""
 
 import re
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ class Weights(NamedTuple):
     """A checkpoint in which every tensor is accounted for.
 
     Attributes:
-      tensors: where every tensor lies that fills a leaf.
-      pieces: leaf path -> what fills it.
-      layout: how it stores experts.
-      duplicates: tensors that must equal another one: name -> the other name.
-      ignored: tensors that are left alone: name -> reason.
+      tensors: positions of all tensors that fill a leaf.
+      pieces: leaf path -> the pieces that fill it.
+      layout: of its experts.
+      duplicates: tensors that must equal another one: name -> name of the other.
+      ignored: tensors that are not converted: name -> reason.
     """
 
     tensors: dict[str, TensorEntry]
@@ -34,7 +34,7 @@ def match_weights(checkpoint: CheckpointFiles, config: ModelConfig, leaves: Mapp
     """Matches a checkpoint's tensors with a model's leaves.
 
     Args:
-      checkpoint: what is there.
+      checkpoint: its files and tensors.
       config: of the model.
       leaves: leaf path -> anything with a `shape`, for every leaf of the model.
       where: for messages.
@@ -66,7 +66,7 @@ def match_weights(checkpoint: CheckpointFiles, config: ModelConfig, leaves: Mapp
 
 
 def _declared(table: Any, name: str) -> Tied | Ignored | None:
-    """The entry of the table that allows a tensor which fills no leaf."""
+    """The entry of the table that allows a tensor although it fills no leaf."""
     for entry in table:
         if isinstance(entry, Tied) and entry.tensor == name:
             return entry
@@ -87,7 +87,7 @@ def _unlike(checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]]
 
 
 def _mixed_dtypes(checkpoint: CheckpointFiles, mapped: Mapped) -> list[str]:
-    """Leaves that are stacked from tensors of several dtypes, for which there is no bit-exact leaf."""
+    """Leaves stacked from tensors of several dtypes, which no leaf can hold bit for bit."""
     problems = []
     for leaf, pieces in mapped.pieces.items():
         dtypes = {checkpoint.tensors[piece.tensor].dtype for piece in pieces}

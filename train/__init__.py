@@ -1,5 +1,5 @@
-"""The training program: recipes, data, the step, the loop around it, and what it leaves behind.
+"""The training program: recipes, data, the step, the loop around it, and its outputs.
 
-`recipe` says what a run is, `program` what it computes, `run.train` runs it, `compile_only` compiles it for hardware
-that is not there, `evaluation` scores held-out text for training and for `moe-jax eval` alike.
+`recipe` describes a run, `program` holds what it computes, `run.train` runs it, `compile_only` compiles it for absent
+hardware, and `evaluation` scores held-out text, both in training and for `moe-jax eval`.
 """

@@ -1,7 +1,7 @@
-"""The training step compiled for an accelerator that is not there.
+"""Compiles the training step for an absent accelerator.
 
-The `libtpu` wheel holds the TPU compiler and runs on any x86 CPU machine. What is compiled is the very step that
-`loop` runs, on abstract arrays: no weights are loaded or made.
+The `libtpu` wheel holds the TPU compiler and runs on any x86 CPU machine. The step is the same one that `loop` runs,
+here on abstract arrays: no weights are loaded or made.
 """
 
 import json
@@ -14,14 +14,14 @@ from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
 from moe_jax.train.recipe import Recipe
 
-# libtpu asks a metadata server what machine it is on unless the environment says so; any TPU will do, for the
-# topology that is compiled for is named to the compiler.
+# libtpu asks a metadata server for the machine's type unless the environment gives one. Any TPU type will do: the
+# compiler is told separately which topology to compile for.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    # Two compilations at a time may use the library, for none of them uses a chip.
+    # Several compilations may use the library at a time, because none of them uses a chip.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
@@ -61,7 +61,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
 
     devices = _devices(topology)
     program = make_program(recipe, config, devices)
-    # The compiler writes the program's text itself: `compiled.as_text()` has to parse what may be newer than JAX.
+    # The compiler dumps the program's text itself: `compiled.as_text()` cannot parse output of a newer compiler.
     with jax.set_mesh(program.mesh), tempfile.TemporaryDirectory() as folder:
         lowered = program.step.lower(program.state, program.frozen, abstract_batch(recipe, program.mesh))
         try:

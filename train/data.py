@@ -12,7 +12,7 @@ from moe_jax.train.sequence_packing import PackedBatches
 from moe_jax.train.sources import Files, JsonLines, TextFile, check_beginning, find_files
 from moe_jax.train.tokenizer import Pairs, Tokenizer
 
-# A row of the batch should find this many pieces in an epoch, or the rows of a batch would be near copies.
+# Each row of the batch should get at least this many pieces per epoch; otherwise the rows would be nearly equal.
 _PIECES_PER_ROW = 8
 _SEQUENCES_PER_PIECE = 8
 
@@ -101,7 +101,7 @@ def _ordered(section: DataSection, sources: Sequence[Files], sizes: Sequence[int
 
 
 def _check_length(source: SourceSection, records: Files, tokenizer: Tokenizer, seq_len: int) -> None:
-    """Raises `InputError` unless there is text for one sequence; reads no more than it takes to know."""
+    """Raises `InputError` unless there is text for one sequence; reads no more than necessary to decide."""
     count = documents = 0
     for index in range(len(records)):
         pairs = tokenizer.pairs(records[index])

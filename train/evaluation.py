@@ -51,7 +51,7 @@ def read_text(path: str | Path, tokenizer: Tokenizer) -> np.ndarray:
     if not path.is_file():
         raise FileNotFoundError(f"no text at {path}")
     try:
-        # From bytes: opened as text, line ends would be changed.
+        # Decoded from bytes, because reading as text would change line ends.
         ids = tokenizer.encode(path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text at byte {error.start}") from None
@@ -69,9 +69,9 @@ class Evaluator:
       graphdef: of the model.
       ids: Int32[n], the text, as `read_text` gives it.
       seq_len: N, at least 2.
-      batch_size: windows computed at once; rounded up to what the mesh divides. No influence on the result but for
-        the last bits.
-      mesh: where the model lies; None: the first device.
+      batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last
+        bits of the result.
+      mesh: the mesh that the model is on; None: the first device.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Evaluator:
         self._row_losses = jax.jit(row_losses, out_shardings=NamedSharding(self._mesh, P()))
 
     def __call__(self, *states: nnx.State) -> Evaluation:
-        """Scores the text with the parameters given, as `nnx.merge(graphdef, *states)` takes them."""
+        """Scores the text with parameters given as the states of `nnx.merge(graphdef, *states)`."""
         rows = local_rows(self._mesh, self._batch_size)
         total = 0.0
         with jax.set_mesh(self._mesh):
@@ -108,7 +108,7 @@ class Evaluator:
 
 
 def check_seq_len(seq_len: int) -> None:
-    """Raises `InputError` for windows of which nothing could be scored."""
+    """Raises `InputError` for windows so short that nothing could be scored."""
     if seq_len < 2:
         raise InputError(f"seq_len = {seq_len} must be at least 2, for the first token of a window is never scored")
 
@@ -116,7 +116,7 @@ def check_seq_len(seq_len: int) -> None:
 def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields batches of consecutive windows of a text: `tokens` and `segment_ids`, Int32[batch_size, seq_len] both.
 
-    What is missing in the last one is padding, of segment 0.
+    The last batch is filled up with padding, which has segment 0.
     """
     size = batch_size * seq_len
     for start in range(0, len(ids), size):

@@ -1,4 +1,4 @@
-"""What routers do on a text: how often every expert is chosen, and what else merging experts takes."""
+"""Statistics of routers on a text: how often each expert is chosen, and what methods that merge experts need."""
 
 from typing import NamedTuple
 
@@ -16,9 +16,11 @@ from moe_jax.train.placement import batch_shards, local_rows, place
 
 
 class ExpertLoad(NamedTuple):
-    """Attributes:
-    tokens: of the text.
-    shares: by layer index, the share of the assignments that every routed expert got; float64[E], sums to 1.
+    """How often experts are chosen.
+
+    Attributes:
+      tokens: number of tokens in the text.
+      shares: by layer index, the share of the assignments that each routed expert got; float64[E], sums to 1.
     """
 
     tokens: int
@@ -26,14 +28,15 @@ class ExpertLoad(NamedTuple):
 
 
 def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh) -> ExpertLoad:
-    """Runs the model on a text, cut into windows as `Evaluator` cuts it, and counts where its tokens go.
+    """Runs the model on a text, cut into windows as in `Evaluator`, and counts which experts its tokens are routed to.
 
     Args:
       model: with MoE layers, on the mesh.
       ids: Int32[n], the text.
-      seq_len: tokens of a window.
-      batch_size: windows computed at once; rounded up to what the mesh divides. No influence on the result.
-      mesh: where the model lies.
+      seq_len: tokens in a window.
+      batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Does not affect the
+        result.
+      mesh: the mesh that the model is on.
 
     Raises:
       InputError: if `seq_len` is too small.
@@ -45,7 +48,7 @@ def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: i
 def measure_router_statistics(
     model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh
 ) -> dict[int, RouterStatistics]:
-    """The same run, by layer index: shares, mean probabilities, and how alike the logits of experts are.
+    """The router statistics of the same run, by layer index: shares, mean probabilities, and the similarity of logits.
 
     Args:
       model, ids, seq_len, batch_size, mesh: see `measure_load`.
@@ -89,6 +92,6 @@ _ZERO = _Sums(0.0, 0.0, 0.0)
 
 def _statistics(sums: _Sums, tokens: int) -> RouterStatistics:
     norms = np.sqrt(np.outer(np.diag(sums.gram), np.diag(sums.gram)))
-    # Logits that are always zero point nowhere: such an expert is like no other one.
+    # The cosine with logits that are always zero is undefined; such an expert counts as similar to no other.
     similarity = np.divide(sums.gram, norms, out=np.zeros_like(norms), where=norms > 0)
     return RouterStatistics(sums.load / tokens, sums.probability / tokens, similarity)

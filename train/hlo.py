@@ -1,4 +1,4 @@
-"""Collectives in the text of a compiled program: how many of which kind, and how large they are."""
+"""Collectives in the text of a compiled program: how many of each kind, and their sizes."""
 
 import math
 import re
@@ -22,10 +22,12 @@ _CONSTANT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 
 
 class Collectives(NamedTuple):
-    """Of one kind: how often they run in one run of the program, and their bytes on one device, all runs together.
+    """All collectives of one kind in one run of the program.
 
-    The bytes of a collective are those of the whole array: the result of an all-gather, the operand of a
-    reduce-scatter.
+    Attributes:
+      count: how often they run.
+      bytes: the sum over these runs of the bytes on one device. The bytes of a collective are those of the whole array:
+        the result of an all-gather, the operand of a reduce-scatter.
     """
 
     count: int
@@ -33,7 +35,7 @@ class Collectives(NamedTuple):
 
 
 def collectives(hlo: str) -> dict[str, Collectives]:
-    """Collectives by kind of a compiled program (`compiled.as_text()`), those in loops as often as the loops run."""
+    """Collectives of a compiled program (`compiled.as_text()`) by kind; those in a loop count once per iteration."""
     entry, computations = _computations(hlo)
     totals: dict[str, Collectives] = {}
     chains: set[tuple[str, str]] = set()
@@ -65,7 +67,7 @@ def collectives(hlo: str) -> dict[str, Collectives]:
 
 
 def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
-    """Name of the entry, and the lines of every computation."""
+    """Name of the entry computation, and the lines of every computation by name."""
     entry = name = ""
     lines: dict[str, list[str]] = {}
     for line in hlo.splitlines():
@@ -79,7 +81,7 @@ def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def _calls(line: str, computations: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
-    """Computations that an instruction runs, and how often."""
+    """The computations that an instruction runs, and how often it runs each."""
     if loop := _LOOP.search(line):
         yield loop[2], _trips(line, computations.get(loop[1], []))
     for callee in _CALLED.findall(line):
@@ -90,7 +92,7 @@ def _calls(line: str, computations: dict[str, list[str]]) -> Iterator[tuple[str,
 
 
 def _trips(line: str, condition: list[str]) -> int:
-    """How often a loop runs: as the compiler says, or by the one number its counter is compared with; else 1."""
+    """Iterations of a loop: from the compiler's annotation, else the constant its counter is compared with, else 1."""
     if known := _TRIPS.search(line):
         return int(known[1])
     bounds = [int(bound) for text in condition for bound in _CONSTANT.findall(text)]
@@ -98,7 +100,7 @@ def _trips(line: str, condition: list[str]) -> int:
 
 
 def _shape_of(operands: str, computation: list[str]) -> str:
-    """Shapes of operands that are written without them: those they are defined with."""
+    """The shapes of operands that are written without shapes, from their definitions."""
     names = re.findall(r"%([\w.-]+)", operands)
     definitions = [re.compile(rf"\s*(?:ROOT )?%{re.escape(name)} = (.*?) [\w-]+\(") for name in names]
     defined = (definition.match(line) for definition in definitions for line in computation)
@@ -108,7 +110,7 @@ def _shape_of(operands: str, computation: list[str]) -> str:
 def _bytes(shape: str, operands: str, *, asynchronous: bool) -> int:
     sizes = [_size(kind, dims) for kind, dims in _SHAPE.findall(shape)]
     if asynchronous and len(sizes) > 1:
-        # The tuple of a start holds the operands, then the results, then what the hardware needs.
+        # The tuple of a `-start` holds the operands, then the results, then data for the hardware.
         count = max(1, operands.count("%"))
         return sum(sizes[count : 2 * count])
     return sum(sizes)

@@ -1,4 +1,4 @@
-"""The loop over the steps: metrics one step late, held-out evaluation, checkpoints, and every way to stop."""
+"""The training loop: metrics fetched one step late, held-out evaluation, checkpoints, and all ways to stop."""
 
 import signal
 import time
@@ -23,7 +23,7 @@ from moe_jax.train.step import StepMetrics, TrainState
 
 
 class Diverged(InputError):
-    """The loss or the gradient is no number any more."""
+    """The loss or the gradient is not finite."""
 
 
 class Stopped(Exception):
@@ -41,9 +41,9 @@ class Loop:
       recipe: the run.
       program: what it computes.
       frozen: the parameters that are not trained.
-      data: batches, standing where training goes on.
+      data: batches, positioned where training continues.
       checkpoints: of the run.
-      source_fingerprint: identity of the model that training started from, kept with the checkpoints.
+      source_fingerprint: of the model that training started from; stored with the checkpoints.
       evaluator: scores held-out text; None: no evaluation.
       console: for progress.
       continue_command: what to type to continue the run.
@@ -78,14 +78,14 @@ class Loop:
         self._last: Record = {}
 
     def run(self, state: TrainState) -> tuple[TrainState, Record]:
-        """Trains from `state`, whose buffers it takes over, to the last step or the end of the data.
+        """Trains from `state`, whose buffers are donated, to the last step or the end of the data.
 
         Returns:
-          The state, and the record of the last step (empty if there was none left to do).
+          The state, and the record of the last step (empty if no step was left).
 
         Raises:
-          Diverged: naming the step and the last good checkpoint; the bad state is not saved.
-          Stopped: after a signal, when the checkpoint is on disk.
+          Diverged: if the loss or gradient is not finite; the message names the step and the last good checkpoint.
+          Stopped: after a signal, once the checkpoint is on disk.
         """
         first = int(state.step)
         recipe, run_dir = self._recipe, Path(self._recipe.run_dir)
@@ -118,7 +118,7 @@ class Loop:
                 self._console.print(f"the data ended after {step} of {steps} steps", highlight=False)
                 break
             state, metrics = self._program.step(state, self._frozen, batch)
-            # The devices are at work on this step while the one before is fetched and written.
+            # The devices work on this step while the metrics of the previous one are fetched and written.
             report()
             step += 1
             pending = step, metrics
@@ -126,7 +126,7 @@ class Loop:
             if self._evaluator is not None and (step % recipe.eval.every == 0 or step == steps):
                 report(evaluate=state)
             if stop or step % recipe.checkpoint.every == 0 or step == steps:
-                # First the metrics: a state that came from a loss that is no number must not be saved.
+                # Metrics come first: a state with a loss that is not finite must not be saved.
                 report()
                 self._save(step, state)
             if stop and step < steps:
@@ -144,7 +144,7 @@ class Loop:
         return place(batch, self._rows, self._program.mesh, self._recipe.train.batch_size)
 
     def _finish(self, step: int, metrics: StepMetrics, evaluate: TrainState | None) -> Record:
-        """Waits for a step and checks it; adds the speed, and the held-out loss of the state given."""
+        """Waits for a step and checks it; adds the speed, and the held-out loss if a state is given."""
         record = to_record(self._program.config, step, metrics)
         if not is_finite(record):
             raise Diverged(self._divergence(record))

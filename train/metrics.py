@@ -1,4 +1,4 @@
-"""What a run reports: every step as a line of metrics.jsonl and as TensorBoard events, and the progress on screen."""
+"""The reports of a run: each step as a line of metrics.jsonl and as TensorBoard events, and progress on screen."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
-    """One step as JSON: waits until the step is computed.
+    """The metrics of a step, JSON-able. Waits until the step is computed.
 
     Keys: `step`, `loss`, `aux_loss` (what is added to the loss), `grad_norm`, `learning_rate`, `tokens`,
     `scored_tokens`; for a model with MoE layers also `balance_loss`, `z_loss` and `cv_loss` (means over the layers,
@@ -57,18 +57,18 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
 
 
 def is_finite(record: Record) -> bool:
-    """Whether the loss and the gradient are; if not, the update of that step has spoilt the parameters."""
+    """Whether the loss and the gradient are finite; if not, that step's update has ruined the parameters."""
     return all(math.isfinite(record[key]) for key in ("loss", "aux_loss", "grad_norm"))
 
 
 class MetricsWriter:
-    """Appends records to metrics.jsonl and TensorBoard. Steps after `last_step`, of a run that went further, are cut.
+    """Appends records to metrics.jsonl and TensorBoard. Removes older records of steps after `last_step`.
 
     Only the first process writes; in others this does nothing.
 
     Args:
-      run_dir: holds both.
-      last_step: the step that training continues after; 0 for a new run.
+      run_dir: the directory that holds both.
+      last_step: the step after which training continues; 0 for a new run.
       tensorboard: whether to write events.
     """
 
@@ -97,7 +97,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl; a last line that a killed run left unfinished is ignored."""
+    """The records of a metrics.jsonl; an unfinished last line of a killed run is ignored."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -108,13 +108,16 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 class StepLine:
-    """Shows the figures of a step: beside a bar on a terminal, as a line now and then elsewhere. A context manager.
+    """Shows the metrics of the current step: beside a bar on a terminal, otherwise as a line every so many steps.
+
+    A context manager.
 
     Args:
       console: where to show them.
       first: steps done before.
       steps: all steps of the run.
-      every: elsewhere than on a terminal, show every so many steps; those with an evaluation and the last one always.
+      every: steps between lines if the console is not a terminal. Steps with an evaluation and the last step always
+        have a line.
     """
 
     def __init__(self, console: rich.console.Console, *, first: int, steps: int, every: int):
@@ -138,7 +141,7 @@ class StepLine:
         step, line = record["step"], _line(record)
         self._pace.update(step)
         self._bars("training", step, self._steps, line)
-        # The bar disappears with the last step, whose figures are printed on a terminal too.
+        # The bar disappears after the last step, so the metrics of that step are printed on a terminal too.
         due = not self._console.is_terminal and (step % self._every == 0 or "eval_loss" in record)
         if due or step == self._steps:
             left = "" if self._pace.left is None else f"  {show_duration(self._pace.left)} left"
@@ -165,12 +168,12 @@ def _cut_after(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["step"] <= last_step]
-    # Being killed here must not lose the curve so far.
+    # If the process is killed here, the records so far must not be lost.
     replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
 def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Scalars by TensorBoard tag: `expert_load/layer_1/expert_0`."""
+    """Scalars of a record by TensorBoard tag, such as `expert_load/layer_1/expert_0`."""
     scalars: list[tuple[str, float]] = []
     for key, value in record.items():
         if isinstance(value, int | float):

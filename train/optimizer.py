@@ -11,9 +11,9 @@ from moe_jax.train.recipe import OptimizerSection, ScheduleSection
 
 
 def learning_rate(section: OptimizerSection, schedule: ScheduleSection, steps: int) -> optax.Schedule:
-    """Learning rate by number of steps done: linear warm-up from 0, then down to `final_ratio` at `steps`.
+    """Learning rate by number of steps done: linear warm-up from 0, then decay to `final_ratio` at `steps`.
 
-    The first step uses the first value above 0 of the warm-up and the last step the final one.
+    The first step uses the first value of the warm-up above 0, and the last step uses the final value.
     """
     peak = section.learning_rate
     rest = max(1, steps - schedule.warmup_steps)
@@ -26,7 +26,7 @@ def learning_rate(section: OptimizerSection, schedule: ScheduleSection, steps: i
     if schedule.warmup_steps:
         warmup = optax.linear_schedule(0.0, peak, schedule.warmup_steps)
         decay = optax.join_schedules([warmup, decay], [schedule.warmup_steps])
-    # Rounding would leave the last step of a decay to 0 a rate just below it.
+    # With a decay to 0, rounding would make the last rate slightly negative.
     return lambda done: jnp.maximum(decay(done + 1), 0.0)
 
 

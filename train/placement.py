@@ -1,4 +1,4 @@
-"""Batches on the devices of a mesh, and what processes tell each other about them."""
+"""Batches on the devices of a mesh, and their communication between processes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,12 @@ from moe_jax.sharding import batch_spec
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How a batch [B, T] lies on the mesh."""
+    """The sharding of a batch [B, T] on the mesh."""
     return NamedSharding(mesh, batch_spec())
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Into how many parts the rows of a batch are split."""
+    """The number of parts into which the rows of a batch are split."""
     return mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
 
 
@@ -47,7 +47,7 @@ def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_si
     Args:
       batch: arrays [R, T], the given rows of the global batch.
       rows: their numbers, from `local_rows`.
-      mesh: where they go.
+      mesh: the mesh to put them on.
       batch_size: B.
     """
     sharding = batch_sharding(mesh)
@@ -63,7 +63,7 @@ def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_si
 
 
 def merge_positions(state: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
-    """The data position of the whole batch, from the rows every process knows of (see `PackedBatches`)."""
+    """The data position of the whole batch, from those of each process's rows (see `PackedBatches`)."""
     if jax.process_count() == 1:
         return dict(state)
     table = np.full((batch_size, 2), -1, np.int64)
@@ -76,7 +76,7 @@ def merge_positions(state: Mapping[str, Any], batch_size: int) -> dict[str, Any]
 
 
 def any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process; the same answer in all of them."""
+    """Whether the flag is set in any process; returns the same in all of them."""
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))

@@ -1,6 +1,6 @@
-"""What a recipe makes of a model on a mesh: the parts of a run that need no weights.
+"""The parts of a run that need no weights: model, mesh, partition, optimizer and step.
 
-`loop` runs it and `compile_only` compiles it for hardware that is not there; both get the same step.
+`loop` runs the step, and `compile_only` compiles the same step for absent hardware.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ class Program:
     Attributes:
       config: of the model; its dtype is that of the trained parameters.
       mesh: the devices.
-      model: abstract.
+      model: the decoder with abstract parameters.
       trainable: paths in memory of the trained parameters.
       graphdef: of the model, for the states below.
       optimizer: over the trained parameters.
       state: abstract `TrainState`, every leaf with its sharding.
-      frozen: abstract state of the parameters that are not trained, likewise; in the dtype of the config unless the
-        recipe says one, which a checkpoint may differ from.
+      frozen: abstract state of the parameters that are not trained, with shardings. Its dtypes are the recipe's or the
+        config's; those of a checkpoint may differ.
       step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`.
     """
 
@@ -60,7 +60,7 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     Args:
       recipe: the run.
       config: of the model.
-      devices: for the mesh; default all there are. May be those of a topology.
+      devices: for the mesh; default all. May be those of a topology description.
 
     Raises:
       InputError: a mesh, batch size, partition or parameter shape that does not fit.
@@ -87,7 +87,7 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
 
 
 def abstract_batch(recipe: Recipe, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """The batch of a recipe, without contents."""
+    """Shapes, dtypes and shardings of a recipe's batch."""
     shape, sharding = (recipe.train.batch_size, recipe.data.seq_len), batch_sharding(mesh)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     dtypes |= {"segment_ids": jnp.int32, "positions": jnp.int32}
@@ -121,7 +121,7 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
 
 
 def first_state(program: Program, params: nnx.State) -> TrainState:
-    """The state before the first step; takes over the buffers of `params`."""
+    """The state before the first step; donates the buffers of `params`."""
     make = jax.jit(
         lambda params: init_state(params, program.optimizer), donate_argnums=0, out_shardings=_shardings(program.state)
     )
@@ -129,7 +129,7 @@ def first_state(program: Program, params: nnx.State) -> TrainState:
 
 
 def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The train state with shardings; the optimizer's moments lie where their parameters do."""
+    """The train state with shardings; the optimizer's moments are sharded like their parameters."""
     shardings = state_shardings(params, mesh)
     replicated = NamedSharding(mesh, P())
     state = jax.eval_shape(lambda params: init_state(params, optimizer), params)
@@ -140,7 +140,7 @@ def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, 
 
 
 def _cast(frozen: nnx.State, dtype: str) -> nnx.State:
-    """An abstract state in another dtype, where that may be."""
+    """An abstract state in another dtype, except for leaves that may not be cast."""
 
     def cast(path: tuple, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, dtype if may_be_cast(path_name(path), leaf.dtype) else leaf.dtype)

@@ -1,7 +1,7 @@
-"""A recipe: one TOML file that says everything about a training run.
+"""A recipe: one TOML file that describes a training run completely.
 
-Relative paths in a recipe are relative to the current directory, not to the recipe, so that the
-resolved recipe kept in the run directory means the same when it is run again from the same place.
+Relative paths in a recipe are relative to the current directory and not to the recipe, so that the
+resolved recipe in the run directory means the same when it is run again from the same directory.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ class ModelSection:
     """Which model is trained and how it computes.
 
     Attributes:
-      path: a model directory or a Hugging Face directory; its weights are where training starts.
+      path: a model directory or a Hugging Face directory; training starts from its weights.
       config: instead of `path`, a config.json alone (of this library or Hugging Face's): for `init = "random"` and
         for `--compile-only`.
       init: `checkpoint` starts from the weights at `path`, `random` from new ones drawn with the seed.
       param_dtype: dtype the trained parameters and the optimizer's moments are kept in.
       frozen_dtype: dtype of the parameters that are not trained. None: as stored. NF4 kernels are always as stored.
       compute_dtype: dtype of the matrix products.
-      output_dtype: dtype of the model that is left at the end. None: as in training.
+      output_dtype: dtype of the final model that is written. None: as in training.
       remat: what the backward pass computes again instead of keeping it: nothing, every layer (`full`), or
         every layer but its matrix products (`dots`).
     """
@@ -55,7 +55,7 @@ class ModelSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceSection:
-    """Files of one kind that are drawn from alike.
+    """A set of files that share a format and a weight.
 
     Attributes:
       path: a file or a glob pattern.
@@ -84,18 +84,18 @@ class SourceSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """What is trained on.
+    """The training data.
 
     Attributes:
       sources: the files. May be empty only for `--compile-only`.
       seq_len: length T of a packed sequence.
       tokenizer: a tokenizer.json. None: the model's own.
       bos: whether documents begin with the BOS token; `auto`: where the tokenizer itself puts one.
-      eos: whether documents end with the EOS token; `auto`: responses do, and so do plain documents unless a BOS
-        token stands between them already.
-      packing: `split` fills every sequence and cuts documents where it ends; `whole` starts a new sequence rather
-        than cut a document that fits into one.
-      shuffle: whether documents come in an order drawn with the seed, anew in every epoch.
+      eos: whether documents end with the EOS token; `auto`: responses do, and other documents do unless they begin
+        with a BOS token.
+      packing: `split` fills every sequence and cuts documents at its end; `whole` starts a new sequence rather than
+        cut a document that would fit into one.
+      shuffle: whether documents are shuffled with the seed, differently in every epoch.
       epochs: passes over the data after which training ends early. None: no limit.
       piece_kib: a long text is read in pieces of about this many KiB, cut at line ends.
       prefetch: batches prepared ahead in the background.
@@ -125,8 +125,8 @@ class DataSection:
 class PartitionSection:
     """Which parameters are trained: those that match a pattern of `train` and none of `freeze`.
 
-    Without `train` it is all parameters, or of a model with a frozen base what stands beside it: adapters, LoRA, and
-    routers that choose among adapters.
+    Without `train`, all parameters are trained; of a model with a frozen base, only adapters, LoRA, and routers that
+    choose among adapters.
 
     Patterns are regular expressions that must match a whole leaf path, such as `layers/3/mlp/router/kernel`
     (`moe-jax inspect` lists them): `layers/.*/attention/.*`, `.*/router/.*`, `embed/.*|lm_head/.*`.
@@ -143,7 +143,7 @@ class OptimizerSection:
     Attributes:
       learning_rate: the highest learning rate, reached after the warm-up.
       b1, b2, eps: Adam's.
-      weight_decay: decoupled, times the learning rate; norms and biases are never decayed.
+      weight_decay: decoupled, multiplied by the learning rate; norms and biases are never decayed.
       decay_embeddings, decay_router: whether these are decayed as well.
       clip_norm: gradients are scaled down to this global norm. 0: never.
     """
@@ -183,13 +183,13 @@ class ScheduleSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSection:
-    """How long and in what batches.
+    """The number of steps and the batch size.
 
     Attributes:
       steps: optimizer steps.
       batch_size: sequences per step, over all devices.
-      accumulation: parts that a batch is computed in, one after another; memory shrinks, the result is the same but
-        for noise (of `coder` routers), which every part draws for itself.
+      accumulation: number of microbatches into which a batch is split, to save memory. The result is the same, except
+        that each microbatch draws its own noise (of `coder` routers).
     """
 
     steps: int = 1000
@@ -204,7 +204,7 @@ class TrainSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSection:
-    """Devices per mesh axis; one of them may be -1: what the others leave."""
+    """Devices per mesh axis; one of them may be -1, the rest of the devices."""
 
     data: int = 1
     fsdp: int = -1
@@ -214,7 +214,7 @@ class MeshSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """A checkpoint every so many steps, the newest `keep` of which stay."""
+    """A checkpoint is written every `every` steps, and the newest `keep` of them are kept."""
 
     every: int = 500
     keep: int = 2
@@ -225,7 +225,7 @@ class CheckpointSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogSection:
-    """`every`: steps between progress lines where there is no terminal; metrics are kept of every step."""
+    """`every`: steps between progress lines if there is no terminal. Metrics are written for every step."""
 
     every: int = 10
     tensorboard: bool = True
@@ -236,7 +236,7 @@ class LogSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSection:
-    """Held-out text scored every so many steps and at the end, as `moe-jax eval` scores it."""
+    """A held-out text that is scored every `every` steps and at the end, as by `moe-jax eval`."""
 
     text: str
     every: int = 100
@@ -251,7 +251,7 @@ class EvalSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole run. `run_dir` is where everything it makes goes; `seed` decides all that is random."""
+    """A run. All its outputs go to `run_dir`; `seed` determines everything random."""
 
     run_dir: str
     model: ModelSection
@@ -273,8 +273,8 @@ class Recipe:
             raise InputError("run_dir is empty")
 
 
-# What may differ between a run and its continuation: nothing here changes what a step computes.
-# (Another mesh adds in another order, so the last bits may differ; restoring onto it is a feature.)
+# Keys that may differ between a run and its continuation, because they do not change what a step computes.
+# (Another mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
 CHANGEABLE = ("train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch")
 
 
@@ -296,7 +296,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def check_continues(before: Recipe, now: Recipe) -> None:
-    """Raises `InputError` naming the keys in which `now` may not differ from the run it continues."""
+    """Raises `InputError` if `now` differs from the run it continues in keys that must not change; names them."""
     old, new = recipe_toml.flatten(before), recipe_toml.flatten(now)
     changed = [
         f"{key} (was {old.get(key)!r}, is {new.get(key)!r})"

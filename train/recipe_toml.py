@@ -9,10 +9,10 @@ from moe_jax.errors import InputError
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns `table` with `a.b=value` overrides put in; values are TOML values, and anything else is a bare string.
+    """Returns `table` with overrides `a.b=value`. A value that is not TOML is taken as a string.
 
     Raises:
-      InputError: if an override is not of the form `key=value` or goes through something that is no table.
+      InputError: if an override is not of the form `key=value`, or its path leads through a value that is not a table.
     """
     result = _copy(table)
     for override in overrides:

@@ -1,4 +1,4 @@
-"""A training run from beginning to end, or from its last checkpoint on."""
+"""A training run, from the beginning or from its last checkpoint."""
 
 import contextlib
 import dataclasses
@@ -36,14 +36,14 @@ def train(
     continue_command: str = "moe-jax train RECIPE.toml --resume",
     console: rich.console.Console | None = None,
 ) -> Path:
-    """Runs a recipe; everything it makes goes to its run directory.
+    """Runs a recipe; all outputs go to its run directory.
 
     Args:
       recipe: the run.
       config: of the model.
       source: the model that the recipe names; None if it names a config alone and new weights.
       resume: continue the run in the run directory; where there is none, a new run starts.
-      continue_command: what to type to continue, told when a signal stops the run.
+      continue_command: the command that continues the run, printed when a signal stops it.
       console: for everything that is printed.
 
     Returns:
@@ -69,7 +69,7 @@ def train(
         rows=local_rows(program.mesh, recipe.train.batch_size),
     )
     evaluator = _evaluator(recipe, program, tokenizer)
-    # Every process has looked before the first one writes.
+    # All processes have checked the directory before the first one writes to it.
     wait_for_all("run directory checked")
     if is_first_process():
         write_recipe(recipe)
@@ -120,7 +120,7 @@ def _restore(
     checkpoints: TrainingCheckpoints,
     step: int,
 ) -> tuple[TrainState, nnx.State]:
-    """The state of a checkpoint and the frozen parameters; puts `data` where it stood."""
+    """The state of a checkpoint, and the frozen parameters; sets `data` to the checkpoint's position."""
     with jax.set_mesh(program.mesh):
         frozen = program.frozen
         state, extra = checkpoints.restore(step, program.state)

@@ -1,4 +1,4 @@
-"""The run directory: what a run leaves behind, and what it needs to go on.
+"""The run directory: the outputs of a run, and what is needed to continue it.
 
     recipe.toml      the recipe as resolved, overrides included
     checkpoints/     the last few training checkpoints
@@ -50,7 +50,7 @@ def check_run_directory(recipe: Recipe, *, resume: bool) -> bool:
 
 
 def write_recipe(recipe: Recipe) -> None:
-    """Creates the run directory, if need be, and puts the recipe into it as resolved."""
+    """Creates the run directory, if necessary, and writes the resolved recipe into it."""
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
@@ -66,15 +66,15 @@ def write_model(
 ) -> Path:
     """Writes `run_dir/model` and returns its path; an earlier one of the same run is replaced.
 
-    Of what started from an adapter directory another one is left, over the same base: with what that had of its own,
-    and what else was trained.
+    If training started from an adapter directory, the output is an adapter directory over the same base. It holds the
+    leaves that the first one held, and all others that were trained.
 
     Args:
       model: with the trained parameters.
       recipe: of the run.
       source: what it started from; its lineage is continued and its tokenizer files are copied.
       tokenizer: the tokenizer file of the run, copied if there is no source.
-      measured: figures for the lineage.
+      measured: measurements for the lineage.
       trainable: paths in memory of the trained parameters.
     """
     target = Path(recipe.run_dir) / "model"
@@ -99,7 +99,7 @@ def write_model(
     else:
         own = None
         writer = ModelDirectoryWriter(fresh, model.config, tokenizer_files=files, lineage=lineage)
-    # Orbax needs the calls of every process; only the first one writes.
+    # Every process must make these calls; only the first one writes.
     with writer:
         for path, leaf in _gathered(model, recipe.model.output_dtype, own):
             writer.write({path: leaf})
@@ -110,7 +110,7 @@ def write_model(
 
 
 def _gathered(model: Decoder, dtype: str | None, only: Collection[str] | None) -> Iterator[tuple[str, np.ndarray]]:
-    """Whole leaves, all or some; every process takes part in gathering what lies on several hosts."""
+    """Yields unsharded leaves, all or some; every process takes part in gathering those sharded over hosts."""
     for path, leaf in model_leaves(model):
         if only is not None and path not in only:
             continue

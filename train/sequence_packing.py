@@ -1,8 +1,8 @@
-"""Documents packed into sequences of one length, as an iterator whose position is a few integers.
+"""Packs documents into sequences of equal length; an iterator whose position is a few integers.
 
-Row r of the global batch reads records r, r + B, r + 2B, ... one after the other. What a row holds therefore does not
-depend on how many processes share the batch, each process prepares its own rows only, and a position is
-one (record, offset) per row.
+Row r of the global batch reads the records r, r + B, r + 2B, ... in turn. The content of a row therefore does not
+depend on the number of processes, each process prepares only its own rows, and the position is one (record, offset) per
+row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Batch = dict[str, np.ndarray]
 
 
 class PackedBatches(grain.IterDataset):
-    """Batches of packed sequences, without end: when the records run out, what follows is padding.
+    """An endless iterator of batches of packed sequences: after the last record, everything is padding.
 
     Every batch holds, for the R rows of this process and T = `seq_len`:
       tokens Int32[R, T], targets Int32[R, T], weights Float32[R, T] (0: not scored),
@@ -31,7 +31,7 @@ class PackedBatches(grain.IterDataset):
       num_rows: B, rows of the global batch.
       seq_len: T.
       whole: start a new sequence rather than cut a document that fits into one.
-      identity: what the position belongs to; a position of other data is refused.
+      identity: identifies the data; a position that belongs to other data is refused.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class _Iterator(grain.DatasetIterator):
 
 
 class _Row:
-    """One row of the batch and where it stands in the records."""
+    """One row of the batch, and its position in the records."""
 
     def __init__(self, records: grain.MapDataset, number: int, stride: int, seq_len: int, whole: bool):
         self.number = number
@@ -114,7 +114,7 @@ class _Row:
                 target[filled : filled + count] = source[self.offset : self.offset + count]
             filled += count
             self.offset += count
-        # A document that was cut goes on as a new segment: attention cannot see the row before.
+        # A document that was cut continues as a new segment, because attention cannot see the previous row.
         row.starts[:1] = filled > 0
         index = np.arange(self._seq_len)
         inside = index < filled
@@ -127,7 +127,7 @@ class _Row:
         }
 
     def _take(self, space: int) -> int:
-        """How many pairs go into the `space` left in the row; 0: the row is full enough."""
+        """How many pairs to put into the `space` left in the row; 0 to end the row here."""
         assert self._pairs is not None
         rest = len(self._pairs.tokens) - self.offset
         if not self._whole:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a wish to stop after the current step."""
+"""SIGTERM and SIGINT as requests to stop after the current step."""
 
 import signal
 import threading
@@ -9,10 +9,10 @@ from jax.experimental import multihost_utils
 
 
 class StopSignals:
-    """Remembers that a signal came; a second one of the same kind acts as always. A context manager.
+    """Remembers that a signal arrived; a second one of the same kind has its usual effect. A context manager.
 
-    With several processes JAX's preemption service watches for SIGTERM, and all processes learn of the same step to
-    stop after.
+    With several processes, JAX's preemption service watches for SIGTERM and gives all processes the same step to stop
+    after.
 
     Attributes:
       received: the signal, or None.
@@ -33,7 +33,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def stop_after(self, step: int) -> bool:
-        """Whether to save and stop after `step`; every process asks after every step and gets the same answer."""
+        """Whether to save and stop after `step`. Every process calls this after every step; all get the same answer."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.received = signal.SIGTERM
         return self.received is not None

@@ -1,6 +1,6 @@
-"""Text and JSONL files as random-access records, read piece by piece: no file is ever held whole.
+"""Text and JSONL files as random-access records, read piece by piece: no file is ever in memory as a whole.
 
-A record is what the data order is made of: a piece of a text file, or a line of a JSONL file.
+Records are what is shuffled: a record is a piece of a text file, or a line of a JSONL file.
 """
 
 import bisect
@@ -15,18 +15,18 @@ import numpy as np
 
 from moe_jax.errors import InputError
 
-# Mistakes in so much of every file are found before training starts, those behind it when they are read.
+# This much of every file is checked before training starts; the rest is checked when it is read.
 CHECKED_BYTES = 64 << 20
 _CHUNK = 16 << 20
 
 
 class Example(NamedTuple):
-    """A stretch of text that is trained on as one.
+    """A document, or a part of one.
 
     Attributes:
-      text: all of it.
+      text: the text.
       prompt_chars: characters at its beginning that are not scored.
-      begins, ends: whether the document begins and ends here, or goes on in a neighbouring record.
+      begins, ends: whether the document begins and ends here; otherwise it continues in a neighbouring record.
       is_response: whether it is an answer to a prompt.
     """
 
@@ -48,9 +48,9 @@ class Records(Protocol):
 
 
 class TextFile:
-    """A text file in pieces of about `piece` bytes, cut behind a separator, else a line end, else a character.
+    """A text file in pieces of about `piece` bytes, cut after a separator, else a line end, else a character.
 
-    Piece k begins at the first such place at or after byte `k * piece`, so that a piece is found without an index.
+    Piece k begins at the first such boundary at or after byte `k * piece`, so that it is found without an index.
     """
 
     def __init__(self, path: Path, *, piece: int, separator: str | None = None):
@@ -81,12 +81,12 @@ class TextFile:
         ]
 
     def _cut(self, file: BinaryIO, index: int) -> tuple[int, bool]:
-        """The byte at which piece `index` begins, and whether that is between two documents."""
+        """The byte at which piece `index` begins, and whether a document begins there."""
         begin = index * self._piece
         if index == 0 or begin >= self._size:
             return min(begin, self._size), True
         separator = (self._separator or "").encode()
-        # A separator may lie across or just before `begin`.
+        # A separator may end at `begin`, or extend across it.
         back = min(begin, len(separator))
         file.seek(begin - back)
         window = file.read(back + self._piece)

@@ -20,12 +20,12 @@ Batch = dict[str, Array]
 """tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedBatches`."""
 
 
-# Keys of steps are folded from another key than those that parameters are drawn with from the same seed.
+# Separates the random keys of steps from those of initial parameters, which come from the same seed.
 _STEPS = 0x57E95
 
 
 class TrainState(NamedTuple):
-    """All that a step changes.
+    """Everything that a step changes.
 
     Attributes:
       step: optimizer steps done.
@@ -39,11 +39,11 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What a step reports; float32 scalars but for the router's statistics.
+    """The metrics of a step; float32 scalars, except for the router statistics.
 
     Attributes:
       loss: mean negative log-likelihood of the scored tokens, before the update.
-      auxiliary: what the auxiliary losses add to it (METHODS 1).
+      auxiliary: the sum of the auxiliary losses, with their coefficients (METHODS 1).
       grad_norm: global norm of the gradient, before clipping.
       learning_rate: of this step.
       scored: tokens scored.
@@ -79,7 +79,7 @@ def make_step(
     The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed
     in, plus the auxiliary losses (their mean over the microbatches). Gradients are added up in float32.
 
-    What is random follows from the seed, the step's number and that of the microbatch alone: it is the same after an
+    Everything random depends only on the seed and the numbers of the step and the microbatch: it is the same after an
     interruption and on every mesh.
 
     Args:
@@ -87,7 +87,7 @@ def make_step(
       config: of the model.
       optimizer: over the trained parameters.
       schedule: learning rate by steps done, as the optimizer uses it (reported only).
-      seed: of what is random in a step (the noise of routers).
+      seed: of everything random in a step (the noise of routers).
       accumulation: number of microbatches, a divisor of B.
     """
 
@@ -104,7 +104,7 @@ def make_step(
 
     def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, StepMetrics]:
         scored = jnp.sum(batch["weights"])
-        # A batch of nothing but prompts has no loss and no gradient, rather than 0/0.
+        # A batch that consists only of prompts has loss 0 and gradient 0 instead of 0/0.
         divisor = jnp.maximum(scored, 1.0)
         key = step_key(seed, state.step)
 
@@ -143,7 +143,7 @@ def make_step(
 
 
 def step_key(seed: int, step: int | Int[Array, ""]) -> Array:
-    """The random key of the step after `step` others; the seed is a recipe's."""
+    """The random key of the step that follows `step` steps."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)
 
 

@@ -1,4 +1,4 @@
-"""Scalars as TensorBoard events, written by hand: the usual writers bring PyTorch or TensorFlow with them.
+"""Scalars as TensorBoard events, encoded here because the usual writers depend on PyTorch or TensorFlow.
 
 An event file is a sequence of TFRecords: length (uint64), masked CRC-32C of the length, data, masked CRC-32C of the
 data, all little-endian. The data is a protocol buffer `tensorflow.Event` (tensorflow/core/util/event.proto).
@@ -16,8 +16,8 @@ class EventWriter:
     """Appends scalars to a new event file in a directory.
 
     Args:
-      directory: created if need be.
-      first_step: steps from here on that are in older files of the directory are no longer shown.
+      directory: created if necessary.
+      first_step: TensorBoard no longer shows steps from here on that are in older files of the directory.
     """
 
     def __init__(self, directory: Path, *, first_step: int):
@@ -25,7 +25,7 @@ class EventWriter:
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (directory / name).open("ab")
         self._write(_string(3, b"brain.Event:2"))
-        # A session log with status START: TensorBoard drops what comes from a run that was cut off.
+        # A session log with status START: TensorBoard then drops the steps that an interrupted run wrote beyond it.
         self._write(_integer(2, first_step) + _string(7, _integer(1, 1)))
 
     def write(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:

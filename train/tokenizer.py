@@ -1,4 +1,4 @@
-"""Examples to token ids with a Hugging Face `tokenizer.json`."""
+"""Converts examples to token ids with a Hugging Face `tokenizer.json`."""
 
 import json
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ Edge = Literal["auto", "always", "never"]
 
 
 class Pairs(NamedTuple):
-    """Examples as (token, next token) pairs: every token of a document but its first is a target exactly once.
+    """Examples as (token, next token) pairs: every token of a document except the first is a target exactly once.
 
     Attributes:
-      tokens: Int32[n], what is fed in.
-      targets: Int32[n], what comes next.
-      weights: Float32[n], 0 where the target is not scored.
-      starts: Bool[n], where a document begins.
+      tokens: Int32[n], the inputs.
+      targets: Int32[n], the next tokens.
+      weights: Float32[n], 0 for targets that are not scored.
+      starts: Bool[n], true for the first token of a document.
     """
 
     tokens: np.ndarray
@@ -50,7 +50,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"{path} is not a tokenizer.json: {error}") from None
-        # A file may carry the settings it was last used with.
+        # The file may contain truncation and padding settings from its last use.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.path = path
@@ -75,7 +75,7 @@ class Tokenizer:
         return self._checked(ids if self._bos is None else [self._bos, *ids])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
+        """The text of ids, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def pairs(self, examples: Sequence[Example]) -> Pairs:
@@ -98,7 +98,7 @@ class Tokenizer:
     def _document(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
         encoding = self._tokenizer.encode(example.text, add_special_tokens=False)
         ids = list(encoding.ids)
-        # A token that spans the border between prompt and response belongs to the response.
+        # A token that spans the boundary between prompt and response belongs to the response.
         scored = [float(end > example.prompt_chars) for _, end in encoding.offsets]
         if example.begins and self._bos is not None:
             ids, scored = [self._bos, *ids], [0.0, *scored]
@@ -110,7 +110,7 @@ class Tokenizer:
         return self._checked(ids), np.asarray(scored, np.float32)
 
     def _own_bos(self, config: ModelConfig) -> int | None:
-        """The token that the tokenizer itself puts before a text, if it does."""
+        """The BOS token that the tokenizer itself adds, if it adds one."""
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         special = self._tokenizer.encode("a", add_special_tokens=True).ids
         if len(special) > len(plain) and special[0] != plain[0]:

@@ -1,4 +1,4 @@
-"""One small file per family. A module here with a `FAMILY` is a family; nothing else has to know of it."""
+"""One small file per family. Every module here defines a `FAMILY`, which is found without being registered."""
 
 import importlib
 import pkgutil

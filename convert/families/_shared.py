@@ -20,11 +20,11 @@ class Family:
     Attributes:
       name: the `model_type` it reads and writes, and `ModelConfig.family` of what it read.
       architecture: the class of Transformers, written to `architectures`.
-      defaults: what a key that a config leaves out means: the defaults of Transformers' config class.
+      defaults: values of keys that a config leaves out: the defaults of Transformers' config class.
       read: foreign config -> ModelConfig.
-      write: ModelConfig -> the keys of config.json that say it; may raise `InputError` for what it cannot say.
+      write: ModelConfig -> keys of config.json; may raise `InputError` for what the format cannot express.
       table: its tensors, in the order in which they are written.
-      moe_format: name of the family in whose format a model of this one leaves once it has MoE layers.
+      moe_format: name of the family in whose format a model of this family is exported if it has MoE layers.
     """
 
     name: str
@@ -85,7 +85,7 @@ def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
 
     Args:
       block: the module that holds router and experts in the per-expert layout, such as `mlp`.
-      gate, up, down: what an expert's linear maps are called there, such as `gate_proj`.
+      gate, up, down: names of an expert's linear maps there, such as `gate_proj`.
     """
     foreign, ours = f"model.layers.{{i}}.{block}.experts.{{e}}", "layers/{i}/mlp/experts"
     fused = "model.layers.{i}.mlp.experts"
@@ -105,7 +105,7 @@ def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
 def read_attention(
     config: ForeignConfig, *, qkv_bias: bool = False, out_bias: bool = False, **kwargs: Any
 ) -> AttentionConfig:
-    """Reads heads and widths; further keywords go to `AttentionConfig`.
+    """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`.
 
     Raises:
       InputError: if the width is not a multiple of the heads and no head_dim is given.
@@ -144,7 +144,7 @@ def read_gated_ffn(config: ForeignConfig, *, dim: str = "intermediate_size", bia
 def read_decoder(
     config: ForeignConfig, family: str, layers: Sequence[LayerConfig], *, norm: str = "rms", eps: str = "rms_norm_eps"
 ) -> ModelConfig:
-    """Reads what is not said per layer.
+    """Reads the settings that all layers share.
 
     Args:
       config: the foreign config.
@@ -196,7 +196,7 @@ def _read_dtype(config: ForeignConfig) -> str:
 
 
 def write_decoder(config: ModelConfig, *, eps: str = "rms_norm_eps") -> dict[str, Any]:
-    """The keys that `read_decoder` and `read_attention` read."""
+    """Writes the keys that `read_decoder` and `read_attention` read."""
     attention = same_in_all_layers(config, "choice of heads (query, key-value, width)", _heads)
     eos = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None
     return {
@@ -249,7 +249,7 @@ def dense_ffn(config: ModelConfig) -> FFNConfig:
 
 
 def uniform_moe(config: ModelConfig) -> MoEConfig:
-    """The MoE that all layers share, as far as a format that has one kind of MoE layer can say it.
+    """The MoE that all layers share, in the fields that formats with one kind of MoE layer store.
 
     Raises:
       InputError: if a layer is dense, or layers differ in number, size or routing of their experts.

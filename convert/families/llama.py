@@ -1,4 +1,4 @@
-"""Llama, and what is stored as one: Yi, DeepSeek-Coder, many others."""
+"""Llama, and models in its format: Yi, DeepSeek-Coder and many others."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral whose every layer is an MoE; the softmax runs over the chosen experts."""
+"""Mixtral: Mistral with an MoE in every layer; the softmax is over the chosen experts."""
 
 from typing import Any
 

@@ -34,7 +34,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 
 def _read_windows(config: ForeignConfig) -> list[int | None]:
-    """One window per layer. Keys that say nothing, because windows are switched off, stay foreign."""
+    """One window per layer. If windows are switched off, the keys about them stay foreign."""
     count = num_layers(config)
     if not config.flag("use_sliding_window"):
         return [None] * count
@@ -65,7 +65,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **keys,
         "use_sliding_window": True,
         "sliding_window": used.pop(),
-        # Transformers 5 reads the types; releases that know no types read the index of the first window.
+        # Transformers 5 reads the types; older releases read the index of the first layer with a window.
         "layer_types": [FULL if window is None else SLIDING for window in windows],
         "max_window_layers": next(i for i, window in enumerate(windows) if window is not None),
     }
