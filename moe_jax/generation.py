@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from moe_jax.errors import InputError
 from moe_jax.functional.sampling import sample
-from moe_jax.nn import Decoder, init_cache
-from moe_jax.nn.decoder import Caches
+from moe_jax.nn import Caches, Decoder, init_cache
 
 
 def generate(

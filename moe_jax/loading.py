@@ -17,7 +17,7 @@ from moe_jax.models import ModelConfig, segments_of
 from moe_jax.nn import Decoder
 from moe_jax.sharding import path_name, state_shardings
 
-_STACKED = re.compile(r"segments/(\d+)/blocks/(\d+)/(.*)")
+_STACKED = re.compile(r"(?:stack/)?segments/(\d+)/blocks/(\d+)/(.*)")
 
 
 def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none") -> Decoder:
@@ -49,10 +49,14 @@ def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDt
 
 
 def disk_paths(config: ModelConfig, path: str) -> list[str]:
-    """Paths on disk of a parameter in memory: one per repeat if it is stacked, else itself."""
+    """Paths on disk of a parameter in memory: one per repeat if it is stacked.
+
+        stack/segments/0/blocks/1/mlp/up/kernel -> layers/1/mlp/up/kernel, layers/3/mlp/up/kernel, ...
+        stack/final_norm/scale                  -> final_norm/scale
+    """
     match = _STACKED.fullmatch(path)
     if not match:
-        return [path]
+        return [path.removeprefix("stack/")]
     segment = segments_of(config.layers)[int(match[1])]
     return [f"layers/{segment.layer(repeat, int(match[2]))}/{match[3]}" for repeat in range(segment.repeats)]
 

@@ -20,10 +20,11 @@ from moe_jax.errors import InputError, nearest, raise_if_any
 
 AXES = ("data", "fsdp", "expert", "tensor")
 
-# (path pattern, spec of an unstacked leaf). The first match decides. Parameters inside `segments/` carry one
-# more leading axis, the repeats of the layer, which is never split.
+# (path pattern, spec of an unstacked leaf). The first match decides. Parameters of layers in memory, below `segments/`,
+# carry one more leading axis, the repeats of the layer, which is never split.
 RULES: tuple[tuple[str, P], ...] = (
     (r"embed/embedding", P("tensor", "fsdp")),
+    (r"embed/positions", P(None, "fsdp")),
     (r"lm_head/kernel", P("fsdp", "tensor")),
     (r"lm_head/bias", P("tensor")),
     (r".*norm/(scale|bias)", P()),
@@ -108,14 +109,14 @@ def leaf_spec(path: str) -> P:
     """The PartitionSpec that the rule table gives a parameter.
 
     Args:
-      path: "/"-joined path in memory (`segments/0/blocks/1/...`) or on disk (`layers/3/...`).
+      path: "/"-joined path in memory (`stack/segments/0/blocks/1/...`) or on disk (`layers/3/...`).
 
     Raises:
       InputError: if no rule matches.
     """
     for pattern, spec in RULES:
         if re.fullmatch(pattern, path):
-            return P(None, *spec) if path.startswith("segments/") else spec
+            return P(None, *spec) if "segments/" in path else spec
     raise InputError(f"no sharding rule matches parameter {path!r}; add one to moe_jax.sharding.RULES")
 
 
@@ -152,6 +153,6 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
 
 
 def path_name(path: tuple) -> str:
-    """`segments/0/blocks/1/mlp/...` from a key path of a state."""
+    """`stack/segments/0/blocks/1/mlp/...` from a key path of a state."""
     parts = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path)
     return "/".join(str(part) for part in parts if part not in ("value", None))

@@ -5,6 +5,7 @@ whatever the size of the model. The layers are the modules that training runs; t
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,14 +16,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.attention import Visibility
-from moe_jax.functional.linear import linear
-from moe_jax.functional.rope import rope_tables
 from moe_jax.models import LayerConfig, ModelConfig
-from moe_jax.nn.block import Block, Context
-from moe_jax.nn.layers import Norm
+from moe_jax.nn.block import Block
+from moe_jax.nn.context import make_context
+from moe_jax.nn.embed import Embed
+from moe_jax.nn.head import Head
+from moe_jax.nn.stack import make_final_norm
 from moe_jax.sharding import path_name
 
+EMBEDDING = "embed/embedding"
 PROBE_SHAPE = (2, 32)
 TOLERANCE = 1e-5
 TOLERANCE_PER_LAYER = 1e-6
@@ -98,10 +100,14 @@ class StreamedModel:
         self._tokens = tokens
         self._x = jax.ShapeDtypeStruct((*tokens.shape, config.d_model), jnp.float32)
         self._programs: dict[Any, jax.stages.Compiled] = {} if like is None else dict(like._programs)
-        self._ends = {name: spec for name, spec in specs.items() if not name.startswith("layers/")}
+        self._embed_leaves = [name for name in specs if name.startswith("embed/")]
+        last = {name: spec for name, spec in specs.items() if not name.startswith(("embed/", "layers/"))}
+        if config.tie_embeddings:
+            last[EMBEDDING] = specs[EMBEDDING]
+        self._last_leaves = list(last)
         with _on_cpu():
             self._layers = [self._layer(i, specs) for i in range(config.num_layers)]
-            self._head = self._program("head", lambda: jax.jit(partial(_head, config)).lower(self._ends, self._x))
+            self._finish = self._program("finish", lambda: jax.jit(partial(_finish, config)).lower(last, self._x))
         self.memory = max(map(_memory, self._programs.values()))
 
     def _layer(self, index: int, specs: Specs) -> tuple[tuple[str, ...], jax.stages.Compiled]:
@@ -109,7 +115,8 @@ class StreamedModel:
         prefix, layer = f"layers/{index}/", self._config.layers[index]
         stored = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
         key = (layer, tuple((name, spec.dtype) for name, spec in sorted(stored.items())))
-        program = self._program(key, lambda: jax.jit(_apply_layer(self._config, layer)).lower(stored, self._x))
+        apply = partial(_apply_layer, self._config, layer)
+        program = self._program(key, lambda: jax.jit(apply).lower(stored, self._x))
         return tuple(stored), program
 
     def _program(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
@@ -125,43 +132,42 @@ class StreamedModel:
           on_layer: called after every layer.
         """
         with _on_cpu():
-            x = jnp.asarray(read("embed/embedding")[self._tokens].astype(np.float32))
+            x = _embed(self._config, {name: read(name) for name in self._embed_leaves}, self._tokens)
             for i, (names, program) in enumerate(self._layers):
                 x = program({name: read(f"layers/{i}/{name}") for name in names}, x)
                 x.block_until_ready()
                 on_layer()
-            return np.asarray(self._head({name: read(name) for name in self._ends}, x))
+            return np.asarray(self._finish({name: read(name) for name in self._last_leaves}, x))
 
 
-def _apply_layer(config: ModelConfig, layer: LayerConfig) -> Callable[[dict[str, Array], Array], Array]:
-    """The function `(leaves, x) -> x` that a layer is."""
-    graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: Block(layer, config, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
+def _embed(
+    config: ModelConfig, leaves: Mapping[str, np.ndarray], tokens: Int[np.ndarray, "B T"]
+) -> Float[Array, "B T d"]:
+    # Of the table only the rows of the tokens: it may be larger than a layer.
+    leaves = {**leaves, EMBEDDING: leaves[EMBEDDING][tokens.reshape(-1)]}
+    embed = _filled(lambda: Embed(config, rngs=nnx.Rngs(0)), jax.tree.map(jnp.asarray, leaves), "embed/")
+    return embed(jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape))
+
+
+def _apply_layer(
+    config: ModelConfig, layer: LayerConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]
+) -> Float[Array, "B T d"]:
+    block = _filled(lambda: Block(layer, config, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)), leaves)
+    return block(x, make_context(dataclasses.replace(config, layers=(layer,)), x.shape[:2]), None)[0]
+
+
+def _finish(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
+    norm = _filled(lambda: make_final_norm(config), leaves, "final_norm/")
+    head = _filled(lambda: Head(config, rngs=nnx.Rngs(0)), leaves, "lm_head/")
+    return head(norm(x), leaves.get(EMBEDDING))
+
+
+def _filled(make: Callable[[], nnx.Module], leaves: Mapping[str, Array], prefix: str = "") -> nnx.Module:
+    """The module that `make` makes, with these leaves: prefix and path below the module -> array."""
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    return nnx.merge(
+        graphdef, jax.tree_util.tree_map_with_path(lambda path, _: leaves[prefix + path_name(path)], state)
     )
-
-    def apply(leaves: dict[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
-        filled = jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], state)
-        return nnx.merge(graphdef, filled)(x, _context(config, layer, x), None)[0]
-
-    return apply
-
-
-def _context(config: ModelConfig, layer: LayerConfig, x: Float[Array, "B T d"]) -> Context:
-    """One document per row and no cache."""
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
-    width = layer.attention.head_dim
-    rope = {(config.rope, width): rope_tables(config.rope, width, config.max_positions, positions)}
-    return Context(rope, Visibility(positions, positions), None)
-
-
-def _head(config: ModelConfig, ends: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
-    norm = Norm(config.norm, config.d_model, config.norm_eps, dtype=jnp.float32)
-    norm.scale.set_value(ends["final_norm/scale"])
-    if config.norm == "layer":
-        norm.bias.set_value(ends["final_norm/bias"])
-    if config.tie_embeddings:
-        return linear(norm(x), ends["embed/embedding"].T)
-    return linear(norm(x), ends["lm_head/kernel"], ends.get("lm_head/bias"))
 
 
 def _memory(program: jax.stages.Compiled) -> int:

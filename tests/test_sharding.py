@@ -14,7 +14,7 @@ from moe_jax.sharding import leaf_spec, make_mesh, state_shardings
 
 
 def model_config(**ffn):
-    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True, out_bias=True, qk_norm="head")
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, biases=("q", "k", "v", "o"), qk_norm="head")
     ffn = FFNConfig(dim=32, **ffn)
     banks = (BankConfig(), BankConfig(kind="low-rank", rank=2), BankConfig(kind="sparse", rate=0.5))
     moes = tuple(MoEConfig(expert=ffn, num_experts=4, top_k=2, bank=bank) for bank in banks)
@@ -52,7 +52,7 @@ def test_every_parameter_has_a_rule_of_its_rank(ffn):
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 2, "tensor": 2})
     state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     shardings = state_shardings(state, mesh)
-    experts = shardings["segments"][1]["blocks"][0]["mlp"]["experts"]
+    experts = shardings["stack"]["segments"][1]["blocks"][0]["mlp"]["experts"]
     assert experts["up"]["kernel"].spec == P(None, "expert", "fsdp", "tensor")
 
 

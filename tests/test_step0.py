@@ -17,7 +17,7 @@ def moe_layer(bank: BankConfig, **kwargs) -> LayerConfig:
     return LayerConfig(attention=ATTENTION, mlp=MoEConfig(expert=expert, num_experts=4, top_k=2, bank=bank))
 
 
-WINDOW = dataclasses.replace(ATTENTION, sliding_window=5, qkv_bias=True, qk_norm="head")
+WINDOW = dataclasses.replace(ATTENTION, sliding_window=5, biases=("q", "k", "v"), qk_norm="head")
 NARROW = dataclasses.replace(ATTENTION, head_dim=ATTENTION.head_dim // 2)
 WIDE = dataclasses.replace(ATTENTION, head_dim=ATTENTION.head_dim * 2)
 MODELS = {

@@ -1,7 +1,7 @@
 """What a family is, and what most families have in common: parts of their tables, and the usual keys of config.json."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from moe_jax.convert.foreign_config import ForeignConfig
@@ -103,7 +103,7 @@ def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
 
 
 def read_attention(
-    config: ForeignConfig, *, qkv_bias: bool = False, out_bias: bool = False, **kwargs: Any
+    config: ForeignConfig, *, biases: Iterable[str] = (), **kwargs: Any
 ) -> AttentionConfig:
     """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`.
 
@@ -125,8 +125,7 @@ def read_attention(
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
+        biases=tuple(biases),
         **kwargs,
     )
 

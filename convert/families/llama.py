@@ -23,7 +23,7 @@ from moe_jax.models import ModelConfig
 
 def read(config: ForeignConfig) -> ModelConfig:
     bias = config.flag("attention_bias")
-    attention = read_attention(config, qkv_bias=bias, out_bias=bias)
+    attention = read_attention(config, biases="qkvo" if bias else "")
     ffn = read_gated_ffn(config, bias=config.flag("mlp_bias"))
     return read_decoder(config, "llama", repeat_layers(config, attention, ffn))
 
@@ -34,7 +34,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **write_decoder(config),
         "intermediate_size": ffn.dim,
         "hidden_act": write_activation(ffn),
-        "attention_bias": same_in_all_layers(config, "attention bias", lambda layer: layer.attention.qkv_bias),
+        "attention_bias": same_in_all_layers(config, "attention bias", lambda layer: bool(layer.attention.biases)),
         "mlp_bias": ffn.bias,
     }
 

@@ -26,7 +26,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     config.require("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     bias = config.flag("attention_bias")
     attention = read_attention(
-        config, qkv_bias=bias, out_bias=bias, qk_norm="projection", clip_qkv=config.number("clip_qkv")
+        config, biases="qkvo" if bias else "", qk_norm="projection", clip_qkv=config.number("clip_qkv")
     )
     moe = MoEConfig(
         expert=read_gated_ffn(config),
@@ -48,7 +48,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": moe.top_k,
         "norm_topk_prob": moe.gate == "topk_softmax",
         "router_aux_loss_coef": moe.balance_coef,
-        "attention_bias": same_in_all_layers(config, "attention bias", lambda layer: layer.attention.qkv_bias),
+        "attention_bias": same_in_all_layers(config, "attention bias", lambda layer: bool(layer.attention.biases)),
         "clip_qkv": same_in_all_layers(config, "clip_qkv", lambda layer: layer.attention.clip_qkv),
     }
 

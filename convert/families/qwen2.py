@@ -27,7 +27,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     ffn = read_gated_ffn(config)
     windows = _read_windows(config)
     layers = [
-        LayerConfig(attention=read_attention(config, qkv_bias=True, sliding_window=window), mlp=ffn)
+        LayerConfig(attention=read_attention(config, biases="qkv", sliding_window=window), mlp=ffn)
         for window in windows
     ]
     return read_decoder(config, "qwen2", layers)

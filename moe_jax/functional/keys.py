@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array
 
 # What a stream of a layer is for.
-ROUTER_NOISE, ATTENTION, FFN, EXPERTS, PERFT = range(5)
+ROUTER_NOISE, ATTENTION, FFN, EXPERTS, PERFT, CROSS_ATTENTION = range(6)
 
 
 def fold_in(key: Array | None, data: int | Array) -> Array | None:

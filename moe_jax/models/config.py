@@ -1,4 +1,4 @@
-"""`ModelConfig`: a frozen, complete description of a decoder.
+"""`ModelConfig`: a frozen, complete description of a model.
 
 The tree of parameters can be built from it alone. What a layer consists of is said
 per layer, so that "every second block is an MoE", "the first layer is dense" and "the top 24
@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 from moe_jax.errors import InputError, check_member, check_positive
 from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
+from moe_jax.functional.attention import MASKS
 from moe_jax.functional.rope import RopeConfig
 from moe_jax.functional.routing import GATES
 from moe_jax.functional.universal import GATE_BESIDE, UNIVERSAL
 
 PROJECTIONS = ("q", "k", "v", "o")
+NORM_POSITIONS = ("pre", "post", "output", "both")
 VARIANTS = ("routed", "embedded", "dense", "single")
 
 
@@ -27,10 +29,16 @@ class AttentionConfig:
       num_heads: query heads H.
       num_kv_heads: key/value heads, a divisor of H.
       head_dim: width of a head, not necessarily d/H.
-      qkv_bias, out_bias: biases on the projections.
+      biases: which of the projections `q`, `k`, `v` and `o` have one.
       qk_norm: RMSNorm on queries and keys: over the whole `projection` (OLMoE), per `head` (Qwen3), or none.
       clip_qkv: clamps the projections to [-c, c] (OLMoE); None: no clamp.
-      sliding_window: a query sees this many positions, itself included; None: all.
+      mask: `causal`: a token sees those before it and itself; `bidirectional`: all; `prefix`: causal, and all see the
+        prefix of their row.
+      sliding_window: a query sees tokens less than this many positions away, itself included; None: all.
+      scale: of the scores; None: 1/sqrt(head_dim).
+      rope: the layer's own rotary embedding; None: that of the model.
+      source_dim: width of the activations that keys and values are made of, where it is not the model's: in
+        cross-attention.
       nf4: the kernels are kept as NF4 codes and frozen.
       lora: beside any of the kernels q, k, v and o.
     """
@@ -38,11 +46,14 @@ class AttentionConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    qkv_bias: bool = False
-    out_bias: bool = False
+    biases: tuple[Literal["q", "k", "v", "o"], ...] = ()
     qk_norm: Literal["none", "projection", "head"] = "none"
     clip_qkv: float | None = None
+    mask: Literal["causal", "bidirectional", "prefix"] = "causal"
     sliding_window: int | None = None
+    scale: float | None = None
+    rope: RopeConfig | None = None
+    source_dim: int | None = None
     nf4: bool = False
     lora: LoRAConfig | None = None
 
@@ -51,12 +62,22 @@ class AttentionConfig:
             self.lora.check_targets(PROJECTIONS)
         check_positive(self, "num_heads", "num_kv_heads", "head_dim")
         check_member("qk_norm", self.qk_norm, ("none", "projection", "head"))
+        check_member("mask", self.mask, MASKS)
+        for name in self.biases:
+            check_member("bias", name, PROJECTIONS)
+        if tuple(name for name in PROJECTIONS if name in self.biases) != self.biases:
+            # One way to write each choice: layers are compared to find those that repeat.
+            raise InputError(f"biases={list(self.biases)} must name projections once each, in the order q, k, v, o")
         if self.num_heads % self.num_kv_heads:
             raise InputError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise InputError(f"head_dim={self.head_dim} must be even for rotary embeddings")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise InputError(f"sliding_window={self.sliding_window} must be at least 1, or null for none")
+        if self.sliding_window is not None and self.mask == "prefix":
+            raise InputError(f"sliding_window={self.sliding_window} does not go with mask 'prefix'")
+        if self.source_dim is not None:
+            check_positive(self, "source_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,26 +254,64 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One decoder layer: attention, then an FFN or an MoE."""
+    """One layer: attention, perhaps cross-attention, then an FFN or an MoE, each with its norms.
+
+    Attributes:
+      attention: of the tokens to each other.
+      mlp: the FFN or the MoE.
+      cross: attention to the output of an encoder, between the two; its mask is `bidirectional` and it rotates nothing.
+      norm_position: where norms `n` stand around a branch `f`. `pre`: `x + f(n(x))`; `post`: `n(x + f(x))` (the first
+        Transformers, BERT); `output`: `x + n(f(x))` (OLMo 2); `both`: `x + n'(f(n(x)))` (Gemma 2).
+      parallel: attention and FFN have the same input, and both are added to it (GPT-J, Phi).
+      shared_norm: both have the same norm, too (`attention_norm`).
+    """
 
     attention: AttentionConfig
     mlp: FFNConfig | MoEConfig
+    cross: AttentionConfig | None = None
+    norm_position: Literal["pre", "post", "output", "both"] = "pre"
+    parallel: bool = False
+    shared_norm: bool = False
+
+    def __post_init__(self) -> None:
+        check_member("norm_position", self.norm_position, NORM_POSITIONS)
+        if self.attention.source_dim is not None:
+            raise InputError(f"source_dim={self.attention.source_dim} is for cross-attention only")
+        if self.parallel and (self.norm_position != "pre" or self.cross is not None):
+            raise InputError("parallel attention and FFN go with norm_position 'pre' and without cross-attention")
+        if self.shared_norm and not self.parallel:
+            raise InputError("shared_norm is for attention and FFN in parallel")
+        if self.cross is not None:
+            cross = self.cross
+            if cross.mask != "bidirectional" or cross.sliding_window is not None or cross.rope is not None:
+                raise InputError(
+                    "cross-attention sees all of the encoder's output: its mask must be 'bidirectional', and it has "
+                    "neither sliding_window nor rope"
+                )
+            if cross.nf4 or cross.lora is not None:
+                raise InputError("cross-attention has neither NF4 kernels nor LoRA")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only language model.
+    """A model of three parts: embedding, stack of layers, head.
 
     Attributes:
       family: the foreign format it came from and goes back to (`convert/families/`).
       vocab_size, d_model: V and d.
       max_positions: the context length it was trained for.
       layers: one description per layer.
-      rope: rotary embedding, shared by all layers.
-      norm: `rms` or `layer` (LayerNorm with bias).
+      rope: rotary embedding of all layers that have none of their own; fraction 0: nothing is rotated.
+      learned_positions: an embedding of every position up to `max_positions` is added to that of the token.
+      embed_scale: token embeddings are multiplied by it.
+      norm: `rms`, `layer` (LayerNorm with bias) or `none`, in all layers.
       norm_eps: epsilon inside the norms.
+      final_norm: whether there is a norm after the last layer.
       tie_embeddings: the output head is the transposed embedding.
       head_bias: a bias on the output head.
+      logit_scale: logits are multiplied by it.
+      logit_soft_cap: logits become `c tanh(logits / c)` after that; None: they stay.
+      num_classes: the head scores classes and not tokens; None: it scores the vocabulary.
       bos_id, eos_ids: special tokens, where they are known.
       dtype: dtype of the parameters when they are made anew (a checkpoint keeps its own).
       frozen_base: only what stands beside a base is trained unless a recipe says otherwise: LoRA, adapters and the
@@ -266,10 +325,16 @@ class ModelConfig:
     max_positions: int
     layers: tuple[LayerConfig, ...]
     rope: RopeConfig = RopeConfig()
-    norm: Literal["rms", "layer"] = "rms"
+    learned_positions: bool = False
+    embed_scale: float = 1.0
+    norm: Literal["rms", "layer", "none"] = "rms"
     norm_eps: float = 1e-5
+    final_norm: bool = True
     tie_embeddings: bool = False
     head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
+    num_classes: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -278,10 +343,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "vocab_size", "d_model", "max_positions")
-        check_member("norm", self.norm, ("rms", "layer"))
+        check_member("norm", self.norm, ("rms", "layer", "none"))
         check_member("dtype", self.dtype, ("float32", "bfloat16", "float16"))
         if not self.layers:
             raise InputError("a model needs at least one layer")
+        if self.logit_soft_cap is not None and self.logit_soft_cap <= 0:
+            raise InputError(f"logit_soft_cap={self.logit_soft_cap} must be above 0, or null for none")
+        if self.num_classes is not None:
+            check_positive(self, "num_classes")
+            if self.tie_embeddings:
+                raise InputError(f"a head for num_classes={self.num_classes} cannot be tied to the embedding")
         for i, layer in enumerate(self.layers):
             if isinstance(layer.mlp, MoEConfig):
                 try:
@@ -297,3 +368,12 @@ class ModelConfig:
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers that hold an MoE."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoEConfig))
+
+    @property
+    def num_outputs(self) -> int:
+        """How many logits the head gives for a position."""
+        return self.vocab_size if self.num_classes is None else self.num_classes
+
+    def rope_of(self, layer: LayerConfig) -> RopeConfig:
+        """The rotary embedding of a layer."""
+        return self.rope if layer.attention.rope is None else layer.attention.rope

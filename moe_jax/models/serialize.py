@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from moe_jax import strict
 from moe_jax.errors import InputError
@@ -40,7 +40,7 @@ def config_from_json(data: Mapping[str, Any], *, where: str = "config.json") -> 
     """
     is_first = data.get("version") == 1
     fields = strict.without_format({**data, "version": VERSION} if is_first else data, FORMAT, VERSION, where=where)
-    runs = {"segments": fields.pop("segments")} if "segments" in fields else {}
+    runs = {"segments": _with_biases(fields.pop("segments"))} if "segments" in fields else {}
     segments = strict.parse(_Segments, runs, where=where, language="JSON").segments
     layers = tuple(layer.config() for run in segments for _ in range(run.repeats) for layer in run.pattern)
     if is_first and any(isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.bits is not None for layer in layers):
@@ -58,13 +58,19 @@ class _Layer:
     attention: AttentionConfig
     ffn: FFNConfig | None = None
     moe: MoEConfig | None = None
+    cross: AttentionConfig | None = None
+    norm_position: Literal["pre", "post", "output", "both"] = "pre"
+    parallel: bool = False
+    shared_norm: bool = False
 
     def __post_init__(self) -> None:
         if (self.ffn is None) == (self.moe is None):
             raise InputError("a layer has either 'ffn' or 'moe'")
 
     def config(self) -> LayerConfig:
-        return LayerConfig(attention=self.attention, mlp=self.ffn if self.moe is None else self.moe)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        ffn, moe = fields.pop("ffn"), fields.pop("moe")
+        return LayerConfig(mlp=ffn if moe is None else moe, **fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,5 +87,19 @@ class _Segments:
 
 
 def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
-    kind = "moe" if isinstance(layer.mlp, MoEConfig) else "ffn"
-    return {"attention": dataclasses.asdict(layer.attention), kind: dataclasses.asdict(layer.mlp)}
+    fields = dataclasses.asdict(layer)
+    fields["moe" if isinstance(layer.mlp, MoEConfig) else "ffn"] = fields.pop("mlp")
+    return fields
+
+
+def _with_biases(segments: Any) -> Any:
+    """Layers of files that say `qkv_bias` and `out_bias`, as they did before every projection had a choice."""
+    if isinstance(segments, list):
+        return [_with_biases(item) for item in segments]
+    if not isinstance(segments, Mapping):
+        return segments
+    fields = {key: _with_biases(value) if key in ("pattern", "attention") else value for key, value in segments.items()}
+    if "qkv_bias" in fields or "out_bias" in fields:
+        biases = [*"qkv"] * bool(fields.pop("qkv_bias", False)) + ["o"] * bool(fields.pop("out_bias", False))
+        fields.setdefault("biases", biases)
+    return fields

@@ -2,6 +2,10 @@
 
 from moe_jax.nn.decoder import Decoder as Decoder
 from moe_jax.nn.decoder import DecoderOutput as DecoderOutput
-from moe_jax.nn.decoder import init_cache as init_cache
+from moe_jax.nn.embed import Embed as Embed
+from moe_jax.nn.head import Head as Head
 from moe_jax.nn.router_stats import auxiliary_loss as auxiliary_loss
 from moe_jax.nn.router_stats import load_per_layer as load_per_layer
+from moe_jax.nn.stack import Caches as Caches
+from moe_jax.nn.stack import Stack as Stack
+from moe_jax.nn.stack import init_cache as init_cache

@@ -22,15 +22,16 @@ class KVCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention."""
+    """Grouped-query attention: of tokens to each other, or to those of another sequence."""
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
         d, width = model.d_model, config.head_dim
+        source = d if config.source_dim is None else config.source_dim
         q_width, kv_width = config.num_heads * width, config.num_kv_heads * width
-        shapes = {"q": (d, q_width), "k": (d, kv_width), "v": (d, kv_width), "o": (q_width, d)}
+        shapes = {"q": (d, q_width), "k": (source, kv_width), "v": (source, kv_width), "o": (q_width, d)}
         for name, shape in shapes.items():
-            bias, lora = config.out_bias if name == "o" else config.qkv_bias, lora_for(config.lora, name)
+            bias, lora = name in config.biases, lora_for(config.lora, name)
             split = "in" if name == "o" else "out"
             linear = Linear(shape, bias=bias, nf4=config.nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
             setattr(self, name, linear)
@@ -42,15 +43,26 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T d"],
-        rope: tuple[Array, Array],
         visible: Visibility,
+        *,
+        rope: tuple[Array, Array] | None = None,
+        source: Float[Array, "B S e"] | None = None,
         cache: KVCache | None = None,
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T d"], KVCache | None]:
-        """Attends over the input, or over the cache after writing the input's keys and values into
-        the slots that are the queries' positions. `key` is for LoRA's dropout in training."""
+        """Attends to the input itself, to another sequence, or to a cache.
+
+        Args:
+          x: what queries are made of.
+          visible: which queries see which keys.
+          rope: cosines and sines for queries and keys; None: neither is rotated.
+          source: what keys and values are made of; None: `x`.
+          cache: keys and values of the row so far; those of `x` are written into the slots that are its positions.
+          key: for LoRA's dropout in training.
+        """
         keys = {name: fold_in(key, index) for index, name in enumerate(PROJECTIONS)}
-        q, k, v = self.q(x, keys["q"]), self.k(x, keys["k"]), self.v(x, keys["v"])
+        other = x if source is None else source.astype(x.dtype)
+        q, k, v = self.q(x, keys["q"]), self.k(other, keys["k"]), self.v(other, keys["v"])
         if self.config.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.config.clip_qkv is not None:
@@ -58,7 +70,8 @@ class Attention(nnx.Module):
         q, k, v = (a.reshape(*a.shape[:2], -1, self.config.head_dim) for a in (q, k, v))
         if self.config.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        if rope is not None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if cache is not None:
             rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
             slots = visible.positions
@@ -67,5 +80,14 @@ class Attention(nnx.Module):
                 cache.v.at[rows, slots].set(v.astype(cache.v.dtype)),
             )
             k, v = (a.astype(x.dtype) for a in cache)
-        y = attention(q, k, v, visible, window=self.config.sliding_window, aligned=cache is None)
+        y = attention(
+            q,
+            k,
+            v,
+            visible,
+            mask=self.config.mask,
+            window=self.config.sliding_window,
+            scale=self.config.scale,
+            aligned=cache is None and source is None,
+        )
         return self.o(y.reshape(*x.shape[:2], -1), keys["o"]), cache

@@ -1,10 +1,9 @@
-"""Embedding, linear, norm and FFN: modules that own parameters and nothing else."""
+"""Linear, norm and FFN: modules that own parameters and nothing else."""
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.bank import normal_kernel
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.linear import Linear as Linear
 from moe_jax.experts.linear import apply_ffn, ffn_linears
@@ -12,16 +11,19 @@ from moe_jax.functional.norms import layer_norm, rms_norm
 
 
 class Norm(nnx.Module):
-    """RMSNorm (`rms`) or LayerNorm with bias (`layer`) over the last axis."""
+    """RMSNorm (`rms`), LayerNorm with bias (`layer`), or nothing (`none`), over the last axis."""
 
     def __init__(self, kind: str, width: int, eps: float, *, dtype: jnp.dtype):
         self.kind = kind
         self.eps = eps
-        self.scale = nnx.Param(jnp.ones(width, dtype))
+        if kind != "none":
+            self.scale = nnx.Param(jnp.ones(width, dtype))
         if kind == "layer":
             self.bias = nnx.Param(jnp.zeros(width, dtype))
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        if self.kind == "none":
+            return x
         if self.kind == "layer":
             return layer_norm(x, self.scale[...], self.bias[...], self.eps)
         return rms_norm(x, self.scale[...], self.eps)
@@ -38,10 +40,3 @@ class FFN(nnx.Module):
     def __call__(self, x: Float[Array, "... d"], key: Array | None = None) -> Float[Array, "... d"]:
         linears = {name: getattr(self, name) for name in self.config.matrices}
         return apply_ffn(linears, x, self.config.activation, key)
-
-
-class Embedding(nnx.Module):
-    """Token embedding [V, d]."""
-
-    def __init__(self, vocab_size: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        self.embedding = nnx.Param(normal_kernel(rngs, (vocab_size, d_model), dtype))

@@ -59,7 +59,7 @@ def with_nf4(config: ModelConfig, nf4: bool) -> ModelConfig:
             mlp = dataclasses.replace(mlp, nf4=nf4)
         elif mlp.bank.has_kernels:
             mlp = dataclasses.replace(mlp, expert=dataclasses.replace(mlp.expert, nf4=nf4))
-        return LayerConfig(attention=dataclasses.replace(layer.attention, nf4=nf4), mlp=mlp)
+        return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, nf4=nf4), mlp=mlp)
 
     return dataclasses.replace(config, layers=tuple(map(layer_with, config.layers)))
 
@@ -107,11 +107,11 @@ def _base_layer(layer: LayerConfig, keep_nf4: bool) -> LayerConfig:
 
     attention, mlp = plain(layer.attention), layer.mlp
     if not isinstance(mlp, MoEConfig):
-        return LayerConfig(attention=attention, mlp=plain(mlp))
+        return dataclasses.replace(layer, attention=attention, mlp=plain(mlp))
     if _is_pesc(layer):
-        return LayerConfig(attention=attention, mlp=plain(mlp.expert))
+        return dataclasses.replace(layer, attention=attention, mlp=plain(mlp.expert))
     below = dataclasses.replace(mlp, expert=plain(mlp.expert), perft=None, router_lora=None)
-    return with_of_base(LayerConfig(attention=attention, mlp=below), False)
+    return with_of_base(dataclasses.replace(layer, attention=attention, mlp=below), False)
 
 
 def _is_pesc(layer: LayerConfig) -> bool:

@@ -116,8 +116,8 @@ def _merged_layer(layer: LayerConfig) -> LayerConfig:
     layer = with_of_base(layer, False)
     attention, mlp = replace(layer.attention, nf4=False, lora=None), layer.mlp
     if isinstance(mlp, MoEConfig):
-        return LayerConfig(attention=attention, mlp=replace(mlp, expert=_plain(mlp.expert), router_lora=None))
-    return LayerConfig(attention=attention, mlp=_plain(mlp))
+        return replace(layer, attention=attention, mlp=replace(mlp, expert=_plain(mlp.expert), router_lora=None))
+    return replace(layer, attention=attention, mlp=_plain(mlp))
 
 
 def _plain(ffn: FFNConfig) -> FFNConfig:

@@ -246,14 +246,16 @@ def _with_lora(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig
 
     attention = dataclasses.replace(layer.attention, lora=lora(PROJECTIONS))
     if isinstance(layer.mlp, FFNConfig):
-        return LayerConfig(attention=attention, mlp=dataclasses.replace(layer.mlp, lora=lora(layer.mlp.matrices)))
+        mlp = dataclasses.replace(layer.mlp, lora=lora(layer.mlp.matrices))
+        return dataclasses.replace(layer, attention=attention, mlp=mlp)
     known = _targets(layer.mlp)
     # Inputs of full experts are sorted rows, which have no dropout; what is asked for expressly is refused there.
     full = layer.mlp.bank.kind == "full" and options.dropout is None
     beside = lora([name for name in known if name != ROUTER], *([0.0] if full else []))
     expert = dataclasses.replace(layer.mlp.expert, lora=beside)
     router = lora([ROUTER] if ROUTER in known else [])
-    return LayerConfig(attention=attention, mlp=dataclasses.replace(layer.mlp, expert=expert, router_lora=router))
+    mlp = dataclasses.replace(layer.mlp, expert=expert, router_lora=router)
+    return dataclasses.replace(layer, attention=attention, mlp=mlp)
 
 
 def _targets(mlp: FFNConfig | MoEConfig) -> tuple[str, ...]:

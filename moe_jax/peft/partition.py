@@ -22,7 +22,7 @@ from moe_jax.sharding import path_name
 def trainable_paths(
     model: Decoder, *, train: Sequence[str] | None = None, freeze: Sequence[str] = ()
 ) -> frozenset[str]:
-    """Paths in memory (`segments/0/blocks/1/...`) of the parameters that are trained.
+    """Paths in memory (`stack/segments/0/blocks/1/...`) of the parameters that are trained.
 
     Trained is what matches a pattern of `train` and none of `freeze`, except integer leaves, NF4 kernels, and what a
     bank keeps frozen itself (the base, with `train_base=False`).

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from moe_jax.errors import InputError, nearest, raise_if_any
 from moe_jax.experts.config import AdapterConfig, BankConfig
-from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
 from moe_jax.upcycle.rest import Rest, with_rest
 
@@ -98,7 +98,7 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
     # Where no layer can be chosen the first one still shows what is wrong with the MoE itself.
     for i in sorted(chosen) or [0]:
         try:
-            layers[i] = LayerConfig(attention=layers[i].attention, mlp=_moe(dense, i, options))
+            layers[i] = dataclasses.replace(layers[i], mlp=_moe(dense, i, options))
         except InputError as error:
             # Equal layers have equal problems: one of them is enough.
             problems.append(str(error))

@@ -84,4 +84,4 @@ def _layer(layer: LayerConfig, rest: Rest) -> LayerConfig:
 
     mlp = layer.mlp
     changed = dataclasses.replace(mlp, expert=ffn(mlp.expert)) if isinstance(mlp, MoEConfig) else ffn(mlp)
-    return LayerConfig(attention=attention, mlp=changed)
+    return dataclasses.replace(layer, attention=attention, mlp=changed)

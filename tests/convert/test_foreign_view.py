@@ -172,7 +172,7 @@ def test_a_mixtral_with_deltas_stays_a_mixtral(tmp_path: pathlib.Path):
     [
         (upcycled("qwen2", FULL, FULL, FULL), "a 'qwen2' model with MoE layers has no Hugging Face format"),
         (upcycled("llama", FULL, FULL, FULL, gate="softmax_topk"), "mlp.gate is 'softmax_topk', the format can only"),
-        (upcycled("llama-biases", FULL, FULL, FULL), "attention.qkv_bias is True, the format can only say False"),
+        (upcycled("llama-biases", FULL, FULL, FULL), "attention.biases is ('q', 'k', 'v', 'o'), the format can"),
         (
             upcycled("llama", FULL, FULL, None, expert=FFNConfig(dim=16, activation="relu")),
             "layer 2 has the FFN FFNConfig(dim=48",

@@ -236,7 +236,7 @@ def changed(config: ModelConfig, **attention: object) -> ModelConfig:
     ("config", "expected"),
     [
         (changed(read_hf_config(LLAMA), sliding_window=4), "layer 2: attention.sliding_window is 4"),
-        (changed(read_hf_config(LLAMA), out_bias=True), "attention.out_bias is True, the format can only say False"),
+        (changed(read_hf_config(LLAMA), biases=("o",)), "layer 0 has False and layer 2 has True"),
         (changed(read_hf_config(LLAMA), head_dim=16), "layer 0 has (4, 2, 8) and layer 2 has (4, 2, 16)"),
         (changed(read_hf_config(CONFIGS["mistral"]), sliding_window=4), "layer 0 has 8 and layer 2 has 4"),
         (changed(read_hf_config(CONFIGS["mixtral"]), qk_norm="head"), "attention.qk_norm is 'head'"),

@@ -30,7 +30,7 @@ from tests.convert.conftest import expected_tensors
 
 
 def read_stablelm(config: ForeignConfig) -> ModelConfig:
-    attention = read_attention(config, qkv_bias=config.flag("use_qkv_bias"))
+    attention = read_attention(config, biases="qkv" if config.flag("use_qkv_bias") else "")
     return read_decoder(
         config, "stablelm", repeat_layers(config, attention, read_gated_ffn(config)), norm="layer", eps="layer_norm_eps"
     )

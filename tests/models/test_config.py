@@ -42,6 +42,28 @@ def test_json_round_trip():
     assert len(json.loads(text)["segments"]) == 1  # written as a run, to be read by people
 
 
+def test_json_of_layers_that_are_not_llamas():
+    own = dataclasses.replace(ATTENTION, biases=("q", "o"), scale=0.5, rope=RopeConfig(fraction=0.25))
+    cross = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, mask="bidirectional", source_dim=6)
+    layers = (
+        LayerConfig(attention=own, mlp=FFN, parallel=True, shared_norm=True),
+        LayerConfig(attention=ATTENTION, mlp=FFN, cross=cross, norm_position="both"),
+    )
+    config = dataclasses.replace(
+        CONFIG, layers=layers, norm="none", final_norm=False, learned_positions=True, num_classes=3, logit_soft_cap=9.0
+    )
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+def test_older_files_say_in_two_flags_which_projections_have_biases():
+    data = json.loads(json.dumps(config_to_json(CONFIG)))
+    for layer, flags in zip(data["segments"][0]["pattern"], ((True, False), (False, True)), strict=True):
+        del layer["attention"]["biases"]
+        layer["attention"] |= {"qkv_bias": flags[0], "out_bias": flags[1]}
+    biases = [layer.attention.biases for layer in config_from_json(data).layers]
+    assert biases == [("q", "k", "v"), ("o",)] * 3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -88,6 +110,15 @@ def test_quantised_experts_of_the_first_version_are_refused(bank):
         (lambda: AttentionConfig(num_heads=4, num_kv_heads=3, head_dim=8), "not a multiple of num_kv_heads=3"),
         (lambda: AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=7), "must be even"),
         (lambda: AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=0), "at least 1"),
+        (lambda: dataclasses.replace(ATTENTION, biases=("k", "q")), "in the order q, k, v, o"),
+        (lambda: dataclasses.replace(ATTENTION, biases=("w",)), "unknown bias 'w'"),
+        (lambda: dataclasses.replace(ATTENTION, mask="prefix"), "does not go with mask 'prefix'"),
+        (lambda: dataclasses.replace(ATTENTION, mask="acausal"), "unknown mask 'acausal' .did you mean 'causal'"),
+        (lambda: LayerConfig(attention=ATTENTION, mlp=FFN, parallel=True, norm_position="post"), "go with .* 'pre'"),
+        (lambda: LayerConfig(attention=ATTENTION, mlp=FFN, shared_norm=True), "in parallel"),
+        (lambda: LayerConfig(attention=ATTENTION, mlp=FFN, cross=ATTENTION), "its mask must be 'bidirectional'"),
+        (lambda: LayerConfig(attention=dataclasses.replace(ATTENTION, source_dim=4), mlp=FFN), "cross-attention only"),
+        (lambda: dataclasses.replace(CONFIG, num_classes=3, tie_embeddings=True), "cannot be tied"),
         (lambda: FFNConfig(dim=0), "dim=0 must be a positive integer"),
         (lambda: FFNConfig(dim=8, activation="swish"), "unknown activation 'swish'"),
         (lambda: MoEConfig(expert=FFN, num_experts=2, top_k=3), "top_k=3 is above num_experts=2"),

@@ -102,7 +102,8 @@ def test_layers_in_a_scan_equal_layers_one_by_one(strict_numerics):
     # A capacity so large that nothing is dropped makes the last layer a different description of the same thing.
     last = LayerConfig(attention=ATTENTION, mlp=dataclasses.replace(MOE, capacity_factor=1e6))
     cut = Decoder(dataclasses.replace(ALTERNATING, layers=(*ALTERNATING.layers[:3], last)), rngs=nnx.Rngs(1))
-    assert [s.repeats for s in scanned.segments] == [2] and [s.repeats for s in cut.segments] == [1, 1, 1, 1]
+    assert [s.repeats for s in scanned.stack.segments] == [2]
+    assert [s.repeats for s in cut.stack.segments] == [1, 1, 1, 1]
     leaves = dict(model_leaves(scanned))
     assert leaves.keys() == dict(model_leaves(cut)).keys()
     graphdef, state = nnx.split(cut)
@@ -134,7 +135,7 @@ def test_router_has_a_gradient_from_the_task_and_from_the_auxiliary_loss():
 
     def router_gradient(loss):
         gradient = jax.jit(jax.grad(lambda s: loss(nnx.merge(graphdef, s)(TOKENS))))(state)
-        return gradient["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...]
+        return gradient["stack"]["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...]
 
     assert jnp.max(jnp.abs(router_gradient(lambda out: jnp.mean(out.logits**2)))) > 1e-8
     assert jnp.max(jnp.abs(router_gradient(lambda out: auxiliary_loss(model.config, out.router)))) > 1e-8
@@ -167,7 +168,7 @@ def test_logits_are_not_rounded_to_the_compute_dtype(strict_numerics):
 def test_a_tied_embedding_has_the_gradients_of_both_its_uses():
     tied = Decoder(dataclasses.replace(ALTERNATING, tie_embeddings=True), rngs=nnx.Rngs(0))
     free = Decoder(ALTERNATING, rngs=nnx.Rngs(0))
-    for name in ("embed", "segments", "final_norm"):
+    for name in ("embed", "stack"):
         nnx.update(getattr(free, name), nnx.state(getattr(tied, name)))
     free.lm_head.kernel[...] = tied.embed.embedding[...].T
     loss = lambda model: jnp.mean(jnp.square(model(TOKENS).logits - 1.0))  # noqa: E731

@@ -74,7 +74,8 @@ def test_noise_does_not_depend_on_how_layers_are_stacked(strict_numerics):
     # A capacity so large that nothing is dropped makes the last layer a different description of the same thing.
     last = dataclasses.replace(MOE, mlp=dataclasses.replace(CODER, capacity_factor=1e6))
     cut = decoder(FFN, MOE, FFN, last, seed=1)
-    assert [s.repeats for s in scanned.segments] == [2] and [s.repeats for s in cut.segments] == [1, 1, 1, 1]
+    assert [s.repeats for s in scanned.stack.segments] == [2]
+    assert [s.repeats for s in cut.stack.segments] == [1, 1, 1, 1]
     leaves = dict(model_leaves(scanned))
     cut = with_leaves(cut, lambda paths, leaf: leaves[paths[0]].reshape(leaf.shape))
     key = jax.random.key(3)

@@ -35,7 +35,7 @@ def test_everything_is_trained_unless_something_else_is_said():
 def test_patterns_match_whole_paths_of_layers():
     model = model_of()
     only_router = trainable_paths(model, train=["layers/.*/router/kernel"])
-    assert only_router == {"segments/0/blocks/1/mlp/router/kernel"}
+    assert only_router == {"stack/segments/0/blocks/1/mlp/router/kernel"}
     without = trainable_paths(model, freeze=[r"layers/\d+/attention/.*", "embed/.*|lm_head/.*"])
     frozen = paths_of(nnx.state(model, nnx.Param)) - without
     assert len(frozen) == 2 * 4 + 2

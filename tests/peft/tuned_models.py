@@ -6,7 +6,7 @@ from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig, LoRACon
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.config import PROJECTIONS, PerftConfig
 
-ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qkv_bias=True)
+ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, biases=("q", "k", "v"))
 FFN = FFNConfig(dim=24)
 LOW_RANK = BankConfig(kind="low-rank", rank=2)
 LORA = AdapterConfig(rank=3)

@@ -47,11 +47,11 @@ def test_norms_and_biases_are_not_decayed():
     section = OptimizerSection()
     kept = {path.split("/")[-2] for path in paths if not is_decayed(path, section)}
     assert kept == {"embed", "router", "final_norm", "attention_norm", "mlp_norm"}
-    assert not is_decayed("segments/0/blocks/0/mlp/experts/up/bias", section)
+    assert not is_decayed("stack/segments/0/blocks/0/mlp/experts/up/bias", section)
     assert is_decayed("lm_head/kernel", section)
     everything = OptimizerSection(decay_embeddings=True, decay_router=True)
     assert is_decayed("embed/embedding", everything)
-    assert is_decayed("segments/0/blocks/0/mlp/router/kernel", everything)
+    assert is_decayed("stack/segments/0/blocks/0/mlp/router/kernel", everything)
 
 
 def test_decay_alone_shrinks_kernels_only():

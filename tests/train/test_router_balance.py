@@ -47,7 +47,7 @@ def tuned_model(name):
 
 
 def router_of(trained, name):
-    mlp = trained["segments"][0]["blocks"][0]["mlp"]
+    mlp = trained["stack"]["segments"][0]["blocks"][0]["mlp"]
     return (mlp["perft"] if name == "perft-r" else mlp)["router"]["kernel"]
 
 
@@ -102,8 +102,8 @@ def test_every_router_has_a_loss_of_its_own():
         stats = nnx.merge(graphdef, trained, frozen)(TOKENS).router
         return sum(one.balance for one in stats_per_layer(config, stats).values())
 
-    up = trained["segments"][0]["blocks"][0]["mlp"]["perft"]["adapters"]["up"]
+    up = trained["stack"]["segments"][0]["blocks"][0]["mlp"]["perft"]["adapters"]["up"]
     up.set_value(jax.random.normal(jax.random.key(0), up[...].shape))
     gradient = jax.jit(jax.grad(base_loss))(trained, frozen)
-    first_layer = gradient["segments"][0]["blocks"][0]["mlp"]["perft"]["adapters"]["up"][0]
+    first_layer = gradient["stack"]["segments"][0]["blocks"][0]["mlp"]["perft"]["adapters"]["up"][0]
     assert float(jnp.max(jnp.abs(first_layer))) > 1e-5

@@ -119,10 +119,10 @@ def test_without_a_score_the_router_is_trained_by_the_balance_loss_alone():
     batch = random_batch(0) | {"weights": np.zeros((8, 16), np.float32)}
     with jax.set_mesh(program.mesh):
         params, frozen = initial_states(program)
-        before = np.asarray(params["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...])
+        before = np.asarray(params["stack"]["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...])
         state, metrics = program.step(first_state(program, params), frozen, batch)
     assert float(metrics.loss) == 0.0 and float(metrics.auxiliary) > 0.4 and float(metrics.grad_norm) > 0
-    after = np.asarray(state.params["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...])
+    after = np.asarray(state.params["stack"]["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...])
     assert np.abs(after - before).max() > 1e-5
 
 

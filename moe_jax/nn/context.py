@@ -1,0 +1,117 @@
+"""What is the same for all layers of a forward pass: who sees whom, rotation, and what counts."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.errors import InputError
+from moe_jax.functional.attention import Visibility
+from moe_jax.functional.rope import RopeConfig, rope_tables
+from moe_jax.models.config import ModelConfig
+from moe_jax.nn.embed import default_positions
+
+RopeTables = tuple[Float[Array, "B T r"], Float[Array, "B T r"]]
+"""Cosines and sines."""
+
+
+class Source(NamedTuple):
+    """What cross-attention attends to.
+
+    Attributes:
+      output: of an encoder.
+      visible: who sees what of it.
+    """
+
+    output: Float[Array, "B S e"]
+    visible: Visibility
+
+
+class Context(NamedTuple):
+    """What is the same for all layers of a forward pass.
+
+    Attributes:
+      rope: tables for the tokens, by rotary embedding and width of a head.
+      visible: which tokens see which; with caches, a query's position is also its slot.
+      valid: tokens that are not padding; None: all.
+      source: for cross-attention; None: there is none.
+    """
+
+    rope: Mapping[tuple[RopeConfig, int], RopeTables]
+    visible: Visibility
+    valid: Bool[Array, "B T"] | None = None
+    source: Source | None = None
+
+
+def make_context(
+    config: ModelConfig,
+    shape: tuple[int, int],
+    *,
+    positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    valid: Bool[Array, "B T"] | None = None,
+    prefix: Int[Array, " B"] | None = None,
+    encoder_output: Float[Array, "B S e"] | None = None,
+    encoder_valid: Bool[Array, "B S"] | None = None,
+    num_slots: int | None = None,
+) -> Context:
+    """Makes the context of a pass over [B, T] tokens; arguments as in `Stack`.
+
+    Args:
+      config: of the model.
+      shape: batch and length.
+      positions: see `Stack`.
+      segment_ids: see `Stack`.
+      valid: see `Stack`.
+      prefix: see `Stack`.
+      encoder_output: see `Stack`.
+      encoder_valid: see `Stack`.
+      num_slots: of the caches; None: there are none.
+
+    Raises:
+      InputError: if the arguments do not go together or with the model.
+    """
+    _check(config, segment_ids, prefix, encoder_output, encoder_valid, num_slots)
+    in_row = default_positions(shape)
+    positions = in_row if positions is None else positions
+    if valid is None and segment_ids is not None:
+        valid = segment_ids > 0
+    # Padding is a document of its own: nothing of a text sees it, and it does not make a text longer.
+    segments = valid.astype(jnp.int32) if segment_ids is None and valid is not None else segment_ids
+    if num_slots is None:
+        visible = Visibility(in_row, in_row, segments, segments, prefix)
+    else:
+        # Slots that padding was written to are written again before a query sees them.
+        visible = Visibility(positions, default_positions((shape[0], num_slots)), prefix=prefix)
+    rotations = {(config.rope_of(layer), layer.attention.head_dim) for layer in config.layers}
+    limit = config.max_positions
+    tables = {(rope, width): rope_tables(rope, width, limit, positions, segments) for rope, width in rotations}
+    source = None
+    if encoder_output is not None:
+        keys = None if encoder_valid is None else encoder_valid.astype(jnp.int32)
+        queries = None if encoder_valid is None else jnp.ones(shape, jnp.int32)
+        source = Source(encoder_output, Visibility(in_row, default_positions(encoder_output.shape[:2]), queries, keys))
+    return Context(tables, visible, valid, source)
+
+
+def _check(
+    config: ModelConfig,
+    segment_ids: Array | None,
+    prefix: Array | None,
+    encoder_output: Array | None,
+    encoder_valid: Array | None,
+    num_slots: int | None,
+) -> None:
+    masks = {layer.attention.mask for layer in config.layers}
+    crosses = any(layer.cross is not None for layer in config.layers)
+    if ("prefix" in masks) != (prefix is not None):
+        raise InputError("the lengths of prefixes go with attention whose mask is 'prefix', and only with it")
+    if crosses != (encoder_output is not None):
+        raise InputError("an encoder's output goes with layers that have cross-attention, and only with them")
+    if encoder_valid is not None and encoder_output is None:
+        raise InputError("encoder_valid says what counts of encoder_output, which is not given")
+    if segment_ids is not None and (num_slots is not None or prefix is not None or encoder_output is not None):
+        raise InputError("packed documents (segment_ids) have neither caches, nor prefixes, nor an encoder's output")
+    if num_slots is not None and "bidirectional" in masks:
+        raise InputError("attention whose mask is 'bidirectional' has no cache: a token would see those after it")

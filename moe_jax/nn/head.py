@@ -1,0 +1,37 @@
+"""The last part of a model: from activations to logits."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from moe_jax.experts.bank import Weights, normal_kernel
+from moe_jax.functional.linear import linear_float32
+from moe_jax.models.config import ModelConfig
+
+
+class Head(Weights):
+    """`cap(scale * (x W + b))`, float32; W is a kernel [d, V] of its own, or the transposed embedding."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.dtype)
+        shape = (config.d_model, config.num_outputs)
+        super().__init__(
+            None if config.tie_embeddings else normal_kernel(rngs, shape, dtype),
+            jnp.zeros(shape[1], dtype) if config.head_bias else None,
+        )
+        self.is_tied, self.has_bias = config.tie_embeddings, config.head_bias
+        self.scale, self.soft_cap = config.logit_scale, config.logit_soft_cap
+
+    def __call__(
+        self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Logits; a tied head needs the embedding."""
+        assert (embedding is not None) == self.is_tied, "the embedding goes with a tied head, and only with it"
+        logits = linear_float32(x, self.kernel[...] if embedding is None else embedding.T)
+        if self.has_bias:
+            logits = logits + self.bias[...].astype(jnp.float32)[None, None, :]
+        if self.scale != 1.0:
+            logits = logits * jnp.float32(self.scale)
+        if self.soft_cap is not None:
+            logits = jnp.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits

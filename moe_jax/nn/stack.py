@@ -1,0 +1,201 @@
+"""The middle part of a model: layers, stacked and scanned where they repeat."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.errors import check_member
+from moe_jax.experts.parallel import BATCH_AXES, axes_size
+from moe_jax.functional import keys
+from moe_jax.functional.grouped import PRODUCT
+from moe_jax.functional.routing import RouterStats
+from moe_jax.models.config import LayerConfig, ModelConfig
+from moe_jax.models.segments import Segment, segments_of
+from moe_jax.nn.attention import KVCache
+from moe_jax.nn.block import Block
+from moe_jax.nn.context import Context, make_context
+from moe_jax.nn.layers import Norm
+from moe_jax.nn.router_stats import StackedStats
+
+# What the backward pass finds saved: nothing but the input of a repeat, or also every product with a kernel.
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    ),
+}
+
+Caches = tuple[tuple[KVCache, ...], ...]
+"""Per segment, per block of its pattern: keys and values stacked over the repeats."""
+
+
+class StackOutput(NamedTuple):
+    """Attributes:
+    x: activations, after the final norm where there is one.
+    caches: updated caches, or None without caches.
+    router: what the routers did (see `StackedStats`).
+    """
+
+    x: Float[Array, "B T d"]
+    caches: Caches | None
+    router: StackedStats
+
+
+class Stack(nnx.Module):
+    """The layers of a model and its final norm: a decoder's, an encoder's, or those of any tokens given as embeddings.
+
+    Attributes:
+      config: the description it was built from; what it says of embedding and head does not matter here.
+      remat: what the backward pass recomputes: `none`, `dots` (all but matrix products) or `full`.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, remat: str = "none"):
+        check_member("remat", remat, ("none", *REMAT_POLICIES))
+        dtype = jnp.dtype(config.dtype)
+        self.config = config
+        self.remat = remat
+        self.segments = nnx.List(
+            [BlockStack(segment, config, rngs=rngs, dtype=dtype) for segment in segments_of(config.layers)]
+        )
+        self.final_norm = make_final_norm(config)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T d"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        prefix: Int[Array, " B"] | None = None,
+        encoder_output: Float[Array, "B S e"] | None = None,
+        encoder_valid: Bool[Array, "B S"] | None = None,
+        caches: Caches | None = None,
+        key: Array | None = None,
+    ) -> StackOutput:
+        """Applies all layers.
+
+        Args:
+          x: activations; their dtype is that of the computation.
+          positions: position of every token in its document; default 0, 1, ... With caches it is also the slot that
+            the token takes, and a query sees the slots up to its own.
+          segment_ids: document of every token when several are packed in a row, counted from 1; attention stays inside
+            a document and 0 marks padding.
+          valid: tokens that are not padding; with caches, only padding may follow padding. None: those of a document,
+            or all.
+          prefix: length of the prefix of every row, for attention with that mask.
+          encoder_output: what cross-attention attends to.
+          encoder_valid: tokens of it that are not padding; None: all.
+          caches: from `init_cache`, to continue a row.
+          key: of all that is random in training; None, as at evaluation: nothing is.
+
+        Raises:
+          InputError: if the arguments do not go together or with the model.
+        """
+        context = make_context(
+            self.config,
+            x.shape[:2],
+            positions=positions,
+            segment_ids=segment_ids,
+            valid=valid,
+            prefix=prefix,
+            encoder_output=encoder_output,
+            encoder_valid=encoder_valid,
+            num_slots=None if caches is None else caches[0][0].k.shape[2],
+        )
+        x = _shard_batch(x)
+        new_caches, router = [], []
+        for index, segment in enumerate(self.segments):
+            x, cache, stats = segment(x, context, None if caches is None else caches[index], self.remat, key)
+            x = _shard_batch(x)
+            new_caches.append(cache)
+            router.extend(stats)
+        return StackOutput(self.final_norm(x), None if caches is None else tuple(new_caches), tuple(router))
+
+
+def make_final_norm(config: ModelConfig) -> Norm:
+    """The norm after the last layer, which does nothing where the model has none."""
+    kind = config.norm if config.final_norm else "none"
+    return Norm(kind, config.d_model, config.norm_eps, dtype=jnp.dtype(config.dtype))
+
+
+def init_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> Caches:
+    """Empty caches for `batch` rows of at most `slots` tokens."""
+
+    def cache(segment: Segment, layer: LayerConfig) -> KVCache:
+        shape = (segment.repeats, batch, slots, layer.attention.num_kv_heads, layer.attention.head_dim)
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    return tuple(tuple(cache(s, layer) for layer in s.pattern) for s in segments_of(config.layers))
+
+
+class BlockStack(nnx.Module):
+    """A segment: every parameter of its pattern of blocks carries a leading axis [repeats]."""
+
+    def __init__(self, segment: Segment, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.start = segment.start
+        self.repeats = segment.repeats
+        self.blocks = nnx.List([_stack(layer, model, segment.repeats, rngs, dtype) for layer in segment.pattern])
+
+    def __call__(
+        self,
+        x: Float[Array, "B T d"],
+        context: Context,
+        caches: tuple[KVCache, ...] | None,
+        remat: str,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T d"], tuple[KVCache, ...] | None, tuple[RouterStats, ...]]:
+        """Applies the pattern `repeats` times.
+
+        Args:
+          x: activations.
+          context: of the forward pass.
+          caches: one per block of the pattern, arrays stacked over the repeats, or None.
+          remat: `none`, or a key of `REMAT_POLICIES`: what the backward pass finds saved.
+          key: random key of the forward pass in training; None: deterministic.
+
+        Returns:
+          Activations, caches, and stacked statistics of every router of every position.
+        """
+        graphdef, params = nnx.split(self.blocks)
+
+        def repeat(x: Array, scanned: tuple) -> tuple[Array, tuple]:
+            params, caches, first_layer = scanned
+            blocks = nnx.merge(graphdef, params)
+            new_caches, stats = [], []
+            for position, block in enumerate(blocks):
+                layer_key = keys.fold_in(key, first_layer + position)
+                x, cache, router = block(x, context, None if caches is None else caches[position], layer_key)
+                new_caches.append(cache)
+                stats.extend(router)
+            return x, (None if caches is None else tuple(new_caches), tuple(stats))
+
+        if remat != "none":
+            # Inside scan the loop itself keeps the compiler from merging the two forward passes.
+            repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[remat], prevent_cse=False)
+        first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
+        x, (caches, stats) = jax.lax.scan(repeat, x, (params, caches, first_layers))
+        return x, caches, stats
+
+
+def _stack(layer: LayerConfig, model: ModelConfig, repeats: int, rngs: nnx.Rngs, dtype: jnp.dtype) -> Block:
+    def make(key: Array) -> Block:
+        return Block(layer, model, rngs=nnx.Rngs(params=key), dtype=dtype)
+
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(jax.random.key(0))))
+    # lax.map and not vmap: a fresh layer is drawn at a time, so that drawing needs no room of its own.
+    params = jax.lax.map(lambda key: nnx.state(make(key)), jax.random.split(rngs.params(), repeats))
+    return nnx.merge(graphdef, params)
+
+
+def _shard_batch(x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+    """Over a mesh, the batch is split over every axis but `tensor`, where it divides."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    split = x.shape[0] % axes_size(mesh, *BATCH_AXES) == 0
+    return jax.lax.with_sharding_constraint(x, P(BATCH_AXES if split else None, None, None))
