@@ -138,7 +138,7 @@ def test_adapting_and_merging_in_memory_give_what_they_give_in_directories(moe, 
 def test_of_a_tuned_model_what_was_changed_is_saved(moe, tmp_path):
     tuned = moe_jax.adapt(moe, tmp_path / "tuned", method="perft-s", adapter="parallel:2")
     model = moe_jax.load(tuned)
-    norm = model.decoder.final_norm.scale
+    norm = model.decoder.stack.final_norm.scale
     norm[...] = 2 * norm[...]
     saved = open_source(moe_jax.save(model, tmp_path / "changed"))
     assert set(saved.own_specs()) - set(tuned.source.own_specs()) == {"final_norm/scale"}
