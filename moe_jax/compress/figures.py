@@ -1,4 +1,4 @@
-"""What compression did to the experts of a layer, in figures."""
+"""Figures that say what compression did to the experts of a layer."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerFigures:
-    """Over all matrices of a layer's experts, W as it was and W^ as it is now. None where a figure has no meaning.
+    """Over all matrices of a layer's experts: W before compression, W^ after it. None where a figure has no meaning.
 
     Attributes:
       relative_error: ||W^ - W|| / ||W||, of all experts together.
@@ -22,9 +22,9 @@ class LayerFigures:
       cosine_mean, cosine_min: between an expert and the base, mean and least over the experts.
       objective: of the barycenter, (1/E) sum_k ||T_k W_k - W_base||^2.
       rounds: until the experts were aligned.
-      converged: whether their alignment had stopped to change.
-      seconds: that the layer took.
-      choice: what was chosen for the layer where not all are treated alike, in words.
+      converged: whether the last round of the alignment changed nothing.
+      seconds: spent on the layer.
+      choice: in words, what was chosen for this layer; layers may differ in it.
       uniform_usage: whether, for want of a text, experts were taken to be used alike.
     """
 
@@ -42,10 +42,10 @@ class LayerFigures:
 
 
 class Measure:
-    """Adds up the figures of a layer, one kernel after another, in the order in which a method comes to them."""
+    """Adds up the figures of a layer, one kernel after another, in any order."""
 
     def __init__(self, num_experts: int, num_neurons: int):
-        """Nothing yet.
+        """Starts with no matrix added.
 
         Args:
           num_experts: E.
@@ -59,11 +59,12 @@ class Measure:
     def add(
         self, expert: int, kernel: np.ndarray, base: np.ndarray | None, approximation: np.ndarray | Array
     ) -> None:
-        """Counts one matrix of one expert.
+        """Adds one matrix of one expert.
 
         Args:
           expert: its index.
-          kernel, base: [in, out] as they were; `base` as it is stored now, None: there is none.
+          kernel: [in, out], before compression.
+          base: [in, out], as it is stored now; None: there is none.
           approximation: [in, out], what is added to the base now. As it is stored, not rounded to the base's dtype.
         """
         if base is None:
@@ -73,7 +74,7 @@ class Measure:
         self._sums[expert] += columns.sum(axis=1)
 
     def figures(self, **others: Any) -> LayerFigures:
-        """What was added up, and `others` of the figures as they are."""
+        """The figures of everything that was added, and `others`, which are passed on."""
         weight, base, dot, delta, error = self._sums.T
         figures = LayerFigures(
             relative_error=_ratio(error.sum(), weight.sum()) or 0.0,

@@ -15,7 +15,7 @@ Write = Callable[[str, np.ndarray], None]
 
 
 class SourceLayer:
-    """What a method sees of a layer.
+    """The experts of a layer, as methods read them.
 
     Attributes:
       index: of the layer.
@@ -33,7 +33,7 @@ class SourceLayer:
         with_universal: bool = False,
         statistics: RouterStatistics | None = None,
     ):
-        """Looks at the config; nothing is read.
+        """Uses the config only; nothing is read yet.
 
         Args:
           source: the model.
@@ -103,7 +103,7 @@ class SourceLayer:
         return self._read(self._path(below))
 
     def forget(self) -> None:
-        """Lets go of the leaf that was read last."""
+        """Frees the leaf that was read last."""
         self._last = None
 
     def _read(self, path: str) -> np.ndarray:

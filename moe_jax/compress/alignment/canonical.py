@@ -1,4 +1,4 @@
-"""Orders of point clouds, and of the points in them, that do not depend on how they came."""
+"""A canonical order of point clouds and of their points, whatever the order in which they are given."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from moe_jax.errors import InputError
 def canonical_order(clouds: Sequence[Float[np.ndarray, "n D"]]) -> tuple[list[int], Int[np.ndarray, "E n"]]:
     """Sorts clouds by norm, the greatest first, and the points of each by norm, the least first.
 
-    What is equal in norm goes by its coordinates. Whatever is computed from the sorted clouds is then the same, bit for
-    bit, for clouds that came in another order or with their points in another one.
+    Points of equal norm are sorted by their coordinates. Whatever is computed from the sorted clouds is then the same,
+    bit for bit, if the clouds or their points are given in another order.
 
     Returns:
       The order of the clouds, and int32[E, n], the order of the points of each, in that order.

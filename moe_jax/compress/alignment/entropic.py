@@ -1,7 +1,8 @@
 """Orders of point clouds by entropic transport under falling temperature (OTT's Sinkhorn).
 
-At a high temperature the plans are blurred and no cloud is held where it is; as the temperature falls they harden, and
-what is left is rounded by an exact assignment. Such orders lie lower than those that exact assignments alone reach.
+At a high temperature the plans are blurred and no point is held where it is; as the temperature falls they harden, and
+the last ones are rounded by an exact assignment. The orders found have lower objectives than exact assignments alone
+reach.
 Every cloud is transported to the mean of the others, as in `Matching.descend`: to a mean that contains the cloud
 itself, annealing gains a fifth as much or less.
 """

@@ -1,4 +1,4 @@
-"""Point clouds brought into one order, so that they lie as near to their mean as local search gets them."""
+"""Local search for orders of point clouds in which they lie as near to their mean as possible."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,7 +22,7 @@ _LEAST_GAIN = 1e-13
 
 
 class Matching:
-    """E clouds, an order of each, and their mean. Beside the clouds it holds the mean and one cloud at a time.
+    """E clouds, an order of each, and their mean. Memory holds, beside the clouds, the mean and one cloud at a time.
 
     Attributes:
       clouds: [n, D] each.
@@ -30,7 +30,7 @@ class Matching:
       mean: [n, D] of the clouds in their orders, float64 if they are small and else float32.
       objectives: (1/E) sum_k ||cloud k in its order - mean||_F^2 after every round.
       converged: whether the last search ended because no order changed any more.
-      moved: places of all clouds that got another point in the last round.
+      moved: number of points, over all clouds, that changed their position in the last round.
     """
 
     def __init__(self, clouds: Sequence[Float[np.ndarray, "n D"]], permutations: Int[np.ndarray, "E n"]):
@@ -57,7 +57,7 @@ class Matching:
         return self.mean.dtype == np.float64
 
     def copy(self) -> "Matching":
-        """A matching that goes its own way from here."""
+        """An independent copy; the clouds are shared."""
         other = Matching(self.clouds, self.permutations)
         other.objectives = list(self.objectives)
         return other

@@ -1,7 +1,7 @@
 """Exact transport between two point clouds of equal size: one matrix product, one linear assignment.
 
-Both clouds have uniform weights, so an optimal plan is a permutation (Birkhoff). `align` is what merging methods need
-to bring the neurons of one expert into the order of another; `barycenter.py` is built on the same two steps.
+Both clouds have uniform weights, so an optimal plan is a permutation (Birkhoff). Merging methods
+use `align` to bring the neurons of one expert into the order of another; `barycenter.py` is built on the same steps.
 """
 
 from collections.abc import Iterator
@@ -52,8 +52,8 @@ def assign(costs: Float[np.ndarray, "n n"]) -> Int[np.ndarray, " n"]:
 def reduce_costs(costs: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
     """The same assignment problem with minima of 0 in every row, then in every column; overwrites `costs`.
 
-    SciPy's search begins without prices. Where points lie far from their targets these save a third of its time; where
-    nearly all are in place it ends sooner than they are found.
+    SciPy's search starts from dual prices of zero. Where points lie far from their targets, better ones save a third of
+    its time; where nearly all are in place already, computing them takes longer than the search.
     """
     costs -= costs.min(axis=1, keepdims=True)
     costs -= costs.min(axis=0, keepdims=True)

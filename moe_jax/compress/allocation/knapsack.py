@@ -1,9 +1,9 @@
-"""One candidate for every layer, so that the bytes of all keep within a budget and their errors add up to little.
+"""One candidate per layer, chosen so that all together stay within a budget and their errors add up to little.
 
 A multiple-choice knapsack. Its linear relaxation is solved by walking down the lower convex hulls of (bytes, error) of
 all layers, always along the steepest (Sinha and Zoltners, "The multiple-choice knapsack problem", 1979): the Lagrangian
-solution for the budgets at which a walk ends on a vertex. Between those, what no longer fits is put aside and the walk
-goes on with the rest.
+solution for the budgets at which a walk ends on a vertex. Between those, steps that no longer fit are skipped and the
+walk goes on with the others.
 """
 
 import heapq
@@ -14,12 +14,12 @@ from moe_jax.errors import InputError
 
 
 class Candidate(NamedTuple):
-    """What a layer can become.
+    """One way to compress a layer.
 
     Attributes:
-      nbytes: that it then takes.
-      error: that it then has; errors of layers are added up.
-      choice: what it stands for.
+      nbytes: size of the layer, compressed in this way.
+      error: of the layer, compressed in this way; errors of layers are added up.
+      choice: whatever the caller needs to recognise it.
     """
 
     nbytes: int
@@ -30,8 +30,8 @@ class Candidate(NamedTuple):
 def allocate(candidates: Mapping[int, Sequence[Candidate]], budget_bytes: int) -> dict[int, Candidate]:
     """Chooses one candidate per layer.
 
-    The sum of errors is above the least possible by at most what the one step gains that first did not fit: with many
-    layers that is next to nothing. It never grows with the budget.
+    The sum of errors exceeds the least possible one by at most the gain of the first step that did not fit, which is
+    next to nothing for many layers. A larger budget never gives a larger sum.
 
     Args:
       candidates: by layer, in any order.

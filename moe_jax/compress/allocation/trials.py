@@ -1,7 +1,7 @@
-"""Every scheme of coding residuals tried on one layer: what each would leave of the experts (METHODS 5).
+"""Schemes of coding tried on one layer: how far each would move the experts (METHODS 5).
 
-Of a large layer a sample of the neurons is looked at. They come in whole groups of scales, so that quantisation along
-the neurons is seen as it is. Only factorisations need all of them.
+Of a large layer only a sample of the neurons is used, in whole groups of 128: where groups of scales lie along the
+neurons, the sample then has the same ones. Factorisations use all neurons.
 """
 
 import dataclasses

@@ -12,11 +12,11 @@ from moe_jax.nn.router_stats import RouterStatistics
 
 
 class Calibration(NamedTuple):
-    """All routers. `train.expert_load.measure_router_statistics` measures them.
+    """Statistics of all routers on a text, as `train.expert_load.measure_router_statistics` measures them.
 
     Attributes:
       text: the file.
-      layers: by layer index.
+      layers: the statistics, by layer index.
     """
 
     text: Path
@@ -24,7 +24,7 @@ class Calibration(NamedTuple):
 
 
 def statistics_of(layer: SourceLayer) -> RouterStatistics:
-    """What is known of the router, for the experts in the bank: on a text, or else from its weights.
+    """Statistics of the router for the experts in the bank: measured on a text, or else derived from its weights.
 
     Without a text all experts count as used alike, and are as similar as the columns of the router's (last) matrix.
 

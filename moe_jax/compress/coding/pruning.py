@@ -1,7 +1,7 @@
-"""Pruning of residuals: which entries stay, and the centre that goes best with them (METHODS 5).
+"""Pruning of residuals: which entries are kept, and the best centre for them (METHODS 5).
 
-Everything is about one matrix of all experts. Where one threshold holds for the whole design matrix of an expert
-(`concat`), the matrices have their shares of the entries by `concat_counts` first.
+Functions take one matrix of all experts. Where one threshold holds for the whole design matrix of an expert (`concat`),
+`concat_counts` says beforehand how many entries are kept of each matrix.
 """
 
 import math
@@ -21,7 +21,7 @@ class Refit(NamedTuple):
 
     Attributes:
       centre: float32[...], the best one for the masks.
-      masks: of every expert, which entries are kept.
+      masks: the entries of every expert that are kept.
       error: sum over the experts of the squared entries that are not.
       rounds: how often masks were chosen.
     """

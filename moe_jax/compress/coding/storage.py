@@ -1,6 +1,6 @@
 """Bytes of compressed experts in every form in which they can be stored, from a config alone (METHODS 5 and 8).
 
-What a bank holds is counted on that bank, built by `eval_shape`: no weights are needed, and no formula can disagree
+The bank itself is built by `eval_shape` and its leaves are counted: no weights are needed, and no formula can disagree
 with the disk.
 """
 

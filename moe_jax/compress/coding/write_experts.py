@@ -35,7 +35,7 @@ def write_experts(
       refit: the centre is refitted to what a sparse bank leaves out.
 
     Returns:
-      What the errors are measured by.
+      The measure, to which the errors of all matrices were added.
 
     Raises:
       InputError: if a weight is not finite.

@@ -1,4 +1,4 @@
-"""What a compression did, to be printed, recorded and judged."""
+"""Reports of compressions: of one model, and of a sweep."""
 
 import dataclasses
 from typing import Any
@@ -52,7 +52,7 @@ class Report:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user should know, one line each."""
+        """Warnings to the user, one line each."""
         found = []
         low = [layer for layer in self.layers if layer.base in (DENSE, OWN, MEAN) and layer.cosine_mean < LOW_COSINE]
         if low:

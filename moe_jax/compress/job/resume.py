@@ -1,4 +1,4 @@
-"""What was found out about the layers of a model, kept beside the target until the job is done."""
+"""Analyses of layers, kept beside the target until the job is done, so that a resumed job need not repeat them."""
 
 import hashlib
 import json
@@ -18,10 +18,10 @@ _JOB = "job.sha256"
 
 
 class AnalysisStore:
-    """A folder `.NAME.analysis` with a file for every layer. A context manager.
+    """A context manager for the folder `.NAME.analysis`, which has a file for every analysed layer.
 
-    It is removed when the block ends without an error, or with one that the same job would meet again. What another
-    job left there is removed first. Nothing in its files is executed.
+    The folder is removed when the block ends without an error, or with an `InputError`, which the same job would meet
+    again. Files of another job are removed at the start. Files are never unpickled.
     """
 
     def __init__(self, dst: Path, job: Mapping[str, Any]):
@@ -45,7 +45,7 @@ class AnalysisStore:
         return self
 
     def get(self, layer: int) -> Analysis | None:
-        """What was put for a layer, by this process or one before."""
+        """The analysis of a layer that this process, or an earlier one of the same job, has put; else None."""
         file = self._file(layer)
         if not file.is_file():
             return None
@@ -53,7 +53,7 @@ class AnalysisStore:
             return dict(arrays)
 
     def put(self, layer: int, analysis: Analysis) -> None:
-        """Keeps the analysis of a layer; it is there whole or not at all."""
+        """Keeps the analysis of a layer, whole or not at all."""
         with replacing(self._file(layer)) as file:
             np.savez(file, **analysis)
 

@@ -1,4 +1,4 @@
-"""Quality against kept bytes: one model compressed again and again, scored, and thrown away."""
+"""Quality against bytes: a model is compressed by many methods, and every result is scored and removed again."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The base that deltas are taken from, and the loop that all methods with one delta per expert have in common.
+"""The base that deltas are taken from, and the loop shared by all methods that store one delta per expert.
 
 The base is the dense model, the one that a bank has already, or the mean of the experts.
 """
@@ -27,7 +27,7 @@ NO_BASE = "experts themselves"
 
 
 class Base:
-    """Where the base of one layer comes from.
+    """The base of one layer, and where it comes from.
 
     Attributes:
       origin: `DENSE`, `OWN` or `MEAN`.
@@ -70,7 +70,7 @@ def check_base(base: ModelConfig, model: ModelConfig, layers: Iterable[int]) -> 
 
 
 def compress_deltas(layer: SourceLayer, base: Base, encode: Encode, write: Write) -> LayerFigures:
-    """Writes base, deltas and biases of a layer. Memory holds one matrix of all experts, and of one in float32.
+    """Writes base, deltas and biases of a layer. Memory holds one matrix of all experts, and that of one in float32.
 
     Raises:
       InputError: if a kernel, or what it becomes, is not finite.

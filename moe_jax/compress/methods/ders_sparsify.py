@@ -1,7 +1,7 @@
 """`ders-sparsify`: every delta keeps a share of its entries (METHODS 4; DARE, arXiv 2311.03099).
 
-Everything random is drawn with NumPy on the host, from a Philox stream of its own for every layer, matrix and expert:
-the result does not depend on the order in which these are come to, and so neither on whether a job was resumed.
+Everything random is drawn with NumPy on the host, from a separate Philox stream for every layer, matrix and expert. So
+the result depends neither on the order in which these are processed nor on whether a job was resumed.
 """
 
 import dataclasses

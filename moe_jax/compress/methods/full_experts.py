@@ -1,4 +1,4 @@
-"""What methods have in common that make fewer, or narrower, full experts."""
+"""Shared by the methods that make fewer, or narrower, full experts."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from moe_jax.models import BankConfig, MoEConfig
 
 
 def check_full(layers: Iterable[SourceLayer]) -> None:
-    """Raises `InputError` if the universal FFN is to become one of the experts."""
+    """Raises `InputError` if the user wants the universal FFN to become one of the experts."""
     for layer in layers:
         if layer.num_experts > layer.moe.bank_experts:
             raise InputError("--extended does not go with this method: it makes full experts, which share nothing")

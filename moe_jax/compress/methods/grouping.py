@@ -1,4 +1,4 @@
-"""Which experts are merged with which: those whose routers say nearly the same, around the ones used most.
+"""Groups of experts to merge: each expert joins the most used one whose router logits are most similar to its own.
 
 This is how M-SMoE groups (Li et al., 2024, "Merge, Then Compress", arXiv 2310.01334, section 3.2), with the same number
 of groups in every layer. MEO and Git Re-Basin say nothing about groups; here they take the same, so that the three

@@ -39,7 +39,7 @@ MOST_ROUNDS = 100
 
 
 class Aligned(NamedTuple):
-    """Orders of the neurons, and how they were found.
+    """Orders of the neurons, and figures of the search for them.
 
     Attributes:
       permutations: int32[E, f]; neuron i of the aligned expert is neuron `permutations[k, i]` of the expert.
@@ -75,7 +75,7 @@ class Merging(Method):
 
     @abc.abstractmethod
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
-        """What every expert counts in its group; only ratios matter."""
+        """The weight of every expert in its group; only ratios matter."""
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """See `Method`."""

@@ -1,4 +1,4 @@
-"""What a method of compression is."""
+"""The interface of all methods of compression."""
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.models import MoEConfig
 
 Analysis = Mapping[str, np.ndarray]
-"""What a method found out about one layer: arrays by name, small enough to be kept for every layer."""
+"""What `Method.analyse` returns for one layer: arrays by name, small enough to be kept for all layers at once."""
 
 Tick = Callable[[float], None]
 
@@ -24,7 +24,7 @@ class Method(abc.ABC):
 
     Attributes:
       swept: name of the option that says how much is kept, and the values that a sweep tries.
-      forms: of `storage.FORMS`, in which it can leave the experts.
+      forms: those of `storage.FORMS` in which it can store the experts.
       origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
         `delta_base.Base`.
     """
@@ -38,9 +38,9 @@ class Method(abc.ABC):
         del layers
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
-        """What `plan` and `compress` have to know of the weights of a layer, where that takes long to find out.
+        """Computes what `plan` and `compress` need to know about the weights of a layer, where that takes long.
 
-        Kept on the disk until the job is done: a killed job does not do it again.
+        The result is kept on the disk until the job is done: a resumed job does not compute it again.
 
         Args:
           layer: its experts.
@@ -54,19 +54,19 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """What the layers to compress become, by index: before the first leaf is written."""
+        """The new config of every layer to compress, by index. Called before the first leaf is written."""
 
     @abc.abstractmethod
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """Makes the leaves of one layer.
+        """Computes and writes the leaves of one layer.
 
         Args:
           layer: its experts as they are.
           base: what deltas may be taken from.
           target: what `plan` said the layer becomes.
-          write: takes leaves by their paths below `mlp`. What is not given to it stays as it is.
+          write: takes leaves by their paths below `mlp`. Leaves that it is not given stay as they are.
           analysis: what `analyse` returned for the layer.
 
         Raises:

@@ -78,8 +78,9 @@ def test_figures_are_those_of_what_was_written(form, shape, tmp_path):
         before, after = (np.delete(designs_, column, axis=2) for designs_ in (before, after))
     error = np.sum((after - before) ** 2)
     # The model was written in its dtype, and what was read back is a sum of two such numbers.
-    assert layer.error_per_neuron == pytest.approx(error / EXPERTS / f, rel=0.02 if "dtype" in SHAPES[shape] else 1e-3)
-    assert layer.relative_error == pytest.approx(np.sqrt(error / np.sum(before**2)), rel=0.02)
+    tolerance = 0.02 if "dtype" in SHAPES[shape] else 1e-3
+    assert layer.error_per_neuron == pytest.approx(error / EXPERTS / f, rel=tolerance)
+    assert layer.relative_error == pytest.approx(np.sqrt(error / np.sum(before**2)), rel=tolerance)
     assert layer.base == "barycenter of the experts" and layer.converged
     assert layer.bytes_after == sum(
         out.stored_bytes(path) for path in out.specs() if path.startswith("layers/0/mlp/experts")
