@@ -16,6 +16,14 @@ GATES = ("softmax_topk", "topk_softmax", "top1")
 NO_EXPERT = -1
 
 
+def weights_are_constant(gate: str, top_k: int, num_experts: int) -> bool:
+    """Whether the chosen expert has weight 1 whatever the logits are, although there is a choice.
+
+    A softmax over one kept logit is 1: no gradient of the task reaches the router, only that of auxiliary losses.
+    """
+    return gate == "topk_softmax" and top_k == 1 < num_experts
+
+
 class Routing(NamedTuple):
     """The decision for T tokens.
 

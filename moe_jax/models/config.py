@@ -13,7 +13,7 @@ from moe_jax.errors import InputError, check_member, check_positive
 from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.attention import MASKS
 from moe_jax.functional.rope import RopeConfig
-from moe_jax.functional.routing import GATES
+from moe_jax.functional.routing import GATES, weights_are_constant
 from moe_jax.functional.universal import GATE_BESIDE, UNIVERSAL
 
 PROJECTIONS = ("q", "k", "v", "o")
@@ -114,6 +114,11 @@ class PerftConfig:
             raise InputError(f"top_k={self.top_k} must lie between 1 and the number of adapters, {self.num_experts}")
         if self.gate == "top1" and self.top_k != 1:
             raise InputError(f"gate 'top1' routes to one adapter, top_k={self.top_k}")
+        if self.top_k is not None and weights_are_constant(self.gate, self.top_k, self.num_experts):
+            raise InputError(
+                "top_k=1 with gate 'topk_softmax' weights an adapter by 1 whatever its router says, which then learns "
+                "nothing from the task; use gate 'softmax_topk' or 'top1', or a larger top_k"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +129,8 @@ class MoEConfig:
       expert: shape of one expert.
       num_experts: E.
       top_k: experts per token k.
-      gate: one of `GATES` (METHODS 1); a universal FFN brings its own, and this then stays at its default.
+      gate: one of `GATES` (METHODS 1); a universal FFN brings its own, and this then stays at its default. With top_k 1
+        `topk_softmax` is for checkpoints that are so: see `router_learns`.
       bank: what the experts are made of.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
@@ -217,6 +223,11 @@ class MoEConfig:
     def weighting(self) -> str:
         """What `route` weights the experts by: the gate, or what stands beside a universal FFN."""
         return GATE_BESIDE.get(self.universal, self.gate)
+
+    @property
+    def router_learns(self) -> bool:
+        """Whether a gradient of the task reaches the router; else auxiliary losses alone train it."""
+        return not weights_are_constant(self.weighting, self.top_k, self.num_experts)
 
     @property
     def universal_beside(self) -> bool:

@@ -9,7 +9,7 @@ import rich.table
 
 from moe_jax.formatting import index_set
 from moe_jax.loading import leaf_specs
-from moe_jax.models import ModelConfig
+from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.peft.base import own_leaves
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
 
@@ -89,9 +89,23 @@ def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collec
         if any(path in trained for path in lora):
             beside = ", but LoRA beside it is" if itself == "no" else ", and so is LoRA beside it"
         lines.append(f"the router is among them: {itself}{beside}")
+    idle = [path for path in [*models, *lora] if path in trained and not _moe_of(config, path).router_learns]
+    if idle:
+        layers = index_set({int(path.split("/")[1]) for path in idle})
+        lines.append(
+            f"the router of layers {layers} learns nothing from the task: one expert per token has weight 1 whatever "
+            "the router says (top_k 1 with gate topk_softmax), and auxiliary losses alone train it"
+        )
     if choosing:
         lines.append(f"the adapters' own router is among them: {_how_many(choosing, trained)}")
     return lines
+
+
+def _moe_of(config: ModelConfig, path: str) -> MoEConfig:
+    """The layer of a leaf of a router."""
+    moe = config.layers[int(path.split("/")[1])].mlp
+    assert isinstance(moe, MoEConfig)
+    return moe
 
 
 def _how_many(paths: Sequence[str], trained: Collection[str]) -> str:

@@ -148,6 +148,12 @@ def _moe(dense: ModelConfig, layer: int, options: UpcycleOptions) -> MoEConfig:
         extended=options.extended,
     )
     options.bank.check_fits(expert.shapes(dense.d_model))
+    if not moe.router_learns:
+        others = "" if options.bank.kind == "adapter" else ", a universal FFN 'coder', or gate 'top1' or 'softmax_topk'"
+        raise InputError(
+            "top_k=1 with gate 'topk_softmax' weights an expert by 1 whatever the router says, which then learns "
+            f"nothing from the task; use top_k=2{others}"
+        )
     return moe
 
 

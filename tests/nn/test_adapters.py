@@ -244,6 +244,7 @@ def test_a_layer_over_a_mesh_equals_one_device(name):
     [
         (lambda: perft("routed", LORA, 2, 3), "top_k=3 must lie between 1 and the number of adapters, 2"),
         (lambda: perft("routed", LORA, 2), "top_k=None does not go with PERFT 'routed'"),
+        (lambda: perft("routed", LORA, 2, 1, gate="topk_softmax"), "weights an adapter by 1 whatever its router says"),
         (lambda: perft("dense", LORA, 2, 1), "top_k=1 does not go with PERFT 'dense'"),
         (lambda: perft("single", LORA, 2), "PERFT-S is one adapter, num_experts=2"),
         (lambda: perft("embedded", LORA, 3), "one adapter for each of the MoE's 4 experts, num_experts=3"),

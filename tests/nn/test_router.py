@@ -1,4 +1,4 @@
-"""Routers ask for the highest precision in every product, forward and backward, whatever the compute dtype."""
+"""Routers: products of the highest precision whatever the compute dtype, and gradients of the task."""
 
 import re
 
@@ -8,9 +8,11 @@ import pytest
 from flax import nnx
 
 from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
+from moe_jax.functional.routing import GATES
 from moe_jax.models import MoEConfig
 from moe_jax.models.config import PerftConfig
 from moe_jax.nn.moe import MoE
+from moe_jax.sharding import path_name
 from tests.jaxprs import equations
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -73,6 +75,38 @@ def test_the_program_for_tpu_says_so():
     of_router = [line for line in products if re.search(r": \(tensor<[0-9x]*xf32>, tensor<[0-9x]*xf32>\)", line)]
     assert len(of_router) == 9  # the statistic is not asked for
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in of_router)
+
+
+GATED = [
+    *({"gate": gate, "top_k": top_k} for gate in GATES for top_k in (1, 2, 4) if gate != "top1" or top_k == 1),
+    *({"universal": universal, "top_k": top_k} for universal in ("coder", "med") for top_k in (1, 2)),
+    {"gate": "topk_softmax", "top_k": 2, "bank": BankConfig(kind="adapter", adapter=ADAPTER)},
+    {"gate": "topk_softmax", "top_k": 1, "bank": BankConfig(kind="adapter", adapter=ADAPTER)},
+]
+
+
+@pytest.mark.parametrize("options", GATED, ids=str)
+def test_the_task_reaches_the_router_where_its_config_says_so(options):
+    """All but one expert per token with a weight that is always 1, which is never made anew (see `upcycle`)."""
+    config = MoEConfig(expert=FFN, num_experts=4, **options)
+    graphdef, params, rest = nnx.split(MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32), nnx.Param, ...)
+    leaves, tree = jax.tree.flatten(params)
+    params = jax.tree.unflatten(tree, [jax.random.normal(jax.random.key(i), a.shape) for i, a in enumerate(leaves)])
+    x, target = jax.random.normal(jax.random.key(99), (2, 1, 6, D_MODEL))
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        return jnp.sum(nnx.merge(graphdef, params, rest)(x)[0] * target)
+
+    largest = {name: float(jnp.max(jnp.abs(leaf))) for name, leaf in of_router(gradient(params))}
+    largest.pop("noise/kernel", None)  # drawn with a key alone
+    assert largest and all((value > 1e-3) == config.router_learns for value in largest.values()), largest
+
+
+def of_router(params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params["router"]):
+        yield path_name(path), leaf
 
 
 def is_float32_product(equation):

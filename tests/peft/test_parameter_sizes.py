@@ -1,10 +1,12 @@
 """Counts of tuned models against METHODS 8: published ones at true size, and the leaves themselves in small."""
 
 import dataclasses
+import io
 import json
 import math
 
 import pytest
+import rich.console
 
 from moe_jax import cli
 from moe_jax.experts.config import AdapterConfig
@@ -13,7 +15,7 @@ from moe_jax.models import BankConfig, config_to_json
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.options import AdaptOptions, adapted_config
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
-from moe_jax.peft.trained_table import trained_groups
+from moe_jax.peft.trained_table import print_trained, trained_groups
 from moe_jax.plan import dense_config, make_plan, trained_leaves, training_memory, tuned_parameters
 from moe_jax.train.flops import active_matmul_params
 from moe_jax.upcycle import PESC, Rest, upcycled_config
@@ -191,6 +193,19 @@ def test_options_of_other_commands_are_refused(options, message, tmp_path, capsy
 
 
 # ---- what is said of them -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_router_that_learns_nothing_is_spoken_of_where_it_is_trained(top_k):
+    """As checkpoints may be: one expert per token, with weight 1."""
+    one = dataclasses.replace(FULL, gate="topk_softmax", top_k=top_k)
+    config = model_of(one, FFN, one, FFN)
+    said = {}
+    for name, trained in {"all": parameter_sizes(config).keys(), "attention": ["layers/0/attention/q/kernel"]}.items():
+        console = rich.console.Console(file=io.StringIO(), width=200)
+        print_trained(console, config, trained)
+        said[name] = "the router of layers {0,2} learns nothing from the task" in console.file.getvalue()
+    assert said == {"all": top_k == 1, "attention": False}
 
 
 def test_layers_are_folded_and_nothing_is_left_out():

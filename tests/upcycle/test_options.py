@@ -2,7 +2,7 @@ import pytest
 
 from moe_jax.errors import InputError
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig
-from moe_jax.upcycle import UpcycleOptions, keeps_the_function, parse_delta, upcycled_config
+from moe_jax.upcycle import PESC, UpcycleOptions, keeps_the_function, parse_delta, upcycled_config
 from tests.upcycle.conftest import dense_config
 
 
@@ -92,6 +92,8 @@ def test_options_reach_the_moe():
         ({"num_experts": 1}, "top_k=2 is above num_experts=1"),
         ({"num_experts": 0, "top_k": 0}, "num_experts=0 must be a positive integer"),
         ({"gate": "top1"}, "top1' routes to one expert, top_k=2"),
+        ({"top_k": 1}, "top_k=1 with gate 'topk_softmax' weights an expert by 1 .*; use top_k=2, a universal FFN"),
+        ({"top_k": 1, "bank": PESC.bank}, "top_k=1 with gate 'topk_softmax' .*; use top_k=2$"),
         ({"bank": BankConfig(kind="low-rank", rank=17)}, r"rank 17 is above min\(d, f\) = 16"),
         ({"bank": BankConfig(kind="sparse", rate=0.9999)}, "rate 0.9999 leaves no entry"),
     ],
