@@ -29,7 +29,7 @@ def main() -> None:
 
 def state(results: ResultsFile, sources: tuple[str, ...], root=ROOT) -> list[str]:
     """One line for every stamp of a file of results."""
-    return [f"{stamp.line.split(',')[0]}, {len(paths)} figures: {_since(stamp, sources, root)}"
+    return [f"{stamp.short_line}, {len(paths)} figures: {_since(stamp, sources, root)}"
             for stamp, paths in results.made()]  # fmt: skip
 
 

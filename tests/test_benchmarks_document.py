@@ -141,8 +141,7 @@ def test_a_section_names_what_was_made_at_another_commit(tmp_path: pathlib.Path)
     said = "Command: `python benchmarks/x.py DATA`. Measured at `1111111`, 2026-11-21, x86_64 with 2 threads, Python 3"
     assert made_line(section, section.opened(tmp_path)) == f"{said}.11.7."
     _results(tmp_path, SECOND).put_rows("memory", [])
-    line = made_line(section, section.opened(tmp_path))
-    assert line.startswith(f"{said}.11.7; memory: `2222222`, 2026-11-21, ")
+    assert made_line(section, section.opened(tmp_path)) == f"{said}.11.7; memory: `2222222`, 2026-11-21."
 
 
 def test_rows_can_be_measured_one_by_one(tmp_path: pathlib.Path):
@@ -204,17 +203,17 @@ def test_a_stamp_says_what_is_not_committed(checkout: pathlib.Path, tmp_path: pa
 def test_stale_figures_are_listed(checkout: pathlib.Path, tmp_path: pathlib.Path):
     results = _results(tmp_path, current_stamp(checkout))
     results.put_rows("table", [])
-    commit = results.made()[0][0].commit[:7]
-    assert stale.state(results, ("code.py",), checkout) == [f"`{commit}`, 1 figures: up to date"]
+    said = results.made()[0][0].short_line
+    assert stale.state(results, ("code.py",), checkout) == [f"{said}, 1 figures: up to date"]
     (checkout / "other.py").write_text("2\n")
     _commit(checkout)
-    assert stale.state(results, ("code.py",), checkout) == [f"`{commit}`, 1 figures: up to date"]
+    assert stale.state(results, ("code.py",), checkout) == [f"{said}, 1 figures: up to date"]
     (checkout / "code.py").write_text("2\n")
-    found = [f"`{commit}`, 1 figures: 1 files of its code have changed since"]
+    found = [f"{said}, 1 figures: 1 files of its code have changed since"]
     assert stale.state(results, ("code.py",), checkout) == found
     _commit(checkout)
     assert stale.state(results, ("code.py",), checkout) == found
     shallow = tmp_path / "shallow"
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{checkout}", str(shallow)], check=True)
-    unknown = f"`{commit}`, 1 figures: not known, this clone has no such commit"
+    unknown = f"{said}, 1 figures: not known, this clone has no such commit"
     assert stale.state(results, ("code.py",), shallow) == [unknown]

@@ -56,11 +56,12 @@ class Section:
 def made_line(section: Section, results: ResultsFile) -> str:
     """With what command and at what commit the figures of a section were made."""
     made = results.made()
-    said = []
-    for index, (stamp, paths) in enumerate(made):
+    first, said = made[0][0], [made[0][0].line]
+    for stamp, paths in made[1:]:
         names = sorted({results.name(path) for path in paths})
         some = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} others"
-        said.append(f"{some}: {stamp.line}" if index else stamp.line)
+        alike = (stamp.machine, stamp.versions) == (first.machine, first.versions)
+        said.append(f"{some}: {stamp.short_line if alike else stamp.line}")
     return f"Command: `{section.command}`. Measured at {'; '.join(said)}."
 
 

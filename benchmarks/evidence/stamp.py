@@ -39,13 +39,18 @@ class Stamp:
     @property
     def line(self) -> str:
         """Such as `1df1059, 2026-11-21, x86_64 with 2 threads, Python 3.11.7, jax 0.10.2`."""
+        versions = (f"{'Python' if name == 'python' else name} {version}" for name, version in self.versions.items())
+        return ", ".join([self.short_line, self.machine, *versions])
+
+    @property
+    def short_line(self) -> str:
+        """Without machine and versions."""
         commit = "no commit" if self.commit is None else f"`{self.commit[:7]}`"
         if self.inferred:
             commit += " (inferred from the history)"
         if self.uncommitted:
             commit += f" with uncommitted changes to {', '.join(self.uncommitted)}"
-        versions = (f"{'Python' if name == 'python' else name} {version}" for name, version in self.versions.items())
-        return ", ".join([commit, self.date, self.machine, *versions])
+        return f"{commit}, {self.date}"
 
 
 def current_stamp(root: Path = ROOT) -> Stamp:
