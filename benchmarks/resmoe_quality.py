@@ -32,11 +32,11 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", metavar="VARIANT", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
         "--again",
-        nargs="+",
+        nargs="*",
         metavar="VARIANT",
         choices=VARIANTS,
-        default=[],
-        help="measure these variants again, with the models in WORK, which must be those of the results",
+        help="of --origins, measure these variants again, with the models in WORK, which must be those of the results; "
+        "without any all of them, and the models as well",
     )
     parser.add_argument("--training-only", action="store_true", help="compress nothing")
     options = parser.parse_args()
@@ -52,9 +52,11 @@ def main() -> None:
         if not options.training_only:
             from resmoe.compression import compress_models, describe_models
 
-            for origin in options.origins:
-                for variant in options.again:
+            for origin in options.origins if options.again is not None else ():
+                for variant in options.again or VARIANTS:
                     results.forget("compression", origin, variant)
+                if not options.again:
+                    results.forget("models", origin)
             describe_models(task, results, origins)
             compress_models(task, results, origins, options.variants)
 
