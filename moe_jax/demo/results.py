@@ -1,4 +1,4 @@
-"""What the demo shows at the end: a table and a picture."""
+"""The demo's final table and plot."""
 
 import statistics
 from pathlib import Path
@@ -20,12 +20,12 @@ class Result(NamedTuple):
 
 
 def median_speed(records: list[Record]) -> float:
-    """Training tokens per second: the median over the steps, so that compilation does not count."""
+    """Training tokens per second: the median over the steps, which leaves out compilation."""
     return statistics.median(record["tokens_per_second"] for record in records)
 
 
 def table(results: list[Result], held_out_bytes: int) -> rich.table.Table:
-    """The results, one model a row."""
+    """A table of the results, with one row per model."""
     table = rich.table.Table(
         title=f"held-out text: {held_out_bytes:,} bytes; perplexity is per byte", title_justify="left"
     )
@@ -43,7 +43,7 @@ def table(results: list[Result], held_out_bytes: int) -> rich.table.Table:
 
 
 def plot(path: Path, dense: Path, others: dict[str, Path]) -> None:
-    """Draws loss over steps: the dense model's first, then those that continue from it.
+    """Draws the loss over steps: of the dense model, and then of the models that continue from it.
 
     Args:
       path: the PNG to write.

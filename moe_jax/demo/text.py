@@ -1,4 +1,4 @@
-"""Real text that every Python has: the source of its standard library, and a tokenizer of bytes for it."""
+"""Text that every Python installation has, the source of its standard library, and a byte tokenizer for it."""
 
 import sysconfig
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 
 BOS, EOS = "<bos>", "<eos>"
-# Every so many files, one is held out.
+# One in this many files is held out.
 HELD_OUT_EVERY = 10
 
 
@@ -14,8 +14,8 @@ def write_text(folder: Path, held_out_bytes: int) -> tuple[int, int]:
     """Copies the library's top-level modules: `train/*.txt`, and `held-out.txt` made of other files.
 
     Args:
-      folder: made anew.
-      held_out_bytes: about how much is held out, in whole files.
+      folder: created.
+      held_out_bytes: the approximate amount of held-out text.
 
     Returns:
       Bytes of training and of held-out text.

@@ -1,4 +1,4 @@
-"""The demo itself: writes text and recipes, then types commands."""
+"""The demo: writes text and recipes, then runs commands."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from moe_jax.demo.text import byte_tokenizer, write_text
 from moe_jax.errors import InputError
 from moe_jax.train.metrics import read_metrics
 
-# A folder with this file in it was made by a demo, and the next demo may replace it.
+# A folder with this file was made by a demo, and another demo may replace it.
 MARKER = ".made-by-moe-jax-demo"
 
 CONFIG = {
@@ -78,7 +78,7 @@ def run_demo(folder: Path, *, dense_steps: int, more_steps: int, console: rich.c
       folder: everything goes there; a folder made by an earlier demo is replaced.
       dense_steps: steps of the dense model's training.
       more_steps: steps that every model gets after it.
-      console: for what the demo itself says.
+      console: for the demo's own output.
 
     Raises:
       InputError: if the folder holds something else, or a command fails.
@@ -164,7 +164,7 @@ def _check_equal(merged: float, trained: float) -> None:
 
 
 class _Shell:
-    """Types commands: shows each as a user would type it, and stops at the first that fails."""
+    """Runs commands: prints each as a user would type it, and stops at the first that fails."""
 
     def __init__(self, console: rich.console.Console):
         self._console = console
@@ -175,7 +175,7 @@ class _Shell:
         self._run(arguments)
 
     def json(self, *words: object) -> dict:
-        """Types a command that prints JSON, shows it, and returns it."""
+        """Runs a command that prints JSON; prints and returns the JSON."""
         arguments = [str(word) for word in words]
         self._console.print(f"\n[bold]$ moe-jax {shlex.join(arguments)}[/bold]", highlight=False, soft_wrap=True)
         printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""What the experts of a model look like: how alike they are, and how often each is chosen."""
+"""Plots of a model's experts: how similar they are, and how often each is chosen."""
 
 from moe_jax.figures.similarity import LayerSimilarity as LayerSimilarity
 from moe_jax.figures.similarity import measure_similarity as measure_similarity

@@ -1,4 +1,4 @@
-"""The pictures. Matplotlib is imported when one is drawn: the command line answers --help without it."""
+"""Draws the plots. Matplotlib is imported only then, so that `--help` does not wait for it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DPI = 130
-# As many heat maps as one can still look at side by side, and numbers in them while they can be read.
+# The largest number of heat maps side by side, and of experts for which a heat map shows numbers.
 _MOST_MAPS = 12
 _MOST_NUMBERED = 8
 
 
 def plot_to_base(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -> None:
-    """Cosine to the base over the layers: per matrix the mean over the experts, and from the least to the greatest.
+    """Draws the cosine to the base over the layers: per matrix, the mean and the range over the experts.
 
     Args:
-      layers: what was measured.
+      layers: the measurements.
       file: the PNG to write.
-      title: says which model it is.
+      title: names the model.
     """
     figure = _figure(7.5, 4.5)
     axes = figure.add_subplot()
@@ -58,12 +58,14 @@ def plot_to_base(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -
 
 
 def plot_between(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -> None:
-    """Cosine between whole experts, a heat map per layer; of many layers, some evenly apart. U: the universal FFN.
+    """Draws the cosine between whole experts, one heat map per layer; if there are many, of evenly spaced layers.
+
+    U is the universal FFN.
 
     Args:
-      layers: what was measured.
+      layers: the measurements.
       file: the PNG to write.
-      title: says which model it is.
+      title: names the model.
     """
     shown = [layers[i] for i in np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _MOST_MAPS)).round())
              .astype(int)]  # fmt: skip
@@ -93,12 +95,12 @@ def plot_between(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -
 
 
 def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: Path, *, title: str) -> None:
-    """How often experts were chosen: a heat map of layers and experts, relative to an even share.
+    """Draws how often experts were chosen, relative to an even share: a heat map over layers and experts.
 
     Args:
       shares: by layer index, the share of the assignments per expert.
       file: the PNG to write.
-      title: says which model and text it is.
+      title: names the model and the text.
     """
     from matplotlib.colors import TwoSlopeNorm
 
@@ -130,7 +132,7 @@ def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: Path, *, titl
 
 
 def _figure(width: float, height: float) -> "Figure":
-    # Not pyplot: it has global state, and picks a backend that may need a screen.
+    # pyplot is not used: it has global state, and may choose a backend that needs a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -140,7 +142,7 @@ def _figure(width: float, height: float) -> "Figure":
 
 
 def _cosine_axis(axes: "Axes", cosines: np.ndarray) -> None:
-    """Limits around what there is; experts that are all equal get some room as well."""
+    """Axis limits around the values, with some room even if all are equal."""
     low, high = float(cosines.min()), float(cosines.max())
     margin = max(0.06 * (high - low), 1e-6)
     axes.set_ylim(low - margin, high + margin)
@@ -159,13 +161,13 @@ def _layer_ticks(axes: "Axes", index: Sequence[int]) -> None:
 
 
 def _expert_ticks(axis: "Axis", names: Sequence[str], most: int) -> None:
-    """Names of experts; of more than `most`, some."""
+    """Labels the experts; if there are more than `most`, only some of them."""
     step = -(-len(names) // most)
     axis.set_ticks(range(0, len(names), step), names[::step], fontsize=7)
 
 
 def _numbers(axes: "Axes", values: np.ma.MaskedArray, text: Callable[[float], str], middle: float) -> None:
-    """Writes them into their cells."""
+    """Writes the values into their cells."""
     for (row, column), value in np.ndenumerate(values):
         if row != column:
             color = "white" if value < middle else "black"

@@ -1,7 +1,7 @@
-"""Cosines between the experts of a layer and their base, and between each other: the redundancy that DeRS lives on.
+"""Cosines between the experts of a layer and their base, and among the experts: the redundancy that DeRS exploits.
 
-Only dot products are kept, added up block by block in float64: cosines of upcycled experts differ from 1 in digits
-that float32 does not have.
+Dot products are summed block by block in float64, because cosines of upcycled experts differ from 1 by less than
+float32 can show.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ from moe_jax.models import MoEConfig
 SHARED = "shared base"
 MEAN = "mean of the experts"
 
-# Numbers of one block in float64, over all experts: 32 MB.
+# Elements in a block, over all experts: 32 MB in float64.
 _BLOCK = 1 << 22
 
 
 class LayerSimilarity(NamedTuple):
-    """Cosines of one layer; weights of a matrix, or of all matrices of an expert, are taken as one vector.
+    """Cosines of one layer, between matrices, or between all matrices of an expert, as vectors.
 
     Attributes:
       layer: its index.
-      base: `SHARED`, or `MEAN` where the bank has no base of its own.
+      base: `SHARED`, or `MEAN` if the bank has no base.
       to_base: per matrix, between every expert and the base; float64[E].
       whole_to_base: the same for whole experts.
       between: between whole experts; float64[E, E].
@@ -42,12 +42,12 @@ class LayerSimilarity(NamedTuple):
     universal: bool
 
     def all_to_base(self) -> Float[np.ndarray, " n"]:
-        """Of all experts and matrices."""
+        """The cosines of all experts and matrices."""
         return np.concatenate(list(self.to_base.values()))
 
 
 def measure_similarity(source: ModelSource, layer: int) -> LayerSimilarity:
-    """Measures one MoE layer. Memory holds one matrix of its experts.
+    """Measures one MoE layer. One matrix of its experts is in memory at a time.
 
     Args:
       source: the model; one leaf is read at a time.
@@ -90,7 +90,7 @@ def gram_matrix(vectors: Sequence[np.ndarray]) -> Float[np.ndarray, "n n"]:
 
 
 def _vectors(source: ModelSource, layer: int, name: str, has_base: bool) -> list[np.ndarray]:
-    """The base, if there is one, and then one matrix of every expert."""
+    """One matrix of the base, if there is one, and then of every expert."""
     experts = list(_experts(source, layer, name))
     if not has_base:
         return experts
@@ -98,14 +98,14 @@ def _vectors(source: ModelSource, layer: int, name: str, has_base: bool) -> list
 
 
 def _experts(source: ModelSource, layer: int, name: str) -> Iterator[np.ndarray]:
-    # In float32: rounded to a bfloat16 base, most of a small delta would be lost.
+    # In float32, because rounding to the bfloat16 of a base would lose most of a small delta.
     moe = source.config.layers[layer].mlp
     bank, shape = f"layers/{layer}/mlp/experts", moe.expert.shapes(source.config.d_model)[name]
     return expert_kernels(source.read, moe.bank, bank, name, shape, dtype=np.dtype(np.float32))
 
 
 def _cosines_to_base(gram: Float[np.ndarray, "n n"], has_base: bool) -> Float[np.ndarray, " E"]:
-    """From dot products, those with the base first if there is one; else the base is the mean of all."""
+    """Cosines from dot products. The first row is that of the base, if there is one; otherwise the base is the mean."""
     if has_base:
         dots, base, experts = gram[0, 1:], gram[0, 0], np.diag(gram)[1:]
     else:
@@ -114,6 +114,6 @@ def _cosines_to_base(gram: Float[np.ndarray, "n n"], has_base: bool) -> Float[np
 
 
 def _cosine(dots: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    """Quotient; nothing but zeros points nowhere, and counts as equal."""
+    """The cosine; two zero vectors count as equal."""
     cosines = np.divide(dots, norms, out=np.ones_like(dots), where=norms > 0)
     return np.clip(cosines, -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""A folder of pictures, with the numbers beside them."""
+"""Writes a folder of plots with their numbers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,14 +23,14 @@ def write_figures(
     shares: Mapping[int, Float[np.ndarray, " E"]] | None = None,
     text: Mapping[str, Any] | None = None,
 ) -> list[Path]:
-    """Writes the pictures and `figures.json`, all or nothing.
+    """Writes the plots and `figures.json`, all or nothing.
 
     Args:
       dst: the folder to make.
-      layers: how alike the experts are; empty where they cannot be compared, and there is then no such picture.
+      layers: similarities of experts; empty if they cannot be compared, and then there are no plots of them.
       name: of the model, for the titles.
-      shares: by layer index, the share of the assignments per expert; None: no such picture.
-      text: what they were measured on: `path`, `tokens` and `seq_len`.
+      shares: by layer index, the share of the assignments per expert; None: no plot of it.
+      text: the text on which they were measured: `path`, `tokens` and `seq_len`.
 
     Returns:
       The files.

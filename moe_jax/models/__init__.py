@@ -1,4 +1,4 @@
-"""What a model is made of, without any weights."""
+"""Configs: complete descriptions of models, without weights."""
 
 from moe_jax.experts.config import AdapterConfig as AdapterConfig
 from moe_jax.experts.config import BankConfig as BankConfig

@@ -1,8 +1,8 @@
 """`ModelConfig`: a frozen, complete description of a model.
 
-The tree of parameters can be built from it alone. What a layer consists of is said
-per layer, so that "every second block is an MoE", "the first layer is dense" and "the top 24
-of 32 layers are compressed" are the same mechanism.
+The tree of parameters can be built from it alone. Every layer has its own description, so that
+"every second block is an MoE", "the first layer is dense" and "the top 24 of 32 layers are
+compressed" are the same mechanism.
 """
 
 import dataclasses
@@ -87,9 +87,9 @@ class PerftConfig:
     Attributes:
       variant: `routed` (R): M adapters with a router of their own; `embedded` (E): one adapter for every output of
         the MoE's router, with its weights; `dense` (D): M adapters that see every token; `single` (S): one of them.
-      adapter: what each of them is.
-      num_experts: M; of `embedded` the number of experts of the MoE.
-      top_k: adapters per token K; of `routed` only.
+      adapter: the form of each adapter.
+      num_experts: M; for `embedded`, the number of experts of the MoE.
+      top_k: adapters per token K; for `routed` only.
       gate: how the router of `routed` weights them, one of `GATES`.
       balance_coef, z_coef: of that router's auxiliary losses.
     """
@@ -134,16 +134,16 @@ class MoEConfig:
       bank: what the experts are made of.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
-        assignments of a sequence of n tokens, padding not counted, and the rest pass through the residual only.
+        assignments of a sequence of n tokens, padding not counted; the others are dropped (residual only).
       universal: an FFN that sees every token (METHODS 2.4). `coder`: all weights sum to 1, and the router is XFT's
         gate network; `med`: its weight is 1; `none`: there is none.
-      extended: the universal FFN shares the base of the experts and is the last delta of their bank, not a
-        separate FFN.
-      universal_dim: hidden width of a universal FFN beside the bank; None: that of an expert. Experts can be made
-        narrower than it.
-      merged_experts: G experts in the bank for the E outputs of the router; None: one for each.
-      perft: PEFT experts beside all this.
-      router_lora: beside the kernel of a linear router; its only target is `router`.
+      extended: the universal FFN is not a separate FFN but the last delta of the bank, over the base that the experts
+        share.
+      universal_dim: hidden width of a universal FFN beside the bank; None: that of an expert. Compressed experts can
+        be narrower than it.
+      merged_experts: the number G of experts in the bank, if several of the E outputs of the router share one; None: E.
+      perft: PEFT experts beside the MoE.
+      router_lora: LoRA on the kernel of a linear router; its only target is `router`.
     """
 
     expert: FFNConfig
@@ -181,7 +181,7 @@ class MoEConfig:
 
     def _check_adapters(self) -> None:
         if self.bank.kind == "adapter":
-            # The weights then sum to 1, so that the FFN that all share counts once (METHODS 6).
+            # The weights then sum to 1, so that the shared FFN counts once (METHODS 6).
             plain = self.gate == "topk_softmax" and self.universal == "none" and self.capacity_factor is None
             if not plain or self.merged_experts is not None:
                 raise InputError(
@@ -221,7 +221,7 @@ class MoEConfig:
 
     @property
     def weighting(self) -> str:
-        """What `route` weights the experts by: the gate, or what stands beside a universal FFN."""
+        """The gate that `route` uses: that of the universal FFN if there is one, otherwise `gate`."""
         return GATE_BESIDE.get(self.universal, self.gate)
 
     @property
@@ -251,7 +251,7 @@ class MoEConfig:
 
     @property
     def perft_top_k(self) -> int:
-        """PEFT experts that a token goes to; 0 without any."""
+        """PEFT experts that a token is routed to; 0 if there are none."""
         if self.perft is None:
             return 0
         chosen = {"routed": self.perft.top_k, "embedded": self.top_k}
@@ -259,7 +259,7 @@ class MoEConfig:
 
     @property
     def bank_top_k(self) -> int:
-        """Experts of the bank that a token goes to: k, and the universal FFN if it is among them."""
+        """Experts of the bank that a token is routed to: k, and the universal FFN if it is in the bank."""
         return self.top_k + self.extended
 
 
@@ -308,7 +308,7 @@ class ModelConfig:
     """A model of three parts: embedding, stack of layers, head.
 
     Attributes:
-      family: the foreign format it came from and goes back to (`convert/families/`).
+      family: the foreign format that it was imported from and is exported to (`convert/families/`).
       vocab_size, d_model: V and d.
       max_positions: the context length it was trained for.
       layers: one description per layer.
@@ -324,10 +324,9 @@ class ModelConfig:
       logit_soft_cap: logits become `c tanh(logits / c)` after that; None: they stay.
       num_classes: the head scores classes and not tokens; None: it scores the vocabulary.
       bos_id, eos_ids: special tokens, where they are known.
-      dtype: dtype of the parameters when they are made anew (a checkpoint keeps its own).
-      frozen_base: only what stands beside a base is trained unless a recipe says otherwise: LoRA, adapters and the
-        routers that choose among adapters.
-      foreign: keys of the source's config.json that mean nothing here, given back on export.
+      dtype: dtype of newly initialised parameters (a checkpoint keeps its own).
+      frozen_base: by default, only LoRA, adapters and the routers that choose among adapters are trained.
+      foreign: keys of the source's config.json that are not used here, and are written back on export.
     """
 
     family: str

@@ -24,7 +24,7 @@ class Segment(NamedTuple):
 
 
 def segments_of(layers: tuple[LayerConfig, ...]) -> tuple[Segment, ...]:
-    """Cuts the layers into segments, greedily: the repetition that covers most layers, short patterns first.
+    """Divides the layers into segments, greedily: the repetition that covers most layers, short patterns first.
 
     Args:
       layers: the layers of a model, in order.
@@ -41,7 +41,7 @@ def segments_of(layers: tuple[LayerConfig, ...]) -> tuple[Segment, ...]:
             repeats = 1
             while layers[start + repeats * width : start + (repeats + 1) * width] == pattern:
                 repeats += 1
-            # A pattern that occurs once is no repetition: it would only hide a longer run behind it.
+            # A pattern that occurs once is not a repetition; choosing it could hide a longer run behind it.
             if repeats > 1 and repeats * width > best.repeats * len(best.pattern):
                 best = Segment(start, pattern, repeats)
         segments.append(best)

@@ -1,4 +1,4 @@
-"""`ModelConfig` as JSON, versioned. Layers are written as runs of equal patterns, to be read by people."""
+"""`ModelConfig` as versioned JSON. Layers are written as runs of equal patterns, which people can read."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Tuning with few parameters: which of them are trained."""
+"""Parameter-efficient tuning: PERFT, LoRA, and the partition into trained and frozen parameters."""
 
 from moe_jax.peft.partition import split_model as split_model
 from moe_jax.peft.partition import trainable_paths as trainable_paths

@@ -1,4 +1,4 @@
-"""A model becomes the base of fresh adapters, which are written beside a reference to it."""
+"""Adds new adapters to a model, and writes them with a reference to it as their base."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,15 +21,14 @@ from moe_jax.terminal import Progress, no_progress
 
 
 class Adapted(NamedTuple):
-    """What came out.
+    """The result of `adapt`.
 
     Attributes:
       config: of the tuned model.
       params, bytes: of the adapters.
-      step0: comparison with the untouched model, or, where kernels are kept as NF4, with that model with these kernels;
-        None if it was not asked for.
-      quantization: comparison of the untouched model with these kernels with the model as it is; None if there are
-        none.
+      step0: comparison of the tuned model with the original, or, with an NF4 base, with the original in NF4; None if
+        it was not asked for.
+      quantization: comparison of the original in NF4 with the original; None if the base is not NF4.
     """
 
     config: ModelConfig
@@ -49,19 +48,19 @@ def adapt(
     described: Mapping[str, Any],
     progress: Progress = no_progress,
 ) -> Adapted:
-    """Writes adapters that add nothing yet beside a reference to their base. Memory holds one layer at a time.
+    """Writes adapters that do not change the model yet, with a reference to it. One layer at a time is in memory.
 
     Args:
       source: the model.
       dst: the directory to write, or memory.
-      options: what to do.
+      options: the adapters.
       seed: of adapters and routers.
-      check: compare the logits of the written model with the source's before it appears at `dst`.
+      check: whether to compare the logits of the written model with the source's before it appears at `dst`.
       described: the options as the user gave them, for the lineage.
       progress: called after every leaf and layer.
 
     Raises:
-      InputError: if the options do not go with the model, it has adapters already, the seed is negative, `dst` exists,
+      InputError: if the options do not fit the model, it has adapters already, the seed is negative, `dst` exists,
         the check cannot be made in this machine's memory, or the logits differ. Nothing is left behind.
     """
     config = adapted_config(source.config, options)

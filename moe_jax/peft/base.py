@@ -1,7 +1,7 @@
-"""A tuned model and its base: what the base's config is, and under which names its leaves go on.
+"""A tuned model and its base: the config of the base, and the paths of its leaves in the tuned model.
 
-A *tuned* model has adapters, LoRA or NF4 kernels; its base has none of them and is a model of its own. Paths are those
-of a model directory.
+A *tuned* model has adapters, LoRA or NF4 kernels; its base is the model without them. Paths are those of a model
+directory.
 """
 
 import dataclasses
@@ -17,24 +17,23 @@ _PESC_BASE = "experts/base/"
 
 
 def base_config(config: ModelConfig, *, keep_nf4: bool = False) -> ModelConfig:
-    """The config of the model below: without adapters, LoRA, PERFT, NF4 and `frozen_base`.
+    """The config of the base: without adapters, LoRA, PERFT, NF4 and `frozen_base`.
 
-    Of adapter experts (PESC) the FFN that they share is left, and their layer is dense again, unless they belong to the
-    base themselves. A config that has none
-    of these comes back equal, except that `frozen_base` is off.
+    A layer with adapter experts (PESC) becomes dense again, with the FFN that they share, unless these experts belong
+    to the base. A config without any of these is returned equal, with `frozen_base` off.
 
     Args:
       config: of the tuned model.
-      keep_nf4: kernels that are kept as NF4 stay so: what the tuned model computes before it is trained.
+      keep_nf4: whether NF4 kernels stay NF4. The result then computes what the tuned model does before training.
     """
     layers = tuple(_base_layer(layer, keep_nf4) for layer in config.layers)
     return dataclasses.replace(config, layers=layers, frozen_base=False)
 
 
 def as_base(config: ModelConfig) -> ModelConfig:
-    """The same model with adapter experts (PESC) that belong to it, to be a base for others.
+    """The config in which adapter experts (PESC) belong to the model, so that it can be the base of other adapters.
 
-    A model with a frozen base comes back as it is: its adapters belong to that base.
+    The config of a model with a frozen base is returned unchanged: its adapters are not part of that base.
     """
     if config.frozen_base:
         return config
@@ -42,15 +41,15 @@ def as_base(config: ModelConfig) -> ModelConfig:
 
 
 def is_tuned(config: ModelConfig) -> bool:
-    """Whether there is anything beside a base, or a kernel kept as NF4."""
+    """Whether the model has adapters, LoRA or NF4 kernels."""
     plain = tuple(with_of_base(layer, False) for layer in config.layers)
     return base_config(config).layers != plain
 
 
 def with_nf4(config: ModelConfig, nf4: bool) -> ModelConfig:
-    """The same model with the kernels of attention, FFNs, shared bases and full experts as NF4 codes, or plain.
+    """The config with the kernels of attention, FFNs, shared bases and full experts in NF4, or with none in NF4.
 
-    Embeddings, head, norms, routers and everything small stay as they are.
+    Embeddings, head, norms, routers, biases and adapters are never NF4.
     """
 
     def layer_with(layer: LayerConfig) -> LayerConfig:
@@ -65,9 +64,9 @@ def with_nf4(config: ModelConfig, nf4: bool) -> ModelConfig:
 
 
 def base_leaf(config: ModelConfig, path: str) -> str | None:
-    """The leaf of the base that a leaf of a tuned model is, or is made from; None for one that is new.
+    """The leaf of the base that a leaf of a tuned model equals or is made from; None for a new leaf.
 
-    All leaves of an NF4 kernel are made from the one kernel:
+    All leaves of an NF4 kernel are made from the same kernel:
 
         layers/3/attention/q/kernel                  -> layers/3/attention/q/kernel
         layers/3/attention/q/nf4/scales              -> layers/3/attention/q/kernel
@@ -91,7 +90,7 @@ def base_leaf(config: ModelConfig, path: str) -> str | None:
 
 
 def kernel_of(path: str) -> str | None:
-    """The path of the kernel that a leaf of NF4 belongs to; None for any other leaf."""
+    """The path of the kernel that an NF4 leaf belongs to; None for any other leaf."""
     match = _NF4.fullmatch(path)
     return f"{match[1]}/kernel" if match else None
 

@@ -1,4 +1,4 @@
-"""What adapters, LoRA and their routers begin as: the tuned model then computes what its base does, exactly."""
+"""Initial adapters, LoRA and adapters' routers: with them the tuned model computes exactly what its base does."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,12 +15,12 @@ from moe_jax.peft.base import own_leaves
 def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the leaves that the base does not have (`own_leaves`), in the order of `leaf_specs`.
 
-    The factor that input meets first (`lora/a`, `adapters/down`) is kaiming uniform as LoRA draws it, the other one
-    (`lora/b`, `adapters/up`) zero, and a router normal with standard deviation 0.02 (METHODS 6, 7).
+    The first factor (`lora/a`, `adapters/down`) is drawn as in LoRA (Kaiming uniform), the second (`lora/b`,
+    `adapters/up`) is zero, and routers are normal with standard deviation 0.02 (METHODS 6, 7).
 
     Args:
       config: of the tuned model.
-      seed: the same seed gives the same leaves; every leaf has a stream of its own.
+      seed: the same seed gives the same leaves; every leaf has its own stream of random numbers.
 
     Yields:
       Paths and leaves, in the dtype of the config.
@@ -37,13 +37,13 @@ def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.nda
 
 
 def initial_leaf(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
-    """One of them; `spec` is its shape and dtype."""
+    """One initial leaf; `spec` is its shape and dtype."""
     (make,) = (make for ending, make in _MAKERS.items() if path.endswith(ending))
     return make(path, spec, seed)
 
 
 def _factor(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
-    """[in, r], or [E, in, r] with a stream for every expert."""
+    """The first factor: [in, r], or [E, in, r] with a stream for every expert."""
     leaf = np.empty(spec.shape, spec.dtype)
     for index, one in enumerate(leaf.reshape(-1, *spec.shape[-2:])):
         one[...] = draw_factor(_stream(seed, path, index), *one.shape)

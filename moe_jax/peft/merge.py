@@ -1,8 +1,8 @@
-"""Folding what tuning added into the kernels it stands beside: `W + scale * A B`, rounded once.
+"""Merges LoRA into its kernels: `W + scale * A B`, rounded once.
 
-LoRA on attention, FFNs, bases of experts, full experts and routers becomes part of their kernels. With an NF4 base it
-is added to the dequantised kernel, because that is the model that was trained: the result computes what the tuned
-model did, and is not the unquantised base with LoRA. Adapters (PESC, PERFT) have no kernel that could hold them.
+This applies to LoRA on attention, FFNs, bases of experts, full experts and routers. With an NF4 base, LoRA is added to
+the dequantised kernel, because that is the model that was trained; the result is not the unquantised base plus LoRA.
+Adapters (PESC, PERFT) cannot be merged into a kernel.
 """
 
 import re
@@ -29,12 +29,12 @@ _NF4_LEAVES = ("codes", "scale_codes", "scales", "offset")
 
 @dataclass(frozen=True)
 class Merged:
-    """What merging did.
+    """The result of `merge`.
 
     Attributes:
-      folded: kernels that LoRA was folded into.
-      dequantized: kernels that were NF4 codes.
-      kept: what was kept beside them, one phrase for each kind.
+      folded: number of kernels that LoRA was merged into.
+      dequantized: number of kernels that were NF4 codes.
+      kept: adapters that were kept, one phrase for each kind.
     """
 
     folded: int
@@ -49,21 +49,21 @@ def merge(
     partly: bool = False,
     progress: Progress = no_progress,
 ) -> Merged:
-    """Writes a tuned model as a model directory that stands on its own, leaf by leaf.
+    """Writes a tuned model as a model directory that needs no base, leaf by leaf.
 
-    Memory holds one leaf as it was and as it becomes, and in float32 one of its kernels.
+    In memory are one leaf before and after merging, and one of its kernels in float32.
 
     Args:
       source: an adapter directory, or another tuned model.
       out: where the model directory appears, which must not exist; or memory.
-      partly: fold what can be folded, and keep adapters as they are.
+      partly: whether to keep adapters that cannot be merged, instead of refusing.
       progress: called with ("merging", leaves done, leaves).
 
     Returns:
-      What was done.
+      Counts of what was merged, and what was kept.
 
     Raises:
-      InputError: if there is nothing to fold, something cannot be folded and `partly` is not said, or `out` exists.
+      InputError: if there is nothing to merge, something cannot be merged and `partly` is false, or `out` exists.
     """
     kept = unmergeable(source.config)
     if kept and not partly:
@@ -92,7 +92,7 @@ def merge(
 
 
 def unmergeable(config: ModelConfig) -> dict[str, str]:
-    """What no kernel can hold: phrases that name it -> why."""
+    """Adapters that cannot be merged, as phrases -> the reason."""
     found: dict[str, tuple[str, list[int]]] = {}
     for i in config.moe_layers:
         moe = config.layers[i].mlp
@@ -108,7 +108,7 @@ def unmergeable(config: ModelConfig) -> dict[str, str]:
 
 
 def merged_config(config: ModelConfig) -> ModelConfig:
-    """The config after folding: without LoRA, NF4 and `frozen_base`; adapters (PESC, PERFT) stay."""
+    """The config after merging: without LoRA, NF4 and `frozen_base`; adapters (PESC, PERFT) stay."""
     return replace(config, layers=tuple(map(_merged_layer, config.layers)), frozen_base=False)
 
 
@@ -125,7 +125,7 @@ def _plain(ffn: FFNConfig) -> FFNConfig:
 
 
 def _lora_beside(config: ModelConfig, path: str) -> LoRAConfig | None:
-    """What stands beside a kernel, by the kernel's path."""
+    """The LoRA of the kernel at a path, if it has any."""
     match = _KERNEL.fullmatch(path)
     if not match:
         return None
@@ -140,7 +140,7 @@ def _lora_beside(config: ModelConfig, path: str) -> LoRAConfig | None:
 
 
 def _folded_kernel(source: ModelSource, path: str) -> np.ndarray:
-    """One kernel, or stacked ones one after another, in the dtype that it had before anything was added."""
+    """A merged kernel, or a stack of them, in the dtype of the kernel without LoRA."""
     module, lora = path.removesuffix("/kernel"), _lora_beside(source.config, path)
     shape = leaf_specs(merged_config(source.config))[path].shape
     result = np.empty(shape, _kernel_dtype(source, path))
@@ -154,7 +154,7 @@ def _folded_kernel(source: ModelSource, path: str) -> np.ndarray:
 
 
 def _kernels(source: ModelSource, path: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Kernels as the tuned model multiplies with them, without LoRA; float32."""
+    """Yields the kernels without LoRA, dequantised if they are NF4; float32."""
     if path in source.specs():
         for kernel in source.read(path).reshape(-1, *shape[-2:]):
             yield kernel.astype(np.float32)
@@ -170,7 +170,7 @@ def _kernels(source: ModelSource, path: str, shape: tuple[int, ...]) -> Iterator
 
 
 def _kernel_dtype(source: ModelSource, path: str) -> np.dtype:
-    """That of the kernel; of NF4 codes that of the base's, or where none is at hand the model's."""
+    """The dtype of the kernel; of an NF4 kernel, that of the base's kernel, or else of the model."""
     if path in source.specs():
         return np.dtype(source.specs()[path].dtype)
     if source.base is not None:

@@ -1,4 +1,4 @@
-"""What tuning is asked to do, and the config of the model that is then tuned."""
+"""The options of parameter-efficient tuning, and the config of the tuned model."""
 
 import dataclasses
 import math
@@ -14,25 +14,25 @@ METHODS = {"perft-r": "routed", "perft-e": "embedded", "perft-d": "dense", "perf
 BASES = ("stored", "nf4")
 ROUTER = "router"
 DROPOUT = 0.05
-# Alpha is twice the rank unless something else is said (METHODS 7).
+# Alpha is twice the rank by default (METHODS 7).
 LORA_SCALE = 2.0
 PARALLEL_SCALE = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptOptions:
-    """How a model is tuned with few parameters. None: not said, where a method may have something to say about it.
+    """How adapters are added to a model. An option that is None takes the default of the method.
 
     Attributes:
       method: one of `METHODS`.
       adapter: `lora:R` or `parallel:R`, with the width R.
-      scale: of the adapters' outputs; of LoRA 2, of parallel adapters 1.
-      alpha: of LoRA, instead of `scale`, which is alpha/R.
-      dropout: on the adapters' inputs; 0.05.
-      num_experts, top_k: M adapters, of which K for every token (PERFT-R; of PERFT-D, M alone).
-      balance_coef, z_coef: of the losses of PERFT-R's own router; 0.01 and 0.
-      targets: the kernels that LoRA stands beside, by name: q, k, v, o, gate, up, down, router.
-      base: how the frozen base is held: as it is stored, or as NF4 codes.
+      scale: factor of the adapters' outputs; by default 2 for LoRA and 1 for parallel adapters.
+      alpha: for LoRA, instead of `scale`, which is alpha/R.
+      dropout: on the adapters' inputs; default 0.05.
+      num_experts, top_k: M adapters, K of them for each token (PERFT-R; PERFT-D has only M).
+      balance_coef, z_coef: coefficients of the losses of PERFT-R's router; default 0.01 and 0.
+      targets: the kernels that get LoRA, by name: q, k, v, o, gate, up, down, router.
+      base: how the frozen base is kept: as stored, or as NF4 codes.
     """
 
     method: str
@@ -62,7 +62,7 @@ def chosen_options(
     balance_coef: float | None = None,
     z_coef: float | None = None,
 ) -> AdaptOptions:
-    """What to do; `moe-jax adapt --help` says what the options mean. None: nothing was said.
+    """Reads the options, which `moe-jax adapt --help` explains. None: not given.
 
     Raises:
       InputError: if there is no method or adapter.
@@ -87,7 +87,7 @@ def chosen_options(
     )
 
 
-# What belongs to some methods only.
+# Options that only some methods have.
 _ONLY = {
     "num_experts": ("perft-r", "perft-d"),
     "top_k": ("perft-r",),
@@ -100,17 +100,17 @@ _FLAGS = {"num_experts": "--experts"}
 
 
 def adapted_config(config: ModelConfig, options: AdaptOptions) -> ModelConfig:
-    """The config of a model with fresh adapters beside a frozen base.
+    """The config of a model with new adapters over a frozen base.
 
     Args:
       config: of the base.
-      options: what to do.
+      options: the adapters.
 
     Returns:
       `config` with adapters in every layer that can have them, and `frozen_base`.
 
     Raises:
-      InputError: if the options do not go with each other or with the model; all problems are listed.
+      InputError: if the options contradict each other or do not fit the model; all problems are listed.
     """
     check_member("--method", options.method, tuple(METHODS))
     check_member("--base", options.base, BASES)
@@ -136,7 +136,7 @@ def parse_adapter(options: AdaptOptions) -> AdapterConfig:
     """Reads `lora:R` or `parallel:R`, with scale, alpha and dropout.
 
     Raises:
-      InputError: for anything else, or values that make no sense.
+      InputError: for anything else, or values out of range.
     """
     kind, colon, number = options.adapter.partition(":")
     if kind not in ("lora", "parallel") or not colon:
@@ -163,7 +163,7 @@ def parse_adapter(options: AdaptOptions) -> AdapterConfig:
 
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the kernels that LoRA can stand beside somewhere in a model."""
+    """Names of the kernels that can get LoRA in at least one layer of a model."""
     found: dict[str, None] = dict.fromkeys(PROJECTIONS)
     for layer in config.layers:
         found |= dict.fromkeys(_targets(layer.mlp))
@@ -181,7 +181,7 @@ def _scale(options: AdaptOptions, kind: str, rank: int) -> float:
 
 
 def _misplaced(options: AdaptOptions) -> list[str]:
-    """What the method cannot have, and what it lacks."""
+    """Problems: options that the method does not have, and required ones that are missing."""
     problems = []
     for name, methods in _ONLY.items():
         flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
@@ -196,7 +196,7 @@ def _misplaced(options: AdaptOptions) -> list[str]:
 
 
 def _unfit(config: ModelConfig, options: AdaptOptions) -> list[str]:
-    """Why the model cannot be tuned so."""
+    """Problems: why the model cannot have these adapters."""
     problems = []
     if is_tuned(config):
         problems.append("the model has adapters already; merge them (moe-jax merge) or adapt the model below them")
@@ -249,7 +249,7 @@ def _with_lora(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig
         mlp = dataclasses.replace(layer.mlp, lora=lora(layer.mlp.matrices))
         return dataclasses.replace(layer, attention=attention, mlp=mlp)
     known = _targets(layer.mlp)
-    # Inputs of full experts are sorted rows, which have no dropout; what is asked for expressly is refused there.
+    # Full experts take sorted rows, without dropout. A rate that the user asked for is refused later.
     full = layer.mlp.bank.kind == "full" and options.dropout is None
     beside = lora([name for name in known if name != ROUTER], *([0.0] if full else []))
     expert = dataclasses.replace(layer.mlp.expert, lora=beside)
@@ -259,7 +259,7 @@ def _with_lora(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig
 
 
 def _targets(mlp: FFNConfig | MoEConfig) -> tuple[str, ...]:
-    """Names of the kernels of a layer's FFN or MoE that LoRA can stand beside."""
+    """Names of the kernels of a layer's FFN or MoE that can get LoRA."""
     if isinstance(mlp, FFNConfig):
         return mlp.matrices
     router = () if mlp.universal == "coder" else (ROUTER,)

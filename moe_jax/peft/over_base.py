@@ -1,4 +1,4 @@
-"""The leaves of a tuned model: those that are stored as its own, and those that its base stands for."""
+"""The leaves of a tuned model: its own, and those of its base."""
 
 from functools import cached_property
 from typing import Protocol
@@ -14,7 +14,7 @@ from moe_jax.peft.base import base_leaf, kernel_of
 
 
 class StoredLeaves(Protocol):
-    """What `LeafReader` offers of a folder of leaves, and `LeavesInMemory` of arrays."""
+    """Leaves that can be read: the protocol of `LeafReader` (on disk) and `LeavesInMemory`."""
 
     @property
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -29,18 +29,17 @@ class StoredLeaves(Protocol):
 class LeavesOverBase:
     """Reads leaves by their paths in the tuned model, one at a time.
 
-    A leaf that is stored is read as it is. Any other is the base's, which of an NF4 kernel is quantised on the way,
-    once for all its leaves: the small ones then wait to be read, whether a model is read layer by layer or leaf by
-    leaf.
+    The model's own leaves are read as stored. Others are read from the base, and quantised if they are NF4: once per
+    kernel, after which its small leaves (scales) are kept in memory until they are read.
     """
 
     def __init__(self, config: ModelConfig, base: ModelSource, own: StoredLeaves | None = None):
-        """No weights are read.
+        """Compares the leaves on both sides; no weights are read.
 
         Args:
           config: of the tuned model.
           base: its base.
-          own: the leaves that are stored; None: none are.
+          own: the model's own leaves; None: there are none.
         """
         self._config = config
         self._base = base
@@ -49,7 +48,7 @@ class LeavesOverBase:
 
     @cached_property
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype as stored, of NF4 leaves as they are made. What neither side has is left out."""
+        """Leaf path -> shape and dtype: as stored, or as made for NF4 leaves. Leaves on neither side are left out."""
         base, specs = self._base.specs(), {}
         for path, spec in leaf_specs(self._config).items():
             source = base_leaf(self._config, path)
@@ -63,14 +62,14 @@ class LeavesOverBase:
         """Reads one leaf.
 
         Raises:
-          InputError: if it is stored on neither side.
+          InputError: if neither side has it.
         """
         if self._is_own(path):
             return self._own.read(path)
         source = base_leaf(self._config, path)
         if source is None:
             assert self._own is not None, path
-            return self._own.read(path)  # which says what is missing where
+            return self._own.read(path)  # raises an error that names what is missing
         if kernel_of(path) is None:
             return self._base.read(source)
         if path not in self._waiting:
@@ -78,7 +77,7 @@ class LeavesOverBase:
         return self._waiting.pop(path)
 
     def stored_bytes(self, path: str) -> int:
-        """What a leaf takes on the disk. Of an NF4 kernel, the codes stand for the kernel that the base stores."""
+        """Bytes of a leaf as stored. The codes of an NF4 kernel count as the kernel that the base stores."""
         if self._is_own(path):
             return self._own.stored_bytes(path)
         source = base_leaf(self._config, path)
@@ -91,13 +90,13 @@ class LeavesOverBase:
     def _quantize(self, kernel: str, folder: str) -> None:
         with jax.default_device(_host()):
             leaves = quantize_nf4(self._base.read(kernel))
-        # Codes are the bulk, and those of one kernel are enough.
+        # Codes are large, so those of only one kernel are kept.
         waiting = {path: leaf for path, leaf in self._waiting.items() if not path.endswith("/codes")}
         self._waiting = waiting | {f"{folder}/{name}": np.asarray(leaf) for name, leaf in leaves.items()}
 
 
 def _host() -> jax.Device:
-    """The host's CPU: what is quantised is then the same whatever accelerator there is."""
+    """The host's CPU, so that quantisation gives the same codes with every accelerator."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names an accelerator only

@@ -1,4 +1,4 @@
-"""Parameters of a model, tuned or not, from its config alone (METHODS 8)."""
+"""Numbers of parameters of a model, from its config alone (METHODS 8)."""
 
 import math
 
@@ -11,18 +11,18 @@ from moe_jax.peft.base import with_nf4
 def parameter_sizes(config: ModelConfig) -> dict[str, int]:
     """Leaf path -> number of parameters.
 
-    Positions of sparse deltas and codes of quantised ones are not parameters. A kernel that is kept as NF4 codes counts
-    the weights that it stands for, under the path that it would have as a plain kernel; its scales count nothing.
+    Positions of sparse deltas and codes of quantised ones are not parameters. An NF4 kernel counts as the kernel that
+    it was quantised from, under that kernel's path; its scales are not counted.
     """
     specs = leaf_specs(with_nf4(config, False))
     return {path: math.prod(spec.shape) for path, spec in specs.items() if is_parameter(spec)}
 
 
 def active_size(config: ModelConfig, path: str, size: int) -> int:
-    """How many of a leaf's parameters one token meets.
+    """How many of a leaf's parameters are active for one token.
 
-    All of them, but K of M where a router chooses: of what experts have of their own, and of adapters beside or after
-    them (PERFT: S/D all, E k of E, R K of M; routers as a whole).
+    All of them, except for leaves with one part per expert or adapter: of these, the parts that the router chooses for
+    a token (PERFT-S and D: all; E: k of E; R: K of M). Routers are active as a whole.
 
     Args:
       config: of the model.

@@ -24,17 +24,17 @@ def trainable_paths(
 ) -> frozenset[str]:
     """Paths in memory (`stack/segments/0/blocks/1/...`) of the parameters that are trained.
 
-    Trained is what matches a pattern of `train` and none of `freeze`, except integer leaves, NF4 kernels, and what a
-    bank keeps frozen itself (the base, with `train_base=False`).
+    A parameter is trained if it matches a pattern of `train` and none of `freeze`. Never trained are integer leaves,
+    NF4 kernels, and what a bank itself freezes (the base, with `train_base=False`).
 
     Args:
       model: may be abstract.
-      train, freeze: regular expressions that must match whole leaf paths. Without `train` it is all parameters, or of
-        a model with a frozen base those that the base does not have: adapters, LoRA, and routers among adapters.
+      train, freeze: regular expressions that must match whole leaf paths. Without `train`, all parameters are trained;
+        of a model with a frozen base, only those that the base does not have: adapters, LoRA, and adapters' routers.
 
     Raises:
-      InputError: for a pattern that is no regular expression or matches nothing, one that matches some but not all
-        of the layers that are stacked into one array, or if nothing is left to train.
+      InputError: for a pattern that is not a regular expression, matches nothing, or matches only some of the layers
+        that are stacked into one array; or if nothing is left to train.
     """
     leaves = {path: disk_paths(model.config, path) for path in _paths(nnx.state(model, nnx.Param))}
     every = [name for names in leaves.values() for name in names]
@@ -76,7 +76,7 @@ def trainable_paths(
 
 
 def split_model(model: Decoder, trainable: frozenset[str]) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """`(graphdef, trained, frozen)`; `nnx.merge` puts them together again.
+    """Splits a model into `(graphdef, trained, frozen)`, which `nnx.merge` joins again.
 
     The two states hold disjoint leaves of the model's state, under the same paths:
 

@@ -1,4 +1,4 @@
-"""What is said of the parameters that will be trained: by `adapt`, `upcycle` and `train` in the same words."""
+"""The table of parameters that will be trained, which `adapt`, `upcycle` and `train` print."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -15,12 +15,12 @@ from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
 
 
 class ParameterGroup(NamedTuple):
-    """A parameter of all layers that have it.
+    """A parameter, summed over all layers that have it.
 
     Attributes:
-      pattern: leaf path, with the layers that it stands for: `layers/{0..4..2}/mlp/router/kernel`.
+      pattern: leaf path with a set of layers, such as `layers/{0..4..2}/mlp/router/kernel`.
       size: number of parameters.
-      active: how many of them one token meets.
+      active: how many of them are active for one token.
     """
 
     pattern: str
@@ -29,7 +29,7 @@ class ParameterGroup(NamedTuple):
 
 
 def trained_groups(config: ModelConfig, trained: Collection[str]) -> list[ParameterGroup]:
-    """The parameters that are trained, layers folded, in the order of the model.
+    """The parameters that are trained, grouped over layers, in the order of the model.
 
     Args:
       config: of the model.
@@ -51,7 +51,7 @@ def trained_groups(config: ModelConfig, trained: Collection[str]) -> list[Parame
 
 
 def print_trained(console: rich.console.Console, config: ModelConfig, trained: Collection[str]) -> None:
-    """Prints what will be trained: patterns, counts, shares of the model, and whether routers are among it.
+    """Prints which parameters will be trained: patterns, counts, shares of the model, and whether routers are included.
 
     Args:
       console: to print to.
@@ -77,7 +77,7 @@ def print_trained(console: rich.console.Console, config: ModelConfig, trained: C
 
 
 def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collection[str]) -> list[str]:
-    """The router of the model, and the one that chooses among adapters, where there are any."""
+    """Lines that say whether the model's routers, and routers of adapters, are trained."""
     own = own_leaves(config)
     routers = [path for path in sizes if "/router/" in path]
     lora = [path for path in routers if "/lora/" in path]
@@ -114,13 +114,13 @@ def _how_many(paths: Sequence[str], trained: Collection[str]) -> str:
 
 
 def _as_nf4(config: ModelConfig, sizes: Mapping[str, int]) -> str:
-    """How many there are of the kernels that the model has no leaves for but NF4's."""
+    """Says how many of the parameters are stored as NF4 codes."""
     missing = sizes.keys() - leaf_specs(config).keys()
     return f", {sum(sizes[path] for path in missing):,} of them as NF4 codes" if missing else ""
 
 
 def _percent(part: int, total: int) -> str:
-    """With enough digits to tell a small share from nothing."""
+    """A share in percent, with enough digits that a small one is not 0."""
     share = part / total
     return f"{share:.2%}" if share >= 0.001 or not part else f"{100 * share:.2g}%"
 

@@ -1,4 +1,4 @@
-"""What a user asks of upcycling, by the names of the command's options, read and checked."""
+"""Reads and checks the options of upcycling, under the names that they have on the command line."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ def chosen_options(
     seed: int = 0,
     no_step0_check: bool = False,
 ) -> UpcycleOptions:
-    """What to do, defaults filled in; `moe-jax upcycle --help` says what the options mean. None: nothing was said.
+    """Reads the options, which `moe-jax upcycle --help` explains, and fills in defaults. None: not given.
 
     Raises:
-      InputError: for options that cannot be read or do not go with each other.
+      InputError: for options that cannot be read or contradict each other.
     """
-    del seed, no_step0_check  # options of the job, and not of the model
+    del seed, no_step0_check  # options of the job, not of the model
     absent_of_pesc = {"delta": delta, "freeze-base": freeze_base, "universal": universal}
     absent_of_pesc |= {"extended": extended, "gate": gate}
     only_of_pesc = {"adapter": adapter, "scale": scale, "rest": rest}
@@ -69,11 +69,11 @@ def chosen_options(
 
 
 def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
-    """What the lineage keeps of the options.
+    """The options as they are written to the lineage.
 
     Args:
-      chosen: what `chosen_options` made of them.
-      given: what it was given.
+      chosen: what `chosen_options` returned.
+      given: its arguments.
     """
     pesc = chosen.bank.adapter is not None
     described = {
@@ -99,7 +99,7 @@ def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
 
 
 def _delta_problems(method: str | None, delta: str | None) -> list[str]:
-    """What is wrong with the deltas of a method that has some, or copies."""
+    """Problems of `delta` with a method that has deltas or copies."""
     if method == "vanilla" and delta not in (None, "full"):
         return [f"its experts are copies, and --delta {delta} is another kind; use --method ders"]
     if method == "ders" and delta in (None, "full"):
@@ -110,7 +110,7 @@ def _delta_problems(method: str | None, delta: str | None) -> list[str]:
 
 
 def _adapter_bank(bank: BankConfig, width: str | int | None, scale: float | None) -> BankConfig:
-    """PESC's bank with another adapter."""
+    """PESC's bank with the given width and scale of its adapters."""
     if width is not None and not str(width).isdigit():
         raise InputError(f"--adapter {width!r}: of pesc it is the width of the adapters, a whole number such as 512")
     assert bank.adapter is not None

@@ -1,4 +1,4 @@
-"""Dense model -> MoE model, layer by layer."""
+"""Converts a dense model to an MoE model, layer by layer."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -27,23 +27,22 @@ Specs = dict[str, jax.ShapeDtypeStruct]
 
 
 class Stored(NamedTuple):
-    """How much there is: parameters (`peft.counting.parameter_sizes`), and bytes of everything as it is loaded."""
+    """Size of a model: number of parameters (see `parameter_sizes`), and bytes of all leaves as loaded."""
 
     params: int
     bytes: int
 
 
 class Upcycled(NamedTuple):
-    """What came out.
+    """The result of `upcycle`.
 
     Attributes:
       config: of the new model.
-      dense, upcycled: what is stored before and after.
-      own: what of it an adapter directory holds itself; None if a model directory was written.
-      step0: comparison with the dense model, or, where kernels are kept as NF4, with the dense model with these
-        kernels; None if it was not asked for.
-      quantization: comparison of the dense model with these kernels with the dense model as it is; None if there are
-        none.
+      dense, upcycled: sizes of the model before and after.
+      own: size of what an adapter directory stores itself; None if a model directory was written.
+      step0: comparison of the MoE with the dense model, or, with NF4 kernels, with the dense model in NF4; None if it
+        was not asked for.
+      quantization: comparison of the dense model in NF4 with the dense model; None if there are no NF4 kernels.
     """
 
     config: ModelConfig
@@ -64,23 +63,23 @@ def upcycle(
     described: Mapping[str, Any],
     progress: Progress = no_progress,
 ) -> Upcycled:
-    """Writes the MoE that a dense model becomes. Memory holds one layer at a time.
+    """Makes an MoE of a dense model. One layer at a time is in memory.
 
-    What is written is a model directory; of adapter experts over a frozen model (PESC) an adapter directory, which
-    refers to the source.
+    The output is a model directory, or for adapter experts over a frozen model (PESC) an adapter directory that refers
+    to the source.
 
     Args:
       source: the dense model.
       dst: the directory to write, or memory.
-      options: what to do.
-      seed: of routers, factors and positions; the same seed gives the same files' contents.
-      check: compare the logits of the written model with the source's before it appears at `dst`.
+      options: the MoE to make.
+      seed: of routers, factors and positions; the same seed gives the same weights.
+      check: whether to compare the logits of the written model with the source's before it appears at `dst`.
       described: the options as the user gave them, for the lineage.
       progress: called after every layer.
 
     Raises:
-      InputError: if the source is an MoE, the options do not go with it, `dst` exists, the check cannot be made
-        in this machine's memory, or the logits differ. Nothing is left behind.
+      InputError: if the source is an MoE, the options do not fit it, `dst` exists, the check does not fit into this
+        machine's memory, or the logits differ. Nothing is left behind.
     """
     config = upcycled_config(source.config, options)
     if seed < 0:
@@ -123,8 +122,8 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
 
     Args:
       config: of the upcycled model.
-      dense: of the dense model as stored; its dtypes are kept, and new leaves take those of the FFN, but adapters
-        and LoRA that of the config.
+      dense: leaf path -> shape and dtype of the dense model as stored. Its dtypes are kept; new leaves have those of
+        the FFN, except that adapters and LoRA have that of the config.
     """
 
     tuned = is_tuned(config)
@@ -168,7 +167,7 @@ def _write_layers(
 def _write_adapter_experts(
     source: ModelSource, config: ModelConfig, writer: ModelWriter, seed: int, progress: Progress
 ) -> None:
-    """What is new, and with it the dense model's leaves unless the directory refers to them."""
+    """Writes the new leaves, and the dense model's unless the directory refers to them."""
     own, specs = own_leaves(config), leaf_specs(config)
     by_layer = _by_layer(path for path in specs if path in own or not config.frozen_base)
     for done, paths in enumerate(by_layer.values(), start=1):
@@ -179,7 +178,7 @@ def _write_adapter_experts(
 
 
 def _by_layer(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Paths of leaves by the index of their layer, and under "" what belongs to none."""
+    """Paths of leaves by their layer's index; under "" those outside the layers."""
     by_layer: dict[str, list[str]] = {}
     for path in paths:
         by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "", []).append(path)
@@ -187,7 +186,7 @@ def _by_layer(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _sizes(source: ModelSource, config: ModelConfig, specs: Specs) -> tuple[Stored, Stored, Stored | None]:
-    """Of the dense model, of the upcycled one, and of what an adapter directory holds."""
+    """Sizes of the dense model, of the upcycled one, and of what an adapter directory stores itself."""
     dense, sizes = source.specs().values(), parameter_sizes(config)
     before = Stored(count_parameters(dense), count_bytes(dense))
     after = Stored(sum(sizes.values()), count_bytes(specs.values()))

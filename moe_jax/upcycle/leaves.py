@@ -1,4 +1,4 @@
-"""From the leaves of a dense FFN to those of an MoE layer (METHODS 2.1-2.4), one leaf at a time."""
+"""Makes the leaves of an MoE layer from those of a dense FFN (METHODS 2.1-2.4), one at a time."""
 
 from collections.abc import Callable, Iterator, Mapping
 

@@ -1,4 +1,4 @@
-"""What upcycling is asked to do, and the config of the model it makes."""
+"""The options of upcycling, and the config of the MoE that it makes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ class UpcycleOptions:
     Attributes:
       num_experts: E.
       top_k: experts per token.
-      every: the FFN of every `every`-th layer becomes an MoE, counted from 1: with 2 these are the layers
-        1, 3, 5, ... counted from 0; with 1 it is all of them.
+      every: every `every`-th layer becomes an MoE: with 2, the layers 1, 3, 5, ... counted from 0; with 1, all
+        layers.
       layers: indices (from 0) of the layers to turn into MoEs, instead of `every`.
-      bank: what the experts are made of.
+      bank: the form of the experts.
       gate: how experts are weighted; one of `functional.routing.GATES`. Not with a universal FFN.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses.
       universal: a copy of the FFN that sees every token beside the experts: `none`, `coder` or `med` (METHODS 2.4).
       extended: the universal FFN is one more delta over the base that the experts share.
-      rest: what becomes of the dense model's own parameters. All but `full` goes with adapter experts only.
+      rest: how the dense model's own parameters are treated. Only adapter experts allow anything but `full`.
     """
 
     num_experts: int = 8
@@ -49,7 +49,7 @@ PESC = UpcycleOptions(
     bank=BankConfig(kind="adapter", adapter=AdapterConfig(rank=512, activation="gelu", scale=0.25, dropout=0.1)),
     rest=Rest(kind="qlora", rank=64),
 )
-"""PESC as the released Camelidae models were trained (METHODS 6); `dataclasses.replace` changes what is to differ."""
+"""PESC with the settings of the released Camelidae models (METHODS 6), to be changed with `dataclasses.replace`."""
 
 
 def parse_delta(text: str, *, freeze_base: bool = False) -> BankConfig:
@@ -72,18 +72,18 @@ def parse_delta(text: str, *, freeze_base: bool = False) -> BankConfig:
 
 
 def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
-    """The config of the MoE that a dense model becomes.
+    """The config of the MoE made from a dense model.
 
     Args:
       dense: its layers are all dense.
-      options: what to do.
+      options: the MoE to make.
 
     Returns:
       `dense` with the FFNs of the chosen layers replaced by MoEs whose experts have the FFN's shape, and `options.rest`
       in all layers.
 
     Raises:
-      InputError: if the model has MoE layers or adapters already, or the options do not go with it; all problems are
+      InputError: if the model already has MoE layers or adapters, or the options do not fit it; all problems are
         listed.
     """
     if dense.moe_layers:
@@ -95,7 +95,7 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
     problems: list[str] = []
     chosen = _chosen_layers(dense.num_layers, options, problems)
     layers = list(dense.layers)
-    # Where no layer can be chosen the first one still shows what is wrong with the MoE itself.
+    # If no layer could be chosen, the first one is used to find problems with the MoE itself.
     for i in sorted(chosen) or [0]:
         try:
             layers[i] = dataclasses.replace(layers[i], mlp=_moe(dense, i, options))
@@ -113,7 +113,7 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
 
 
 def keeps_the_function(options: UpcycleOptions) -> bool:
-    """Whether the weights that a token's FFNs have sum to 1: equal FFNs then add up to the dense one (METHODS 2.5)."""
+    """Whether the weights of a token's FFNs sum to 1, so that equal ones add up to the dense FFN (METHODS 2.5)."""
     if options.universal != "none":
         return options.universal == "coder"
     return options.gate == "topk_softmax" or options.top_k == options.num_experts

@@ -1,4 +1,4 @@
-"""What becomes of the dense model's own parameters when adapter experts are added to it (PESC; METHODS 6)."""
+"""How the dense model's own parameters are treated when adapter experts are added to it (PESC; METHODS 6)."""
 
 import dataclasses
 from typing import Literal
@@ -14,13 +14,13 @@ _KINDS = ("qlora", "lora", "frozen", "full")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rest:
-    """How the attention and the FFNs of all layers go on; embeddings, norms and the head have no LoRA and no NF4.
+    """How attention and FFNs of all layers are treated. Embeddings, norms and the head have neither LoRA nor NF4.
 
     Attributes:
-      kind: `full`: trained like everything else. `frozen`: not trained. `lora`: frozen, with LoRA beside every kernel.
-        `qlora`: the same over kernels kept as NF4 (Dettmers et al. 2023).
+      kind: `full`: trained like everything else. `frozen`: not trained. `lora`: frozen, with LoRA on every kernel.
+        `qlora`: the same with NF4 kernels (Dettmers et al. 2023).
       rank: r of LoRA.
-      alpha: the products are scaled by alpha/r.
+      alpha: LoRA is scaled by alpha/r.
       dropout: on the inputs of LoRA in training.
     """
 
@@ -41,7 +41,7 @@ class Rest:
         return self.kind in ("qlora", "lora")
 
     def lora(self, targets: tuple[str, ...]) -> LoRAConfig | None:
-        """LoRA beside these kernels of a module, where there is any."""
+        """LoRA on these kernels of a module; None if there is none."""
         if not self.has_lora:
             return None
         assert self.rank is not None
@@ -68,7 +68,7 @@ def parse_rest(text: str) -> Rest:
 
 
 def with_rest(config: ModelConfig, rest: Rest) -> ModelConfig:
-    """The config with the attention and the FFN of every layer as `rest` says; of an MoE the FFN of its experts."""
+    """The config with `rest` applied to the attention and the FFN (in an MoE, the experts' FFN) of every layer."""
     if rest.kind == "full":
         return config
     layers = tuple(_layer(layer, rest) for layer in config.layers)
