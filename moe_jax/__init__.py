@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from moe_jax.api.run import evaluate as evaluate
     from moe_jax.api.run import generate as generate
     from moe_jax.api.run import plan as plan
+    from moe_jax.api.train import train as train
     from moe_jax.api.transform import adapt as adapt
     from moe_jax.api.transform import convert as convert
     from moe_jax.api.transform import export as export
@@ -37,6 +38,7 @@ _MODULES = {
     "api.compress": ("CompressedExperts", "compress", "compress_experts"),
     "api.model": ("Model", "load", "save", "tiny_model"),
     "api.run": ("Continuation", "ModelPlan", "evaluate", "generate", "plan"),
+    "api.train": ("train",),
     "api.transform": ("adapt", "convert", "export", "merge", "upcycle"),
     "errors": ("InputError",),
     "nn.decoder": ("Decoder",),

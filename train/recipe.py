@@ -8,7 +8,7 @@ import dataclasses
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moe_jax import strict
 from moe_jax.errors import InputError
@@ -285,14 +285,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
       InputError: not TOML, unknown or misspelt keys, wrong types, bad values; all of them in one message.
       FileNotFoundError: no such file.
     """
-    path = Path(path)
+    table = read_recipe_table(Path(path))
+    return strict.parse(Recipe, recipe_toml.apply_overrides(table, overrides), where=str(path), language="TOML")
+
+
+def read_recipe_table(path: Path) -> dict[str, Any]:
+    """The keys of a recipe, unchecked.
+
+    Raises:
+      InputError: not TOML.
+      FileNotFoundError: no such file.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no recipe at {path}")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not TOML: {error}") from None
-    return strict.parse(Recipe, recipe_toml.apply_overrides(table, overrides), where=str(path), language="TOML")
 
 
 def check_continues(before: Recipe, now: Recipe) -> None:

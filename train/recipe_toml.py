@@ -34,6 +34,11 @@ def to_toml(config: Any) -> str:
     return "\n".join(_table_lines(config, "")) + "\n"
 
 
+def to_table(config: Any) -> dict[str, Any]:
+    """A dataclass as the table that `to_toml` writes."""
+    return tomllib.loads(to_toml(config))
+
+
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Maps every key path of a dataclass (`train.steps`) to its value; arrays are values."""
     flat = {}

@@ -1,5 +1,6 @@
 """`moe-jax train RECIPE.toml`: trains a model, or compiles the step for a TPU pod without one."""
 
+import contextlib
 import dataclasses
 import shlex
 from pathlib import Path
@@ -35,10 +36,8 @@ def run(options: Options) -> None:
       InputError, FileNotFoundError: bad input, in one message.
       KeyboardInterrupt: after Ctrl-C, when a checkpoint is on disk.
     """
-    import signal
-
     from moe_jax.errors import InputError
-    from moe_jax.open_source import open_source, read_config
+    from moe_jax.open_source import read_config
     from moe_jax.train.recipe import load_recipe
 
     if options.compile_only != (options.topology is not None):
@@ -56,23 +55,11 @@ def run(options: Options) -> None:
         print_report(report, as_json=options.json)
         return
 
+    from moe_jax.api.train import run_recipe
     from moe_jax.processes import join_processes
     from moe_jax.train.loop import Stopped
-    from moe_jax.train.run import train
 
     join_processes()
-    if recipe.model.path is None and recipe.model.init == "checkpoint":
-        raise InputError('model.config has no weights: give model.path, or model.init = "random" to draw new ones')
-    source = open_source(recipe.model.path) if recipe.model.path is not None else None
     command = ["moe-jax", "train", str(options.recipe), *(["--set", *overrides] if overrides else []), "--resume"]
-    try:
-        train(
-            recipe,
-            source.config if source else read_config(recipe.model.config),
-            source,
-            resume=options.resume,
-            continue_command=shlex.join(command),
-        )
-    except Stopped as stopped:
-        if stopped.signal == signal.SIGINT:
-            raise KeyboardInterrupt from None
+    with contextlib.suppress(Stopped):  # a signal ended it as was wished
+        run_recipe(recipe, resume=options.resume, continue_command=shlex.join(command))
