@@ -153,6 +153,9 @@ def test_memory_of_training_on_one_chip():
     assert memory.params == 4 * plan.total_params + places
     assert memory.gradients == 4 * plan.trainable_params and memory.optimizer == 8 * plan.trainable_params
     assert memory.total == memory.params + memory.gradients + memory.optimizer
+    # Moments stay float32.
+    half = training_memory(config, {}, "bfloat16")
+    assert half.gradients == memory.gradients / 2 and half.optimizer == memory.optimizer
 
 
 def test_memory_of_training_on_a_mesh():

@@ -210,9 +210,11 @@ def test_stacked_experts_in_a_grouped_product():
     assert not np.any(y[17:]) and not np.any(dlhs[17:])
 
 
+# Shards begin inside blocks, and inside a group of scales; there is one of these groups, or there are four.
+@pytest.mark.parametrize(("rows", "columns"), [(108, 60), (108, 480)])
 @pytest.mark.parametrize("split_rows", [False, True])
-def test_parts_of_a_kernel(split_rows):
-    shards, rows, columns = 3, 108, 60  # shards begin inside blocks, and inside a group of scales
+def test_parts_of_a_kernel(split_rows, rows, columns):
+    shards = 3
     leaves = quantize_nf4(random(rows, columns))
     whole = dequantize_nf4(leaves, rows, jnp.float32)
     for index in range(shards):
@@ -220,7 +222,8 @@ def test_parts_of_a_kernel(split_rows):
             shape, origin = (36, columns), (36 * index, 0)
             part = leaves | {"codes": leaves["codes"][18 * index : 18 * (index + 1)]}
         else:
-            shape, origin, mine = (rows, 20), (0, 20 * index), slice(20 * index, 20 * (index + 1))
+            width = columns // shards
+            shape, origin, mine = (rows, width), (0, width * index), slice(width * index, width * (index + 1))
             part = leaves | {name: leaves[name][:, mine] for name in ("codes", "scale_codes")}
         part["origin"] = jnp.asarray(origin, jnp.int32)
         expected = whole[origin[0] : origin[0] + shape[0], origin[1] + 4 : origin[1] + 16]

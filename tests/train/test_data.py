@@ -64,6 +64,13 @@ def test_special_tokens_of_plain_documents(tmp_path, adds_bos, bos, eos, expecte
     assert pairs.starts.tolist() == [True] + [False] * (len(expected) - 2)
 
 
+def test_every_document_of_a_record_begins_a_segment(tokenizer_path):
+    tokenizer = Tokenizer(tokenizer_path, CONFIG, bos="never", eos="never")
+    pairs = tokenizer.pairs([Example("ab"), Example("x"), Example("cde")])
+    assert pairs.tokens.tolist() == [*b"acd"] and pairs.targets.tolist() == [*b"bde"]  # "x" has nothing to predict
+    assert pairs.starts.tolist() == [True, True, False]
+
+
 def test_a_piece_inside_a_document_gets_no_special_tokens(tmp_path):
     tokenizer = Tokenizer(byte_tokenizer(tmp_path / "t.json"), CONFIG, bos="always", eos="always")
     pairs = tokenizer.pairs([Example("abc", begins=False, ends=False)])

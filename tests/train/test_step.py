@@ -52,7 +52,7 @@ def initial_states(program: Program) -> tuple[nnx.State, nnx.State]:
     return params, frozen
 
 
-def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3):
+def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3, make_batch=random_batch):
     """Losses of a few steps, with the program, the state and the frozen parameters after them."""
     program = make_program(recipe, config, jax.devices()[:devices])
     rows = recipe.train.batch_size
@@ -61,7 +61,7 @@ def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3
         params, frozen = initial_states(program)
         state = first_state(program, params)
         for step in range(steps):
-            batch = place(random_batch(step, rows), local_rows(program.mesh, rows), program.mesh, rows)
+            batch = place(make_batch(step, rows), local_rows(program.mesh, rows), program.mesh, rows)
             state, metrics = program.step(state, frozen, batch)
             records.append([float(x) for x in (metrics.loss, metrics.auxiliary, metrics.grad_norm, metrics.scored)])
     return np.array(records), program, state, frozen
@@ -126,10 +126,21 @@ def test_without_a_score_the_router_is_trained_by_the_balance_loss_alone():
     assert np.abs(after - before).max() > 1e-5
 
 
-def test_accumulation_of_4_times_2_equals_a_batch_of_8():
-    config = config_of(FFN)
-    whole, _, state, _ = run(recipe_of(train=TrainSection(batch_size=8)), config)
-    parts, _, accumulated, _ = run(recipe_of(train=TrainSection(batch_size=8, accumulation=4)), config)
+def repeated_batch(seed: int, rows: int) -> dict[str, np.ndarray]:
+    """Two rows, so often that every one of `rows / 2` microbatches consists of them."""
+    return {name: np.repeat(array, rows // 2, axis=0) for name, array in random_batch(seed, 2).items()}
+
+
+@pytest.mark.parametrize(
+    ("mlp", "make_batch"),
+    # The load of an MoE is that of a microbatch: only equal ones give the same auxiliary loss as all at once.
+    [(FFN, random_batch), (moe(balance_coef=0.5), repeated_batch)],
+    ids=["dense", "auxiliary losses"],
+)
+def test_accumulation_of_4_times_2_equals_a_batch_of_8(mlp, make_batch):
+    config, accumulated = config_of(mlp), TrainSection(batch_size=8, accumulation=4)
+    whole, _, state, _ = run(recipe_of(train=TrainSection(batch_size=8)), config, make_batch=make_batch)
+    parts, _, accumulated, _ = run(recipe_of(train=accumulated), config, make_batch=make_batch)
     np.testing.assert_allclose(parts, whole, atol=1e-6, rtol=1e-6)
     assert largest_difference(accumulated.params, state.params) < 1e-6
 
