@@ -1,6 +1,6 @@
-"""Adapters: `scale * act(x Down) Up`, one for all tokens or several with a weight for each token (METHODS 6, 7).
+"""Adapters: `scale * act(x Down) Up`, one for all tokens, or several of which each token weights some (METHODS 6, 7).
 
-The cost is that of the two thin products. Nothing of the size of the kernels that they stand beside is ever made.
+The cost is that of the two thin products: `Down Up`, which is as large as the kernels beside it, is never computed.
 """
 
 import jax
@@ -15,13 +15,13 @@ from moe_jax.functional.routing import Routing
 
 WAYS = ("side-by-side", "grouped")
 
-# What sorting the rows costs for each entry of a row, in operations: about eight reads and writes of four bytes, in
-# place of each of which a CPU core does some 15 operations.
+# Cost of sorting rows, per entry of a row, in floating-point operations: about eight reads and writes of four bytes,
+# and in the time of one byte a CPU core does some 15 operations.
 _PER_SORTED_ENTRY = 8 * 4 * 15
 
 
 def activate(h: Float[Array, "..."], activation: str) -> Float[Array, "..."]:
-    """Applies a key of `ACTIVATION_FUNCTIONS`, or `none`."""
+    """Applies the activation function of this name, a key of `ACTIVATION_FUNCTIONS`; `none` is the identity."""
     return h if activation == "none" else ACTIVATION_FUNCTIONS[activation](h)
 
 
@@ -35,14 +35,14 @@ def adapter(
 def all_adapters(
     x: Float[Array, "T d"], down: Float[Array, "M d r"], up: Float[Array, "M r d"], activation: str, scale: float
 ) -> Float[Array, "T d"]:
-    """The sum of M adapters, each with weight 1: one adapter of M times the rank (PERFT-D and PERFT-S)."""
+    """The sum of M adapters, each with weight 1 (PERFT-D and PERFT-S), computed as one adapter of M times the rank."""
     return adapter(x, _side_by_side(down), up.reshape(-1, up.shape[2]), activation, scale)
 
 
 def cheaper_way(num_adapters: int, rank: int, top_k: int) -> str:
-    """Which of `WAYS` costs less, by a count of operations."""
-    spared = 4 * rank * (num_adapters - top_k)
-    return "grouped" if spared > _PER_SORTED_ENTRY * top_k else "side-by-side"
+    """The one of `WAYS` (see `routed_adapters`) that costs less, by a count of operations per entry of a token."""
+    saved = 4 * rank * (num_adapters - top_k)
+    return "grouped" if saved > _PER_SORTED_ENTRY * top_k else "side-by-side"
 
 
 def routed_adapters(
@@ -59,11 +59,11 @@ def routed_adapters(
     Args:
       x: tokens.
       routing: chosen adapters and weights.
-      down, up: of all adapters.
+      down, up: kernels of all adapters.
       activation: a key of `ACTIVATION_FUNCTIONS`, or `none`.
       scale: s.
-      way: `side-by-side`: all adapters of every token, those that were not chosen with weight zero; `grouped`: rows
-        sorted by adapter meet their own.
+      way: `side-by-side` applies all adapters to every token, and those that it did not choose have weight zero;
+        `grouped` sorts the tokens by adapter and applies to each only the adapters that it chose.
     """
     assert way in WAYS, way
     apply = _weighted if way == "side-by-side" else _grouped

@@ -1,7 +1,8 @@
-"""Dispatch and combine: tokens sorted by expert, and back.
+"""Dispatch and combine: from tokens to rows sorted by expert, and back.
 
-Sorting is a permutation, so both directions are gathers and so are their gradients. Autodiff would
-turn the gradient of a gather into a scatter, which is serial on CPU and slow on accelerators.
+An *assignment* is one of the k choices of one token; there are M = T * k of them, numbered token by token. Sorting them
+is a permutation, so dispatch and combine are gathers, and so are their gradients. Autodiff would turn the gradient of a
+gather into a scatter, which is serial on CPU and slow on accelerators.
 """
 
 from functools import partial
@@ -16,9 +17,10 @@ class Order(NamedTuple):
     """Assignments sorted by expert.
 
     Attributes:
-      sorted_to_flat: flat assignment (token * k + choice) at every sorted place.
-      flat_to_sorted: its inverse.
-      group_sizes: assignments per expert; they stand first, in the order of the experts.
+      sorted_to_flat: number of the assignment (token * k + choice) in every sorted row.
+      flat_to_sorted: the inverse permutation: the row of every assignment.
+      group_sizes: number of assignments per expert. The rows of expert 0 come first, then those of expert 1, and so on;
+        the rows of no expert come last.
     """
 
     sorted_to_flat: Int[Array, " M"]
@@ -27,19 +29,25 @@ class Order(NamedTuple):
 
 
 def sort_by_expert(experts: Int[Array, "T k"], num_experts: int) -> Order:
-    """Sorts assignments by expert, stably. Experts outside [0, num_experts) come last and in no group."""
+    """Sorts assignments by expert, stably.
+
+    Args:
+      experts: of every assignment. Those outside [0, num_experts) are in no group: `routing.NO_EXPERT`, or over a mesh
+        the experts of other devices.
+      num_experts: E.
+    """
     flat = experts.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     sorted_to_flat = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    places = jnp.arange(flat.size, dtype=jnp.int32)
-    flat_to_sorted = jnp.zeros_like(places).at[sorted_to_flat].set(places, unique_indices=True)
+    rows = jnp.arange(flat.size, dtype=jnp.int32)
+    flat_to_sorted = jnp.zeros_like(rows).at[sorted_to_flat].set(rows, unique_indices=True)
     group_sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None, :], axis=0, dtype=jnp.int32)
     return Order(sorted_to_flat, flat_to_sorted, group_sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dispatch(x: Float[Array, "T d"], order: Order, top_k: int) -> Float[Array, "M d"]:
-    """Row of the token at every sorted place, M = T * k."""
+    """The sorted rows: the token of every assignment."""
     return jnp.take(x, order.sorted_to_flat // top_k, axis=0)
 
 
@@ -72,18 +80,27 @@ _unsort.defvjp(_unsort_fwd, _unsort_bwd)
 
 
 def combine(y: Float[Array, "M d"], order: Order, weights: Float[Array, "T k"]) -> Float[Array, "T d"]:
-    """Weighted sum over the choices of every token, accumulated in float32, in the dtype of `y`."""
+    """Undoes the sorting and sums over the choices of every token.
+
+    Args:
+      y: outputs of the experts, sorted rows.
+      order: from `sort_by_expert`.
+      weights: of the choices, float32.
+
+    Returns:
+      The weighted sums, accumulated in float32 and rounded once to the dtype of `y`.
+    """
     per_choice = _unsort(y, order).reshape(*weights.shape, y.shape[-1])
     return jnp.sum(per_choice.astype(jnp.float32) * weights[:, :, None], axis=1).astype(y.dtype)
 
 
 @jax.custom_vjp
 def weighted_sum(choices: Float[Array, "T k f"], weights: Float[Array, "T k"]) -> Float[Array, "T f"]:
-    """Weighted sum over the choices, in float32, in the dtype of the choices.
+    """Weighted sum over the choices, computed in float32 and rounded once to the dtype of the choices.
 
-    Computed as `(sum_i w_i) x_0 + sum_i w_i (x_i - x_0)`: where the choices are equal and the weights sum to 1 the
-    result is that choice to the last bit, however a compiler rounds products. An upcycled model starts as its dense
-    model by this (METHODS 2.5). Its derivative is that of the plain sum.
+    It is computed as `(sum_i w_i) x_0 + sum_i w_i (x_i - x_0)`. Where the choices are equal and the weights sum to 1,
+    the result therefore is that choice to the last bit, however a compiler rounds products, and an upcycled model
+    starts as its dense model (METHODS 2.5). The gradient is that of the plain sum.
     """
     wide = choices.astype(jnp.float32)
     total = jnp.sum(weights, axis=1)[:, None] * wide[:, 0]
@@ -106,7 +123,7 @@ weighted_sum.defvjp(_weighted_sum_fwd, _weighted_sum_bwd)
 
 
 def row_biases(biases: Float[Array, "E o"], group_sizes: Int[Array, " E"], rows: int) -> Float[Array, "M o"]:
-    """The bias of the expert of every sorted row; rows in no group get zeros."""
+    """The bias that belongs to every sorted row, that of its expert; zeros for rows in no group."""
     ends = jnp.cumsum(group_sizes)
     group = jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right")
     return jnp.take(biases, group, axis=0, mode="fill", fill_value=0)

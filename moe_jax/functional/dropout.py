@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:
-    """Sets the share `rate` of the entries to zero and scales the others up by `1 / (1 - rate)`; nothing for None."""
+    """Sets entries to zero with probability `rate`, divides the others by `1 - rate`; without a key, does nothing."""
     if key is None or rate == 0.0:
         return x
     kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)

@@ -4,8 +4,8 @@
 - TPU: `ragged_dot`, which XLA lowers to a grouped kernel.
 - GPU: Tokamax's kernel where the package is installed, else `ragged_dot`.
 
-The backend is chosen when the program is lowered, so that a step compiled on a CPU machine for a TPU slice
-gets the TPU's. All backends share one rule of differentiation.
+The backend is chosen when the program is lowered, so that a step that is compiled for a TPU slice on a machine without
+one gets the TPU's. All backends share one rule of differentiation.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 logger = logging.getLogger(__name__)
 
-# Rows of a CPU tile: long ones keep a matrix product busy, short ones at the end of a group waste little.
+# Rows of a tile on CPU: long tiles make fast matrix products, short ones at the end of a group waste little.
 TILES = (256, 64)
 # Most entries of a tile of a kernel. With many rows it is used often and may be large; for a few it should stay in the
 # cache (measured on kernels of 4096 x 11008 and 11008 x 4096: 100 to 300 columns are fastest, and a whole kernel takes
@@ -68,9 +68,13 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Array], Array], carry: Array) -> Array:
-    """Folds `body(tile, offset, carry)` over a group of `size` rows: long tiles while they fit, then short ones.
+    """Folds `body(tile, offset, carry)` over tiles of a group of rows: long ones while they fit, then short ones.
 
-    The last tile may overrun the group. `rows` is what all groups together can have.
+    Args:
+      size: rows of the group. The last tile may reach beyond them.
+      rows: of all groups together, at most.
+      body: called with the number of rows of a tile and its first row in the group.
+      carry: initial value.
     """
     long, short = (min(tile, longest_tile(rows)) for tile in TILES)
     full = size // long
@@ -105,16 +109,17 @@ def tile_width(shape: tuple[int, int], rows: int) -> int:
 
 
 def when(condition: Array, body: Callable[[Any], Any], carry: Any) -> Any:
-    """`body(carry)` where the condition holds. A loop of no or one turn: XLA updates its carry in place."""
+    """`body(carry)` if the condition holds, else `carry`: a loop of at most one turn, so that XLA updates in place."""
     return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: body(carry), carry)
 
 
 def longest_tile(rows: int) -> int:
+    """Rows of the longest tile of `over_tiles`: rows are padded by as many, so that no tile reaches beyond them."""
     return min(max(TILES), max(8, 1 << (rows - 1).bit_length()))
 
 
 def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:
-    """Tiles overrun the end of their group; the next group, which comes later, overwrites what they spilled."""
+    """Tiles reach beyond their group; what they write there is overwritten by the next group, which comes later."""
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     width = rhs.shape[1] if contract_out else rhs.shape[2]
     starts = jnp.cumsum(group_sizes) - group_sizes
@@ -166,7 +171,8 @@ def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
     return lax.fori_loop(0, group_sizes.shape[0], group, grads)
 
 
-def zero_rows_beyond(rows: Array, count: Array) -> Array:
+def zero_rows_beyond(rows: Float[Array, "M o"], count: Int[Array, ""]) -> Float[Array, "M o"]:
+    """The first `count` rows, and zeros in place of the others."""
     inside = lax.broadcasted_iota(jnp.int32, rows.shape, 0) < count
     return jnp.where(inside, rows, jnp.zeros((), rows.dtype))
 
@@ -210,7 +216,7 @@ BACKENDS: dict[str, dict[str, Callable[..., Array]]] = {
         "transposed": partial(_transposed, _ragged_product),
         "outer": _ragged_outer,
     },
-    # The gradient of the kernels stays with XLA: Tokamax's is reached through its own autodiff only.
+    # The gradient of the kernels is XLA's: Tokamax's can be reached through its own autodiff only.
     "tokamax": {
         "product": _tokamax_product,
         "transposed": partial(_transposed, _tokamax_product),

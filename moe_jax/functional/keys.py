@@ -1,13 +1,14 @@
-"""Random keys of a forward pass. None stands for a pass without randomness, as at evaluation.
+"""Random keys of a forward pass. None is the key of a pass without randomness, as in evaluation.
 
-A pass has one key. A layer's key is that one folded with the layer's index, and whatever is drawn in a layer has a
-stream of its own: what one draws does not depend on which others draw, nor on how layers are stacked.
+A pass has one key. The key of a layer is that key folded with the index of the layer, and everything random in a layer
+folds it once more with a number of its own. What is drawn therefore depends neither on what else is drawn nor on how
+layers are stacked.
 """
 
 import jax
 from jaxtyping import Array
 
-# What a stream of a layer is for.
+# What a layer draws random numbers for.
 ROUTER_NOISE, ATTENTION, FFN, EXPERTS, PERFT, CROSS_ATTENTION = range(6)
 
 

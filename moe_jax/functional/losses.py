@@ -8,21 +8,21 @@ from jaxtyping import Array, Float, Int
 def next_token_loss(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Weighted negative log-likelihood of the targets, natural log.
+    """Weighted sum of the negative log-likelihoods (natural logarithm) of the targets.
 
     Args:
       logits: float32.
-      targets: the token that follows every position.
-      weights: 0 leaves a position out.
+      targets: the next token at every position.
+      weights: of the positions; 0 leaves one out.
 
     Returns:
-      The sum of weighted losses and the sum of weights; their ratio is the mean loss.
+      The sum of the weighted losses and the sum of the weights; their quotient is the mean loss.
     """
     return jnp.sum(token_losses(logits, targets) * weights), jnp.sum(weights)
 
 
 def token_losses(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Negative log-likelihood of every target, natural log, float32."""
+    """Negative log-likelihood (natural logarithm) of every target, float32."""
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen

@@ -1,15 +1,16 @@
-"""NF4 kernels: codes of four bits for quantiles of the normal distribution, and doubly quantised scales of blocks.
+"""NF4 kernels: four-bit codes for quantiles of the normal distribution, and doubly quantised scales.
 
 Dettmers et al. 2023 (QLoRA), section 3, with the code books of its implementation, bitsandbytes. A kernel [i, o] is cut
-into blocks of 64 consecutive rows of a column; the last of a column may be shorter. An entry is kept as the nearest
-of 16 levels times the largest magnitude of its block. These scales, less their mean, are themselves kept in eight bits,
-256 of them, row by row, to a scale in float32: 4.13 bits per weight.
+into blocks of 64 consecutive rows of a column; the last block of a column may be shorter. The scale of a block is its
+largest magnitude, and an entry is stored as the code of the nearest of 16 levels, relative to that scale. The scales,
+less their mean, are stored as eight-bit codes; 256 consecutive ones, row by row, share a scale in float32. This takes
+4.13 bits per weight.
 
-The arrays of a kernel, by name; those of stacked kernels have the same axes in front:
+The arrays of a kernel are, by name (those of stacked kernels have the axes of the stack in front):
 
 - `codes` uint8 [ceil(i / 2), o]: two rows in a byte, the first in its low bits.
 - `scale_codes` uint8 [ceil(i / 64), o]: of the blocks' scales less `offset`.
-- `scales` float32 [ceil(n / 256)]: of 256 consecutive ones of the n scale codes.
+- `scales` float32 [ceil(n / 256)]: of every 256 consecutive ones of the n scale codes.
 - `offset` float32 []: the mean of the blocks' scales.
 """
 
@@ -39,9 +40,9 @@ LEVELS = np.array([
 
 
 def _dynamic_levels() -> np.ndarray:
-    """The 256 levels of eight bits that are a sign, a dynamic exponent and a fraction (Dettmers 2015, section 2).
+    """The 256 levels of an eight-bit float with a sign, a dynamic exponent and a fraction (Dettmers 2015, section 2).
 
-    Between two powers of ten from 1e-7 to 1 lie twice as many as between the two before.
+    From 1e-7 to 1, there are twice as many levels between two powers of ten as between the two below them.
     """
     positive = []
     for exponent in range(7):
@@ -76,14 +77,14 @@ def nf4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
 def quantize_nf4(kernel: Float[Array, "... i o"]) -> Leaves:
     """The arrays of a kernel, or of stacked ones, of any floating-point dtype.
 
-    Entries and scales go to the nearest level. A block of zeros stays one.
+    Entries and scales are rounded to the nearest level. A block of zeros remains a block of zeros.
     """
     if kernel.ndim > 2:
         return lax.map(quantize_nf4, kernel)
     rows, columns = kernel.shape
     blocks = _blocks(kernel.astype(jnp.float32), BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=1)
-    # Fifteen comparisons are one loop over the kernel, and a search in the levels would be many.
+    # Fifteen comparisons compile to one loop over the kernel, a binary search to several.
     relative = blocks * _reciprocal(largest)[:, None, :]
     codes = sum((relative > middle).astype(jnp.uint8) for middle in _middles(LEVELS))
     codes = _blocks(codes.reshape(-1, columns)[:rows], 2)
@@ -103,7 +104,7 @@ def quantize_nf4(kernel: Float[Array, "... i o"]) -> Leaves:
 
 @partial(jax.jit, static_argnames=("rows", "dtype"))
 def dequantize_nf4(leaves: Leaves, rows: int, dtype: jnp.dtype) -> Float[Array, "... i o"]:
-    """The kernel, or stacked kernels, that the arrays stand for, computed in float32 and rounded once.
+    """The kernel that the arrays represent, or stacked kernels; computed in float32 and rounded once.
 
     Args:
       leaves: as `quantize_nf4` gives them.
@@ -120,8 +121,8 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
     """Columns start ... start + width of a kernel, or of the part of it that begins at `origin`; float32.
 
     Args:
-      leaves: of one kernel. With an `origin` (row, column) among them, `codes` and `scale_codes` have the columns of
-        the part only, `codes` also its rows only, which begin with an even one; all else is of the whole kernel.
+      leaves: of one kernel. With an `origin` (row, column) among them, `codes` has the rows and columns of the part,
+        which begins with an even row, and `scale_codes` has its columns; all else is of the whole kernel.
       rows: of the kernel, or of the part.
       whole: columns of the whole kernel.
       start: a column of the part.
@@ -146,15 +147,15 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def nf4_matmul(x: Float[Array, "... i"], leaves: Leaves, rows: int, whole: int | None = None) -> Float[Array, "... o"]:
-    """`x W` with W in NF4, in the dtype of `x`; one tile of columns of W exists at a time.
+    """`x W` with W in NF4, in the dtype of `x`; only one tile of columns of W is held at a time.
 
-    Only `x` has a gradient. For it W is made once more: nothing but the arrays given is kept.
+    Only `x` has a gradient. The backward pass dequantises W again and keeps nothing but the arguments.
 
     Args:
       x: activations.
       leaves: of one kernel, as `quantize_nf4` gives them; or with an `origin` of a part of it, see `nf4_tile`.
       rows: i, of the kernel or of the part.
-      whole: columns of the whole kernel; None: `leaves` are of the whole.
+      whole: columns of the whole kernel; None: `leaves` are those of the whole kernel.
     """
     columns = leaves["codes"].shape[1]
     flat = x.reshape(-1, rows)
@@ -191,7 +192,7 @@ nf4_matmul.defvjp(_forward, _backward)
 
 
 def _levels(codes: UInt8[Array, "i w"]) -> Float[Array, "i w"]:
-    """Chosen bit by bit: fifteen selections run as vectors, where looking up single entries does not."""
+    """The levels of codes, selected bit by bit: fifteen selections are vector operations, and a look-up is not."""
     levels = [jnp.float32(level) for level in LEVELS]
     for bit in range(4):
         is_set = (codes >> jnp.uint8(bit)) & jnp.uint8(1) == 1
@@ -200,7 +201,7 @@ def _levels(codes: UInt8[Array, "i w"]) -> Float[Array, "i w"]:
 
 
 def _blocks(array: Array, size: int) -> Array:
-    """[i, o] to [ceil(i / size), size, o], zeros behind the last row."""
+    """[i, o] to [ceil(i / size), size, o], with zeros after the last row."""
     padded = jnp.pad(array, ((0, -array.shape[0] % size), (0, 0)))
     return padded.reshape(-1, size, array.shape[1])
 

@@ -1,8 +1,9 @@
 """Codes of 8, 4, 3, 2 or 1 bits packed into bytes, and a scale per group (METHODS 4).
 
-A kernel [i, o] is packed along its input axis: byte j of column c holds the n = 8 / bits rows from j * n on,
-the first in the lowest bits; of three bits, three bytes hold eight rows, the first byte being the lowest. Groups lie
-along the same axis. Where i is no multiple, the last bytes or group are cut off.
+A kernel [i, o] is packed along its input axis. Byte j of column c holds the n = 8 / bits codes of the rows from j * n
+on, the first of them in the lowest bits; with three bits, three bytes hold eight codes, the lowest bits in the first
+byte. Groups lie along the same axis. If i is not a multiple, unneeded bytes at the end are left out and the last group
+is shorter.
 
 A code q in [0, 2^bits) stands for `level * scale`, and every code for another level. The scale is half a step, and its
 sign says which of two grids a group has:
@@ -20,7 +21,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-# Eight bits of mantissa are finer than any code here, and a scale in float32 would be a quarter of a one-bit delta.
+# Its eight bits of mantissa are finer than any code here; in float32, a scale would take a quarter
+# of the bytes of 128 one-bit codes.
 SCALE_DTYPE = jnp.bfloat16
 
 
@@ -61,8 +63,8 @@ def unpack(packed: UInt8[Array, "b o"], rows: int, bits: int, dtype: jnp.dtype) 
 
 
 def scaled_levels(codes: Float[Array, "*s"], scales: Float[Array, "*#s"], bits: int) -> Float[Array, "*s"]:
-    """What unpacked codes stand for, in their dtype; every scale beside the codes of its group."""
-    # Two differences, each a whole number that eight bits of mantissa hold: exact in bfloat16, too.
+    """The numbers that unpacked codes represent, in their dtype; `scales` holds for every code that of its group."""
+    # Each difference is a whole number that fits into eight bits of mantissa: it is exact in bfloat16, too.
     levels = 2 * codes - (2**bits - 1) - (scales < 0).astype(codes.dtype)
     return levels * scales
 
@@ -94,5 +96,5 @@ def dequantize(
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """How many codes make a whole number of bytes, and how many bytes that is."""
+    """The smallest number of codes that fill whole bytes, and the number of these bytes."""
     return (8, 3) if bits == 3 else (8 // bits, 1)

@@ -1,6 +1,6 @@
-"""Routing: which experts a token goes to and with what weight. Always float32 (METHODS 1).
+"""Routing: which experts a token goes to, and with what weights. Always float32 (METHODS 1).
 
-Deterministic: no noise, no capacity unless one is asked for. What a universal FFN adds is in `universal`.
+It is deterministic, and drops nothing unless a capacity is given. What a universal FFN adds is in `universal`.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 GATES = ("softmax_topk", "topk_softmax", "top1")
 
-# The choice of padding, and of an assignment beyond the capacity: no expert multiplies the token.
+# What padding, and an assignment beyond the capacity, has in place of an expert: nothing is computed for it.
 NO_EXPERT = -1
 
 
@@ -37,7 +37,7 @@ class Routing(NamedTuple):
 
 
 class RouterStats(NamedTuple):
-    """What a router did with a batch; every field float32.
+    """Statistics of a router's decisions for a batch, over the tokens that are not padding; float32.
 
     Attributes:
       balance: `E * sum_i f_i P_i`, 1 for uniform routing, E/k when collapsed onto k experts.
@@ -47,7 +47,7 @@ class RouterStats(NamedTuple):
       cv: squared coefficient of variation of the importance (an expert's sum of probabilities over the tokens that
         chose it) plus that of the load, as XFT adds them; 0 for uniform routing.
       probability: mean probability per expert; sums to 1.
-      gram: mean over the tokens of the products of two experts' logits. No gradient goes through it.
+      gram: mean over the tokens of the product of the logits of every two experts. It has no gradient.
     """
 
     balance: Float[Array, ""]
@@ -68,7 +68,7 @@ def route(
     capacity_factor: float | None = None,
     num_sequences: int = 1,
 ) -> tuple[Routing, RouterStats]:
-    """Chooses experts.
+    """Chooses `top_k` experts for every token.
 
     Args:
       logits: router logits, float32.
@@ -117,7 +117,7 @@ def route(
 def squared_cv(x: Float[Array, " E"]) -> Float[Array, ""]:
     """Squared coefficient of variation: variance over squared mean, the variance that of a sample as in XFT.
 
-    0 where all are equal, as a single one is; E/k * (E - k)/(E - 1) where k of E share everything evenly.
+    It is 0 where all entries are equal, and E/k * (E - k)/(E - 1) where k of E entries are equal and the others 0.
     """
     mean = jnp.mean(x)
     variance = jnp.sum(jnp.square(x - mean)) / max(1, x.size - 1)
@@ -125,18 +125,18 @@ def squared_cv(x: Float[Array, " E"]) -> Float[Array, ""]:
 
 
 def _weights(gate: str, top_logits: Float[Array, "T k"], top_probabilities: Float[Array, "T k"]) -> Float[Array, "T k"]:
-    """Weights of the kept experts, best first."""
+    """Weights of the chosen experts, best first."""
     if gate == "topk_softmax":
         weights = jax.nn.softmax(top_logits, axis=-1)
         if top_logits.shape[1] == 2:
-            # Rounded each on its own, the two sum to 1 only nearly. So two equal experts add up to one of them to the
-            # last bit, and an upcycled model starts as the dense one (METHODS 2.5).
+            # Each rounded on its own, the two would not quite sum to 1. So the sum of two equal experts is one of them
+            # to the last bit, and an upcycled model starts as its dense model (METHODS 2.5).
             weights = jnp.stack([weights[:, 0], 1.0 - weights[:, 0]], axis=1)
         return weights
     if gate == "coder":
         first = top_probabilities[:, :1]
         others = (jax.nn.softmax(top_probabilities, axis=-1) * first)[:, 1:]
-        # The best one takes what the others leave of p_1, for the same reason: with 1 - p_1 it makes 1.
+        # The best one gets p_1 less the others' weights, for the same reason: with 1 - p_1, all sum to 1.
         return jnp.concatenate([first - jnp.sum(others, axis=1, keepdims=True), others], axis=1)
     return top_probabilities
 

@@ -17,8 +17,8 @@ NOISE_FLOOR = 1e-2
 def universal_weight(logits: Float[Array, "T E"], universal: str) -> Float[Array, " T"]:
     """Weight of the universal FFN.
 
-    `coder`: what the best expert's probability p_1 leaves of 1. The weights of the routed experts sum to p_1, so all
-    weights together sum to 1 and equal FFNs add up to one of them. `med`: 1, whatever the experts add.
+    `coder`: 1 - p_1, where p_1 is the largest probability. The weights of the routed experts sum to p_1, so that all
+    weights together sum to 1: if all FFNs are equal, the layer gives what one of them gives. `med`: always 1.
 
     Args:
       logits: router logits, float32.
@@ -32,7 +32,14 @@ def universal_weight(logits: Float[Array, "T E"], universal: str) -> Float[Array
 def add_choice(
     routing: Routing, expert: int, weight: Float[Array, " T"], valid: Bool[Array, " T"] | None = None
 ) -> Routing:
-    """Every valid token also goes to `expert`, as its last choice; padding (None: there is none) does not."""
+    """Adds a last choice to every token: `expert`, with the given weight.
+
+    Args:
+      routing: the choices so far.
+      expert: index of the expert in its bank.
+      weight: float32.
+      valid: tokens that are not padding; the last choice of padding is `NO_EXPERT`. None: all.
+    """
     last = jnp.full(weight.shape, expert, jnp.int32)
     if valid is not None:
         last, weight = jnp.where(valid, last, NO_EXPERT), jnp.where(valid, weight, 0.0)
@@ -43,20 +50,20 @@ def add_choice(
 def add_weighted(
     y: Float[Array, "T d"], universal: Float[Array, "T d"], weight: Float[Array, " T"]
 ) -> Float[Array, "T d"]:
-    """`y + weight * universal`, in float32, in the dtype of `y`."""
+    """`y + weight * universal`, computed in float32 and rounded once to the dtype of `y`."""
     return (y.astype(jnp.float32) + weight[:, None] * universal.astype(jnp.float32)).astype(y.dtype)
 
 
 def coder_logits(
     x: Float[Array, "T d"], hidden: Float[Array, "d E"], out: Float[Array, "E E"]
 ) -> Float[Array, "T E"]:
-    """Logits of XFT's gate network: Linear, tanh, Linear, no biases."""
+    """Logits of XFT's gate network: a linear map, tanh and another linear map, without biases."""
     return linear(jnp.tanh(linear(x, hidden)), out)
 
 
 def add_noise(
     logits: Float[Array, "T E"], x: Float[Array, "T d"], noise: Float[Array, "d E"], key: Array
 ) -> Float[Array, "T E"]:
-    """`logits + n * (softplus(x W) + 0.01)` with `n` standard normal: XFT's noise in training (Shazeer, 2017)."""
+    """`logits + n * (softplus(x W) + 0.01)`, n standard normal: the noise of XFT in training (Shazeer et al. 2017)."""
     scale = jax.nn.softplus(linear(x, noise)) + NOISE_FLOOR
     return logits + scale * jax.random.normal(key, logits.shape, jnp.float32)
