@@ -1,13 +1,18 @@
 """Every test sees eight virtual CPU devices; what is compiled is kept for the other workers and the next run."""
 
+import gc
+import math
 import os
 import pathlib
+import resource
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Test models are tiny: compiling them dominates. Unoptimised machine code compiles in half the time, and the older
-# emitters of loops write far less of it.
-COMPILER_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+# emitters of loops write far less of it. A worker has one core: programs split for several are only more work.
+COMPILER_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 
 # All of this is set before JAX is imported, and passed on to the processes that tests start.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,7 +29,13 @@ import pytest  # noqa: E402
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("reproducible")
 
+# Tracing makes many objects that stay; looking through all of them for cycles as often as Python does takes a fifth of
+# the time of tracing.
+gc.set_threshold(100_000, 20, 100)
+
 MAX_COMPILED_BYTES = 500_000_000
+MAX_RESIDENT_BYTES = 2_000_000_000
+STATM = pathlib.Path("/proc/self/statm")  # Linux
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,6 +71,8 @@ def strict_numerics():
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_forgotten():
-    """Compiled programs would otherwise pile up to several GB per process; modules share hardly any."""
+    """Compiled programs would otherwise pile up to several GB per process."""
     yield
-    jax.clear_caches()
+    resident = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else math.inf
+    if resident > MAX_RESIDENT_BYTES:
+        jax.clear_caches()
