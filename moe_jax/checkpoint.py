@@ -23,7 +23,7 @@ try:
 except ImportError:  # Orbax 0.12 still keeps its v1 API here.
     import orbax.checkpoint.experimental.v1 as ocp
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, first_line
 from moe_jax.processes import is_first_process
 from moe_jax.staging import remove_directory
 
@@ -72,7 +72,7 @@ def read_specs(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
     try:
         tree = ocp.metadata(directory).metadata
     except Exception as error:
-        raise InputError(f"{directory} is not a complete Orbax checkpoint: {_first_line(error)}") from error
+        raise InputError(f"{directory} is not a complete Orbax checkpoint: {first_line(error)}") from error
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -94,7 +94,7 @@ def read_leaf(directory: Path, path: str) -> np.ndarray:
         with context:
             return jax.tree.leaves(ocp.load(directory, tree))[0]
     except Exception as error:
-        raise InputError(f"cannot read {path} of {directory}: {_first_line(error)}") from error
+        raise InputError(f"cannot read {path} of {directory}: {first_line(error)}") from error
 
 
 def _raw_files() -> ocp.Context:
@@ -327,10 +327,6 @@ def _causes(error: BaseException) -> list[BaseException]:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     return causes
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 # Orbax warns about every checkpoint that is not an OCDBT database. Ours are not, on purpose.

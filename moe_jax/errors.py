@@ -57,3 +57,13 @@ def check_member(what: str, value: str, options: tuple[str, ...]) -> None:
     """Raises `InputError`, with the nearest option, unless `value` is one of `options`."""
     if value not in options:
         raise InputError(f"unknown {what} {value!r}{nearest(str(value), options)}; known: {', '.join(options)}")
+
+
+def flag_of(option: str) -> str:
+    """An option as it is written on the command line: `max_shard_size` as `--max-shard-size`."""
+    return f"--{option.replace('_', '-')}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

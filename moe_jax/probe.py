@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from moe_jax.errors import InputError
+from moe_jax.formatting import show_bytes
 from moe_jax.memory import available_memory
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
@@ -55,8 +56,8 @@ class Probe:
         needed, available = max(model.memory for model in models), available_memory()
         if available is not None and needed > available:
             raise InputError(
-                f"the step-0 check needs {needed / 1e9:.1f} GB for the largest layer, {available / 1e9:.1f} GB are "
-                "free; use a larger machine, or --no-step0-check"
+                f"the step-0 check needs {show_bytes(needed)} for the largest layer, {show_bytes(available)} are free; "
+                "use a larger machine, or --no-step0-check"
             )
 
     def compare(self, read: Callable[[str], np.ndarray], progress: Progress) -> Compared:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moe_jax.errors import InputError
+from moe_jax.formatting import show_bytes
 
 
 def refuse_existing(target: Path) -> None:
@@ -24,7 +25,7 @@ def require_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise InputError(
-            f"{target} takes {needed / 1e9:.2f} GB, but {existing} has {free / 1e9:.2f} GB free; "
+            f"{target} takes {show_bytes(needed)}, but {existing} has {show_bytes(free)} free; "
             "free some or choose another disk"
         )
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, first_line
 from moe_jax.models import ModelConfig
 from moe_jax.train.recipe import Recipe
 
@@ -69,7 +69,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            raise InputError(f"the step does not fit into {topology}: {_first_line(error)}") from None
+            raise InputError(f"the step does not fit into {topology}: {first_line(error)}") from None
         (text,) = Path(folder).glob("*.after_optimizations.txt")
         found = collectives(text.read_text())
     memory = compiled.memory_analysis()
@@ -129,9 +129,5 @@ def _devices(topology: str) -> list[Any]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:  # libtpu's own errors have no common class
         raise InputError(
-            f"unknown topology {topology!r}, expected for example v5e:4x4, v5p:2x2x4 or v6e:8x8: {_first_line(error)}"
+            f"unknown topology {topology!r}, expected for example v5e:4x4, v5p:2x2x4 or v6e:8x8: {first_line(error)}"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

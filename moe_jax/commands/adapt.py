@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from moe_jax.commands import optional
+
 if TYPE_CHECKING:
     from moe_jax.peft.options import AdaptOptions
     from moe_jax.step0 import Step0
-
-
-def _arg(default: str, metavar: str) -> object:
-    """An option whose default is None, "not given"; the help shows the default that the method then uses."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,25 +29,25 @@ class AdaptFlags:
     MoE's router (perft-e), M that see every token (perft-d), or one that does (perft-s). lora: LoRA on --targets."""
     adapter: Annotated[str | None, tyro.conf.arg(metavar="lora:R|parallel:R", help_behavior_hint="(required)")] = None
     """The form of an adapter: two matrices of rank R, without (lora) or with SiLU in between (parallel, PERFT only)."""
-    experts: Annotated[int | None, _arg("", "M")] = None
+    experts: Annotated[int | None, optional("M")] = None
     """perft-r and perft-d: the number of adapters per MoE."""
-    top_k: Annotated[int | None, _arg("", "K")] = None
+    top_k: Annotated[int | None, optional("K")] = None
     """perft-r: the number of adapters that a token is routed to."""
-    targets: Annotated[str | None, _arg("", "q,v,...")] = None
+    targets: Annotated[str | None, optional("q,v,...")] = None
     """lora: which kernels get LoRA, out of q, k, v, o, gate, up, down and router; in every layer that has them."""
-    scale: Annotated[float | None, _arg("2 of lora:R, 1 of parallel:R", "FLOAT")] = None
+    scale: Annotated[float | None, optional("FLOAT", "2 of lora:R, 1 of parallel:R")] = None
     """The factor by which the adapters' outputs are multiplied."""
-    alpha: Annotated[float | None, _arg("2R", "FLOAT")] = None
+    alpha: Annotated[float | None, optional("FLOAT", "2R")] = None
     """lora:R: sets the scale to ALPHA/R; instead of --scale."""
-    dropout: Annotated[float | None, _arg("0.05; of LoRA on full experts 0", "FLOAT")] = None
+    dropout: Annotated[float | None, optional("FLOAT", "0.05; of LoRA on full experts 0")] = None
     """Dropout rate on the adapters' inputs in training."""
-    base: Annotated[Literal["stored", "nf4"] | None, _arg("stored", "stored|nf4")] = None
+    base: Annotated[Literal["stored", "nf4"] | None, optional("stored|nf4", "stored")] = None
     """How the frozen base is kept: as stored, or with the kernels of attention, FFNs and experts quantised to NF4."""
-    balance_coef: Annotated[float | None, _arg("0.01", "FLOAT")] = None
+    balance_coef: Annotated[float | None, optional("FLOAT", "0.01")] = None
     """perft-r: coefficient of the load-balancing loss of the adapters' router."""
-    z_coef: Annotated[float | None, _arg("0", "FLOAT")] = None
+    z_coef: Annotated[float | None, optional("FLOAT", "0")] = None
     """perft-r: coefficient of the z-loss of the adapters' router."""
-    seed: Annotated[int | None, _arg("0", "INT")] = None
+    seed: Annotated[int | None, optional("INT", "0")] = None
     """Seed of the initial adapters and routers."""
     no_step0_check: bool = False
     """Skips the comparison with the logits of the original model."""

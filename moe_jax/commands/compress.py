@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from moe_jax.commands import optional
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.commands.method_options import command_fields, given_options, one_method, swept_methods
 from moe_jax.compress import METHODS, compress, sweep
@@ -24,11 +25,6 @@ if TYPE_CHECKING:
     from moe_jax.compress import Calibration, Score
     from moe_jax.compress.figures import LayerFigures
     from moe_jax.model_source import ModelSource
-
-
-def _arg(metavar: str, default: str = "", text: str | None = None) -> object:
-    """An option that shows its default; None here means that it was not given."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "", help=text)
 
 
 def _methods() -> str:
@@ -43,15 +39,15 @@ class _Job:
     """A model with MoE layers: a model directory or a Hugging Face directory."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Where the model directory (with --sweep, the folder of results) appears; must not exist."""
-    method: Annotated[str | None, _arg("|".join(METHODS), text=_methods())] = None
-    base: Annotated[Path | None, _arg("DENSE")] = None
+    method: Annotated[str | None, optional("|".join(METHODS), text=_methods())] = None
+    base: Annotated[Path | None, optional("DENSE")] = None
     """The dense model that the experts came from, for deltas from it; by default the base that a layer has already, or
     else the mean of its experts."""
     extended: bool = False
     """The universal FFN beside the experts becomes one more delta of the same base."""
-    layers: Annotated[str | None, _arg("all|top:N|0,3,8-11", "all")] = None
+    layers: Annotated[str | None, optional("all|top:N|0,3,8-11", "all")] = None
     """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are."""
-    calibrate: Annotated[Path | None, _arg("TEXT")] = None
+    calibrate: Annotated[Path | None, optional("TEXT")] = None
     """A text file on which the use of the experts is counted, for the methods that merge them; without it they are
     taken to be used alike."""
     json: bool = False
@@ -59,11 +55,11 @@ class _Job:
     --sweep, what sweep.json holds."""
     sweep: bool = False
     """Error and perplexity of --text over a range of what is kept; OUT holds sweep.json and sweep.png, and no model."""
-    text: Annotated[Path | None, _arg("FILE")] = None
+    text: Annotated[Path | None, optional("FILE")] = None
     """With --sweep: a text file."""
-    seq_len: Annotated[int | None, _arg("INT", "1024, or what the model can do")] = None
+    seq_len: Annotated[int | None, optional("INT", "1024, or what the model can do")] = None
     """With --sweep or --calibrate: tokens that the model sees at a time."""
-    batch_size: Annotated[int | None, _arg("INT", "8")] = None
+    batch_size: Annotated[int | None, optional("INT", "8")] = None
     """With --sweep or --calibrate: windows computed at once. Does not change the result."""
 
 

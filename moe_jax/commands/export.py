@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, flag_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,5 +60,5 @@ def _check_only_format(options: Options) -> None:
     known = ("src", "dst", "format")
     given = [name for name, default in fields.items() if name not in known and getattr(options, name) != default]
     if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        names = ", ".join(map(flag_of, given))
         raise InputError(f"{names}: does not go with --format peft, which writes LoRA as it is stored")

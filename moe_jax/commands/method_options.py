@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from moe_jax.compress import METHODS, Method, make_method, make_swept_methods
-from moe_jax.errors import InputError, check_member
+from moe_jax.errors import InputError, check_member, flag_of
 from moe_jax.formatting import parse_bytes
 
 
@@ -84,7 +84,7 @@ def one_method(name: str, given: Mapping[str, Any]) -> Method:
     for key, value in _read(name, given).items():
         if isinstance(value, tuple):
             if len(value) > 1:
-                raise InputError(f"{_flag(key)} {given[key]}: several values need --sweep")
+                raise InputError(f"{flag_of(key)} {given[key]}: several values need --sweep")
             (value,) = value
         options[key] = value
     return make_method(name, options)
@@ -148,12 +148,12 @@ def _values(option: _Option, text: str) -> tuple[Any, ...]:
         return tuple(_value(option, part) for part in text.split(","))
     except InputError:
         expected = {int: "whole numbers", float: "numbers"}.get(option.kind, option.metavar)
-        raise InputError(f"{_flag(option.name)} {text!r}: expected {expected}, separated by commas") from None
+        raise InputError(f"{flag_of(option.name)} {text!r}: expected {expected}, separated by commas") from None
 
 
 def _value(option: _Option, text: str) -> Any:
     if option.name.endswith("_bytes"):
-        return parse_bytes(text, flag=_flag(option.name))
+        return parse_bytes(text, flag=flag_of(option.name))
     if option.choices:
         check_member(option.name, text, option.choices)
     if option.kind not in (int, float):
@@ -162,7 +162,7 @@ def _value(option: _Option, text: str) -> Any:
         return option.kind(text)
     except ValueError:
         expected = "a whole number" if option.kind is int else "a number"
-        raise InputError(f"{_flag(option.name)} {text!r}: expected {expected}") from None
+        raise InputError(f"{flag_of(option.name)} {text!r}: expected {expected}") from None
 
 
 def _options(name: str) -> list[_Option]:
@@ -219,7 +219,3 @@ def _shown(default: Any) -> str:
 def _switch(option: _Option) -> str:
     """The name of a switch says what it changes: `no_refit` where the method refits by default."""
     return f"no_{option.name}" if option.default else option.name
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

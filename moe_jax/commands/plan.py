@@ -9,6 +9,7 @@ import tyro
 
 from moe_jax.commands.adapt import AdaptFlags, adapt_options
 from moe_jax.commands.upcycle import UpcycleFlags
+from moe_jax.errors import InputError, flag_of
 
 if TYPE_CHECKING:
     from moe_jax.commands.planned_compression import PlannedCompression
@@ -94,14 +95,13 @@ def run(options: Options) -> None:
 
 def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
     """The config of the model that upcycle or adapt would make."""
-    from moe_jax.errors import InputError
     from moe_jax.peft.options import adapted_config
     from moe_jax.upcycle import upcycled_config
 
     upcycles, adapts = ({field.name for field in dataclasses.fields(kind)} for kind in (UpcycleFlags, AdaptFlags))
     needless = upcycles - adapts if options.method in _ADAPT else adapts - upcycles
     fields = [field for field in dataclasses.fields(options) if field.name in needless]
-    given = [_flag(field.name) for field in fields if getattr(options, field.name) != field.default]
+    given = [flag_of(field.name) for field in fields if getattr(options, field.name) != field.default]
     if given:
         method = f"--method {options.method}" if options.method else "upcycling; to adapt a model takes --method"
         raise InputError(f"{', '.join(given)}: does not go with {method}")
@@ -111,12 +111,10 @@ def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
 
 
 def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression | None":
-    from moe_jax.errors import InputError
-
     if options.compress is None:
         needless = [name for name in _NEEDS_COMPRESS if getattr(options, name) is not None]
         if needless:
-            raise InputError(f"{', '.join(map(_flag, needless))}: only with --compress")
+            raise InputError(f"{', '.join(map(flag_of, needless))}: only with --compress")
         return None
     from moe_jax.commands.planned_compression import planned_compression
 
@@ -132,13 +130,8 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
     )
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _mesh(text: str) -> dict[str, int]:
     """`fsdp=8,tensor=2` as a dict."""
-    from moe_jax.errors import InputError
 
     mesh = {}
     for part in text.split(","):

@@ -10,63 +10,60 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from moe_jax.commands import optional
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from moe_jax.upcycle import Upcycled, UpcycleOptions
 
 
-def _arg(default: str, metavar: str) -> object:
-    """An option whose default is None, "not given"; the help shows the default that `UpcycleOptions` then has."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpcycleFlags:
     """Which MoE to make of the dense model. An option that was not given is None."""
 
-    method: Annotated[Literal["vanilla", "ders", "pesc"] | None, _arg("by --delta", "vanilla|ders|pesc")] = None
+    method: Annotated[Literal["vanilla", "ders", "pesc"] | None, optional("vanilla|ders|pesc", "by --delta")] = None
     """vanilla: every expert is a copy of the FFN; ders: the experts share the FFN, and each adds a --delta to it; pesc:
     the experts share the FFN, and each has an adapter after it (Camelidae)."""
-    experts: Annotated[int | None, _arg("8", "INT")] = None
+    experts: Annotated[int | None, optional("INT", "8")] = None
     """Experts per MoE layer."""
-    top_k: Annotated[int | None, _arg("2", "INT")] = None
+    top_k: Annotated[int | None, optional("INT", "2")] = None
     """Experts that a token is routed to."""
-    every: Annotated[int | None, _arg("2, of pesc 1", "INT")] = None
+    every: Annotated[int | None, optional("INT", "2, of pesc 1")] = None
     """Every N-th layer becomes an MoE: with 2, the layers 1, 3, 5, ... counted from 0; with 1, all layers."""
-    layers: Annotated[tuple[int, ...] | None, _arg("by --every", "INT [INT ...]")] = None
+    layers: Annotated[tuple[int, ...] | None, optional("INT [INT ...]", "by --every")] = None
     """The layers that become MoEs, counted from 0."""
-    delta: Annotated[str | None, _arg("full", "full|low-rank:R|sparse:RATE")] = None
+    delta: Annotated[str | None, optional("full|low-rank:R|sparse:RATE", "full")] = None
     """The form of an expert: full, a copy of the FFN; or the shared FFN plus a delta per matrix, either of rank R or
     sparse, with the share RATE of its entries (such as 0.9) fixed to zero."""
-    adapter: Annotated[str | None, _arg("512", "INT")] = None
+    adapter: Annotated[str | None, optional("INT", "512")] = None
     """pesc: the width of an adapter."""
-    scale: Annotated[float | None, _arg("0.25", "FLOAT")] = None
+    scale: Annotated[float | None, optional("FLOAT", "0.25")] = None
     """pesc: the factor by which the adapters' outputs are multiplied."""
-    rest: Annotated[str | None, _arg("qlora:64", "qlora:R|lora:R|frozen|full")] = None
+    rest: Annotated[str | None, optional("qlora:R|lora:R|frozen|full", "qlora:64")] = None
     """pesc: how the parameters of the dense model are treated. lora: frozen, with LoRA of rank R on every kernel of
     attention and FFNs; qlora: the same over NF4 kernels; frozen: frozen without LoRA; full: trained."""
     freeze_base: bool = False
     """Freezes the shared FFN in training (low-rank and sparse)."""
     gate: Annotated[
         Literal["topk_softmax", "softmax_topk", "top1"] | None,
-        _arg("topk_softmax", "topk_softmax|softmax_topk|top1"),
+        optional("topk_softmax|softmax_topk|top1", "topk_softmax"),
     ] = None
     """Weights of the chosen experts: the softmax over their logits (topk_softmax); their part of the softmax over all
     experts (softmax_topk); or that of the first alone (top1)."""
-    universal: Annotated[Literal["none", "coder", "med"] | None, _arg("none", "none|coder|med")] = None
+    universal: Annotated[Literal["none", "coder", "med"] | None, optional("none|coder|med", "none")] = None
     """Adds a universal FFN, a copy of the FFN that sees every token. coder (XFT): its weight is 1 minus the largest
     router probability, so that all weights sum to 1; med (Med-MoE): its weight is 1, and the MoE does not start with
     the dense model's logits."""
     extended: bool = False
     """Stores the universal FFN as one more delta over the shared FFN (low-rank and sparse)."""
-    balance_coef: Annotated[float | None, _arg("0.01", "FLOAT")] = None
+    balance_coef: Annotated[float | None, optional("FLOAT", "0.01")] = None
     """Coefficient of the load-balancing loss in training."""
-    z_coef: Annotated[float | None, _arg("0", "FLOAT")] = None
+    z_coef: Annotated[float | None, optional("FLOAT", "0")] = None
     """Coefficient of the router's z-loss in training."""
-    cv_coef: Annotated[float | None, _arg("0", "FLOAT")] = None
+    cv_coef: Annotated[float | None, optional("FLOAT", "0")] = None
     """Coefficient in training of XFT's balance loss, the squared coefficients of variation of importance and load."""
-    seed: Annotated[int | None, _arg("0", "INT")] = None
+    seed: Annotated[int | None, optional("INT", "0")] = None
     """Seed of routers, low-rank factors and sparse positions."""
     no_step0_check: bool = False
     """Skips the comparison with the dense model's logits. Without it, gates that cannot reproduce them are allowed."""

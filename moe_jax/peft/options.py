@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from moe_jax.errors import InputError, check_member, nearest, raise_if_any
+from moe_jax.errors import InputError, check_member, flag_of, nearest, raise_if_any
 from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.models.config import PROJECTIONS, LayerConfig, ModelConfig, MoEConfig, PerftConfig
 from moe_jax.peft.base import as_base, is_tuned, with_nf4
@@ -184,7 +184,7 @@ def _misplaced(options: AdaptOptions) -> list[str]:
     """Problems: options that the method does not have, and required ones that are missing."""
     problems = []
     for name, methods in _ONLY.items():
-        flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+        flag = _FLAGS.get(name, flag_of(name))
         given = getattr(options, name) is not None
         if given and options.method == "perft-e" and name == "num_experts":
             problems.append("PERFT-E has one adapter for each of the MoE's experts; leave --experts out")

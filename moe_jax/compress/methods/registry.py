@@ -12,7 +12,7 @@ from moe_jax.compress.methods.mlp_fusion import MLPFusion
 from moe_jax.compress.methods.resmoe import ResMoE
 from moe_jax.compress.methods.structured_pruning import StructuredPruning
 from moe_jax.compress.methods.without_centre import SVD, PlainQuantize, UnstructuredPruning
-from moe_jax.errors import InputError, check_member
+from moe_jax.errors import InputError, check_member, flag_of
 
 METHODS: dict[str, type[Method]] = {
     "ders-sparsify": Sparsify,
@@ -48,7 +48,7 @@ def make_method(name: str, options: Mapping[str, Any]) -> Method:
     _check_options([name], options)
     for field in dataclasses.fields(METHODS[name]):
         if field.default is dataclasses.MISSING and field.name not in options:
-            raise InputError(f"{name} needs {_flag(field.name)}")
+            raise InputError(f"{name} needs {flag_of(field.name)}")
     return METHODS[name](**options)
 
 
@@ -84,12 +84,8 @@ def _check_options(names: Sequence[str], options: Iterable[str]) -> None:
         takers = [method for method in METHODS if option in _options_of(method)]
         if not set(takers) & set(names):
             belongs = f"it belongs to {', '.join(takers)}" if takers else "no method takes it"
-            raise InputError(f"{_flag(option)} does not go with {', '.join(names)}: {belongs}")
+            raise InputError(f"{flag_of(option)} does not go with {', '.join(names)}: {belongs}")
 
 
 def _options_of(method: str) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(METHODS[method]))
-
-
-def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
