@@ -101,7 +101,9 @@ def test_the_model_agrees_with_the_formulas(gated, bias, kind, freeze, num_exper
     freeze = freeze and kind != "full"
     bank = BankConfig(kind=kind, rank=rank, rate=rate, train_base=not freeze)
     dense = dense_model(d, f, num_layers, gated=gated, bias=bias, tie_embeddings=freeze, dtype="bfloat16")
-    plan = make_plan(upcycled(dense, num_experts=num_experts, top_k=top_k, every=every, bank=bank))
+    gate = "topk_softmax" if top_k > 1 else "top1"  # a softmax over one expert gives its router no gradient
+    chosen = dict(num_experts=num_experts, top_k=top_k, every=every, bank=bank, gate=gate)
+    plan = make_plan(upcycled(dense, **chosen))
 
     layers, n = num_layers // every, num_experts
     m = 3 if gated else 2
