@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from moe_jax.draws import draw_factor, draw_router, stream
+from moe_jax.draws import draw_factor, draw_positions, draw_router, stream
 from moe_jax.errors import InputError
 from moe_jax.experts.places import columns_dtype, to_csr
 from moe_jax.models import MoEConfig
@@ -44,19 +44,6 @@ def moe_leaves(ffn: Mapping[str, np.ndarray], moe: MoEConfig, *, seed: int, laye
     if moe.universal_beside:
         for path, leaf in ffn.items():
             yield f"universal/{path}", leaf
-
-
-def draw_positions(random: np.random.Generator, size: int, count: int) -> np.ndarray:
-    """`count` distinct positions in [0, size), all sets equally likely, sorted; int32[count].
-
-    Raises:
-      InputError: if int32 cannot address the kernel.
-    """
-    if size > np.iinfo(np.int32).max:
-        raise InputError(f"a kernel of {size} entries is too large for the int32 positions of a sparse delta")
-    positions = random.choice(size, count, replace=False, shuffle=False).astype(np.int32)
-    positions.sort()
-    return positions
 
 
 Draws = tuple[int, int, int]

@@ -1,7 +1,6 @@
 import hashlib
 import itertools
 import math
-import time
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +10,6 @@ from moe_jax.errors import InputError
 from moe_jax.experts.places import to_positions
 from moe_jax.models import ModelConfig
 from moe_jax.upcycle import UpcycleOptions, moe_leaves, parse_delta, upcycled_config
-from moe_jax.upcycle.leaves import draw_positions
 from tests.upcycle.conftest import dense_config, random_leaves
 
 EXPERTS = 3
@@ -111,34 +109,6 @@ def test_what_a_seed_gives_never_changes():
                 drawn = np.stack([to_positions(columns, ends, shape) for columns, ends in places]).astype(np.int32)
             digest.update(drawn.tobytes())
     assert digest.hexdigest() == "1772b5ff6a3a416b0e160e7c071c9392c93eebd04436fc5f95f0c52f8c7c838c"
-
-
-@pytest.mark.parametrize(("size", "count"), [(6, 2), (24_000, 40)])
-def test_all_positions_are_equally_likely(size, count):
-    draws = 3000
-    counts = np.zeros(size)
-    for seed in range(draws):
-        counts[draw_positions(np.random.default_rng(seed), size, count)] += 1
-    # Sixths of the kernel: a binomial count, five standard deviations from its mean at most.
-    groups = counts.reshape(6, -1).sum(1)
-    mean = draws * count / 6
-    assert np.abs(groups - mean).max() < 5 * math.sqrt(mean)
-
-
-def test_positions_of_a_large_kernel_are_drawn_fast():
-    start = time.perf_counter()
-    positions = draw_positions(np.random.default_rng(0), 10**8, 10**5)
-    assert len(np.unique(positions)) == 10**5
-    assert time.perf_counter() - start < 5
-
-
-def test_every_entry_can_be_kept():
-    np.testing.assert_array_equal(draw_positions(np.random.default_rng(0), 50, 50), np.arange(50))
-
-
-def test_kernels_beyond_int32_are_refused():
-    with pytest.raises(InputError, match="too large for the int32 positions"):
-        draw_positions(np.random.default_rng(0), 2**31, 1)
 
 
 def test_a_negative_seed_is_refused():

@@ -17,6 +17,7 @@ from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, compress_deltas
 from moe_jax.compress.methods.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
+from moe_jax.draws import draw_positions
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import BankConfig, FFNConfig
 from moe_jax.experts.places import encode_places, fewest_bytes_places
@@ -121,22 +122,3 @@ class _Chosen(NamedTuple):
 
     positions: np.ndarray
     factors: np.ndarray | np.float32
-
-
-def draw_positions(random: np.random.Generator, size: int, count: int) -> np.ndarray:
-    """`count` distinct positions in [0, size), all sets equally likely, ascending; int64[count].
-
-    Independent draws for every position, a few too many, of which the surplus is taken away at random. On a kernel of
-    4096 x 14336 that is six times as fast as `random.choice` and a sort.
-    """
-    if count > size // 2:
-        kept = np.ones(size, bool)
-        kept[draw_positions(random, size, size - count)] = False
-        return np.flatnonzero(kept)
-    margin = 6 * math.sqrt(count) + 6  # six standard deviations: once is nearly always enough
-    share = np.float32(min(1.0, (count + margin) / size))
-    positions = np.empty(0, np.int64)
-    while positions.size < count:
-        positions = np.flatnonzero(random.random(size, dtype=np.float32) < share)
-    surplus = random.choice(positions.size, positions.size - count, replace=False, shuffle=False)
-    return np.delete(positions, surplus)

@@ -4,11 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe_jax.compress.methods.delta_base import Base
-from moe_jax.compress.methods.ders_sparsify import Sparsify, draw_positions
+from moe_jax.compress.methods.ders_sparsify import Sparsify
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
 from moe_jax.experts.places import to_positions
@@ -54,24 +52,6 @@ def positions_of(places, kernel) -> np.ndarray:
 @pytest.fixture(scope="module")
 def source():
     return memory_moe(BankConfig(), shape=SHAPE)
-
-
-@settings(max_examples=60)
-@given(seed=st.integers(0, 1000), size=st.integers(1, 3000), share=st.floats(0, 1))
-def test_draws_are_distinct_sorted_and_as_many_as_asked_for(seed, size, share):
-    count = min(size, math.ceil(share * size))
-    positions = draw_positions(np.random.default_rng(seed), size, count)
-    assert len(positions) == count and (np.diff(positions) > 0).all()
-    assert count == 0 or (positions[0] >= 0 and positions[-1] < size)
-
-
-def test_all_positions_are_equally_likely():
-    for size, count in ((12, 3), (12, 9)):
-        random, draws = np.random.default_rng(0), 4000
-        hits = np.bincount(np.concatenate([draw_positions(random, size, count) for _ in range(draws)]), minlength=size)
-        # 5 standard deviations of a binomial count.
-        share = count / size
-        assert (np.abs(hits - draws * share) < 5 * math.sqrt(draws * share * (1 - share))).all()
 
 
 def test_exact_counts(source):
