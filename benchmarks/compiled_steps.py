@@ -39,6 +39,11 @@ class Step(NamedTuple):
     bank: dict[str, Any] | None = None
     options: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        return f"{self.recipe} ({self.experts})"
+
 
 _LLAMA = ("llama2_7b_low_rank_v5e_4x4", "llama2_7b_low_rank", "v5e:4x4")
 STEPS = (
@@ -57,14 +62,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     figures = Figures("compiled_steps", options.out, writes=True)
-    for step in STEPS:
-        if step.recipe in options.only:
-            figures.put_row(COMPILED.name, f"{step.recipe}, {step.experts}", row(step))
+    failed = []
+    for step in (step for step in STEPS if step.recipe in options.only):
+        cells = row(step)
+        if cells is None:
+            # What was measured once is no longer so.
+            figures.forget("rows", COMPILED.name, step.name)
+            failed.append(step.name)
+        else:
+            figures.put_row(COMPILED.name, step.name, cells)
     print(COMPILED.text(figures))
+    if failed:
+        raise SystemExit(f"not compiled: {'; '.join(failed)}")
 
 
-def row(step: Step) -> list[Any]:
-    """Compiles a step; returns its row of the table."""
+def row(step: Step) -> list[Any] | None:
+    """Compiles a step; returns its row of the table, None if it does not compile (the command says why)."""
     with tempfile.TemporaryDirectory() as name:
         config = json.loads((RECIPES / "configs" / f"{step.config}.json").read_text())
         if step.bank is not None:
@@ -75,7 +88,7 @@ def row(step: Step) -> list[Any]:
         command += ["--topology", step.topology, "--config", file, *step.options, "--json"]
         done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     if done.returncode:
-        raise SystemExit(f"{step.recipe} was not compiled")
+        return None
     sizes = json.loads(done.stdout)["bytes"]
     return [step.recipe, step.experts, step.topology, *(sizes[name] / GIB for name in ("arguments", "total", "hbm"))]
 
