@@ -11,7 +11,8 @@ import numpy as np
 
 from moe_jax.convert.families import family_named
 from moe_jax.errors import InputError
-from moe_jax.experts.materialise import expert_kernels
+from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.on_host import expert_kernels
 from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig
@@ -126,10 +127,9 @@ class MergedModel:
         elif path in self._stored:
             yield from self._source.read(path)
         else:
-            matrix = name.removesuffix("/kernel")
-            shape = mlp.expert.shapes(self.config.d_model)[matrix]
+            matrix = ffn_matrices(mlp.expert, self.config.d_model)[name.removesuffix("/kernel")]
             read, dtype = self._source.read, self._dtype(path)
-            yield from expert_kernels(read, mlp.bank, f"{block}/experts", matrix, shape, dtype=dtype)
+            yield from expert_kernels(read, mlp.bank, f"{block}/experts", matrix, dtype=dtype)
 
     def _router(self, path: str) -> np.ndarray:
         """A router for a layer that was dense. Its experts are equal, so any router will do."""

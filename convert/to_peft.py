@@ -132,7 +132,7 @@ def _inexpressible(source: AdapterDirectory) -> list[str]:
     config, problems = source.config, []
     moes = [config.layers[i].mlp for i in config.moe_layers]
     kinds = {
-        "adapter experts (PESC)": [moe.bank.kind == "adapter" for moe in moes],
+        "adapter experts (PESC)": [not moe.bank.form.has_expert_kernels for moe in moes],
         "PERFT experts": [moe.perft is not None for moe in moes],
         "LoRA on routers": [moe.router_lora is not None for moe in moes],
         "LoRA on experts": [moe.expert.lora is not None for moe in moes],

@@ -9,7 +9,12 @@ import math
 import numpy as np
 
 from moe_jax.errors import InputError
-from moe_jax.experts.bank import INIT_STD
+
+INIT_STD = 0.02
+"""Standard deviation of fresh kernels."""
+
+# What a stream of random numbers is for. Part of every stream's key: changing one changes what a seed gives.
+ROUTER, FACTOR, POSITIONS, FRESH = range(4)
 
 
 def stream(seed: int, *key: int) -> np.random.Generator:

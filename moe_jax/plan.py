@@ -193,11 +193,11 @@ def _norms(params: Mapping[str, int]) -> int:
 
 def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
     """Entries of sparse deltas that a whole number per matrix and expert leaves out (or, negative, adds)."""
-    if not isinstance(layer.mlp, MoEConfig) or layer.mlp.bank.rate is None:
+    if not isinstance(layer.mlp, MoEConfig):
         return 0.0
-    bank, shapes = layer.mlp.bank, layer.mlp.expert.shapes(config.d_model).values()
-    kept = sum(bank.for_matrix(index).nonzeros(shape) for index, shape in enumerate(shapes))
-    return layer.mlp.bank_experts * (sum(map(math.prod, shapes)) * (1.0 - bank.rate) - kept)
+    form, experts = layer.mlp.bank.form, (layer.mlp.expert, config.d_model)
+    unrounded = form.unrounded(*experts)
+    return 0.0 if unrounded is None else layer.mlp.bank_experts * (unrounded - form.multiplied(*experts))
 
 
 def _shard_shape(path: str, shape: tuple[int, ...], mesh: Mapping[str, int], problems: list[str]) -> tuple[int, ...]:

@@ -17,6 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import InputError, nearest, raise_if_any
+from moe_jax.experts.forms.by_name import delta_specs, shared_delta_specs
+from moe_jax.experts.forms.lora import whole_kernel_specs
+from moe_jax.experts.forms.matrix import Split
 
 AXES = ("data", "fsdp", "expert", "tensor")
 
@@ -28,45 +31,25 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"lm_head/kernel", P("fsdp", "tensor")),
     (r"lm_head/bias", P("tensor")),
     (r".*norm/(scale|bias)", P()),
-    # NF4: the codes lie as their kernel does. Scales are a thirtieth of them, and their blocks divide by no mesh.
-    (r".*/nf4/(scale_codes|scales|offset)", P()),
-    (r".*attention/[qkv]/(kernel|nf4/codes)", P("fsdp", "tensor")),
-    (r".*attention/o/(kernel|nf4/codes)", P("tensor", "fsdp")),
     (r".*attention/[qkv]/bias", P("tensor")),
     (r".*attention/o/bias", P()),
     (r".*router/lora/[ab]", P()),
-    (r".*(attention/[qkv]|experts/base/(gate|up)|mlp/(universal/)?(gate|up))/lora/a", P("fsdp", None)),
-    (r".*(attention/[qkv]|experts/base/(gate|up)|mlp/(universal/)?(gate|up))/lora/b", P(None, "tensor")),
-    (r".*(attention/o|experts/base/down|mlp/(universal/)?down)/lora/a", P("tensor", None)),
-    (r".*(attention/o|experts/base/down|mlp/(universal/)?down)/lora/b", P(None, "fsdp")),
-    (r".*experts/(gate|up)/lora/a", P("expert", "fsdp", None)),
-    (r".*experts/(gate|up)/lora/b", P("expert", None, "tensor")),
-    (r".*experts/down/lora/a", P("expert", "tensor", None)),
-    (r".*experts/down/lora/b", P("expert", None, "fsdp")),
     (r".*adapters/down", P(None, "fsdp", None)),
     (r".*adapters/up", P(None, None, "fsdp")),
     (r".*router/((hidden|noise)/)?kernel", P("fsdp", None)),
     (r".*router/out/kernel", P()),
     (r"(.*/)?groups", P()),
-    (r".*experts/(gate|up)/(kernel|nf4/codes)", P("expert", "fsdp", "tensor")),
-    (r".*experts/down/(kernel|nf4/codes)", P("expert", "tensor", "fsdp")),
     (r".*experts/(gate|up)/bias", P("expert", "tensor")),
     (r".*experts/down/bias", P("expert", None)),
-    (r".*experts/delta/(gate|up)/a", P(None, "fsdp", None)),
-    (r".*experts/delta/(gate|up)/b", P(None, None, "tensor")),
-    (r".*experts/delta/down/a", P(None, "tensor", None)),
-    (r".*experts/delta/down/b", P(None, None, "fsdp")),
-    (r".*experts/delta/neurons/factor", P(None, "tensor", None)),
-    (r".*experts/delta/\w+/factor", P(None, "fsdp", None)),
-    (r".*experts/delta/\w+/(columns|rows|row_ends|values|value_codes|value_scales)", P("expert", None)),
-    (r".*experts/delta/\w+/mask", P("expert", None, None)),
-    (r".*experts/delta/(gate|up)/codes", P("expert", "fsdp", "tensor")),
-    (r".*experts/delta/down/codes", P("expert", "tensor", "fsdp")),
-    (r".*experts/delta/\w+/scales", P("expert", None, None)),
-    (r".*(gate|up)/(kernel|nf4/codes)", P("fsdp", "tensor")),
-    (r".*down/(kernel|nf4/codes)", P("tensor", "fsdp")),
     (r".*(gate|up)/bias", P("tensor")),
     (r".*down/bias", P()),
+)
+
+# All other leaves are of kernels. How these lie is said by their form (`experts.forms`), given the axis of the kernel
+# that `tensor` splits: of the linear maps with these paths its rows (`in`) or its columns (`out`).
+LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
+    (r".*attention/[qkv]|.*(gate|up)", "out"),
+    (r".*attention/o|.*down", "in"),
 )
 
 
@@ -114,10 +97,29 @@ def leaf_spec(path: str) -> P:
     Raises:
       InputError: if no rule matches.
     """
-    for pattern, spec in RULES:
-        if re.fullmatch(pattern, path):
-            return P(None, *spec) if "segments/" in path else spec
-    raise InputError(f"no sharding rule matches parameter {path!r}; add one to moe_jax.sharding.RULES")
+    spec = next((spec for pattern, spec in RULES if re.fullmatch(pattern, path)), None)
+    spec = _kernel_spec(path) if spec is None else spec
+    if spec is None:
+        raise InputError(f"no sharding rule matches parameter {path!r}; add one to moe_jax.sharding.RULES")
+    return P(None, *spec) if "segments/" in path else spec
+
+
+_DELTA = re.compile(r"(?:.*/)?experts/delta/(\w+)/(.+)")
+_STACKED_EXPERTS = re.compile(r"(?:.*/)?experts/\w+")
+
+
+def _kernel_spec(path: str) -> P | None:
+    """That of a leaf of a kernel in one of the registered forms."""
+    if match := _DELTA.fullmatch(path):
+        matrix, leaf = match.groups()
+        shared = shared_delta_specs().get(f"{matrix}/{leaf}")
+        return delta_specs("in" if matrix == "down" else "out").get(leaf) if shared is None else shared
+    for pattern, split in LINEAR_MAPS:
+        for leaf, spec in whole_kernel_specs(split).items():
+            module = path.removesuffix(f"/{leaf}")
+            if module != path and re.fullmatch(pattern, module):
+                return spec if _STACKED_EXPERTS.fullmatch(module) else P(*spec[1:])
+    return None
 
 
 def state_shardings(state: nnx.State, mesh: Mesh) -> Any:

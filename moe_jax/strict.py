@@ -5,7 +5,7 @@ import datetime
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -70,7 +70,8 @@ def parse(cls: type[T], table: Mapping[str, Any], *, where: str, language: Liter
 
     Accepts fields of type bool, int, float (an integer is taken too), str, `Literal`, `X | None` (null in JSON),
     `tuple[X, ...]` (an array), dataclasses (a table), unions of these, and `Mapping` (a table that is taken as it is).
-    Values that are already instances of a dataclass are taken as they are.
+    Values that are already instances of a dataclass are taken as they are. A dataclass whose fields are not the keys of
+    its table has a class method `from_json(table, build)`, where `build(cls, table)` makes another one in the same way.
 
     Args:
       cls: the dataclass.
@@ -101,6 +102,8 @@ class _Reader:
 
     def build(self, cls: type, table: Mapping[str, Any], path: str) -> Any:
         """The dataclass that a table describes; None if there is a problem."""
+        if hasattr(cls, "from_json"):
+            return self._built(lambda: cls.from_json(table, lambda part, rest: self.build(part, rest, path)), path)
         fields = {field.name: field for field in dataclasses.fields(cls)}
         annotations = typing.get_type_hints(cls)
         before = len(self.problems)
@@ -116,8 +119,11 @@ class _Reader:
                 self.problems.append(f"key {path + name!r} is missing, expected {self._describe(annotations[name])}")
         if len(self.problems) > before:
             return None
+        return self._built(lambda: cls(**values), path)
+
+    def _built(self, make: Callable[[], Any], path: str) -> Any:
         try:
-            return cls(**values)
+            return make()
         except InputError as error:
             self.problems.append(f"{path.rstrip('.')}: {error}" if path else str(error))
             return None

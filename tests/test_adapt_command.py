@@ -172,8 +172,8 @@ def test_upcycle_says_what_will_be_trained(models, tmp_path, capsys):
     assert "layers/{0,1}/mlp/experts/adapters/down" in printed
     moe = tuned.config.layers[1].mlp
     assert tuned.config.moe_layers == (0, 1)
-    assert (moe.num_experts, moe.bank.adapter.rank, moe.bank.adapter.scale) == (3, 4, 0.5)
-    assert (moe.bank.adapter.dropout, moe.expert.lora.rank, moe.expert.nf4) == (0.1, 2, False)
+    assert (moe.num_experts, moe.bank.form.adapter.rank, moe.bank.form.adapter.scale) == (3, 4, 0.5)
+    assert (moe.bank.form.adapter.dropout, moe.expert.lora.rank, moe.expert.nf4) == (0.1, 2, False)
     options = json.loads((tmp_path / "pesc" / "lineage.json").read_text())[-1]["options"]
     assert options["method"] == "pesc" and options["adapter"]["rank"] == 4 and options["rest"]["kind"] == "lora"
 

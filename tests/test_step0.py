@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.experts.places import to_csr
+from moe_jax.experts.forms.positions import to_csr
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig

@@ -42,7 +42,8 @@ def _mlp_params(layer: LayerConfig, config: ModelConfig) -> int:
     if isinstance(mlp, FFNConfig):
         return _ffn_params(mlp, d_model)
     beside = _ffn_params(mlp.universal_ffn, d_model) if mlp.universal_beside else 0
-    return _router_params(mlp, d_model) + beside + _bank_params(mlp, config) + _perft_params(mlp, d_model)
+    bank = mlp.bank.multiplied(mlp.expert, d_model, mlp.bank_top_k)
+    return _router_params(mlp, d_model) + beside + bank + _perft_params(mlp, d_model)
 
 
 def _router_params(mlp: MoEConfig, d_model: int) -> int:
@@ -50,26 +51,6 @@ def _router_params(mlp: MoEConfig, d_model: int) -> int:
     linear = d_model * mlp.num_experts
     lora = _lora_params(mlp.router_lora, {"router": (d_model, mlp.num_experts)})
     return lora + (2 * linear + mlp.num_experts**2 if mlp.universal == "coder" else linear)
-
-
-def _bank_params(mlp: MoEConfig, config: ModelConfig) -> int:
-    bank, kernels = mlp.bank, _kernels(mlp.expert, config.d_model)
-    shapes = mlp.expert.shapes(config.d_model)
-    lora = _lora_params(mlp.expert.lora, shapes)
-    if bank.kind == "full":
-        return mlp.bank_top_k * (kernels + lora)
-    if bank.kind == "quantized":  # a quantised delta is as dense as the kernel it belongs to
-        return mlp.bank_top_k * kernels + lora
-    shapes = shapes.values()
-    if bank.kind == "adapter":
-        delta = 2 * config.d_model * bank.adapter.rank
-    elif bank.kind == "low-rank":
-        delta = sum(bank.rank * sum(shape) for shape in shapes)
-    elif bank.kind == "joint-low-rank":
-        delta = bank.rank * (mlp.expert.dim + len(shapes) * config.d_model)
-    else:
-        delta = sum(bank.for_matrix(index).nonzeros(shape) for index, shape in enumerate(shapes))
-    return (kernels if bank.has_base else 0) + lora + mlp.bank_top_k * delta
 
 
 def _perft_params(mlp: MoEConfig, d_model: int) -> int:

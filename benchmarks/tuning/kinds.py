@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from moe_jax.experts import AdapterExperts, BankConfig
 from moe_jax.models import AdapterConfig, ModelConfig
 from moe_jax.upcycle import PESC, UpcycleOptions, upcycled_config
 from moe_jax.upcycle.rest import Rest, with_rest
@@ -52,10 +53,9 @@ def kind_config(dense: ModelConfig, kind: Kind, settings: Settings) -> ModelConf
         return with_rest(dense, rest)
     if kind.experts == COPIES:
         return upcycled_config(dense, vanilla_options(settings))
-    adapter: AdapterConfig = dataclasses.replace(PESC.bank.adapter, rank=kind.adapter)
-    options = dataclasses.replace(
-        vanilla_options(settings), bank=dataclasses.replace(PESC.bank, adapter=adapter), rest=rest
-    )
+    adapter: AdapterConfig = dataclasses.replace(PESC.bank.form.adapter, rank=kind.adapter)
+    bank = BankConfig(AdapterExperts(adapter=adapter))
+    options = dataclasses.replace(vanilla_options(settings), bank=bank, rest=rest)
     return upcycled_config(dense, options)
 
 

@@ -14,7 +14,7 @@ from moe_jax.formatting import index_set, show_bytes
 if TYPE_CHECKING:
     import jax
 
-    from moe_jax.models import BankConfig, ModelConfig
+    from moe_jax.models import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,23 +130,12 @@ def describe_experts(
                 "gate": moe.gate if moe.universal == "none" else None,
                 "universal": moe.universal,
                 "extended": moe.extended,
-                "bank": _bank(moe.bank),
+                "bank": moe.bank.given(),
                 "parameters": sum(size for path, size in sizes.items() if path.startswith(prefix)),
                 "bytes": sum(nbytes(spec) for path, spec in specs.items() if path.startswith(prefix)),
             }
         )
     return experts
-
-
-def _bank(bank: "BankConfig") -> dict[str, Any]:
-    """The fields that differ from their defaults; the kind and whether a base is trained are always shown."""
-    told = ("kind", "train_base")
-    values = dataclasses.asdict(bank)
-    return {
-        field.name: values[field.name]
-        for field in dataclasses.fields(bank)
-        if field.name in told or getattr(bank, field.name) != field.default
-    }
 
 
 def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> dict[str, int]:

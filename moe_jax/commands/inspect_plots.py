@@ -75,7 +75,7 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
 
 def _has_plain_kernels(moe: "MoEConfig") -> bool:
     """Whether the experts can be compared: they are kernels, and the model stores them itself."""
-    return moe.bank.kind != "adapter" and moe.expert.lora is None and not moe.expert.nf4
+    return moe.bank.form.has_expert_kernels and moe.expert.lora is None and not moe.expert.nf4
 
 
 def _measure_load(source: "ModelSource", text: Path, seq_len: int, split: bool) -> "ExpertLoad":

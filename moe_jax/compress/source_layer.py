@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from moe_jax.experts.materialise import expert_kernels
+from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.on_host import expert_kernels
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig
 from moe_jax.nn.router_stats import RouterStatistics
@@ -20,7 +21,8 @@ class SourceLayer:
     Attributes:
       index: of the layer.
       moe: the layer as it is stored.
-      shapes: [in, out] of an expert's kernels, by name.
+      matrices: of an expert, by name.
+      shapes: [in, out] of their kernels, by name.
       num_experts: experts, the universal FFN included if it counts as one.
       statistics: of its router on a text; None: not known.
     """
@@ -43,7 +45,8 @@ class SourceLayer:
         """
         self.index = index
         self.moe: MoEConfig = source.config.layers[index].mlp
-        self.shapes = self.moe.expert.shapes(source.config.d_model)
+        self.matrices = ffn_matrices(self.moe.expert, source.config.d_model)
+        self.shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
         self.num_experts = self.moe.bank_experts + with_universal
         self.statistics = statistics
         self._source = source
@@ -64,7 +67,7 @@ class SourceLayer:
     def dtype(self, name: str) -> np.dtype:
         """What the kernels of a matrix are stored in; of a bank with deltas, its base, or else the layer's norm."""
         bank = self.moe.bank
-        if bank.kind == "full":
+        if not bank.form.over_base:
             leaf = self._path(f"experts/{name}/kernel")
         elif bank.has_base:
             leaf = self._path(f"experts/base/{name}/kernel")
@@ -82,9 +85,8 @@ class SourceLayer:
         Full kernels have the dtype they are stored in. Those made of a base and a delta are float32: rounded to a
         bfloat16 base, most of a small delta would be lost.
         """
-        dtype = None if self.moe.bank.kind == "full" else np.dtype(np.float32)
-        bank, shape = self._path("experts"), self.shapes[name]
-        yield from expert_kernels(self._read, self.moe.bank, bank, name, shape, dtype=dtype)
+        path, matrix = self._path("experts"), self.matrices[name]
+        yield from expert_kernels(self._read, self.moe.bank, path, matrix, dtype=np.dtype(np.float32))
         if self._with_universal:
             yield self._read(self._path(f"universal/{name}/kernel"))
 

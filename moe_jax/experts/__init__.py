@@ -1,9 +1,12 @@
 """Expert banks: everything the experts of a layer are made of, behind one interface."""
 
+from moe_jax.experts.adapters import AdapterBank as AdapterBank
+from moe_jax.experts.adapters import AdapterExperts as AdapterExperts
 from moe_jax.experts.bank import ExpertBank as ExpertBank
-from moe_jax.experts.config import BankConfig as BankConfig
+from moe_jax.experts.bank import set_strategy as set_strategy
+from moe_jax.experts.bank_config import BankConfig as BankConfig
+from moe_jax.experts.config import AdapterConfig as AdapterConfig
 from moe_jax.experts.config import FFNConfig as FFNConfig
-from moe_jax.experts.full import FullBank as FullBank
-from moe_jax.experts.make import make_bank as make_bank
-from moe_jax.experts.shared_base import SharedBaseBank as SharedBaseBank
-from moe_jax.experts.strategy import use_strategy as use_strategy
+from moe_jax.experts.config import LoRAConfig as LoRAConfig
+from moe_jax.experts.kernel_bank import KernelBank as KernelBank
+from moe_jax.experts.kernel_bank import make_bank as make_bank

@@ -1,6 +1,8 @@
 """Adapters as experts: in PESC after an FFN that all share, in PERFT beside an MoE (METHODS 6, 7)."""
 
+import dataclasses
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,13 @@ from jaxtyping import Array, Float
 
 from moe_jax.errors import InputError
 from moe_jax.experts.bank import ExpertBank
-from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig
-from moe_jax.experts.deltas import draw_a
+from moe_jax.experts.bank_config import BankConfig
+from moe_jax.experts.config import AdapterConfig, FFNConfig
+from moe_jax.experts.forms.by_name import register
+from moe_jax.experts.forms.fresh import uniform_factor
+from moe_jax.experts.forms.protocol import ExpertForm
 from moe_jax.experts.linear import apply_ffn, ffn_linears
-from moe_jax.experts.parallel import BATCH_AXES, axes_size
+from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
 from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
 from moe_jax.functional.dropout import dropout
 from moe_jax.functional.keys import fold_in
@@ -25,7 +30,7 @@ class Adapters(nnx.Module):
 
     def __init__(self, config: AdapterConfig, num_adapters: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
-        self.down = nnx.Param(draw_a(rngs.params(), num_adapters, d_model, config.rank).astype(dtype))
+        self.down = nnx.Param(uniform_factor(rngs, (num_adapters,), d_model, config.rank, dtype))
         self.up = nnx.Param(jnp.zeros((num_adapters, config.rank, d_model), dtype))
 
     def __call__(
@@ -45,10 +50,10 @@ class Adapters(nnx.Module):
         num_adapters, _, rank = down.shape
         way = cheaper_way(num_adapters, rank, routing.experts.shape[1])
         apply = partial(routed_adapters, activation=config.activation, scale=config.scale, way=way)
-        mesh = jax.sharding.get_abstract_mesh()
-        if way == "side-by-side" or mesh.empty or mesh.size == 1:
+        mesh = current_mesh()
+        if way == "side-by-side" or mesh is None:
             return apply(x, routing, down, up)
-        tokens = P(BATCH_AXES if x.shape[0] % axes_size(mesh, *BATCH_AXES) == 0 else None, None)
+        tokens = P(BATCH_AXES if splits_batch(mesh, x.shape[0]) else None, None)
         # Every device sorts its own tokens and has all adapters: left to the compiler, a sort gathers all tokens.
         return jax.shard_map(
             apply, in_specs=(tokens, Routing(tokens, tokens), P(), P()), out_specs=tokens, check_vma=False
@@ -66,9 +71,9 @@ class AdapterBank(ExpertBank):
         self, config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ):
         super().__init__(config, expert, num_experts)
-        assert config.adapter is not None
+        assert isinstance(config.form, AdapterExperts)
         self.base = nnx.Dict(ffn_linears(expert, d_model, bias=expert.bias, rngs=rngs, dtype=dtype))
-        self.adapters = Adapters(config.adapter, num_experts, d_model, rngs=rngs, dtype=dtype)
+        self.adapters = Adapters(config.form.adapter, num_experts, d_model, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
         linears = {name: self.base[name] for name in self.expert.matrices}
@@ -81,3 +86,45 @@ class AdapterBank(ExpertBank):
     def stacked_biases(self) -> dict[str, Float[Array, "E o"]]:
         """None: the FFN has one bias per matrix, which all experts share."""
         return {}
+
+
+@register("adapter")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterExperts(ExpertForm):
+    """The base is applied once, and the experts are adapters after it; see `AdapterBank`.
+
+    Attributes:
+      adapter: what one of them is.
+    """
+
+    bank: ClassVar[type | None] = AdapterBank
+    has_expert_kernels: ClassVar[bool] = False
+    needs_unit_weights: ClassVar[bool] = True
+
+    adapter: AdapterConfig
+
+    def check_base(self, base: str) -> None:
+        """See `ExpertForm`."""
+        super().check_base(base)
+        if base == "none":
+            raise InputError("adapter experts come after a shared FFN, and base 'none' leaves it out")
+
+    @property
+    def beside_base_model(self) -> bool:
+        """See `ExpertForm`."""
+        return not self.adapter.of_base
+
+    @property
+    def why_not_merged(self) -> str:
+        """See `ExpertForm`."""
+        if self.adapter.activation == "none":
+            return "come after the FFN that all experts share, so that they would need kernels of their own"
+        return f"come after the FFN that all experts share and are nonlinear ({self.adapter.activation})"
+
+    def as_part_of_base(self, of_base: bool) -> "AdapterExperts":
+        """See `ExpertForm`."""
+        return AdapterExperts(adapter=dataclasses.replace(self.adapter, of_base=of_base))
+
+    def multiplied(self, expert: FFNConfig, d_model: int) -> int:
+        """See `ExpertForm`."""
+        return 2 * d_model * self.adapter.rank

@@ -1,28 +1,20 @@
-"""The expert bank: a pytree that holds the experts of one layer and knows how to apply itself."""
+"""The expert bank: a module that holds the experts of one layer and knows how to apply itself."""
 
 import abc
 import math
 import re
+from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.config import BankConfig, FFNConfig
+from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.strategy import check_strategy, strategy_from_environment
 from moe_jax.functional.routing import Routing
 
-INIT_STD = 0.02
-
-
-class Weights(nnx.Module):
-    """A kernel and a bias under their usual names; either may be absent."""
-
-    def __init__(self, kernel: Array | None = None, bias: Array | None = None):
-        if kernel is not None:
-            self.kernel = nnx.Param(kernel)
-        if bias is not None:
-            self.bias = nnx.Param(bias)
+if TYPE_CHECKING:
+    from moe_jax.experts.bank_config import BankConfig
 
 
 class ExpertBank(nnx.Module, abc.ABC):
@@ -32,12 +24,14 @@ class ExpertBank(nnx.Module, abc.ABC):
       config: what the bank is made of.
       expert: the shape of one expert.
       num_experts: E.
+      strategy: which of several exact ways it is applied in; see `experts.strategy`.
     """
 
-    def __init__(self, config: BankConfig, expert: FFNConfig, num_experts: int):
+    def __init__(self, config: "BankConfig", expert: FFNConfig, num_experts: int):
         self.config = config
         self.expert = expert
         self.num_experts = num_experts
+        self.strategy = strategy_from_environment()
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
@@ -48,7 +42,11 @@ class ExpertBank(nnx.Module, abc.ABC):
 
     @abc.abstractmethod
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
-        """Materialises one expert: its kernels by name (`gate`, `up`, `down`), in the dtype of the base."""
+        """Materialises one expert: its kernels by name (`gate`, `up`, `down`), in the dtype of the base.
+
+        Raises:
+          InputError: if the experts of this bank are no FFNs of their own.
+        """
 
     def biases(self, expert: int) -> dict[str, Float[Array, " o"]]:
         """Biases of one expert by name; empty where the FFN has none."""
@@ -73,13 +71,19 @@ class ExpertBank(nnx.Module, abc.ABC):
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(self)))
 
 
-def normal_kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """A fresh kernel: normal with standard deviation 0.02."""
-    return (INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+def set_strategy(model: nnx.Module, name: str) -> None:
+    """Sets the strategy of every bank in a model, or of a bank; see `experts.strategy`.
 
+    What was split off before (a graphdef, a compiled step) keeps the strategy that it was made with.
 
-def add_stacked_biases(bank: ExpertBank, d_model: int, dtype: jnp.dtype) -> None:
-    """Gives a bank without stacked kernels its zero per-expert biases, where its FFN has any."""
-    if bank.expert.bias:
-        for name, (_, width) in bank.expert.shapes(d_model).items():
-            setattr(bank, name, Weights(bias=jnp.zeros((bank.num_experts, width), dtype)))
+    Args:
+      model: is changed in place.
+      name: one of `experts.strategy.STRATEGIES`.
+
+    Raises:
+      InputError: for another name.
+    """
+    check_strategy(name, "strategy")
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, ExpertBank):
+            module.strategy = name

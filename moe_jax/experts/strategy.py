@@ -1,25 +1,28 @@
-"""Which of the exact ways to apply a shared-base bank is the cheapest, by a small cost model (METHODS 3).
+"""Which of the exact ways to apply experts over a base is the cheapest, by a small cost model (METHODS 3).
 
-The model counts floating-point operations and the bytes of parameters that are read, per call. It may be overruled:
+The model counts floating-point operations and the bytes of parameters that are read, per call; what they cost belongs
+to the platform (`experts.platforms`). A bank has a `strategy`, which is `auto` or overrules the model. It is chosen
+when the bank is made, by the environment variable MOE_JAX_STRATEGY, and may be changed later:
 
-    with use_strategy("synthesised"):
-        y = bank(x, routing)
+    set_strategy(model, "synthesised")
 
-or, for a whole command, by the environment variable MOE_JAX_STRATEGY.
+It is part of a module's graphdef: a program that was compiled for another strategy is not used again.
 """
 
-import contextlib
 import logging
-import math
 import os
-from collections.abc import Iterator
-from contextvars import ContextVar
 from functools import lru_cache
-
-import jax
+from typing import TYPE_CHECKING
 
 from moe_jax.errors import InputError, nearest
-from moe_jax.experts.config import BankConfig, FFNConfig
+from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.forms.matrix import Load, ffn_matrices
+from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.mesh import current_mesh
+from moe_jax.experts.platforms import PLATFORMS, current_platform
+
+if TYPE_CHECKING:
+    from moe_jax.experts.bank_config import BankConfig
 
 logger = logging.getLogger(__name__)
 
@@ -31,72 +34,44 @@ STRATEGIES = (
     "factored-entrywise",
     "synthesised",
 )
+"""`factored` is the cheapest of the factored ones. A strategy that a form does not support is ignored."""
+
 ENVIRONMENT = "MOE_JAX_STRATEGY"
 
-# Operations that take as long as one byte from memory. A CPU core has some 15, accelerators 100 to 300; large batches
-# and single tokens, between which it decides, are far apart on either.
-OPERATIONS_PER_BYTE = 15
-# What an entry of a sparse delta costs for a row, in operations of a dense product (on CPU: 3 ns at 190 GFLOP/s), and
-# what it costs to put it into a tile, to look an entry of a bitmap up, or to unpack a code.
-PER_SPARSE_ENTRY, PER_SCATTER, PER_GATHER, PER_UNPACK = 600, 1300, 200, 100
-BYTES_PER_ENTRY = 4
 
-_chosen: ContextVar[str] = ContextVar("strategy", default="auto")
-
-
-@contextlib.contextmanager
-def use_strategy(name: str) -> Iterator[None]:
-    """Overrules the cost model for what is traced inside: one of `STRATEGIES`.
-
-    `factored` is the cheapest of the factored ones. What there is not for a kind of delta leaves the choice open.
+def strategy_from_environment() -> str:
+    """What MOE_JAX_STRATEGY says, or `auto`.
 
     Raises:
-      InputError: for another name.
+      InputError: if it names no strategy.
     """
-    token = _chosen.set(_known(name, "strategy"))
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
+    return check_strategy(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT)
 
 
-def choose_strategy(
-    config: BankConfig, expert: FFNConfig, num_experts: int, tokens: int, d_model: int, top_k: int
-) -> str:
+def choose_strategy(config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, asked: str = "auto") -> str:
     """`synthesised`, or `factored-` with how the deltas are applied (see `experts.factored`).
 
     Args:
-      config: of the bank, which has a shared base.
+      config: of the bank, whose experts stand over a base.
       expert: its FFN.
-      num_experts, tokens, d_model, top_k: E, T, d and k.
-
-    Raises:
-      InputError: if MOE_JAX_STRATEGY names no strategy.
+      d_model: width of the model.
+      load: how much there is to do.
+      asked: one of `STRATEGIES`.
     """
-    asked = _chosen.get()
-    if asked == "auto":
-        asked = _known(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT)
-    mesh = jax.sharding.get_abstract_mesh()
-    alone = mesh.empty or mesh.size == 1
-    return _choose(config, expert, num_experts, tokens, d_model, top_k, asked, alone)
+    return _choose(config, expert, d_model, load, asked, current_mesh() is None, current_platform())
 
 
 @lru_cache(maxsize=1024)
 def _choose(
-    config: BankConfig,
-    expert: FFNConfig,
-    num_experts: int,
-    tokens: int,
-    d_model: int,
-    top_k: int,
-    asked: str,
-    alone: bool,
+    config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, asked: str, alone: bool, platform: str
 ) -> str:
     """Cached, so that a choice is logged once."""
-    costs = _costs(config, expert, num_experts, tokens, d_model, top_k)
+    assert isinstance(config.form, KernelForm)
+    matrices = tuple(ffn_matrices(expert, d_model).values())
+    costs = config.form.cost(matrices, load, PLATFORMS[platform], has_base=config.has_base)
     if config.has_base and (expert.nf4 or expert.lora is not None):
-        # Inside a kernel's tile, LoRA would become `W + A B`. Over a mesh, sparse and quantised deltas then have no
-        # better way than to sort rows that are sharded.
+        # Inside a kernel's tile, LoRA would become `W + A B`, without its dropout. Over a mesh, sparse and quantised
+        # deltas then have no better way than to sort rows that are sharded.
         costs.pop("synthesised")
         if not alone:
             costs = {name: cost for name, cost in costs.items() if name == "factored-side-by-side"} or costs
@@ -107,54 +82,15 @@ def _choose(
     allowed = {name: cost for name, cost in costs.items() if asked == "auto" or name.startswith(asked)} or costs
     best = min(allowed, key=allowed.__getitem__)
     shown = ", ".join(f"{name} {cost:.2g}" for name, cost in costs.items())
-    logger.info("%s experts, %d tokens, top-%d: %s (costs: %s)", config.kind, tokens, top_k, best, shown)
+    logger.info(
+        "%s experts, %d tokens, top-%d, on %s: %s (costs: %s)",
+        config.kind, load.tokens, load.top_k, platform, best, shown,
+    )  # fmt: skip
     return best
 
 
-def _costs(
-    config: BankConfig, expert: FFNConfig, num_experts: int, tokens: int, d_model: int, top_k: int
-) -> dict[str, float]:
-    """Operations, with bytes converted to operations, of every way there is for this kind of delta."""
-    shapes = tuple(expert.shapes(d_model).values())
-    size = sum(map(math.prod, shapes))
-    used = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
-    rows = tokens * top_k
-    low_rank = config.kind in ("low-rank", "joint-low-rank")
-    if low_rank:
-        assert config.rank is not None
-        packed, build = BYTES_PER_ENTRY * config.rank * sum(map(sum, shapes)), 2 * config.rank * size
-    elif config.kind == "sparse":
-        entries = sum(config.for_matrix(index).nonzeros(shape) for index, shape in enumerate(shapes))
-        per_value = BYTES_PER_ENTRY if config.bits is None else config.bits / 8
-        if config.places == "bitmap":
-            packed, build = entries * per_value + size / 8, size * PER_GATHER
-        else:
-            packed, build = entries * (per_value + 2), entries * PER_SCATTER
-    else:
-        assert config.bits is not None
-        packed, build = size * config.bits / 8, size * PER_UNPACK
-
-    def cost(operations: float, read: float) -> float:
-        return operations + OPERATIONS_PER_BYTE * read
-
-    base = BYTES_PER_ENTRY * size if config.has_base else 0
-    costs = {"synthesised": cost(2 * rows * size + used * build, used * (base + packed))}
-    factored = cost(2 * tokens * size if config.has_base else 0, base + used * packed)
-    if low_rank:
-        into = sum(config.rank * shape[0] for shape in shapes)
-        out = sum(config.rank * shape[1] for shape in shapes)
-        costs["factored-side-by-side"] = factored + 2 * num_experts * (tokens * into + rows * out)
-        # Sorting moves the rows of every matrix, which costs about two reads and writes of them.
-        moved = 4 * BYTES_PER_ENTRY * rows * sum(map(sum, shapes))
-        costs["factored-grouped"] = factored + 2 * rows * (into + out) + OPERATIONS_PER_BYTE * moved
-    else:
-        costs["factored-grouped"] = factored + 2 * rows * size + used * build
-    if config.kind == "sparse" and config.places != "bitmap":
-        costs["factored-entrywise"] = factored + rows * entries * PER_SPARSE_ENTRY
-    return costs
-
-
-def _known(name: str, where: str) -> str:
+def check_strategy(name: str, where: str) -> str:
+    """The name again; raises `InputError` where it is none of `STRATEGIES`."""
     if name not in STRATEGIES:
         raise InputError(f"{where} is {name!r}{nearest(name, STRATEGIES)}; it is one of {', '.join(STRATEGIES)}")
     return name

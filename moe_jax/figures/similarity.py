@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.errors import InputError
-from moe_jax.experts.materialise import expert_kernels
+from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.on_host import expert_kernels
 from moe_jax.model_source import ModelSource
 from moe_jax.models import MoEConfig
 
@@ -100,8 +101,8 @@ def _vectors(source: ModelSource, layer: int, name: str, has_base: bool) -> list
 def _experts(source: ModelSource, layer: int, name: str) -> Iterator[np.ndarray]:
     # In float32, because rounding to the bfloat16 of a base would lose most of a small delta.
     moe = source.config.layers[layer].mlp
-    bank, shape = f"layers/{layer}/mlp/experts", moe.expert.shapes(source.config.d_model)[name]
-    return expert_kernels(source.read, moe.bank, bank, name, shape, dtype=np.dtype(np.float32))
+    bank, matrix = f"layers/{layer}/mlp/experts", ffn_matrices(moe.expert, source.config.d_model)[name]
+    return expert_kernels(source.read, moe.bank, bank, matrix, dtype=np.dtype(np.float32))
 
 
 def _cosines_to_base(gram: Float[np.ndarray, "n n"], has_base: bool) -> Float[np.ndarray, " E"]:

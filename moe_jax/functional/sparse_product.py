@@ -1,4 +1,4 @@
-"""Grouped product with very sparse deltas, entry by entry: `out[m] += lhs[m, row] * value` at every entry's column.
+"""Grouped product with very sparse kernels, entry by entry: `out[m] += lhs[m, row] * value` at every entry's column.
 
 A matrix unit does a dense kernel faster than this does more than some 0.3 % of its entries (see
 `experts.strategy`); below that it is the cheapest.
@@ -12,56 +12,60 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.deltas import SparseForm
 from moe_jax.functional.grouped import PRODUCT, longest_tile, over_tiles, zero_rows_beyond
+from moe_jax.functional.sparse_tile import entry_coordinates
 
-Fixed = dict[str, Array]
+Positions = dict[str, Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def grouped_sparse_matmul(
-    lhs: Float[Array, "M i"], values: Float[Array, "E n"], fixed: Fixed, group_sizes: Int[Array, " E"], form: SparseForm
+    lhs: Float[Array, "M i"],
+    values: Float[Array, "E n"],
+    positions: Positions,
+    group_sizes: Int[Array, " E"],
+    width: int,
 ) -> Float[Array, "M o"]:
-    """`out[m] = lhs[m] @ delta[group of row m]`.
+    """`out[m] = lhs[m] @ kernel[group of row m]`.
 
     Args:
       lhs: rows sorted by group.
-      values: entries of every delta.
-      fixed: their places; see `SparseForm`.
+      values: entries of every kernel.
+      positions: of the entries, stacked over the groups: CSR or COO (see `functional.sparse_tile`).
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
-      form: of the deltas; a whole kernel, not a shard, and no bitmap.
+      width: o.
     """
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts = jnp.cumsum(group_sizes) - group_sizes
     padded = jnp.pad(lhs, ((0, slack), (0, 0)))
 
     def group(e: Array, out: Array) -> Array:
-        places = _places(form, fixed, e)
+        coordinates = _coordinates(positions, e)
 
         def multiply(tile: int, offset: Array, out: Array) -> Array:
             block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
-            product = _product(block.astype(jnp.float32), values[e].astype(jnp.float32), *places, form.shape[1])
+            product = _product(block.astype(jnp.float32), values[e].astype(jnp.float32), *coordinates, width)
             return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), starts[e] + offset, 0)
 
         return over_tiles(group_sizes[e], rows, multiply, out)
 
-    out = lax.fori_loop(0, group_sizes.shape[0], group, jnp.zeros((rows + slack, form.shape[1]), lhs.dtype))
+    out = lax.fori_loop(0, group_sizes.shape[0], group, jnp.zeros((rows + slack, width), lhs.dtype))
     return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
 
 
-def _forward(lhs: Array, values: Array, fixed: Fixed, group_sizes: Array, form: SparseForm) -> tuple:
-    out = grouped_sparse_matmul(lhs, values, fixed, group_sizes, form)
-    return checkpoint_name(out, PRODUCT), (lhs, values, fixed, group_sizes)
+def _forward(lhs: Array, values: Array, positions: Positions, group_sizes: Array, width: int) -> tuple:
+    out = grouped_sparse_matmul(lhs, values, positions, group_sizes, width)
+    return checkpoint_name(out, PRODUCT), (lhs, values, positions, group_sizes)
 
 
-def _backward(form: SparseForm, residuals: tuple, dout: Array) -> tuple:
-    lhs, values, fixed, group_sizes = residuals
+def _backward(width: int, residuals: tuple, dout: Array) -> tuple:
+    lhs, values, positions, group_sizes = residuals
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts = jnp.cumsum(group_sizes) - group_sizes
     lhs_padded, dout_padded = (jnp.pad(a, ((0, slack), (0, 0))) for a in (lhs, dout))
 
     def group(e: Array, sums: tuple) -> tuple:
-        places = _places(form, fixed, e)
+        coordinates = _coordinates(positions, e)
 
         def rows_of_group(tile: int, offset: Array, sums: tuple) -> tuple:
             dlhs, dvalues = sums
@@ -69,7 +73,7 @@ def _backward(form: SparseForm, residuals: tuple, dout: Array) -> tuple:
             right = lax.dynamic_slice_in_dim(dout_padded, starts[e] + offset, tile, 0)
             right = zero_rows_beyond(right, group_sizes[e] - offset)
             left, right, own = (array.astype(jnp.float32) for array in (left, right, values[e]))
-            _, vjp = jax.vjp(lambda block, values: _product(block, values, *places, form.shape[1]), left, own)
+            _, vjp = jax.vjp(lambda block, values: _product(block, values, *coordinates, width), left, own)
             dleft, new = vjp(right)
             dlhs = lax.dynamic_update_slice_in_dim(dlhs, dleft.astype(dlhs.dtype), starts[e] + offset, 0)
             return dlhs, dvalues.at[e].add(new)
@@ -84,14 +88,14 @@ def _backward(form: SparseForm, residuals: tuple, dout: Array) -> tuple:
 grouped_sparse_matmul.defvjp(_forward, _backward)
 
 
-def _places(form: SparseForm, fixed: Fixed, e: Array) -> tuple[Array, Array]:
-    own = {name: lax.dynamic_index_in_dim(array, e, 0, keepdims=False) for name, array in fixed.items()}
-    return form.coordinates(own)
+def _coordinates(positions: Positions, e: Array) -> tuple[Array, Array]:
+    own = {name: lax.dynamic_index_in_dim(array, e, 0, keepdims=False) for name, array in positions.items()}
+    return entry_coordinates(own)
 
 
 def _product(
     block: Float[Array, "m i"], values: Float[Array, " n"], rows: Array, columns: Array, width: int
 ) -> Float[Array, "m o"]:
-    """`block @ delta`, float32. Transposed, so that what is read and added for an entry lies in one piece."""
+    """`block @ kernel`, float32. Transposed, so that what is read and added for an entry lies in one piece."""
     terms = jnp.take(block.T, rows, axis=0) * values[:, None]
     return jnp.zeros((width, block.shape[0]), jnp.float32).at[columns].add(terms).T

@@ -1,12 +1,12 @@
-"""Grouped product with kernels that exist only while they are multiplied: `lhs[m] @ (base + delta of the group of m)`.
+"""Grouped product with kernels that exist only while they are multiplied: `lhs[m] @ (kernel of the group of m)`.
 
-One expert after another, and of an expert one tile of columns after another, is made from the base and the delta in
-its stored form, multiplied with the rows of its group, and forgotten; the gradient makes it once more. What is held at
-a time is one tile, never an [E, i, o] array (METHODS 3). Plain XLA on every platform.
+One expert after another, and of an expert one tile of columns after another, is made from the base and the expert's own
+arrays, multiplied with the rows of its group, and forgotten; the gradient makes it once more. What is held at a time is
+one tile, never an [E, i, o] array (METHODS 3). Plain XLA on every platform.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.deltas import DeltaForm
 from moe_jax.functional.grouped import (
     PRODUCT,
     longest_tile,
@@ -28,6 +27,29 @@ from moe_jax.functional.grouped import (
 Stacked = dict[str, Array]
 
 
+class Tiles(Protocol):
+    """Makes the kernel of one expert, a tile of columns at a time. Static and hashable: the arrays go beside it.
+
+    Attributes:
+      shape: [i, o] of the kernel, or of the part of it that this device has.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def tile(
+        self, base: Float[Array, "i w"] | None, arrays: Stacked, start: Int[Array, ""] | int, width: int
+    ) -> Float[Array, "i w"]:
+        """Columns start ... start + width of the kernel, float32; differentiable in the base and floating arrays.
+
+        Args:
+          base: these columns of the base, float32; None: there is none.
+          arrays: of one expert, by name.
+          start, width: which columns.
+        """
+        ...
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def synthesised_matmul(
     lhs: Float[Array, "M i"],
@@ -35,22 +57,22 @@ def synthesised_matmul(
     trained: Stacked,
     fixed: Stacked,
     group_sizes: Int[Array, " E"],
-    form: DeltaForm,
+    tiles: Tiles,
 ) -> Float[Array, "M o"]:
-    """`out[m] = lhs[m] @ (base + delta[group of row m])`.
+    """`out[m] = lhs[m] @ kernel[group of row m]`.
 
-    Kernels are added up in float32 and rounded to the dtype of `lhs` for the product.
+    Kernels are made in float32 and rounded to the dtype of `lhs` for the product.
 
     Args:
       lhs: rows sorted by group.
-      base: shared by all groups; None: zero.
-      trained: floating-point arrays of the deltas by name, stacked over the groups.
-      fixed: arrays of the deltas without a gradient by name, integer or frozen ones, stacked over the groups.
+      base: shared by all groups; None: there is none.
+      trained: floating-point arrays of the experts by name, stacked over the groups.
+      fixed: arrays of the experts without a gradient by name, integer or frozen ones, stacked over the groups.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
-      form: what the arrays mean.
+      tiles: makes kernels of the base and the arrays.
     """
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
-    starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(form.shape, rows)
+    starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(tiles.shape, rows)
     padded = jnp.pad(lhs, ((0, slack), (0, 0)))
 
     def multiply(e: Array, start: Array, kernel: Array, out: Array) -> Array:
@@ -65,23 +87,23 @@ def synthesised_matmul(
         leaves = _expert(trained, e) | _expert(fixed, e)
 
         def column_tile(start: Array, width: int, out: Array) -> Array:
-            return multiply(e, start, _kernel(base, leaves, form, start, width, lhs.dtype), out)
+            return multiply(e, start, _kernel(base, leaves, tiles, start, width, lhs.dtype), out)
 
-        return when(group_sizes[e] > 0, partial(over_columns, columns, form.shape[1], column_tile), out)
+        return when(group_sizes[e] > 0, partial(over_columns, columns, tiles.shape[1], column_tile), out)
 
-    out = lax.fori_loop(0, group_sizes.shape[0], group, jnp.zeros((rows + slack, form.shape[1]), lhs.dtype))
+    out = lax.fori_loop(0, group_sizes.shape[0], group, jnp.zeros((rows + slack, tiles.shape[1]), lhs.dtype))
     return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
 
 
-def _forward(lhs: Array, base: Any, trained: Stacked, fixed: Stacked, group_sizes: Array, form: DeltaForm) -> tuple:
+def _forward(lhs: Array, base: Any, trained: Stacked, fixed: Stacked, group_sizes: Array, tiles: Tiles) -> tuple:
     arguments = lhs, base, trained, fixed, group_sizes
-    return checkpoint_name(synthesised_matmul(*arguments, form), PRODUCT), arguments
+    return checkpoint_name(synthesised_matmul(*arguments, tiles), PRODUCT), arguments
 
 
-def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
+def _backward(tiles: Tiles, residuals: tuple, dout: Array) -> tuple:
     lhs, base, trained, fixed, group_sizes = residuals
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
-    starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(form.shape, rows)
+    starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(tiles.shape, rows)
     lhs_padded, dout_padded = (jnp.pad(a, ((0, slack), (0, 0))) for a in (lhs, dout))
 
     def group(e: Array, sums: tuple) -> tuple:
@@ -90,8 +112,11 @@ def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
 
         def column_tile(start: Array, width: int, sums: tuple) -> tuple:
             dlhs, dbase, dtrained = sums
-            tile, tile_vjp = jax.vjp(lambda leaves: form.tile(leaves | others, start, width), mine)
-            kernel = _plus_base(base, tile, start, lhs.dtype)
+            base_tile = _base_tile(base, start, width)
+            tile, tile_vjp = jax.vjp(
+                lambda base_tile, arrays: tiles.tile(base_tile, arrays | others, start, width), base_tile, mine
+            )
+            kernel = tile.astype(lhs.dtype)
 
             def rows_of_group(count: int, offset: Array, sums: tuple) -> tuple:
                 dlhs, dkernel = sums
@@ -107,18 +132,18 @@ def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
                 outer = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
                 return dlhs, dkernel + outer
 
-            zeros = jnp.zeros((form.shape[0], width), jnp.float32)
+            zeros = jnp.zeros((tiles.shape[0], width), jnp.float32)
             dlhs, dkernel = over_tiles(group_sizes[e], rows, rows_of_group, (dlhs, zeros))
-            (dmine,) = tile_vjp(dkernel)
+            dbase_tile, dmine = tile_vjp(dkernel)
             dtrained = jax.tree.map(lambda total, new: total.at[e].add(new), dtrained, dmine)
             if dbase is not None:
-                columns = lax.dynamic_slice_in_dim(dbase, start, width, 1) + dkernel
+                columns = lax.dynamic_slice_in_dim(dbase, start, width, 1) + dbase_tile
                 dbase = lax.dynamic_update_slice_in_dim(dbase, columns, start, 1)
             return dlhs, dbase, dtrained
 
-        return when(group_sizes[e] > 0, partial(over_columns, columns, form.shape[1], column_tile), sums)
+        return when(group_sizes[e] > 0, partial(over_columns, columns, tiles.shape[1], column_tile), sums)
 
-    dbase = None if base is None else jnp.zeros(form.shape, jnp.float32)
+    dbase = None if base is None else jnp.zeros(tiles.shape, jnp.float32)
     # Sums over tiles of columns and of rows: float32 whatever the dtype of the rows and of the parameters.
     zeros = jnp.zeros(lhs_padded.shape, jnp.float32), dbase, jax.tree.map(_float32_zeros, trained)
     dlhs, dbase, dtrained = lax.fori_loop(0, group_sizes.shape[0], group, zeros)
@@ -129,14 +154,12 @@ def _backward(form: DeltaForm, residuals: tuple, dout: Array) -> tuple:
 synthesised_matmul.defvjp(_forward, _backward)
 
 
-def _kernel(base: Array | None, leaves: Stacked, form: DeltaForm, start: Any, width: int, dtype: jnp.dtype) -> Array:
-    return _plus_base(base, form.tile(leaves, start, width), start, dtype)
+def _kernel(base: Array | None, arrays: Stacked, tiles: Tiles, start: Any, width: int, dtype: jnp.dtype) -> Array:
+    return tiles.tile(_base_tile(base, start, width), arrays, start, width).astype(dtype)
 
 
-def _plus_base(base: Array | None, tile: Float[Array, "i w"], start: Array, dtype: jnp.dtype) -> Array:
-    if base is not None:
-        tile = lax.dynamic_slice_in_dim(base, start, tile.shape[1], 1).astype(jnp.float32) + tile
-    return tile.astype(dtype)
+def _base_tile(base: Array | None, start: Any, width: int) -> Float[Array, "i w"] | None:
+    return None if base is None else lax.dynamic_slice_in_dim(base, start, width, 1).astype(jnp.float32)
 
 
 def _float32(array: Array) -> Array:

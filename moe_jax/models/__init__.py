@@ -1,7 +1,7 @@
 """Configs: complete descriptions of models, without weights."""
 
+from moe_jax.experts.bank_config import BankConfig as BankConfig
 from moe_jax.experts.config import AdapterConfig as AdapterConfig
-from moe_jax.experts.config import BankConfig as BankConfig
 from moe_jax.experts.config import FFNConfig as FFNConfig
 from moe_jax.experts.config import LoRAConfig as LoRAConfig
 from moe_jax.functional.rope import RopeConfig as RopeConfig

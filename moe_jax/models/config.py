@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from moe_jax.errors import InputError, check_member, check_positive
-from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
+from moe_jax.experts.bank_config import BankConfig
+from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.attention import MASKS
 from moe_jax.functional.rope import RopeConfig
 from moe_jax.functional.routing import GATES, weights_are_constant
@@ -180,12 +181,13 @@ class MoEConfig:
         self._check_adapters()
 
     def _check_adapters(self) -> None:
-        if self.bank.kind == "adapter":
-            # The weights then sum to 1, so that the shared FFN counts once (METHODS 6).
+        if self.bank.form.needs_unit_weights:
+            # So that the shared FFN counts once (METHODS 6).
             plain = self.gate == "topk_softmax" and self.universal == "none" and self.capacity_factor is None
             if not plain or self.merged_experts is not None:
                 raise InputError(
-                    "adapter experts go with gate 'topk_softmax' alone: no universal FFN, capacity or merged experts"
+                    f"{self.bank.kind} experts go with gate 'topk_softmax' alone: no universal FFN, capacity or merged "
+                    "experts"
                 )
         if self.perft is not None and self.perft.variant == "embedded" and self.perft.num_experts != self.num_experts:
             raise InputError(
@@ -196,12 +198,13 @@ class MoEConfig:
             self.router_lora.check_targets(("router",))
             if self.universal == "coder":
                 raise InputError("LoRA goes with a linear router, and universal 'coder' has a gate network")
-        if self.expert.lora is not None and not self.bank.has_kernels:
+        if (self.expert.lora is not None or self.expert.nf4) and not self.bank.has_linear_maps:
+            what = "LoRA on experts" if self.expert.lora is not None else "NF4"
             raise InputError(
-                f"LoRA on experts needs full kernels or a shared base, and {self.bank.kind} experts without one have "
-                "neither; use PERFT"
+                f"{what} needs full kernels or a shared base that is applied on its own, and {self.bank.kind} experts "
+                f"with base {self.bank.base!r} have neither; use PERFT"
             )
-        if self.expert.lora is not None and self.bank.kind == "full" and self.expert.lora.dropout:
+        if self.expert.lora is not None and self.bank.meets_sorted_rows and self.expert.lora.dropout:
             raise InputError("LoRA on full experts has no dropout: their inputs are sorted rows; set it to 0")
 
     def _check_universal(self) -> None:
@@ -212,8 +215,10 @@ class MoEConfig:
             )
         if self.extended and self.universal == "none":
             raise InputError("extended needs a universal FFN ('coder' or 'med') to extend the bank by")
-        if self.extended and self.bank.kind == "full":
-            raise InputError("extended needs experts over a shared base, and full experts have none; use another delta")
+        if self.extended and not self.bank.form.over_base:
+            raise InputError(
+                f"extended needs experts over a shared base, and {self.bank.kind} experts have none; use another delta"
+            )
         if self.universal_dim is not None and not self.universal_beside:
             raise InputError(f"universal_dim={self.universal_dim} needs a universal FFN beside the bank")
         if self.universal_dim is not None and self.universal_dim < 1:
@@ -366,7 +371,7 @@ class ModelConfig:
         for i, layer in enumerate(self.layers):
             if isinstance(layer.mlp, MoEConfig):
                 try:
-                    layer.mlp.bank.check_fits(layer.mlp.expert.shapes(self.d_model))
+                    layer.mlp.bank.check_fits(layer.mlp.expert, self.d_model)
                 except InputError as error:
                     raise InputError(f"layer {i}: {error}") from None
 

@@ -43,7 +43,7 @@ def config_from_json(data: Mapping[str, Any], *, where: str = "config.json") -> 
     runs = {"segments": _with_biases(fields.pop("segments"))} if "segments" in fields else {}
     segments = strict.parse(_Segments, runs, where=where, language="JSON").segments
     layers = tuple(layer.config() for run in segments for _ in range(run.repeats) for layer in run.pattern)
-    if is_first and any(isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.bits is not None for layer in layers):
+    if is_first and any(isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.form.has_codes for layer in layers):
         raise InputError(
             f"{where} has version 1, in which the codes of quantised experts stood for other levels than they do now; "
             "compress the original model again"
@@ -88,8 +88,10 @@ class _Segments:
 
 def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     fields = dataclasses.asdict(layer)
-    fields["moe" if isinstance(layer.mlp, MoEConfig) else "ffn"] = fields.pop("mlp")
-    return fields
+    mlp = fields.pop("mlp")
+    if not isinstance(layer.mlp, MoEConfig):
+        return fields | {"ffn": mlp}
+    return fields | {"moe": mlp | {"bank": layer.mlp.bank.to_json()}}
 
 
 def _with_biases(segments: Any) -> Any:

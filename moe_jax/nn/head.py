@@ -4,21 +4,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.bank import Weights, normal_kernel
+from moe_jax.experts.forms.fresh import normal_kernel
+from moe_jax.experts.variables import Leaves
 from moe_jax.functional.linear import linear_float32
 from moe_jax.models.config import ModelConfig
 
 
-class Head(Weights):
+class Head(Leaves):
     """`cap(scale * (x W + b))`, float32; W is a kernel [d, V] of its own, or the transposed embedding."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         shape = (config.d_model, config.num_outputs)
-        super().__init__(
-            None if config.tie_embeddings else normal_kernel(rngs, shape, dtype),
-            jnp.zeros(shape[1], dtype) if config.head_bias else None,
-        )
+        leaves = {} if config.tie_embeddings else {"kernel": normal_kernel(rngs, shape, dtype)}
+        if config.head_bias:
+            leaves["bias"] = jnp.zeros(shape[1], dtype)
+        super().__init__(leaves)
         self.is_tied, self.has_bias = config.tie_embeddings, config.head_bias
         self.scale, self.soft_cap = config.logit_scale, config.logit_soft_cap
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from moe_jax.experts.deltas import FixedIntegers
-from moe_jax.experts.make import make_bank
+from moe_jax.experts.kernel_bank import make_bank
+from moe_jax.experts.variables import Fixed
 from moe_jax.functional import keys
 from moe_jax.functional.routing import NO_EXPERT, RouterStats, route
 from moe_jax.functional.universal import add_choice, add_weighted, universal_weight
@@ -32,7 +32,7 @@ class MoE(nnx.Module):
         self.experts = make_bank(config.bank, config.expert, config.bank_experts, d_model, rngs=rngs, dtype=dtype)
         if config.merged_experts is not None:
             # Which expert of the bank every output of the router stands for.
-            self.groups = FixedIntegers(jnp.arange(config.num_experts, dtype=jnp.int32) % config.merged_experts)
+            self.groups = Fixed(jnp.arange(config.num_experts, dtype=jnp.int32) % config.merged_experts)
         if config.universal_beside:
             self.universal = FFN(config.universal_ffn, d_model, rngs=rngs, dtype=dtype)
         if config.perft is not None:

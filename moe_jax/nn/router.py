@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.bank import Weights
 from moe_jax.experts.config import LoRAConfig
+from moe_jax.experts.variables import Leaves
 from moe_jax.functional.universal import add_noise, coder_logits
 from moe_jax.nn.layers import Linear
 
@@ -35,7 +35,7 @@ class CoderRouter(nnx.Module):
     def __init__(self, d_model: int, num_experts: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.hidden = Linear((d_model, num_experts), rngs=rngs, dtype=dtype)
         self.out = Linear((num_experts, num_experts), rngs=rngs, dtype=dtype)
-        self.noise = Weights(jnp.zeros((d_model, num_experts), dtype))
+        self.noise = Leaves({"kernel": jnp.zeros((d_model, num_experts), dtype)})
 
     def __call__(self, x: Float[Array, "T d"], key: Array | None = None) -> Float[Array, "T E"]:
         """Logits, float32; with a key, that is in training, noise of a learned size is added."""

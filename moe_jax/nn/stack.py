@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.errors import check_member
-from moe_jax.experts.parallel import BATCH_AXES, axes_size
+from moe_jax.experts.mesh import BATCH_AXES, axes_size
 from moe_jax.functional import keys
 from moe_jax.functional.grouped import PRODUCT
 from moe_jax.functional.routing import RouterStats

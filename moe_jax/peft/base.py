@@ -56,7 +56,7 @@ def with_nf4(config: ModelConfig, nf4: bool) -> ModelConfig:
         mlp = layer.mlp
         if not isinstance(mlp, MoEConfig):
             mlp = dataclasses.replace(mlp, nf4=nf4)
-        elif mlp.bank.has_kernels:
+        elif mlp.bank.has_linear_maps:
             mlp = dataclasses.replace(mlp, expert=dataclasses.replace(mlp.expert, nf4=nf4))
         return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, nf4=nf4), mlp=mlp)
 
@@ -115,13 +115,12 @@ def _base_layer(layer: LayerConfig, keep_nf4: bool) -> LayerConfig:
 
 def _is_pesc(layer: LayerConfig) -> bool:
     """Whether the experts are adapters that stand after what the base has."""
-    return isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.kind == "adapter" and not layer.mlp.bank.adapter.of_base
+    return isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.form.beside_base_model
 
 
 def with_of_base(layer: LayerConfig, of_base: bool) -> LayerConfig:
     """The layer with adapter experts, where it has any, that are the base's or stand beside it."""
-    if not isinstance(layer.mlp, MoEConfig) or layer.mlp.bank.adapter is None:
+    if not isinstance(layer.mlp, MoEConfig):
         return layer
-    adapter = dataclasses.replace(layer.mlp.bank.adapter, of_base=of_base)
-    bank = dataclasses.replace(layer.mlp.bank, adapter=adapter)
+    bank = dataclasses.replace(layer.mlp.bank, form=layer.mlp.bank.form.as_part_of_base(of_base))
     return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bank=bank))

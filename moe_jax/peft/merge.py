@@ -96,10 +96,8 @@ def unmergeable(config: ModelConfig) -> dict[str, str]:
     found: dict[str, tuple[str, list[int]]] = {}
     for i in config.moe_layers:
         moe = config.layers[i].mlp
-        if moe.bank.kind == "adapter" and not moe.bank.adapter.of_base:
-            why = f"come after the FFN that all experts share and are nonlinear ({moe.bank.adapter.activation})"
-            if moe.bank.adapter.activation == "none":
-                why = "come after the FFN that all experts share, so that they would need kernels of their own"
+        if moe.bank.form.beside_base_model:
+            why = moe.bank.form.why_not_merged
             found.setdefault("adapter experts (PESC)", (why, []))[1].append(i)
         if moe.perft is not None:
             why = "stand parallel to the whole MoE, which is nonlinear, so that no kernel is theirs to join"

@@ -250,8 +250,8 @@ def _with_lora(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig
         return dataclasses.replace(layer, attention=attention, mlp=mlp)
     known = _targets(layer.mlp)
     # Full experts take sorted rows, without dropout. A rate that the user asked for is refused later.
-    full = layer.mlp.bank.kind == "full" and options.dropout is None
-    beside = lora([name for name in known if name != ROUTER], *([0.0] if full else []))
+    without_dropout = layer.mlp.bank.meets_sorted_rows and options.dropout is None
+    beside = lora([name for name in known if name != ROUTER], *([0.0] if without_dropout else []))
     expert = dataclasses.replace(layer.mlp.expert, lora=beside)
     router = lora([ROUTER] if ROUTER in known else [])
     mlp = dataclasses.replace(layer.mlp, expert=expert, router_lora=router)
@@ -263,4 +263,4 @@ def _targets(mlp: FFNConfig | MoEConfig) -> tuple[str, ...]:
     if isinstance(mlp, FFNConfig):
         return mlp.matrices
     router = () if mlp.universal == "coder" else (ROUTER,)
-    return (*(mlp.expert.matrices if mlp.bank.has_kernels else ()), *router)
+    return (*(mlp.expert.matrices if mlp.bank.has_linear_maps else ()), *router)

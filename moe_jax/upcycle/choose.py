@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_jax.errors import InputError, raise_if_any
-from moe_jax.experts.config import BankConfig
+from moe_jax.experts import AdapterExperts, BankConfig
 from moe_jax.upcycle.options import PESC, UpcycleOptions, parse_delta
 from moe_jax.upcycle.rest import parse_rest
 
@@ -75,7 +75,7 @@ def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
       chosen: what `chosen_options` returned.
       given: its arguments.
     """
-    pesc = chosen.bank.adapter is not None
+    pesc = chosen.bank.form.beside_base_model
     described = {
         "method": given.get("method"),
         "experts": chosen.num_experts,
@@ -93,8 +93,8 @@ def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
         "seed": given.get("seed", 0),
         "step0_check": not given.get("no_step0_check", False),
     }
-    if chosen.bank.adapter is not None:
-        described |= {"adapter": dataclasses.asdict(chosen.bank.adapter), "rest": dataclasses.asdict(chosen.rest)}
+    if pesc:
+        described |= dataclasses.asdict(chosen.bank.form) | {"rest": dataclasses.asdict(chosen.rest)}
     return described
 
 
@@ -113,7 +113,7 @@ def _adapter_bank(bank: BankConfig, width: str | int | None, scale: float | None
     """PESC's bank with the given width and scale of its adapters."""
     if width is not None and not str(width).isdigit():
         raise InputError(f"--adapter {width!r}: of pesc it is the width of the adapters, a whole number such as 512")
-    assert bank.adapter is not None
+    assert isinstance(bank.form, AdapterExperts)
     changes = {"rank": None if width is None else int(width), "scale": scale}
-    adapter = dataclasses.replace(bank.adapter, **{key: value for key, value in changes.items() if value is not None})
-    return dataclasses.replace(bank, adapter=adapter)
+    given = {key: value for key, value in changes.items() if value is not None}
+    return dataclasses.replace(bank, form=AdapterExperts(adapter=dataclasses.replace(bank.form.adapter, **given)))

@@ -93,7 +93,7 @@ def upcycle(
     probe = Probe(source, config, specs, seed) if check else None
     result = Upcycled(config, *_sizes(source, config, specs))
     with writer:
-        if options.bank.kind == "adapter":
+        if options.bank.form.beside_base_model:
             _write_adapter_experts(source, config, writer, seed, progress)
         else:
             _write_layers(source, config, writer, seed, progress)

@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from moe_jax.errors import InputError, nearest, raise_if_any
-from moe_jax.experts.config import AdapterConfig, BankConfig
+from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig
+from moe_jax.experts.forms.by_name import form_named, registered
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
 from moe_jax.upcycle.rest import Rest, with_rest
-
-DELTAS = ("full", "low-rank:R", "sparse:RATE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,29 +45,39 @@ class UpcycleOptions:
 
 PESC = UpcycleOptions(
     every=1,
-    bank=BankConfig(kind="adapter", adapter=AdapterConfig(rank=512, activation="gelu", scale=0.25, dropout=0.1)),
+    bank=BankConfig(
+        AdapterExperts(adapter=AdapterConfig(rank=512, activation="gelu", scale=0.25, dropout=0.1))
+    ),
     rest=Rest(kind="qlora", rank=64),
 )
 """PESC with the settings of the released Camelidae models (METHODS 6), to be changed with `dataclasses.replace`."""
 
 
 def parse_delta(text: str, *, freeze_base: bool = False) -> BankConfig:
-    """Reads `full`, `low-rank:R` or `sparse:RATE`.
+    """Reads `full`, `low-rank:R`, `sparse:RATE`, or what other forms say of themselves.
 
     Raises:
       InputError: for anything else, a rank or rate out of range, or a frozen base where there is none.
     """
     kind, colon, number = text.partition(":")
-    if kind == "full" and not colon:
-        if freeze_base:
-            raise InputError("--freeze-base needs a shared base, and --delta full has none: its experts are copies")
-        return BankConfig()
-    if kind == "low-rank" and number:
-        return BankConfig(kind="low-rank", rank=_number(int, number, text), train_base=not freeze_base)
-    if kind == "sparse" and number:
-        return BankConfig(kind="sparse", rate=_number(float, number, text), train_base=not freeze_base)
-    hint = nearest(kind, ("full", "low-rank", "sparse")) if kind not in ("full", "low-rank", "sparse") else ""
-    raise InputError(f"unknown --delta {text!r}{hint}; it is one of {', '.join(DELTAS)}")
+    offered = delta_options()
+    if kind not in offered or bool(number) != (":" in offered[kind]) or bool(colon) != bool(number):
+        hint = "" if kind in offered else nearest(kind, offered)
+        raise InputError(f"unknown --delta {text!r}{hint}; it is one of {', '.join(offered.values())}")
+    form = form_named(kind)
+    if freeze_base and not form.over_base:
+        raise InputError(f"--freeze-base needs a shared base, and --delta {kind} has none: its experts are copies")
+    try:
+        return BankConfig(form.from_delta_option(number) if number else form(), train_base=not freeze_base)
+    except InputError:
+        raise
+    except ValueError as expected:
+        raise InputError(f"--delta {text!r}: expected {expected} after the colon") from None
+
+
+def delta_options() -> dict[str, str]:
+    """How `--delta` names the forms that a dense model can become, by their kinds: `low-rank` -> `low-rank:R`."""
+    return {form.kind: form.delta_option for form in registered() if form.delta_option is not None}
 
 
 def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
@@ -103,7 +112,7 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
             # Equal layers have equal problems: one of them is enough.
             problems.append(str(error))
             break
-    if options.rest.kind != "full" and options.bank.kind != "adapter":
+    if options.rest.freezes and not options.bank.form.beside_base_model:
         problems.append(
             f"rest {options.rest.kind!r} freezes the dense model, and {options.bank.kind} experts are trained with it; "
             "use adapter experts (PESC), or rest 'full'"
@@ -147,22 +156,15 @@ def _moe(dense: ModelConfig, layer: int, options: UpcycleOptions) -> MoEConfig:
         universal=options.universal,
         extended=options.extended,
     )
-    options.bank.check_fits(expert.shapes(dense.d_model))
+    options.bank.check_fits(expert, dense.d_model)
     if not moe.router_learns:
-        others = "" if options.bank.kind == "adapter" else ", a universal FFN 'coder', or gate 'top1' or 'softmax_topk'"
+        others = ", a universal FFN 'coder', or gate 'top1' or 'softmax_topk'"
+        others = "" if options.bank.form.needs_unit_weights else others
         raise InputError(
             "top_k=1 with gate 'topk_softmax' weights an expert by 1 whatever the router says, which then learns "
             f"nothing from the task; use top_k=2{others}"
         )
     return moe
-
-
-def _number(kind: type, number: str, text: str) -> int | float:
-    try:
-        return kind(number)
-    except ValueError:
-        expected = "a whole number" if kind is int else "a number"
-        raise InputError(f"--delta {text!r}: expected {expected} after the colon") from None
 
 
 def _some(layers: Sequence[int]) -> str:

@@ -40,6 +40,11 @@ class Rest:
     def has_lora(self) -> bool:
         return self.kind in ("qlora", "lora")
 
+    @property
+    def freezes(self) -> bool:
+        """Whether the dense model's own parameters are no longer trained."""
+        return self.kind != "full"
+
     def lora(self, targets: tuple[str, ...]) -> LoRAConfig | None:
         """LoRA on these kernels of a module; None if there is none."""
         if not self.has_lora:

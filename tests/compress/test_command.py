@@ -63,7 +63,7 @@ def test_figures_that_no_layer_has_are_not_in_the_table(models, tmp_path, out_of
     resmoe = ("--method", "resmoe", "--keep", 0.25)
     printed = out_of("compress", models["moe"], tmp_path / "resmoe", *resmoe)
     assert "objective  rounds" in printed and "seconds" in printed
-    assert "choice: up, keep 0.25, " in printed  # the same in all layers
+    assert "choice: sparse, keep 0.25, " in printed  # the same in all layers
 
 
 def test_the_choice_under_a_budget_is_said_of_every_layer(models, tmp_path, out_of):
@@ -71,7 +71,7 @@ def test_the_choice_under_a_budget_is_said_of_every_layer(models, tmp_path, out_
     *layers, model = map(json.loads, out_of("compress", models["moe"], tmp_path / "out", *options).splitlines())
     assert [layer["layer"] for layer in layers] == [0, 2]
     for layer in layers:
-        bits = ModelDirectory(tmp_path / "out").config.layers[layer["layer"]].mlp.bank.bits
+        bits = ModelDirectory(tmp_path / "out").config.layers[layer["layer"]].mlp.bank.form.bits
         assert layer["choice"] == f"quantized, {bits} bits" and layer["converged"] and layer["rounds"] >= 1
     assert model["expert_bytes_after"] <= 34_000
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from moe_jax.convert import HuggingFaceDirectory, export, read_hf_config
 from moe_jax.convert.foreign_view import merged_config
 from moe_jax.errors import InputError
-from moe_jax.experts.places import to_csr
+from moe_jax.experts.forms.positions import to_csr
 from moe_jax.loading import leaf_specs, load_model
 from moe_jax.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.model_source import ModelSource

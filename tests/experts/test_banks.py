@@ -1,6 +1,5 @@
 """Every bank against one FFN per expert, forward and gradient; on one device and over meshes."""
 
-import dataclasses
 import functools
 
 import jax
@@ -12,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.errors import InputError
-from moe_jax.experts import BankConfig, FFNConfig, make_bank, use_strategy
-from moe_jax.experts.places import to_csr, to_positions
+from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_strategy
+from moe_jax.experts.forms.matrix import Load, ffn_matrices
+from moe_jax.experts.forms.positions import from_csr, to_csr
+from moe_jax.experts.platforms import PLATFORMS
 from moe_jax.experts.strategy import choose_strategy
-from moe_jax.functional.deltas import entry_rows
 from moe_jax.functional.ffn import ffn
 from moe_jax.functional.routing import Routing
+from moe_jax.functional.sparse_tile import entry_rows
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
 from tests.numerics import assert_close
 
@@ -30,9 +31,9 @@ KINDS = {
     "quantized-2": BankConfig(kind="quantized", bits=2, group_size=8),
     "quantized-1": BankConfig(kind="quantized", bits=1),
     "joint-low-rank": BankConfig(kind="joint-low-rank", rank=3),
-    "bitmap": BankConfig(kind="sparse", rate=0.7, entries=(40, 36, 30), places="bitmap"),
-    "coo-4": BankConfig(kind="sparse", rate=0.9, places="coo", bits=4, group_size=8),
-    "bitmap-3-alone": BankConfig(kind="sparse", base="none", rate=0.7, places="bitmap", bits=3),
+    "bitmap": BankConfig(kind="sparse", rate=0.7, entries=(40, 36, 30), encoding="bitmap"),
+    "coo-4": BankConfig(kind="sparse", rate=0.9, encoding="coo", bits=4, group_size=8),
+    "bitmap-3-alone": BankConfig(kind="sparse", base="none", rate=0.7, encoding="bitmap", bits=3),
     "joint-low-rank-alone": BankConfig(kind="joint-low-rank", base="none", rank=3),
     "quantized-3-alone": BankConfig(kind="quantized", base="none", bits=3, group_size=8),
 }
@@ -100,8 +101,8 @@ def gradients_and_output(kind, ffn_kind, reference, strategy="auto"):
     def value(params, x, weights, experts, target):
         bank = nnx.merge(graphdef, params, rest)
         routing = Routing(experts, weights)
-        with use_strategy(strategy):
-            y = per_expert_reference(bank, x, routing) if reference else bank(x, routing)
+        set_strategy(bank, strategy)
+        y = per_expert_reference(bank, x, routing) if reference else bank(x, routing)
         return jnp.sum(y * target), y
 
     # The output itself is compared, and not only the sum, in which large terms cancel.
@@ -178,7 +179,7 @@ def test_bfloat16_is_within_its_rounding(kind):
 @pytest.mark.parametrize(("kind", "strategy"), [pair for pair in STRATEGIES if pair[0] != "full"])
 def test_no_strategy_holds_a_kernel_per_expert(kind, strategy):
     d_model, hidden, experts = 128, 1024, 32
-    config = dataclasses.replace(KINDS[kind], rate=0.98) if kind == "sparse" else KINDS[kind]
+    config = BankConfig(kind="sparse", rate=0.98) if kind == "sparse" else KINDS[kind]
     ffn_config = FFNConfig(dim=hidden)
     bank = nnx.eval_shape(
         lambda: make_bank(config, ffn_config, experts, d_model, rngs=nnx.Rngs(0), dtype=jnp.float32)
@@ -187,8 +188,9 @@ def test_no_strategy_holds_a_kernel_per_expert(kind, strategy):
     x, routing = jnp.ones((16, d_model)), Routing(jnp.zeros((16, 2), jnp.int32), jnp.ones((16, 2)))
 
     def loss(params, rest):
-        with use_strategy(strategy):
-            return jnp.sum(nnx.merge(graphdef, params, rest)(x, routing))
+        bank = nnx.merge(graphdef, params, rest)
+        set_strategy(bank, strategy)
+        return jnp.sum(bank(x, routing))
 
     compiled = jax.jit(jax.grad(loss)).lower(params, rest).compile()
     kernels = experts * d_model * hidden * 4
@@ -198,7 +200,7 @@ def test_no_strategy_holds_a_kernel_per_expert(kind, strategy):
 
 def test_cost_model_chooses_and_says_so_once(caplog):
     def chosen(config, tokens, experts=8):
-        return choose_strategy(config, FFNConfig(dim=2816), experts, tokens, 1024, 2)
+        return choose_strategy(config, FFNConfig(dim=2816), 1024, Load(experts, tokens, 2))
 
     with caplog.at_level("INFO", "moe_jax.experts.strategy"):
         assert chosen(BankConfig(kind="low-rank", rank=4), 4096) == "factored-side-by-side"
@@ -212,15 +214,69 @@ def test_cost_model_chooses_and_says_so_once(caplog):
     assert chosen(BankConfig(kind="quantized", bits=2, group_size=128), 8) == "factored-grouped"
 
 
-def test_strategy_can_be_overruled(monkeypatch):
-    arguments = BankConfig(kind="low-rank", rank=4), FFNConfig(dim=16), 4, 8, 8, 2
-    monkeypatch.setenv("MOE_JAX_STRATEGY", "synthesised")
-    assert choose_strategy(*arguments) == "synthesised"
-    with use_strategy("factored-grouped"):
-        assert choose_strategy(*arguments) == "factored-grouped"
+def test_costs_belong_to_the_platform():
+    config, expert = BankConfig(kind="quantized", bits=2, group_size=128), FFNConfig(dim=2816)
+    matrices = tuple(ffn_matrices(expert, 1024).values())
+    costs = [config.form.cost(matrices, Load(8, 64, 2), platform, has_base=True) for platform in PLATFORMS.values()]
+    assert len({cost["synthesised"] for cost in costs}) == len(PLATFORMS)
+    # Bytes are dearer beside operations on an accelerator, so that more tokens are needed to outweigh reading them.
+    reading = {name: PLATFORMS[name].operations_per_byte for name in PLATFORMS}
+    assert reading["cpu"] < reading["tpu"] < reading["gpu"]
+
+
+def test_a_compiled_step_follows_the_strategy(monkeypatch):
+    """The strategy is part of the graphdef, and so of what a program is compiled for."""
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(graphdef, state, x, routing):
+        bank = nnx.merge(graphdef, state)
+        traced.append(bank.strategy)
+        return bank(x, routing)
+
+    bank = make_bank(KINDS["low-rank"], FFNS["gated"], EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    routing = Routing(jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1)))
+    results = {}
+    for strategy in ("auto", "synthesised", "factored", "auto", "synthesised"):
+        set_strategy(bank, strategy)
+        results[strategy] = step(*nnx.split(bank), jnp.ones((4, D_MODEL)), routing)
+    assert traced == ["auto", "synthesised", "factored"]
+    # The variable is read when a bank is made, and changing it later is not pretended to have an effect.
+    monkeypatch.setenv("MOE_JAX_STRATEGY", "factored-grouped")
+    assert bank.strategy == "synthesised"
+    made = make_bank(KINDS["low-rank"], FFNS["gated"], EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    step(*nnx.split(made), jnp.ones((4, D_MODEL)), routing)
+    assert traced[-1] == "factored-grouped"
+
+
+def test_strategies_are_honoured_or_refused(monkeypatch):
+    arguments = BankConfig(kind="low-rank", rank=4), FFNConfig(dim=16), 8, Load(4, 8, 2)
+    assert choose_strategy(*arguments, "synthesised") == "synthesised"
+    assert choose_strategy(*arguments, "factored-grouped") == "factored-grouped"
+    # A strategy that the form does not support is ignored.
+    assert choose_strategy(*arguments, "factored-entrywise") == choose_strategy(*arguments)
+    bank = make_bank(KINDS["low-rank"], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    with pytest.raises(InputError, match="strategy.*synthesised"):
+        set_strategy(bank, "synthesized")
     monkeypatch.setenv("MOE_JAX_STRATEGY", "synthesized")
     with pytest.raises(InputError, match="MOE_JAX_STRATEGY.*synthesised"):
-        choose_strategy(*arguments)
+        make_bank(KINDS["low-rank"], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_router_weights_are_not_rounded(dtype):
+    """Weights that differ from 1 by less than bfloat16 resolves make a difference in a sum over many experts."""
+    experts, d_model = 64, 8
+    config, ffn_config = BankConfig(kind="low-rank", rank=2, base="none"), FFNConfig(dim=4, gated=False, bias=True)
+    bank = make_bank(config, ffn_config, experts, d_model, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    bank.down.bias[...] = jnp.ones((experts, d_model))
+    weights = jnp.full((1, experts), 1 / experts * 1.003)
+    routing = Routing(jnp.arange(experts, dtype=jnp.int32)[None], weights)
+    results = {}
+    for strategy in ("factored-side-by-side", "factored-grouped"):
+        set_strategy(bank, strategy)
+        results[strategy] = bank(jnp.zeros((1, d_model), dtype), routing)
+    assert_close(results["factored-side-by-side"], jnp.full((1, d_model), 1.003, dtype), 1e-6)
 
 
 def test_counts_bytes_and_frozen_leaves():
@@ -228,8 +284,8 @@ def test_counts_bytes_and_frozen_leaves():
         BankConfig(kind="sparse", rate=0.5, train_base=False), FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.bfloat16
     )
     assert sparse.num_parameters() == 3 * 8 * 16 + 4 * 3 * 64  # base and values
-    places = 4 * (3 * 64 * 2 + (8 + 8 + 16) * 4)  # uint16 columns and int32 ends of rows
-    assert sparse.num_bytes() == 2 * sparse.num_parameters() + places
+    positions = 4 * (3 * 64 * 2 + (8 + 8 + 16) * 4)  # uint16 columns and int32 ends of rows
+    assert sparse.num_bytes() == 2 * sparse.num_parameters() + positions
     assert sparse.frozen_leaves().search("base/gate/kernel")
     assert not sparse.frozen_leaves().search("delta/gate/values")
     full = make_bank(KINDS["full"], FFNS["plain-biases"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
@@ -248,13 +304,13 @@ def test_a_fresh_delta_changes_nothing(kind):
         np.testing.assert_array_equal(kernel, base)
 
 
-def test_sparse_places_are_distinct_and_differ_between_experts():
+def test_sparse_positions_are_distinct_and_differ_between_experts():
     bank = make_bank(KINDS["sparse"], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    columns, row_ends = (np.asarray(bank.delta["up"].fixed()[name]) for name in ("columns", "row_ends"))
+    columns, row_ends = (np.asarray(bank.delta.arrays()[f"up/{name}"]) for name in ("columns", "row_ends"))
     assert columns.dtype == np.uint16 and columns.shape == (4, round(8 * 16 * 0.2))
-    places = [to_positions(columns[e], row_ends[e], (8, 16)) for e in range(4)]
-    assert all(np.all(np.diff(place) > 0) and place.min() >= 0 and place.max() < 128 for place in places)
-    assert len({tuple(place) for place in places}) == 4
+    positions = [from_csr(columns[e], row_ends[e], (8, 16)) for e in range(4)]
+    assert all(np.all(np.diff(one) > 0) and one.min() >= 0 and one.max() < 128 for one in positions)
+    assert len({tuple(one) for one in positions}) == 4
 
 
 @settings(max_examples=30)
@@ -263,5 +319,5 @@ def test_csr_gives_the_positions_back(rows, columns, share, seed):
     count = max(1, round(share * rows * columns))
     positions = np.sort(np.random.default_rng(seed).choice(rows * columns, count, replace=False))
     packed = to_csr(positions, (rows, columns))
-    np.testing.assert_array_equal(to_positions(*packed, (rows, columns)), positions)
+    np.testing.assert_array_equal(from_csr(*packed, (rows, columns)), positions)
     np.testing.assert_array_equal(entry_rows(jnp.asarray(packed[1]), count), positions // columns)

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from moe_jax.errors import InputError
+from moe_jax.experts.kernel_bank import make_bank
 from moe_jax.experts.linear import Linear
-from moe_jax.experts.make import make_bank
 from moe_jax.functional.routing import Routing
 from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
 from moe_jax.sharding import leaf_spec, make_mesh, path_name

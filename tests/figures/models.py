@@ -72,8 +72,9 @@ def experts_of(source: ModelDirectory, layer: int, name: str) -> np.ndarray:
     if bank.kind == "low-rank":
         return base + np.einsum("eir,ero->eio", leaf("a").astype(np.float64), leaf("b"))
     if bank.kind == "quantized":
+        form = bank.form
         deltas = [
-            dequantize(jnp.asarray(codes), jnp.asarray(scales), len(base), bank.bits, bank.group_size, jnp.float32)
+            dequantize(jnp.asarray(codes), jnp.asarray(scales), len(base), form.bits, form.group_size, jnp.float32)
             for codes, scales in zip(leaf("codes"), leaf("scales"), strict=True)
         ]
         return base + np.array(deltas, np.float64)

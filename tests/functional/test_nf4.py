@@ -8,8 +8,9 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.experts.forms.nf4 import NF4
+from moe_jax.experts.forms.protocol import FormTiles
 from moe_jax.functional import grouped
-from moe_jax.functional.deltas import NF4Form
 from moe_jax.functional.nf4 import (
     BLOCK,
     LEVELS,
@@ -199,7 +200,8 @@ def test_stacked_experts_in_a_grouped_product():
     lhs, target = random(rows, shape[0]), random(rows, shape[1], seed=1)
 
     def value(lhs):
-        y = synthesised_matmul(lhs, None, {}, leaves, sizes, NF4Form(shape, shape[1]))
+        named = {f"nf4/{name}": leaf for name, leaf in leaves.items()}
+        y = synthesised_matmul(lhs, None, {}, named, sizes, FormTiles(NF4(), shape, shape))
         return jnp.sum(y * target), y
 
     dlhs, y = jax.jit(jax.grad(value, has_aux=True))(jnp.asarray(lhs))
@@ -227,6 +229,6 @@ def test_parts_of_a_kernel(split_rows, rows, columns):
             part = leaves | {name: leaves[name][:, mine] for name in ("codes", "scale_codes")}
         part["origin"] = jnp.asarray(origin, jnp.int32)
         expected = whole[origin[0] : origin[0] + shape[0], origin[1] + 4 : origin[1] + 16]
-        np.testing.assert_array_equal(NF4Form(shape, columns).tile(part, 4, 12), expected)
+        np.testing.assert_array_equal(nf4_tile(part, shape[0], columns, 4, 12), expected)
     np.testing.assert_array_equal(nf4_tile(leaves, rows, columns, 3, 10), whole[:, 3:13])
     assert BLOCK == 64 and SCALE_BLOCK == 256

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.experts.places import encode_places, to_csr
+from moe_jax.experts.forms import LowRank, Quantized, Sparse
+from moe_jax.experts.forms.positions import encode_positions, to_csr
+from moe_jax.experts.forms.protocol import FormTiles
 from moe_jax.functional import grouped
-from moe_jax.functional.deltas import LowRankForm, QuantizedForm, SparseForm
 from moe_jax.functional.packing import codes_shape, pack, scales_shape
 from moe_jax.functional.sparse_product import grouped_sparse_matmul
 from moe_jax.functional.synthesis import synthesised_matmul
@@ -27,38 +28,40 @@ def random(rng, *shape):
 
 
 def delta(kind):
-    """Form, trained and fixed arrays of random deltas."""
+    """What makes tiles, and trained and fixed arrays of random deltas."""
     rng = np.random.default_rng(0)
     if kind == "low-rank":
         arrays = {"a": random(rng, GROUPS, SHAPE[0], 3), "b": random(rng, GROUPS, 3, SHAPE[1])}
-        return LowRankForm(SHAPE), arrays, {}
+        return FormTiles(LowRank(rank=3), SHAPE, SHAPE), arrays, {}
     if kind == "sparse":
         positions = [np.sort(rng.choice(SHAPE[0] * SHAPE[1], ENTRIES, replace=False)) for _ in range(GROUPS)]
-        places = zip(*(to_csr(p, SHAPE) for p in positions), strict=True)
-        columns, ends = (jnp.asarray(np.stack(part)) for part in places)
-        return SparseForm(SHAPE), {"values": random(rng, GROUPS, ENTRIES)}, {"columns": columns, "row_ends": ends}
+        packed = zip(*(to_csr(p, SHAPE) for p in positions), strict=True)
+        columns, ends = (jnp.asarray(np.stack(part)) for part in packed)
+        tiles = FormTiles(Sparse(rate=0.9), SHAPE, SHAPE)
+        return tiles, {"values": random(rng, GROUPS, ENTRIES)}, {"columns": columns, "row_ends": ends}
     codes = jnp.asarray(rng.integers(0, 256, (GROUPS, *codes_shape(SHAPE, 4))), jnp.uint8)
-    return QuantizedForm(SHAPE, 4, 8), {"scales": random(rng, GROUPS, *scales_shape(SHAPE, 8))}, {"codes": codes}
+    tiles = FormTiles(Quantized(bits=4, group_size=8), SHAPE, SHAPE)
+    return tiles, {"scales": random(rng, GROUPS, *scales_shape(SHAPE, 8))}, {"codes": codes}
 
 
-def stored(form, trained, fixed, base):
+def stored(tiles, trained, fixed, base):
     """All kernels, and a last one of zeros for rows in no group."""
-    kernels = [form.tile({n: a[e] for n, a in (trained | fixed).items()}, 0, SHAPE[1]) for e in range(GROUPS)]
-    kernels = [kernel if base is None else base + kernel for kernel in kernels]
+    experts = [{name: array[e] for name, array in (trained | fixed).items()} for e in range(GROUPS)]
+    kernels = [tiles.tile(base, arrays, 0, SHAPE[1]) for arrays in experts]
     return jnp.stack([*kernels, jnp.zeros(SHAPE, jnp.float32)])
 
 
 @functools.cache
 def program(kind, columns, reference):
     """`columns` of a tile, which the test sets, are part of the program."""
-    form, _, fixed = delta(kind)
+    tiles, _, fixed = delta(kind)
 
     def value(lhs, base, trained, sizes, target):
         if reference:
             group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(ROWS, dtype=jnp.int32), side="right")
-            y = jnp.einsum("mi,mio->mo", lhs, stored(form, trained, fixed, base)[group])
+            y = jnp.einsum("mi,mio->mo", lhs, stored(tiles, trained, fixed, base)[group])
         else:
-            y = synthesised_matmul(lhs, base, trained, fixed, sizes, form)
+            y = synthesised_matmul(lhs, base, trained, fixed, sizes, tiles)
         return jnp.sum(y * target), y
 
     return jax.jit(jax.grad(value, argnums=(0, 1, 2), has_aux=True))
@@ -89,7 +92,7 @@ def test_synthesised_product_and_gradient(kind, columns, monkeypatch):
 @settings(max_examples=10)
 @given(group_sizes, st.integers(0, 99))
 def test_entrywise_product_and_gradient(sizes, seed):
-    form, trained, fixed = delta("sparse")
+    _, trained, _ = delta("sparse")
     rng = np.random.default_rng(seed)
     lhs, target = random(rng, ROWS, SHAPE[0]), random(rng, ROWS, SHAPE[1])
     got = entrywise()(lhs, trained["values"], jnp.asarray(sizes, jnp.int32), target)
@@ -101,10 +104,10 @@ def test_entrywise_product_and_gradient(sizes, seed):
 
 @functools.cache
 def entrywise():
-    form, _, fixed = delta("sparse")
+    _, _, fixed = delta("sparse")
 
     def value(lhs, values, sizes, target):
-        y = grouped_sparse_matmul(lhs, values, fixed, sizes, form)
+        y = grouped_sparse_matmul(lhs, values, fixed, sizes, SHAPE[1])
         return jnp.sum(y * target), y
 
     return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
@@ -131,9 +134,10 @@ def test_rounding_does_not_grow_with_the_number_of_tiles(tiles, monkeypatch):
         in_bfloat16(rng, *s) for s in ((ROWS, fan_in), (fan_in, fan_out), (ROWS, fan_out))
     )
     (a, a64), (b, b64) = in_bfloat16(rng, 1, fan_in, 4), in_bfloat16(rng, 1, 4, fan_out)
-    form, sizes = LowRankForm((fan_in, fan_out)), jnp.full(1, ROWS, jnp.int32)
+    shape, sizes = (fan_in, fan_out), jnp.full(1, ROWS, jnp.int32)
+    tiles = FormTiles(LowRank(rank=a.shape[-1]), shape, shape)
     _, vjp = jax.vjp(
-        lambda lhs, trained: synthesised_matmul(lhs, base, trained, {}, sizes, form), lhs, {"a": a, "b": b}
+        lambda lhs, trained: synthesised_matmul(lhs, base, trained, {}, sizes, tiles), lhs, {"a": a, "b": b}
     )
     dlhs, dtrained = vjp(dout)
     assert dlhs.dtype == dtrained["a"].dtype == jnp.bfloat16
@@ -154,7 +158,7 @@ def test_rounding_does_not_grow_with_the_entries_and_rows_of_a_sparse_delta():
     kernel = np.zeros(shape)
     kernel.reshape(-1)[positions] = v[0]
     y, vjp = jax.vjp(
-        lambda lhs, values: grouped_sparse_matmul(lhs, values, fixed, sizes, SparseForm(shape)), lhs, values
+        lambda lhs, values: grouped_sparse_matmul(lhs, values, fixed, sizes, shape[1]), lhs, values
     )
     dlhs, dvalues = vjp(dout)
     assert y.dtype == dlhs.dtype == dvalues.dtype == jnp.bfloat16
@@ -165,23 +169,23 @@ def test_rounding_does_not_grow_with_the_entries_and_rows_of_a_sparse_delta():
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(["csr", "coo", "bitmap"]), st.integers(1, 9), st.integers(1, 40), st.integers(0, 999))
-def test_sparse_tiles_hold_the_entries_of_their_part(places, rows, columns, seed):
+def test_sparse_tiles_hold_the_entries_of_their_part(encoding, rows, columns, seed):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, rows * columns + 1))
     positions = np.sort(rng.choice(rows * columns, count, replace=False))
     values = rng.standard_normal(count).astype(np.float32)
     dense = np.zeros((rows, columns), np.float32)
     dense.reshape(-1)[positions] = values
-    leaves = {name: jnp.asarray(leaf) for name, leaf in encode_places(positions, dense.shape, places).items()}
+    leaves = {name: jnp.asarray(leaf) for name, leaf in encode_positions(positions, dense.shape, encoding).items()}
     leaves["values"] = jnp.asarray(values)
 
     top, left = int(rng.integers(rows)), int(rng.integers(columns))
     part = dense[top:, left:]
     start = int(rng.integers(part.shape[1]))
     width = int(rng.integers(1, part.shape[1] - start + 1))
-    form = SparseForm(part.shape, places)
+    tiles = FormTiles(Sparse(rate=0.5, encoding=encoding), part.shape, dense.shape)
     leaves["origin"] = jnp.asarray([top, left], jnp.int32)
-    np.testing.assert_array_equal(form.tile(leaves, start, width), part[:, start : start + width])
+    np.testing.assert_array_equal(tiles.tile(None, leaves, start, width), part[:, start : start + width])
 
 
 @settings(max_examples=8, deadline=None)
@@ -191,7 +195,7 @@ def test_quantised_values_of_sparse_deltas(bits, group_size, count, seed):
     drawn = rng.integers(0, 2**bits, count)
     scales = rng.uniform(-1, 1, 1 if group_size is None else -(-count // group_size)).astype(np.float32)
     codes = pack(jnp.asarray(drawn, jnp.int32)[:, None], bits)[:, 0]
-    form = SparseForm((1, 64), "coo", bits, group_size)
+    form = Sparse(rate=0.5, encoding="coo", bits=bits, group_size=group_size)
     leaves = {"value_codes": codes, "value_scales": jnp.asarray(scales), "columns": jnp.zeros(count, jnp.uint16)}
     values = form.values(leaves)
     per_value = np.repeat(scales, count if group_size is None else group_size)[:count]

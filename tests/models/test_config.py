@@ -124,10 +124,10 @@ def test_quantised_experts_of_the_first_version_are_refused(bank):
         (lambda: MoEConfig(expert=FFN, num_experts=2, top_k=3), "top_k=3 is above num_experts=2"),
         (lambda: MoEConfig(expert=FFN, num_experts=4, top_k=2, gate="top1"), "routes to one expert"),
         (lambda: MoEConfig(expert=FFN, num_experts=4, top_k=2, capacity_factor=0.0), "above 0"),
-        (lambda: BankConfig(kind="low-rank"), "rank=None does not go with"),
-        (lambda: BankConfig(kind="low-rank", rank=0), "at least 1"),
+        (lambda: BankConfig(kind="low-rank"), "bank kind 'low-rank' lacks its rank"),
+        (lambda: BankConfig(kind="low-rank", rank=0), "rank=0 must be at least 1"),
         (lambda: BankConfig(kind="sparse", rate=1.0), r"must lie in \[0, 1\)"),
-        (lambda: BankConfig(kind="full", rank=3), "low-rank and joint-low-rank have a rank"),
+        (lambda: BankConfig(kind="full", rank=3), "rank=3 .* 'full': low-rank and joint-low-rank have one"),
         (lambda: dataclasses.replace(CONFIG, layers=()), "at least one layer"),
     ],
 )

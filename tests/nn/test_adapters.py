@@ -251,7 +251,7 @@ def test_a_layer_over_a_mesh_equals_one_device(name):
         (lambda: AdapterConfig(rank=0), "rank=0"),
         (lambda: AdapterConfig(rank=1, dropout=1.0), "dropout=1.0 must lie in"),
         (lambda: dataclasses.replace(CONFIGS["pesc"], gate="softmax_topk"), "go with gate 'topk_softmax' alone"),
-        (lambda: BankConfig(kind="adapter"), "adapter=None does not go with bank kind 'adapter'"),
+        (lambda: BankConfig(kind="adapter"), "bank kind 'adapter' lacks its adapter"),
         (lambda: BankConfig(kind="adapter", adapter=LORA, base="none"), "come after a shared FFN"),
     ],
 )

@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.experts import use_strategy
+from moe_jax.experts import set_strategy
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
@@ -67,8 +67,9 @@ def program(name):
     graphdef = random_layer(config)[0]
 
     def value(params, x, rest, target, valid):
-        with use_strategy(strategy):
-            y, stats = nnx.merge(graphdef, params, rest)(x, valid)
+        layer = nnx.merge(graphdef, params, rest)
+        set_strategy(layer, strategy)
+        y, stats = layer(x, valid)
         return jnp.sum(jnp.where(valid[:, :, None], y * target, 0.0)), (y, stats)
 
     return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from moe_jax.experts import use_strategy
+from moe_jax.experts import set_strategy
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from moe_jax.sharding import make_mesh
@@ -38,11 +38,12 @@ def gradient(name, remat):
     mlp, strategy, _ = PRODUCTS[name]
     layers = (LayerConfig(attention=ATTENTION, mlp=mlp),) * 2
     config = ModelConfig(family="llama", vocab_size=64, d_model=16, max_positions=32, layers=layers)
-    graphdef, params, rest = nnx.split(Decoder(config, rngs=nnx.Rngs(0), remat=remat), nnx.Param, ...)
+    model = Decoder(config, rngs=nnx.Rngs(0), remat=remat)
+    set_strategy(model, strategy)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params):
-        with use_strategy(strategy):
-            return jnp.sum(jnp.sin(nnx.merge(graphdef, params, rest)(TOKENS).logits))
+        return jnp.sum(jnp.sin(nnx.merge(graphdef, params, rest)(TOKENS).logits))
 
     return jax.grad(loss), params
 

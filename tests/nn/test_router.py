@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
+from moe_jax.experts import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.routing import GATES
 from moe_jax.models import MoEConfig
 from moe_jax.models.config import PerftConfig

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moe_jax.experts.config import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
+from moe_jax.experts import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.config import PROJECTIONS, PerftConfig
 

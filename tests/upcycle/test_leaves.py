@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import InputError
-from moe_jax.experts.places import to_positions
+from moe_jax.experts.forms.positions import from_csr
 from moe_jax.models import ModelConfig
 from moe_jax.upcycle import UpcycleOptions, moe_leaves, parse_delta, upcycled_config
 from tests.upcycle.conftest import dense_config, random_leaves
@@ -59,7 +59,7 @@ def test_the_base_is_the_ffn_and_the_delta_is_zero(delta, gated):
             assert columns.shape == values.shape == (EXPERTS, round(leaf.size * 0.3))
             assert columns.dtype == np.uint16 and ends.dtype == np.int32
             for e in range(EXPERTS):
-                positions = to_positions(columns[e], ends[e], leaf.shape)
+                positions = from_csr(columns[e], ends[e], leaf.shape)
                 assert (np.diff(positions) > 0).all() and positions[0] >= 0 and positions[-1] < leaf.size
             assert not values.any()
     assert len(moe) == 1 + {"low-rank:5": 3, "sparse:0.7": 4}[delta] * (2 + gated) + (2 + gated)
@@ -106,7 +106,7 @@ def test_what_a_seed_gives_never_changes():
             if path.endswith("/columns"):
                 shape = moe[path.replace("/delta/", "/base/").replace("/columns", "/kernel")].shape
                 places = zip(drawn, moe[path.replace("/columns", "/row_ends")], strict=True)
-                drawn = np.stack([to_positions(columns, ends, shape) for columns, ends in places]).astype(np.int32)
+                drawn = np.stack([from_csr(columns, ends, shape) for columns, ends in places]).astype(np.int32)
             digest.update(drawn.tobytes())
     assert digest.hexdigest() == "1772b5ff6a3a416b0e160e7c071c9392c93eebd04436fc5f95f0c52f8c7c838c"
 

@@ -10,7 +10,7 @@ import pytest
 from moe_jax import cli
 from moe_jax.adapter_dir import AdapterDirectory
 from moe_jax.errors import InputError
-from moe_jax.experts.config import AdapterConfig, BankConfig, LoRAConfig
+from moe_jax.experts import AdapterConfig, BankConfig, LoRAConfig
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import MoEConfig
@@ -53,7 +53,7 @@ def test_pesc_is_camelidaes_unless_said_otherwise():
     lora = {"rank": 64, "scale": 0.25, "dropout": 0.1}
     assert layer.attention.nf4 and layer.attention.lora == LoRAConfig(targets=("q", "k", "v", "o"), **lora)
     assert layer.mlp.expert.nf4 and layer.mlp.expert.lora == LoRAConfig(targets=("gate", "up", "down"), **lora)
-    assert layer.mlp.bank.adapter == AdapterConfig(rank=512, activation="gelu", scale=0.25, dropout=0.1)
+    assert layer.mlp.bank.form.adapter == AdapterConfig(rank=512, activation="gelu", scale=0.25, dropout=0.1)
     assert (layer.mlp.num_experts, layer.mlp.top_k, layer.mlp.balance_coef) == (8, 2, 0.01)
 
 

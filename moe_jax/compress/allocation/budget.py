@@ -13,7 +13,7 @@ from moe_jax.compress.coding.schemes import LowRank, Pruned, Quantized, Scheme
 from moe_jax.compress.coding.storage import disk_bytes
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
-from moe_jax.experts.config import BITS
+from moe_jax.experts.forms.quantized import BITS
 from moe_jax.models import FFNConfig, MoEConfig
 
 # What is tried under a budget.

@@ -7,8 +7,9 @@ from typing import Literal
 
 from moe_jax.compress.coding.pruning import common_counts, kept_entries
 from moe_jax.errors import InputError, check_member
-from moe_jax.experts.config import VALUE_BITS, BankConfig, FFNConfig
-from moe_jax.experts.places import fewest_bytes_places
+from moe_jax.experts import BankConfig, FFNConfig, forms
+from moe_jax.experts.forms.positions import smallest_encoding
+from moe_jax.experts.forms.sparse import VALUE_BITS
 
 DEFAULT_GROUP_SIZE = 128
 """Codes that share a scale."""
@@ -66,15 +67,14 @@ class Pruned:
         """
         shapes = expert.shapes(d_model)
         counts = self.counts([math.prod(shape) for shape in shapes.values()], shares)
-        return BankConfig(
-            kind="sparse",
-            base=base,
+        form = forms.Sparse(
             rate=1 - self.keep,
             entries=counts,
-            places=fewest_bytes_places(shapes.values(), counts),
+            encoding=smallest_encoding(shapes.values(), counts),
             bits=self.bits,
             group_size=None if self.bits is None else DEFAULT_GROUP_SIZE,
         )
+        return BankConfig(form, base=base)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,8 @@ class LowRank:
         self, expert: FFNConfig, d_model: int, *, base: Literal["shared", "none"], shares: Sequence[float] | None = None
     ) -> BankConfig:
         """See `Pruned`."""
-        kind = "joint-low-rank" if self.design == "concat" else "low-rank"
-        return BankConfig(kind=kind, base=base, rank=self.rank(expert, d_model))
+        form = forms.JointLowRank if self.design == "concat" else forms.LowRank
+        return BankConfig(form(rank=self.rank(expert, d_model)), base=base)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,24 +140,13 @@ class Quantized:
         return self._bank(base)
 
     def _bank(self, base: Literal["shared", "none"]) -> BankConfig:
-        return BankConfig(kind="quantized", base=base, bits=self.bits, group_size=self.group_size)
+        return BankConfig(forms.Quantized(bits=self.bits, group_size=self.group_size), base=base)
 
 
 Scheme = Pruned | LowRank | Quantized
 
 SCHEMES: dict[str, type[Scheme]] = {"up": Pruned, "svd": LowRank, "quantized": Quantized}
 """By the names that the residuals of ResMoE have."""
-
-
-def describe_bank(bank: BankConfig) -> str:
-    """The scheme that a bank stores, in words."""
-    if bank.kind == "quantized":
-        return f"quantized, {bank.bits} bits"
-    if bank.kind == "sparse":
-        assert bank.rate is not None
-        values = "" if bank.bits is None else f", {bank.bits}-bit values"
-        return f"up, keep {1 - bank.rate:.4g}{values}, {bank.places}"
-    return f"svd, rank {bank.rank}"
 
 
 def check_keep(keep: float | None) -> None:

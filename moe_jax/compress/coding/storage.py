@@ -18,8 +18,8 @@ from moe_jax.compress.coding.schemes import LowRank, Pruned, Quantized, Scheme, 
 from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts import BankConfig, make_bank
-from moe_jax.experts.config import BITS, PLACES
-from moe_jax.experts.places import PLACES_LEAVES
+from moe_jax.experts.forms.positions import ENCODINGS, POSITION_LEAVES
+from moe_jax.experts.forms.quantized import BITS
 from moe_jax.loading import leaf_specs
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.sharding import path_name
@@ -174,7 +174,8 @@ def form_layer(
         return dataclasses.replace(moe, bank=BankConfig(), merged_experts=max(1, round(keep * moe.num_experts)))
     if form in SPARSE:
         bank = _bank(Pruned(keep=keep, bits=value_bits, design="separate"), moe, d_model, base)
-        bank = dataclasses.replace(bank, places=form if form in PLACES else "csr")
+        encoding = form if form in ENCODINGS else "csr"
+        bank = dataclasses.replace(bank, form=dataclasses.replace(bank.form, encoding=encoding))
     elif form in LOW_RANK:
         design = "concat" if form == "svd" else "separate"
         bank = _bank(LowRank(keep=keep, design=design), moe, d_model, base)
@@ -182,7 +183,7 @@ def form_layer(
         bank = _bank(Quantized(bits=_BITS[form]), moe, d_model, base)
     else:
         bank = BankConfig()
-    bank.check_fits(expert.shapes(d_model))
+    bank.check_fits(expert, d_model)
     return dataclasses.replace(moe, bank=bank)
 
 
@@ -224,7 +225,7 @@ def _compared(form: str, moe: MoEConfig, counted: LayerBytes) -> LayerBytes:
     """The same layer in a form that is never written."""
     if form not in COMPARISONS:
         return counted
-    entries = moe.bank_experts * sum(moe.bank.entries)
+    entries = moe.bank_experts * sum(moe.bank.form.entries)
     if form == "csr32":
         return dataclasses.replace(counted, places=entries * INT32_BYTES)
     return dataclasses.replace(counted, places=entries * 2 * INT64_BYTES, row_pointers=0)
@@ -237,7 +238,7 @@ def _part(path: str) -> str:
         return "centre"
     if leaf in ("bias", "row_ends"):
         return "biases" if leaf == "bias" else "row_pointers"
-    return "places" if any(leaf in leaves for leaves in PLACES_LEAVES.values()) else "values"
+    return "places" if any(leaf in leaves for leaves in POSITION_LEAVES.values()) else "values"
 
 
 def _weights(moe: MoEConfig, d_model: int) -> int:

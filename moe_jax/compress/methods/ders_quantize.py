@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Array
 
 from moe_jax.compress.allocation.budget import same_scheme
-from moe_jax.compress.coding.quantizer import quantize
+from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Quantized
 from moe_jax.compress.coding.storage import QUANTIZED
 from moe_jax.compress.figures import LayerFigures
@@ -16,7 +15,8 @@ from moe_jax.compress.methods.delta_base import Base, compress_deltas
 from moe_jax.compress.methods.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import check_member
-from moe_jax.experts.config import BITS
+from moe_jax.experts.forms import KernelForm
+from moe_jax.experts.forms.quantized import BITS
 from moe_jax.models import MoEConfig
 
 SCALES = ("mse", "absmax")
@@ -52,11 +52,11 @@ class Quantize(Method):
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         """See `Method`."""
-        scheme = self._scheme
+        form, coder = target.bank.form, LeastError(fit=self.scale == "mse")
+        assert isinstance(form, KernelForm)
 
-        def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], Array]:
-            made = quantize(delta, bits=scheme.bits, group_size=scheme.group_size, fit=self.scale == "mse")
-            return {"codes": np.asarray(made.codes), "scales": np.asarray(made.scales)}, made.approximation
+        def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+            return form.encode(delta, layer.matrices[name], layer.dtype(name), coder)
 
         return compress_deltas(layer, base, encode, write)
 

@@ -19,8 +19,9 @@ from moe_jax.compress.methods.method import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.draws import draw_positions
 from moe_jax.errors import InputError, check_member
-from moe_jax.experts.config import BankConfig, FFNConfig
-from moe_jax.experts.places import encode_places, fewest_bytes_places
+from moe_jax.experts import BankConfig, FFNConfig
+from moe_jax.experts.forms import Sparse
+from moe_jax.experts.forms.positions import encode_positions, smallest_encoding
 from moe_jax.models import MoEConfig
 
 KEEP = ("random", "exact", "magnitude")
@@ -57,7 +58,7 @@ class Sparsify(Method):
             raise InputError(f"seed={self.seed} must not be negative")
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`. Layers of equal shape have room for the same count, the largest; its places in fewest bytes."""
+        """See `Method`. Layers of equal shape have room for the same count, the largest, in the fewest bytes."""
         entries: dict[FFNConfig, int] = {}
         if self.keep == "random":
             for layer in layers:
@@ -73,9 +74,11 @@ class Sparsify(Method):
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         """See `Method`."""
+        form = target.bank.form
+        assert isinstance(form, Sparse)
 
         def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-            entries = target.bank.nonzeros(delta.shape)
+            entries = form.kept_entries(layer.matrices[name])
             chosen = self._choose(layer.index, name, expert, delta, entries)
             with np.errstate(over="ignore"):  # said in our own words below
                 values = (delta.reshape(-1)[chosen.positions] * chosen.factors).astype(layer.dtype(name))
@@ -86,14 +89,15 @@ class Sparsify(Method):
                 )
             approximation = np.zeros(delta.shape, np.float32)
             approximation.reshape(-1)[chosen.positions] = values.astype(np.float32)
-            return {**encode_places(chosen.positions, delta.shape, target.bank.places), "values": values}, approximation
+            return {**encode_positions(chosen.positions, delta.shape, form.encoding), "values": values}, approximation
 
         return compress_deltas(layer, base, encode, write)
 
     def _bank(self, layer: SourceLayer, entries: int | None) -> BankConfig:
-        bank, shapes = BankConfig(kind="sparse", rate=self.drop, entries=entries), layer.shapes.values()
-        places = fewest_bytes_places(shapes, [bank.nonzeros(shape) for shape in shapes])
-        return dataclasses.replace(bank, places=places)
+        form = Sparse(rate=self.drop, entries=entries)
+        counts = [form.kept_entries(matrix) for matrix in layer.matrices.values()]
+        encoding = smallest_encoding(layer.shapes.values(), counts)
+        return BankConfig(dataclasses.replace(form, encoding=encoding))
 
     def _choose(self, layer: int, name: str, expert: int, delta: np.ndarray, entries: int) -> "_Chosen":
         if self.keep == "magnitude":

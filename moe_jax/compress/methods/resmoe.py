@@ -30,7 +30,6 @@ from moe_jax.compress.coding.schemes import (
     Pruned,
     Quantized,
     Scheme,
-    describe_bank,
 )
 from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
@@ -165,7 +164,7 @@ class ResMoE(Method):
             rounds=int(analysis["rounds"]),
             converged=bool(analysis["converged"]),
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
-            choice=describe_bank(target.bank),
+            choice=target.bank.form.describe(),
         )
 
 

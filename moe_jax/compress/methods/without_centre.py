@@ -11,7 +11,7 @@ import numpy as np
 from moe_jax.compress.alignment.design_matrix import aligned_experts, unaligned
 from moe_jax.compress.allocation.budget import same_scheme
 from moe_jax.compress.allocation.trials import mean_shares
-from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, LowRank, Pruned, Quantized, Scheme, describe_bank
+from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, LowRank, Pruned, Quantized, Scheme
 from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
 from moe_jax.compress.figures import LayerFigures
@@ -56,7 +56,7 @@ class WithoutCentre(Method):
         """See `Method`."""
         began = time.monotonic()
         measure = write_experts(layer, target.bank, unaligned(layer), write, refit=False)
-        return measure.figures(seconds=time.monotonic() - began, choice=describe_bank(target.bank))
+        return measure.figures(seconds=time.monotonic() - began, choice=target.bank.form.describe())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 
-import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -13,9 +12,8 @@ from moe_jax import cli
 from moe_jax.compress.coding.storage import COMPARISONS, FORMS, RESIDUAL_FORMS, form_layer, stored_bytes
 from moe_jax.compress.methods.registry import METHODS
 from moe_jax.counting import count_bytes
-from moe_jax.experts.config import PLACES
-from moe_jax.experts.deltas import FixedIntegers, SparseDelta
-from moe_jax.experts.places import fewest_bytes_places, places_bytes
+from moe_jax.experts.forms import Matrix, Sparse
+from moe_jax.experts.forms.positions import ENCODINGS, POSITION_LEAVES, encoding_bytes, smallest_encoding
 from moe_jax.loading import leaf_specs
 from moe_jax.models import BankConfig, ModelConfig, config_to_json
 from tests.compress.conftest import moe_config
@@ -101,24 +99,24 @@ def test_the_bytes_are_those_of_the_model_that_is_described(gated):
         assert counted.bits_per_weight == pytest.approx(8 * experts / weights), counted.form
 
 
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(("shape", "entries"), [((20, 36), 100), ((36, 20), 1), ((7, 9), 63)])
-def test_bytes_of_places_are_those_of_a_bank(places, shape, entries):
-    bank = BankConfig(kind="sparse", rate=0.5, entries=entries, places=places)
-    delta = nnx.eval_shape(lambda: SparseDelta(bank, 2, shape, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")))
-    leaves = jax.tree.leaves(nnx.state(delta, FixedIntegers))
-    assert 2 * places_bytes(places, shape, entries) == count_bytes(leaves)
+def test_bytes_of_positions_are_those_of_a_bank(encoding, shape, entries):
+    form, matrix = Sparse(rate=0.5, entries=entries, encoding=encoding), Matrix("up", shape)
+    leaves = nnx.eval_shape(lambda: form.fresh(nnx.Rngs(0), matrix, (2,), jnp.dtype("float32")))
+    positions = [leaves[name] for name in POSITION_LEAVES[encoding]]
+    assert 2 * encoding_bytes(encoding, shape, entries) == count_bytes(positions)
 
 
-def test_the_places_of_fewest_bytes():
+def test_the_encoding_of_fewest_bytes():
     mixtral = [(4096, 14336), (4096, 14336), (14336, 4096)]
 
     def fewest(keep):
-        return fewest_bytes_places(mixtral, [round(keep * math.prod(shape)) for shape in mixtral])
+        return smallest_encoding(mixtral, [round(keep * math.prod(shape)) for shape in mixtral])
 
     # A bit for every entry is less than 16 for one in 16; ends of rows are more than a row index for each of few.
     assert [fewest(keep) for keep in (0.25, 0.07, 0.05, 0.001, 1e-5)] == ["bitmap", "bitmap", "csr", "csr", "coo"]
-    assert fewest_bytes_places([(16, 24)], [3]) == "coo"
+    assert smallest_encoding([(16, 24)], [3]) == "coo"
 
 
 def test_every_method_has_forms():

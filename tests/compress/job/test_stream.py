@@ -88,7 +88,7 @@ def test_a_quantised_bank_is_compressed_again_from_its_own_base(tmp_path):
     assert ModelDirectory(tmp_path / "two").read(base).tobytes() == eight.read(base).tobytes()
     np.testing.assert_allclose(kernels(eight, 0), kernels(source, 0), atol=0.003)
     assert report.layers[0].delta_error < 0.15
-    assert ModelDirectory(tmp_path / "two").config.layers[0].mlp.bank.bits == 4
+    assert ModelDirectory(tmp_path / "two").config.layers[0].mlp.bank.form.bits == 4
 
 
 def test_the_mean_is_that_of_the_experts_in_float32():

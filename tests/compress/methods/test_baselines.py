@@ -124,8 +124,8 @@ def test_up_keeps_the_largest_weights(kind, design):
     assert (bank.kind, bank.base) == ("sparse", "none")
     after = experts_of(layer)
     kept, names = 0, list(layer.shapes)
-    for index, name in enumerate(names):
-        count = bank.for_matrix(index).nonzeros(layer.shapes[name])
+    counts = {name: bank.form.kept_entries(matrix) for name, matrix in layer.matrices.items()}
+    for name, count in counts.items():
         kept += count
         for one, other in zip(before, after, strict=True):
             threshold = np.sort(np.abs(one[name]).reshape(-1))[-count]
@@ -134,7 +134,7 @@ def test_up_keeps_the_largest_weights(kind, design):
     size = len(names) * D * F
     assert kept == pytest.approx(0.3 * size, abs=len(names))
     if design == "separate":
-        assert len({bank.for_matrix(i).nonzeros((D, F)) for i in range(len(names))}) == 1
+        assert len(set(counts.values())) == 1
     assert figures.relative_error == pytest.approx(np.sqrt(squared_error(before, after) / norm_of(before)), rel=1e-5)
     assert figures.error_per_neuron == pytest.approx(squared_error(before, after) / EXPERTS / F, rel=1e-5)
     assert figures.delta_error is None and figures.cosine_mean is None
@@ -145,7 +145,7 @@ def test_up_concat_has_one_threshold_where_one_matrix_is_large():
     path = "layers/0/mlp/experts/down/kernel"
     source.leaves[path] = source.leaves[path] * 10
     layer, _, _ = compressed(source, METHODS["up"](keep=0.3, design="concat"))
-    gate, up, down = (layer.moe.bank.for_matrix(i).nonzeros((D, F)) for i in range(3))
+    gate, up, down = map(layer.moe.bank.form.kept_entries, layer.matrices.values())
     assert down > 3 * max(gate, up)
 
 
@@ -217,11 +217,11 @@ def test_svd_is_the_best_of_its_rank(kind, design):
     m = len(layer.shapes)
     if design == "concat":
         rank = int(0.5 * F * m * D / (F + m * D))
-        assert (layer.moe.bank.kind, layer.moe.bank.rank) == ("joint-low-rank", rank)
+        assert (layer.moe.bank.kind, layer.moe.bank.form.rank) == ("joint-low-rank", rank)
         matrices = [np.concatenate([e[n] if n == "down" else e[n].T for n in layer.shapes], axis=1) for e in before]
     else:
         rank = int(0.5 * D * F / (D + F))
-        assert (layer.moe.bank.kind, layer.moe.bank.rank) == ("low-rank", rank)
+        assert (layer.moe.bank.kind, layer.moe.bank.form.rank) == ("low-rank", rank)
         matrices = [expert[name] for expert in before for name in layer.shapes]
     least = sum((np.linalg.svd(matrix, compute_uv=False)[rank:] ** 2).sum() for matrix in matrices)
     assert squared_error(before, experts_of(layer)) == pytest.approx(least, rel=1e-4)
@@ -278,7 +278,7 @@ def test_plain_quantisation_rounds_every_weight_to_the_nearest_level(bits, gain)
     source = source_of(GATED)
     before = experts_of(SourceLayer(source, 0))
     layer, figures, _ = compressed(source, METHODS["quantize"](bits=bits, group_size=8))
-    assert (layer.moe.bank.kind, layer.moe.bank.base, layer.moe.bank.bits) == ("quantized", "none", bits)
+    assert (layer.moe.bank.kind, layer.moe.bank.base, layer.moe.bank.form.bits) == ("quantized", "none", bits)
     after = experts_of(layer)
     for name in layer.shapes:
         scales = np.repeat(layer.leaf(f"experts/delta/{name}/scales").astype(np.float64), 8, axis=1)

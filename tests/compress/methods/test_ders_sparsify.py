@@ -9,7 +9,7 @@ from moe_jax.compress.methods.delta_base import Base
 from moe_jax.compress.methods.ders_sparsify import Sparsify
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
-from moe_jax.experts.places import to_positions
+from moe_jax.experts.forms.positions import from_csr
 from moe_jax.models import BankConfig
 from tests.compress.conftest import EXPERTS, memory_moe
 
@@ -46,7 +46,7 @@ def positions_of(places, kernel) -> np.ndarray:
         return np.flatnonzero(np.unpackbits(places["mask"], axis=1, count=kernel.shape[1], bitorder="little"))
     if "rows" in places:
         return places["rows"].astype(int) * kernel.shape[1] + places["columns"]
-    return to_positions(places["columns"], places["row_ends"], kernel.shape)
+    return from_csr(places["columns"], places["row_ends"], kernel.shape)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def source():
 def test_exact_counts(source):
     for drop in (0.0, 0.3, 0.9):
         leaves, target, _, kernels, base = compressed(source, Sparsify(drop=drop, keep="exact"))
-        assert target.bank == BankConfig(kind="sparse", rate=drop, places="bitmap")
+        assert target.bank == BankConfig(kind="sparse", rate=drop, encoding="bitmap")
         count = round(SIZE * (1 - drop))
         for name in ("gate", "up", "down"):
             assert leaves[f"experts/delta/{name}/values"].shape == (EXPERTS, count)
@@ -76,7 +76,7 @@ def test_places_take_the_fewest_bytes(keep, drop, places, leaves_of_places):
     """A bit for every entry, a column for every kept one, or its row, too: by how many are kept."""
     wide = memory_moe(BankConfig(), shape={"d_model": 256, "dim": 256})
     leaves, target, _, kernels, base = compressed(wide, Sparsify(drop=drop, keep=keep))
-    assert target.bank.places == places
+    assert target.bank.form.encoding == places
     at = "experts/delta/up/"
     assert {path.removeprefix(at) for path in leaves if path.startswith(at)} == {"values", *leaves_of_places}
     stored = sum(leaf.nbytes for path, leaf in leaves.items() if path.split("/")[-1] in PLACES)
@@ -105,7 +105,7 @@ def test_random_keeps_binomial_counts_in_room_for_the_largest(source):
     drop = 0.8
     leaves, target, _, kernels, base = compressed(source, Sparsify(drop=drop))
     counts = np.stack([np.count_nonzero(deltas(leaves, name), axis=(1, 2)) for name in ("gate", "up", "down")])
-    assert target.bank.entries == counts.max() and len(set(counts.reshape(-1))) > 1
+    assert target.bank.form.entries == counts.max() and len(set(counts.reshape(-1))) > 1
     deviation = math.sqrt(SIZE * drop * (1 - drop))
     assert (np.abs(counts - SIZE * (1 - drop)) < 5 * deviation).all()
     kept = deltas(leaves)
@@ -146,13 +146,14 @@ def test_room_is_the_same_in_layers_of_equal_shape():
     layers = [SourceLayer(source, i) for i in range(3)]
     method = Sparsify(drop=0.8)
     together = method.plan(layers, {})
-    assert len({together[i].bank.entries for i in range(3)}) == 1
-    assert together[0].bank.entries == max(method.plan([layer], {})[layer.index].bank.entries for layer in layers)
+    assert len({together[i].bank.form.entries for i in range(3)}) == 1
+    alone = (method.plan([layer], {})[layer.index].bank.form.entries for layer in layers)
+    assert together[0].bank.form.entries == max(alone)
 
 
 def test_nothing_kept_is_still_a_model():
     leaves, target, figures, *_ = compressed(memory_moe(BankConfig(), shape=SHAPE), Sparsify(drop=0.99999))
-    assert target.bank.entries == 1 and not deltas(leaves).any()
+    assert target.bank.form.entries == 1 and not deltas(leaves).any()
     assert figures.delta_error == pytest.approx(1.0)
 
 

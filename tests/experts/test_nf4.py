@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.experts.nf4_linear import nf4_linear
+from moe_jax.experts.forms.nf4 import nf4_linear
 from moe_jax.functional.nf4 import dequantize_nf4, quantize_nf4
 from moe_jax.sharding import make_mesh
 

@@ -1,0 +1,152 @@
+"""What the experts of a layer are made of."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from moe_jax.errors import InputError
+from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.forms import ExpertForm, Full, ffn_matrices
+from moe_jax.experts.forms.by_name import form_named, kinds_with
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class BankConfig:
+    """What the experts of a layer are made of (METHODS 2.1-2.3, 4, 5, 6).
+
+    Attributes:
+      form: what every expert has of its own, with its options; see `experts.forms`.
+      base: of forms that stand over one, whether it is stored; `none`: what the experts have of their own is all.
+      train_base: whether the shared base is trained.
+    """
+
+    form: ExpertForm
+    base: Literal["shared", "none"]
+    train_base: bool
+
+    def __init__(
+        self,
+        form: ExpertForm | None = None,
+        *,
+        kind: str | None = None,
+        base: Literal["shared", "none"] = "shared",
+        train_base: bool = True,
+        **options: Any,
+    ):
+        """Takes a form, or makes one by its name: `kind="sparse", rate=0.9` is the form `Sparse(rate=0.9)`.
+
+        Args:
+          form: default full kernels.
+          kind: the name of a form, instead.
+          base: see above.
+          train_base: see above.
+          options: of the form of this name; None is as good as not given.
+
+        Raises:
+          InputError: for an unknown name, options that the form does not have or that make no sense, or a base that
+            does not go with it.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        if form is not None and (kind is not None or given):
+            raise InputError("give a form, or its kind with its options, but not both")
+        if form is None:
+            form = _made(kind or Full.kind, given)
+        form.check_base(base)
+        object.__setattr__(self, "form", form)
+        object.__setattr__(self, "base", base)
+        object.__setattr__(self, "train_base", train_base)
+
+    @property
+    def kind(self) -> str:
+        """The name of the form, to be shown."""
+        return self.form.kind
+
+    @property
+    def has_base(self) -> bool:
+        """Whether there are base kernels."""
+        return self.form.over_base and self.base == "shared"
+
+    @property
+    def has_linear_maps(self) -> bool:
+        """Whether there are kernels that LoRA can stand beside and that NF4 can hold.
+
+        These are whole kernels, or those of a base that is applied on its own.
+        """
+        return not self.form.over_base or (self.has_base and self.form.adds_to_base)
+
+    @property
+    def meets_sorted_rows(self) -> bool:
+        """Whether its linear maps are applied to rows sorted by expert, and not to tokens: they have no dropout."""
+        return not self.form.over_base
+
+    def check_fits(self, expert: FFNConfig, d_model: int) -> None:
+        """Raises `InputError` if the options make no sense for experts of this shape."""
+        self.form.check_fits(ffn_matrices(expert, d_model))
+
+    def multiplied(self, expert: FFNConfig, d_model: int, top_k: int) -> int:
+        """Entries of all matrices of the bank that a token is multiplied with: its base once, and k experts' own."""
+        shapes = expert.shapes(d_model)
+        lora = 0 if expert.lora is None else sum(expert.lora.rank * sum(shapes[name]) for name in expert.lora.targets)
+        own = self.form.multiplied(expert, d_model)
+        if not self.form.over_base:
+            return top_k * (own + lora)
+        base = sum(rows * columns for rows, columns in shapes.values())
+        return (base if self.has_base and not self.form.includes_base else 0) + lora + top_k * own
+
+    def given(self) -> dict[str, Any]:
+        """What is not as in most banks, and always the kind and whether a base is trained: to be shown."""
+        values = dataclasses.asdict(self.form)
+        fields = (field for field in dataclasses.fields(self.form) if values[field.name] != field.default)
+        base = {} if self.base == "shared" else {"base": self.base}
+        return {"kind": self.kind, **base} | {field.name: values[field.name] for field in fields} | {
+            "train_base": self.train_base
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Flat and JSON-able: the kind, the base, and the options of the form."""
+        options = dataclasses.asdict(self.form)
+        return {"kind": self.kind, "base": self.base, "train_base": self.train_base, **options}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], build: Callable[[type, Mapping[str, Any]], Any]) -> "BankConfig | None":
+        """What `to_json` gave, or an earlier version, which named all options of all forms.
+
+        Args:
+          data: as it was read.
+          build: makes a dataclass of its fields and checks them; may give None where they are wrong.
+
+        Raises:
+          InputError: if there is no form of this kind.
+        """
+        options = {name: value for name, value in data.items() if value is not None}
+        form, sharing = form_named(options.pop("kind", Full.kind)), {}
+        for name in ("base", "train_base"):
+            if name in options:
+                sharing[name] = options.pop(name)
+        encoding = options.pop("places", None)
+        if encoding is not None and "encoding" in {field.name for field in dataclasses.fields(form)}:
+            options.setdefault("encoding", encoding)
+        built, shared = build(form, options), build(_Sharing, sharing)
+        return None if built is None or shared is None else cls(built, **dataclasses.asdict(shared))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sharing:
+    """The fields of a `BankConfig` beside its form."""
+
+    base: Literal["shared", "none"] = "shared"
+    train_base: bool = True
+
+
+def _made(kind: str, options: Mapping[str, Any]) -> ExpertForm:
+    form = form_named(kind)
+    fields = {field.name: field for field in dataclasses.fields(form)}
+    for name, value in options.items():
+        if name not in fields:
+            kinds = kinds_with(name)
+            known = f"{' and '.join(kinds)} have one" if kinds else f"its options are {', '.join(fields) or 'none'}"
+            raise InputError(f"{name}={value} does not go with bank kind {kind!r}: {known}")
+    for name, field in fields.items():
+        if name not in options and field.default is dataclasses.MISSING:
+            raise InputError(f"bank kind {kind!r} lacks its {name}")
+    return form(**options)

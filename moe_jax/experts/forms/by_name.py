@@ -1,0 +1,83 @@
+"""Forms by name."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.errors import InputError, nearest
+from moe_jax.experts.forms.matrix import Split
+from moe_jax.experts.forms.protocol import ExpertForm, KernelForm
+
+_FORMS: dict[str, type[ExpertForm]] = {}
+_Form = TypeVar("_Form", bound=type[ExpertForm])
+_SPLITS: tuple[Split, ...] = ("out", "in")
+
+
+def register(kind: str) -> Callable[[_Form], _Form]:
+    """Decorates a frozen dataclass: `BankConfig(kind=kind, ...)` then makes experts of it.
+
+    Raises:
+      ValueError: if the name is taken, or a leaf has the name of another form's leaf, but lies otherwise on a mesh.
+    """
+
+    def add(form: _Form) -> _Form:
+        if kind in _FORMS:
+            raise ValueError(f"a form {kind!r} is registered already")
+        if issubclass(form, KernelForm) and form.over_base:
+            for split in _SPLITS:
+                known = dict(_specs(split))
+                for name, spec in form.stored_specs(split).items():
+                    if known.get(name, spec) != spec:
+                        raise ValueError(f"leaf {name!r} of form {kind!r} is {spec}, and in another form {known[name]}")
+        form.kind = kind
+        _FORMS[kind] = form
+        return form
+
+    return add
+
+
+def unregister(kind: str) -> None:
+    """Forgets a form."""
+    del _FORMS[kind]
+
+
+def form_named(kind: str) -> type[ExpertForm]:
+    """The form of a name.
+
+    Raises:
+      InputError: if there is none.
+    """
+    if kind not in _FORMS:
+        raise InputError(f"bank kind {kind!r}{nearest(kind, _FORMS)}; expected one of {', '.join(_FORMS)}")
+    return _FORMS[kind]
+
+
+def registered() -> tuple[type[ExpertForm], ...]:
+    """All forms, in the order in which they were registered."""
+    return tuple(_FORMS.values())
+
+
+def kinds_with(option: str) -> list[str]:
+    """The kinds that have an option."""
+    return [kind for kind, form in _FORMS.items() if option in {field.name for field in dataclasses.fields(form)}]
+
+
+def delta_specs(split: Split) -> dict[str, P]:
+    """How the leaves of deltas [E, ...] lie on a mesh, by path below `experts/delta/MATRIX`; of all forms."""
+    return dict(_specs(split))
+
+
+def shared_delta_specs() -> dict[str, P]:
+    """The same for what the matrices of an expert share, by path below `experts/delta`."""
+    return {name: spec for form in _deltas() for name, spec in form.shared_stored_specs().items()}
+
+
+def _specs(split: Split) -> Iterator[tuple[str, P]]:
+    for form in _deltas():
+        yield from form.stored_specs(split).items()
+
+
+def _deltas() -> Iterator[type[KernelForm]]:
+    return (form for form in _FORMS.values() if issubclass(form, KernelForm) and form.over_base)

@@ -1,0 +1,102 @@
+"""Deltas of low rank for whole experts: the matrices share their factor over the neurons (METHODS 5, SVD)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.forms.by_name import register
+from moe_jax.experts.forms.fresh import uniform_factor
+from moe_jax.experts.forms.low_rank import LowRank
+from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, ffn_matrices
+from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
+
+NEURONS = "neurons/factor"
+
+
+@register("joint-low-rank")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JointLowRank(LowRank):
+    """Factors of an expert's design matrix, whose rows are neurons and whose columns all weights of a neuron.
+
+    The matrices have `neurons/factor` [E, f, r], zero at first, in common; each has its own `factor` [E, d, r], kaiming
+    uniform.
+    """
+
+    delta_option: ClassVar[str | None] = None
+    couples_matrices: ClassVar[bool] = True
+    shared_leaves: ClassVar[tuple[str, ...]] = (NEURONS,)
+
+    def check_fits(self, matrices: Mapping[str, Matrix]) -> None:
+        """See `ExpertForm`. The rank may be above the width of a single matrix."""
+
+    def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
+        """See `KernelForm`."""
+        return {"factor": uniform_factor(rngs, stack, _width(matrix), self.rank, dtype)}
+
+    def fresh_shared(self, expert: FFNConfig, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
+        """See `KernelForm`."""
+        return {NEURONS: jnp.zeros((*stack, expert.dim, self.rank), dtype)}
+
+    @classmethod
+    def stored_specs(cls, split: Split) -> dict[str, P]:
+        """See `KernelForm`."""
+        return {"factor": P(None, "fsdp", None)}
+
+    @classmethod
+    def shared_stored_specs(cls) -> dict[str, P]:
+        """See `KernelForm`."""
+        return {NEURONS: P(None, "tensor", None)}
+
+    def from_dense(
+        self, kernel: Float[np.ndarray, "i o"], matrix: Matrix, num_experts: int, streams: Streams
+    ) -> dict[str, np.ndarray]:
+        """See `KernelForm`."""
+        return KernelForm.from_dense(self, kernel, matrix, num_experts, streams)
+
+    def combine(self, matrix: Matrix, own: Arrays, shared: Arrays) -> dict[str, Array]:
+        """See `KernelForm`. The factors `a` and `b` of the kernel, of which the neurons' is the one on their axis."""
+        neurons, weights = shared[NEURONS], own["factor"]
+        if matrix.split == "in":
+            return {"a": neurons, "b": weights.swapaxes(-1, -2)}
+        return {"a": weights, "b": neurons.swapaxes(-1, -2)}
+
+    def multiplied(self, expert: FFNConfig, d_model: int) -> int:
+        """See `ExpertForm`."""
+        return self.rank * (expert.dim + sum(map(_width, ffn_matrices(expert, d_model).values())))
+
+    def encode_expert(
+        self,
+        residuals: Mapping[str, Float[np.ndarray, "i o"]],
+        matrices: Mapping[str, Matrix],
+        dtype: np.dtype,
+        coder: Coder,
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """See `KernelForm`. One factorisation of the whole design matrix."""
+        design = np.concatenate([_neuron_rows(residuals[name], matrix) for name, matrix in matrices.items()], axis=1)
+        neurons, weights = (factor.astype(dtype) for factor in coder.factors(design, self.rank))
+        del design
+        leaves, products, start = {NEURONS: neurons}, {}, 0
+        for name, matrix in matrices.items():
+            own = weights[start : start + _width(matrix)]
+            start += _width(matrix)
+            product = neurons.astype(np.float32) @ own.astype(np.float32).T
+            leaves[f"{name}/factor"] = own
+            products[name] = np.ascontiguousarray(_neuron_rows(product, matrix))
+        return leaves, products
+
+
+def _neuron_rows(kernel: np.ndarray, matrix: Matrix) -> np.ndarray:
+    """A kernel with a row for every neuron; the same again makes it a kernel."""
+    return kernel if matrix.split == "in" else kernel.T
+
+
+def _width(matrix: Matrix) -> int:
+    """The axis that is not the neurons': d."""
+    return matrix.shape[1] if matrix.split == "in" else matrix.shape[0]

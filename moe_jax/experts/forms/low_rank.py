@@ -1,0 +1,155 @@
+"""Deltas of low rank (DeRS-LM; METHODS 2.2)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.draws import FACTOR, draw_factor
+from moe_jax.errors import InputError
+from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.forms.by_name import register
+from moe_jax.experts.forms.fresh import uniform_factor
+from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, Window, ffn_matrices
+from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
+from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
+from moe_jax.functional.grouped import grouped_matmul
+
+
+@register("low-rank")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRank(KernelForm):
+    """`W + a b`: `a` [E, in, r], kaiming uniform with a = sqrt(5) as LoRA draws it, and `b` [E, r, out], zero at first.
+
+    Attributes:
+      rank: r.
+    """
+
+    delta_option: ClassVar[str | None] = "low-rank:R"
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InputError(f"rank={self.rank} must be at least 1")
+
+    @classmethod
+    def from_delta_option(cls, number: str) -> "LowRank":
+        """See `ExpertForm`."""
+        try:
+            return cls(rank=int(number))
+        except InputError:
+            raise
+        except ValueError:
+            raise ValueError("a whole number") from None
+
+    def check_fits(self, matrices: Mapping[str, Matrix]) -> None:
+        """See `ExpertForm`."""
+        for name, matrix in matrices.items():
+            if self.rank > min(matrix.shape):
+                raise InputError(
+                    f"rank {self.rank} is above min(d, f) = {min(matrix.shape)} of the {name} kernel {matrix.shape}"
+                )
+
+    # ---- what is stored ---------------------------------------------------------------------------------------------
+
+    def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
+        """See `KernelForm`."""
+        fan_in, fan_out = matrix.shape
+        a = uniform_factor(rngs, stack, fan_in, self.rank, dtype)
+        return {"a": a, "b": jnp.zeros((*stack, self.rank, fan_out), dtype)}
+
+    @classmethod
+    def stored_specs(cls, split: Split) -> dict[str, P]:
+        """See `KernelForm`."""
+        if split == "in":
+            return {"a": P(None, "tensor", None), "b": P(None, None, "fsdp")}
+        return {"a": P(None, "fsdp", None), "b": P(None, None, "tensor")}
+
+    def from_dense(
+        self, kernel: Float[np.ndarray, "i o"], matrix: Matrix, num_experts: int, streams: Streams
+    ) -> dict[str, np.ndarray]:
+        """See `KernelForm`."""
+        fan_in, fan_out = kernel.shape
+        a = np.empty((num_experts, fan_in, self.rank), kernel.dtype)
+        for expert in range(num_experts):
+            a[expert] = draw_factor(streams(FACTOR, expert), fan_in, self.rank)
+        return {"a": a, "b": np.zeros((num_experts, self.rank, fan_out), kernel.dtype)}
+
+    # ---- what it means, and how it is applied -----------------------------------------------------------------------
+
+    def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
+        """See `KernelForm`."""
+        delta = arrays["a"].astype(jnp.float32) @ window.columns(arrays["b"].astype(jnp.float32))
+        return delta if base is None else base + delta
+
+    def specs(self, split: Split) -> dict[str, P]:
+        """See `KernelForm`."""
+        return low_rank_specs(split)
+
+    def grouped_delta(
+        self, rows: Float[Array, "M i"], arrays: Arrays, group_sizes: Int[Array, " E"], matrix: Matrix, way: str
+    ) -> Float[Array, "M o"]:
+        """See `KernelForm`. Two thin products."""
+        a, b = (factor.astype(rows.dtype) for factor in self.factors(arrays))
+        return grouped_matmul(grouped_matmul(rows, a, group_sizes), b, group_sizes)
+
+    def factors(self, arrays: Arrays) -> tuple[Float[Array, "E i r"], Float[Array, "E r o"]]:
+        """See `KernelForm`."""
+        return arrays["a"], arrays["b"]
+
+    # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    def multiplied(self, expert: FFNConfig, d_model: int) -> int:
+        """See `ExpertForm`."""
+        return sum(self.rank * sum(matrix.shape) for matrix in ffn_matrices(expert, d_model).values())
+
+    @property
+    def includes_base(self) -> bool:
+        """See `ExpertForm`."""
+        return False
+
+    def own_bytes(self, matrices: Sequence[Matrix]) -> float:
+        """See `KernelForm`."""
+        return BYTES_PER_ENTRY * self.rank * sum(sum(matrix.shape) for matrix in matrices)
+
+    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+        """See `KernelForm`."""
+        return 2.0 * self.rank * sum(matrix.size for matrix in matrices)
+
+    def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, float]:
+        """See `KernelForm`."""
+        into, out = (self.rank * sum(matrix.shape[axis] for matrix in matrices) for axis in (0, 1))
+        # Sorting moves the rows of every matrix, which costs about two reads and writes of them.
+        moved = 4 * BYTES_PER_ENTRY * load.rows * sum(sum(matrix.shape) for matrix in matrices)
+        return {
+            "side-by-side": 2 * load.num_experts * (load.tokens * into + load.rows * out),
+            "grouped": 2 * load.rows * (into + out) + platform.operations_per_byte * moved,
+        }
+
+    # ---- how it is encoded ------------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        residual: Float[np.ndarray, "i o"],
+        matrix: Matrix,
+        dtype: np.dtype,
+        coder: Coder,
+        kept: Bool[np.ndarray, "i o"] | None = None,
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """See `KernelForm`."""
+        left, right = (factor.astype(dtype) for factor in coder.factors(residual, self.rank))
+        product = left.astype(np.float32) @ right.astype(np.float32).T
+        return {"a": left, "b": np.ascontiguousarray(right.T)}, product
+
+
+def low_rank_specs(split: Split) -> dict[str, P]:
+    """How stacked factors lie on the mesh while they are applied; see `KernelForm.specs`."""
+    if split == "in":
+        return {"a": P("expert", "tensor", None), "b": P("expert", None, None)}
+    return {"a": P("expert", None, None), "b": P("expert", None, "tensor")}

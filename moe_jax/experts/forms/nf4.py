@@ -1,0 +1,114 @@
+"""Frozen kernels as NF4 codes (see `functional.nf4`): of a linear map, a shared base, or full experts.
+
+Over a mesh the product of a linear map is written by hand (`shard_map`): what the compiler sends between devices
+otherwise is the kernel in float32, eight times its codes, tile after tile.
+"""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from moe_jax.experts.forms.fresh import normal_kernel
+from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
+from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
+from moe_jax.functional.nf4 import Leaves, nf4_matmul, nf4_tile, quantize_nf4
+
+_FOLDER = "nf4/"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NF4(KernelForm):
+    """`nf4/codes`, `nf4/scale_codes`, `nf4/scales` and `nf4/offset`, in dtypes of their own."""
+
+    over_base: ClassVar[bool] = False
+
+    def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
+        """See `KernelForm`."""
+        kernel = normal_kernel(rngs, (*stack, *matrix.shape), dtype)
+        return {_FOLDER + name: leaf for name, leaf in quantize_nf4(kernel).items()}
+
+    @classmethod
+    def stored_specs(cls, split: Split) -> dict[str, P]:
+        """See `KernelForm`. The codes lie as the kernel does; scales are a thirtieth, and blocks divide by no mesh."""
+        codes = P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")
+        return {_FOLDER + "codes": codes} | {_FOLDER + name: P() for name in ("scale_codes", "scales", "offset")}
+
+    def is_trained(self, path: str, array: Array) -> bool:
+        """See `KernelForm`. Neither codes nor scales."""
+        return False
+
+    def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
+        """See `KernelForm`."""
+        leaves = nf4_leaves(arrays)
+        if window.origin is not None:
+            leaves["origin"] = window.origin
+        return nf4_tile(leaves, window.shape[0], window.whole[1], window.start, window.width)
+
+    def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
+        """See `KernelForm`."""
+        return nf4_linear(x, nf4_leaves(arrays), matrix.shape[0], matrix.split)
+
+    def specs(self, split: Split) -> dict[str, P]:
+        """See `KernelForm`."""
+        specs = {"codes": P("expert", None, "tensor"), "scale_codes": P("expert", None, "tensor")}
+        if split == "in":
+            specs = {"codes": P("expert", "tensor", None), "scale_codes": P("expert", None, None)}
+        specs |= {"scales": P("expert", None), "offset": P("expert")}
+        return {_FOLDER + name: spec for name, spec in specs.items()}
+
+
+def nf4_leaves(arrays: Arrays) -> dict[str, Array]:
+    """The arrays of the form under the names that `functional.nf4` gives them."""
+    return {name.removeprefix(_FOLDER): array for name, array in arrays.items() if name.startswith(_FOLDER)}
+
+
+def nf4_linear(
+    x: Float[Array, "... i"], leaves: Leaves, rows: int, split: Split
+) -> Float[Array, "... o"]:
+    """`x W` with W in NF4, in the dtype of `x`; see `functional.nf4.nf4_matmul`.
+
+    Args:
+      x: activations [B, ..., i].
+      leaves: of one kernel, as `quantize_nf4` gives them.
+      rows: i.
+      split: the axis of the kernel that `tensor` splits.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return nf4_matmul(x, leaves, rows)
+    shards, columns = mesh.shape["tensor"], leaves["codes"].shape[1]
+    # A shard begins with a whole byte. Whatever cannot be split so, every device multiplies with as a whole.
+    if (columns % shards if split == "out" else rows % (2 * shards)) or shards == 1:
+        axis = None
+    else:
+        axis = "tensor"
+    first = BATCH_AXES if splits_batch(mesh, x.shape[0]) else None
+    inner = (None,) * (x.ndim - 2)
+    specs = {name: P(*[None] * leaf.ndim) for name, leaf in leaves.items()}
+    if split == "in":
+        specs |= {"codes": P(axis, None)}
+        x_spec, y_spec = P(first, *inner, axis), P(first, *inner, None)
+    else:
+        specs |= {name: P(None, axis) for name in ("codes", "scale_codes")}
+        x_spec, y_spec = P(first, *inner, None), P(first, *inner, axis)
+    multiply = partial(_local, rows=rows, columns=columns, split=split) if axis else partial(nf4_matmul, rows=rows)
+    # The loops over tiles carry values whose replication the checker cannot follow.
+    return jax.shard_map(multiply, in_specs=(x_spec, specs), out_specs=y_spec, check_vma=False)(x, leaves)
+
+
+def _local(x: Array, leaves: Leaves, *, rows: int, columns: int, split: str) -> Array:
+    """The product with what one device has of the kernel."""
+    shards, index = lax.axis_size("tensor"), lax.axis_index("tensor")
+    if split == "in":
+        origin = jnp.stack([index * (rows // shards), 0])
+        return lax.psum(nf4_matmul(x, leaves | {"origin": origin}, rows // shards, columns), "tensor")
+    origin = jnp.stack([0, index * (columns // shards)])
+    return nf4_matmul(x, leaves | {"origin": origin}, rows, columns)

@@ -1,0 +1,243 @@
+"""Sparse deltas (DeRS-SM, DARE, ResMoE's pruned residuals; METHODS 2.3, 4, 5)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.draws import POSITIONS, draw_positions
+from moe_jax.errors import InputError, check_member
+from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.forms.by_name import register
+from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, Window, ffn_matrices
+from moe_jax.experts.forms.positions import (
+    ENCODINGS,
+    POSITION_LEAVES,
+    Encoding,
+    columns_dtype,
+    encode_positions,
+    random_positions,
+    to_csr,
+)
+from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
+from moe_jax.experts.forms.quantized import check_group_size
+from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
+from moe_jax.functional.packing import SCALE_DTYPE, dequantize, pack, scales_shape
+from moe_jax.functional.sparse_product import grouped_sparse_matmul
+from moe_jax.functional.sparse_tile import bitmap_tile, entry_coordinates, scatter_tile
+
+VALUE_BITS = (8, 4, 3, 2)
+
+
+@register("sparse")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sparse(KernelForm):
+    """`W` plus `values` [E, n], zero at first, at distinct fixed positions; see `forms.positions` for these.
+
+    Quantised values are packed `value_codes` [E, bytes] and `value_scales` [E, groups].
+
+    Attributes:
+      rate: share of entries that are left out, in [0, 1).
+      entries: entries that are kept of every kernel, or of each in the order of `FFNConfig.matrices`; None:
+        `round(d * f * (1 - rate))`.
+      encoding: of the positions: `csr`, a `bitmap`, or `coo`.
+      bits: of a value: 8, 4, 3 or 2; None: not quantised.
+      group_size: consecutive quantised values that share a scale; None: all.
+    """
+
+    delta_option: ClassVar[str | None] = "sparse:RATE"
+
+    rate: float
+    entries: int | tuple[int, ...] | None = None
+    encoding: Encoding = "csr"
+    bits: int | None = None
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_member("encoding", self.encoding, ENCODINGS)
+        if not 0.0 <= self.rate < 1.0:
+            raise InputError(f"rate={self.rate} must lie in [0, 1): it is the share of entries left out")
+        if self.entries is not None and min(self._counts(), default=0) < 1:
+            raise InputError(f"entries={self.entries} must be at least 1")
+        if self.bits is not None and self.bits not in VALUE_BITS:
+            raise InputError(f"bits={self.bits} must be one of {', '.join(map(str, VALUE_BITS))}")
+        check_group_size(self.group_size)
+
+    @classmethod
+    def from_delta_option(cls, number: str) -> "Sparse":
+        """See `ExpertForm`."""
+        try:
+            return cls(rate=float(number))
+        except InputError:
+            raise
+        except ValueError:
+            raise ValueError("a number") from None
+
+    @property
+    def has_codes(self) -> bool:
+        """See `ExpertForm`."""
+        return self.bits is not None
+
+    def describe(self) -> str:
+        """See `ExpertForm`."""
+        values = "" if self.bits is None else f", {self.bits}-bit values"
+        return f"sparse, keep {1 - self.rate:.4g}{values}, {self.encoding}"
+
+    def kept_entries(self, matrix: Matrix) -> int:
+        """See `KernelForm`."""
+        if isinstance(self.entries, tuple):
+            return self.entries[matrix.index]
+        return self.entries if self.entries is not None else round(matrix.size * (1.0 - self.rate))
+
+    def check_fits(self, matrices: Mapping[str, Matrix]) -> None:
+        """See `ExpertForm`."""
+        if isinstance(self.entries, tuple) and len(self.entries) != len(matrices):
+            raise InputError(f"entries={self.entries} is not one for each of {', '.join(matrices)}")
+        for name, matrix in matrices.items():
+            if self.kept_entries(matrix) < 1:
+                raise InputError(f"rate {self.rate} leaves no entry of the {name} kernel {matrix.shape}; lower it")
+            if self.kept_entries(matrix) > matrix.size:
+                raise InputError(f"entries={self.entries} is above the size of the {name} kernel {matrix.shape}")
+
+    def _counts(self) -> tuple[int, ...]:
+        return self.entries if isinstance(self.entries, tuple) else (self.entries or 0,)
+
+    # ---- what is stored ---------------------------------------------------------------------------------------------
+
+    def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
+        """See `KernelForm`."""
+        entries, (num_experts,) = self.kept_entries(matrix), stack
+        leaves = random_positions(rngs.params(), num_experts, matrix.shape, entries, self.encoding)
+        if self.bits is None:
+            return leaves | {"values": jnp.zeros((num_experts, entries), dtype)}
+        codes = pack(jnp.full((entries, 1), 2 ** (self.bits - 1), jnp.int32), self.bits)[:, 0]
+        groups = scales_shape((entries, 1), self.group_size)[0]
+        return leaves | {
+            "value_codes": jnp.broadcast_to(codes, (num_experts, *codes.shape)),
+            "value_scales": jnp.zeros((num_experts, groups), SCALE_DTYPE),
+        }
+
+    @classmethod
+    def stored_specs(cls, split: Split) -> dict[str, P]:
+        """See `KernelForm`."""
+        names = ("columns", "rows", "row_ends", "values", "value_codes", "value_scales")
+        return {name: P("expert", None) for name in names} | {"mask": P("expert", None, None)}
+
+    def from_dense(
+        self, kernel: Float[np.ndarray, "i o"], matrix: Matrix, num_experts: int, streams: Streams
+    ) -> dict[str, np.ndarray]:
+        """See `KernelForm`."""
+        if self.encoding != "csr" or self.bits is not None:
+            return super().from_dense(kernel, matrix, num_experts, streams)
+        entries = self.kept_entries(matrix)
+        columns = np.empty((num_experts, entries), columns_dtype(kernel.shape))
+        row_ends = np.empty((num_experts, kernel.shape[0]), np.int32)
+        for expert in range(num_experts):
+            positions = draw_positions(streams(POSITIONS, expert), kernel.size, entries)
+            columns[expert], row_ends[expert] = to_csr(positions, kernel.shape)
+        return {"columns": columns, "row_ends": row_ends, "values": np.zeros((num_experts, entries), kernel.dtype)}
+
+    # ---- what it means, and how it is applied -----------------------------------------------------------------------
+
+    def values(self, arrays: Arrays) -> Float[Array, " n"]:
+        """The entries of one expert, float32; quantised ones of a bitmap may be followed by some without a position."""
+        if self.bits is None:
+            return arrays["values"].astype(jnp.float32)
+        codes = arrays["value_codes"]
+        count = arrays["columns"].shape[0] if "columns" in arrays else codes.shape[0] * 8 // self.bits
+        scales = arrays["value_scales"][:, None]
+        if self.group_size is not None:
+            scales = jnp.pad(scales, ((0, -(-count // self.group_size) - scales.shape[0]), (0, 0)))
+        return dequantize(codes[:, None], scales, count, self.bits, self.group_size, jnp.float32)[:, 0]
+
+    def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
+        """See `KernelForm`."""
+        values, shape = self.values(arrays), (window.shape[0], window.width)
+        if self.encoding == "bitmap":
+            row, column = (0, 0) if window.origin is None else (window.origin[0], window.origin[1])
+            delta = bitmap_tile(values, arrays["mask"], row, column + window.start, shape)
+        else:
+            delta = scatter_tile(values, *entry_coordinates(arrays, window.origin), window.start, shape)
+        return delta if base is None else base + delta
+
+    def specs(self, split: Split) -> dict[str, P]:
+        """See `KernelForm`. Not split over `tensor`: every shard picks its own entries."""
+        values = ("values",) if self.bits is None else ("value_codes", "value_scales")
+        stored = self.stored_specs(split)
+        return {name: stored[name] for name in (*POSITION_LEAVES[self.encoding], *values)}
+
+    def grouped_delta(
+        self, rows: Float[Array, "M i"], arrays: Arrays, group_sizes: Int[Array, " E"], matrix: Matrix, way: str
+    ) -> Float[Array, "M o"]:
+        """See `KernelForm`."""
+        if way != "entrywise":
+            return super().grouped_delta(rows, arrays, group_sizes, matrix, way)
+        values = jax.vmap(self.values)(dict(arrays))
+        positions = {name: arrays[name] for name in POSITION_LEAVES[self.encoding]}
+        return grouped_sparse_matmul(rows, values, positions, group_sizes, matrix.shape[1])
+
+    # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    def multiplied(self, expert: FFNConfig, d_model: int) -> int:
+        """See `ExpertForm`."""
+        return sum(map(self.kept_entries, ffn_matrices(expert, d_model).values()))
+
+    def unrounded(self, expert: FFNConfig, d_model: int) -> float:
+        """See `ExpertForm`. N * P * (1 - p): the number of entries is not rounded for each matrix."""
+        return sum(matrix.size for matrix in ffn_matrices(expert, d_model).values()) * (1.0 - self.rate)
+
+    @property
+    def includes_base(self) -> bool:
+        """See `ExpertForm`."""
+        return False
+
+    def own_bytes(self, matrices: Sequence[Matrix]) -> float:
+        """See `KernelForm`."""
+        entries = sum(map(self.kept_entries, matrices))
+        values = entries * (BYTES_PER_ENTRY if self.bits is None else self.bits / 8)
+        return values + (sum(matrix.size for matrix in matrices) / 8 if self.encoding == "bitmap" else 2 * entries)
+
+    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+        """See `KernelForm`."""
+        if self.encoding == "bitmap":
+            return platform.per_gather * sum(matrix.size for matrix in matrices)
+        return platform.per_scatter * sum(map(self.kept_entries, matrices))
+
+    def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, float]:
+        """See `KernelForm`."""
+        costs = super().delta_costs(matrices, load, platform)
+        if self.encoding != "bitmap":
+            costs["entrywise"] = load.rows * sum(map(self.kept_entries, matrices)) * platform.per_sparse_entry
+        return costs
+
+    # ---- how it is encoded ------------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        residual: Float[np.ndarray, "i o"],
+        matrix: Matrix,
+        dtype: np.dtype,
+        coder: Coder,
+        kept: Bool[np.ndarray, "i o"] | None = None,
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """See `KernelForm`."""
+        assert kept is not None
+        positions = np.flatnonzero(kept)
+        values = residual.reshape(-1)[positions]
+        leaves = encode_positions(positions, residual.shape, self.encoding)
+        if self.bits is None:
+            leaves["values"] = values.astype(dtype)
+            read_back = leaves["values"].astype(np.float32)
+        else:
+            made = coder.quantize(values[:, None], bits=self.bits, group_size=self.group_size)
+            leaves |= {"value_codes": made.codes[:, 0], "value_scales": made.scales[:, 0]}
+            read_back = made.approximation[:, 0]
+        approximation = np.zeros(residual.shape, np.float32)
+        approximation.reshape(-1)[positions] = read_back
+        return leaves, approximation

@@ -1,0 +1,119 @@
+"""The bank of experts that are kernels, in whatever form; and from a description to a bank of any kind."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from moe_jax.experts.bank import ExpertBank
+from moe_jax.experts.bank_config import BankConfig
+from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.factored import factored_ffn
+from moe_jax.experts.forms.lora import whole_form
+from moe_jax.experts.forms.matrix import BASE, Load, Matrix, ffn_matrices
+from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.linear import BIAS, ffn_linears, lora_for
+from moe_jax.experts.parallel import Kernels, apply_experts
+from moe_jax.experts.strategy import choose_strategy
+from moe_jax.experts.variables import Leaves
+from moe_jax.functional.keys import fold_in
+from moe_jax.functional.routing import Routing
+
+
+class KernelBank(ExpertBank):
+    """Whole kernels `gate`, `up` [E, d, f] and `down` [E, f, d]; or what every expert has of its own under `delta`.
+
+    The latter with `base` kernels [in, out], unless the config has none. Applied in one of two exact ways: *factored*,
+    with the base products once per token, or *synthesised*, every kernel made tile by tile inside the grouped product.
+    `experts.strategy` says which. No [E, in, out] array is made in either, forward or backward. A base with LoRA, or
+    kept as NF4 codes, is always applied on its own, that is factored.
+    """
+
+    def __init__(
+        self, config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
+    ):
+        super().__init__(config, expert, num_experts)
+        assert isinstance(config.form, KernelForm)
+        self._d_model = d_model
+        if config.has_base:
+            self.base = nnx.Dict(ffn_linears(expert, d_model, bias=False, rngs=rngs, dtype=dtype))
+        stack = (num_experts,)
+        fresh = {
+            name: self._form(name).fresh(rngs, matrix, stack, dtype) for name, matrix in self._matrices.items()
+        }
+        if config.form.over_base:
+            delta = config.form.fresh_shared(expert, stack, dtype)
+            delta |= {f"{name}/{path}": leaf for name, leaves in fresh.items() for path, leaf in leaves.items()}
+            self.delta = Leaves(delta, config.form.is_trained)
+            fresh = {name: {} for name in fresh}
+        for name, leaves in fresh.items():
+            if expert.bias:
+                leaves[BIAS] = jnp.zeros((num_experts, self._matrices[name].shape[1]), dtype)
+            if leaves:
+                setattr(self, name, Leaves(leaves, self._form(name).is_trained))
+
+    def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
+        activation, matrices, strategy = self.expert.activation, self._matrices.items(), "synthesised"
+        if self.config.form.over_base:
+            load = Load(self.num_experts, x.shape[0], routing.experts.shape[1])
+            strategy = choose_strategy(self.config, self.expert, x.shape[1], load, self.strategy)
+        if strategy == "synthesised":
+            kernels = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in matrices}
+            for name in kernels if self.config.has_base else ():
+                kernels[name].arrays[BASE] = self.base[name].materialise()
+            return apply_experts(x, routing, kernels, self.stacked_biases(), activation)
+        bases = {name: self._base_product(name, fold_in(key, matrix.index)) for name, matrix in matrices}
+        deltas = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in matrices}
+        way = strategy.removeprefix("factored-")
+        return factored_ffn(x, routing, bases, deltas, self.stacked_biases(), activation, way)
+
+    def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
+        kernels = {}
+        for name, matrix in self._matrices.items():
+            base = self.base[name].materialise() if self.config.has_base else None
+            own = jax.tree.map(lambda array: array[expert], self._arrays(name))
+            kernels[name] = self._form(name).materialise(base, own, matrix)
+        return kernels
+
+    @property
+    def _matrices(self) -> dict[str, Matrix]:
+        # Not an attribute: NNX hashes those.
+        return ffn_matrices(self.expert, self._d_model)
+
+    def _form(self, name: str) -> KernelForm:
+        """What the experts' own arrays are; NF4 and LoRA are of whole kernels, or of the base."""
+        if self.config.form.over_base:
+            return self.config.form
+        return whole_form(self.expert.nf4, lora_for(self.expert.lora, name))
+
+    def _arrays(self, name: str) -> dict[str, Array]:
+        """Of one matrix of all experts."""
+        form = self.config.form
+        if not form.over_base:
+            return {path: array for path, array in getattr(self, name).arrays().items() if path != BIAS}
+        every = self.delta.arrays()
+        own = {path.removeprefix(f"{name}/"): array for path, array in every.items() if path.startswith(f"{name}/")}
+        return form.combine(self._matrices[name], own, {path: every[path] for path in form.shared_leaves})
+
+    def _base_product(self, name: str, key: Array | None) -> Callable[[Array], Array] | None:
+        return partial(self.base[name], key=key) if self.config.has_base else None
+
+
+def make_bank(
+    config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
+) -> ExpertBank:
+    """Makes a freshly initialised bank.
+
+    Args:
+      config: what the bank is made of.
+      expert: the shape of one expert.
+      num_experts: E.
+      d_model: width of the model.
+      rngs: random keys, stream `params`.
+      dtype: dtype of the parameters.
+    """
+    bank = config.form.bank or KernelBank
+    return bank(config, expert, num_experts, d_model, rngs=rngs, dtype=dtype)

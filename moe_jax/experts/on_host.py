@@ -1,0 +1,100 @@
+"""A bank on the host, where files are made from files and no bank is built: its leaves, and experts from its leaves."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from moe_jax.errors import InputError
+from moe_jax.experts.bank_config import BankConfig
+from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.forms.matrix import Matrix, Window, ffn_matrices
+from moe_jax.experts.forms.protocol import KernelForm
+
+
+class Reader(Protocol):
+    """Reads one leaf by its path."""
+
+    def __call__(self, path: str, /) -> np.ndarray: ...
+
+
+def expert_kernels(
+    read: Reader, config: BankConfig, bank: str, matrix: Matrix, *, dtype: np.dtype | None = None
+) -> Iterator[np.ndarray]:
+    """Yields one kernel [in, out] of every expert of a bank: to merge, measure or compress it.
+
+    Memory holds the stored leaves of the matrix and one expert.
+
+    Args:
+      read: gives a leaf by its path.
+      config: of the bank.
+      bank: path of the bank, as in "layers/3/mlp/experts".
+      matrix: which, as `ffn_matrices` gives it.
+      dtype: of kernels that are made of a base and something else; None: that of the base, float32 without one. Whole
+        kernels are as stored.
+
+    Raises:
+      InputError: if the experts are no FFNs of their own.
+    """
+    form, name = config.form, matrix.name
+    if not isinstance(form, KernelForm):
+        raise InputError(f"{config.kind} experts have no kernels of their own")
+    if not form.over_base:
+        yield from read(f"{bank}/{name}/kernel")
+        return
+    base = read(f"{bank}/base/{name}/kernel") if config.has_base else None
+    own = {leaf: read(f"{bank}/delta/{name}/{leaf}") for leaf in form.leaf_names(matrix)}
+    shared = {leaf: read(f"{bank}/delta/{leaf}") for leaf in form.shared_leaves}
+    dtype = np.dtype(dtype or (np.float32 if base is None else base.dtype))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for expert in range(next(iter((own | shared).values())).shape[0]):
+            leaves, common = ({leaf: array[expert] for leaf, array in part.items()} for part in (own, shared))
+            yield np.asarray(_kernel(base, form.combine(matrix, leaves, common), form=form, matrix=matrix, dtype=dtype))
+
+
+@partial(jax.jit, static_argnames=("form", "matrix", "dtype"))
+def _kernel(
+    base: Float[Array, "i o"] | None, arrays: dict[str, Array], form: KernelForm, matrix: Matrix, dtype: np.dtype
+) -> Float[Array, "i o"]:
+    wide = None if base is None else base.astype(jnp.float32)
+    return form.tile(wide, arrays, Window.all(matrix.shape)).astype(dtype)
+
+
+def leaves_from_dense(
+    config: BankConfig,
+    expert: FFNConfig,
+    num_experts: int,
+    kernels: Mapping[str, Float[np.ndarray, "i o"]],
+    streams: Callable[[str, int, int], np.random.Generator],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the leaves of a bank whose experts are all a dense FFN, biases left out, in the dtype of its kernels.
+
+    Args:
+      config: of the bank.
+      expert: the FFN.
+      num_experts: E.
+      kernels: of the dense FFN, by name.
+      streams: `streams(matrix, purpose, expert)`, a stream of random numbers; see `moe_jax.draws` for purposes.
+
+    Yields:
+      Paths below the bank, and leaves. One that repeats a kernel for every expert is a view with stride 0.
+
+    Raises:
+      InputError: if experts of this form are not made from a dense FFN.
+    """
+    form = config.form
+    if not isinstance(form, KernelForm) or (form.over_base and not config.has_base):
+        raise InputError(f"{config.kind} experts with base {config.base!r} are not made from a dense FFN")
+    for name, matrix in ffn_matrices(expert, kernels["up"].shape[0]).items():
+        kernel, folder = kernels[name], f"delta/{name}" if form.over_base else name
+        if form.over_base:
+            yield f"base/{name}/kernel", kernel
+        own = form.from_dense(kernel, matrix, num_experts, partial(streams, name))
+        yield from ((f"{folder}/{leaf}", array) for leaf, array in own.items())
+    dtype = jnp.dtype(kernels["up"].dtype)
+    for leaf, array in form.fresh_shared(expert, (num_experts,), dtype).items():
+        yield f"delta/{leaf}", np.asarray(array)
