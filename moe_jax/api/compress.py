@@ -17,7 +17,7 @@ from moe_jax.api.run import default_seq_len, read_ids
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.compress import Calibration, Method, make_method
 from moe_jax.compress import compress as _compress
-from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError

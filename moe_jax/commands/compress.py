@@ -23,7 +23,7 @@ from moe_jax.errors import InputError
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
     from moe_jax.compress import Calibration, Score
-    from moe_jax.compress.figures import LayerFigures
+    from moe_jax.compress.layer_figures import LayerFigures
     from moe_jax.model_source import ModelSource
 
 

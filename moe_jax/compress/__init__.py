@@ -7,7 +7,7 @@ from moe_jax.compress.job.report import Sweep as Sweep
 from moe_jax.compress.job.stream import compress as compress
 from moe_jax.compress.job.sweep import Score as Score
 from moe_jax.compress.job.sweep import sweep as sweep
-from moe_jax.compress.methods.method import Method as Method
+from moe_jax.compress.methods.interface import Method as Method
 from moe_jax.compress.methods.registry import METHODS as METHODS
 from moe_jax.compress.methods.registry import make_method as make_method
 from moe_jax.compress.methods.registry import make_swept_methods as make_swept_methods

@@ -13,7 +13,7 @@ from moe_jax.compress.alignment.design_matrix import (
 )
 from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.pruning import prune
-from moe_jax.compress.figures import Measure
+from moe_jax.compress.layer_figures import Measure
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.experts import BankConfig
 from moe_jax.experts.forms import KernelForm

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from moe_jax.compress.methods.method import Analysis
+from moe_jax.compress.methods.interface import Analysis
 from moe_jax.errors import InputError
 from moe_jax.staging import lock_directory, remove_content, remove_directory, replacing, write_durably
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from moe_jax.compress.calibration.usage import Calibration
-from moe_jax.compress.figures import LayerFigures
 from moe_jax.compress.job.report import LayerReport, Report
 from moe_jax.compress.job.resume import AnalysisStore
+from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, check_base
-from moe_jax.compress.methods.method import Analysis, Method
+from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
 from moe_jax.in_memory import Destination, ModelWriter, open_writer

@@ -10,7 +10,7 @@ from typing import Any
 from moe_jax.compress.job.report import Point, Sweep
 from moe_jax.compress.job.stream import compress
 from moe_jax.compress.job.sweep_plot import plot_sweep
-from moe_jax.compress.methods.method import Method
+from moe_jax.compress.methods.interface import Method
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource

@@ -10,9 +10,9 @@ from moe_jax.compress.allocation.budget import same_scheme
 from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Quantized
 from moe_jax.compress.coding.storage import QUANTIZED
-from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, compress_deltas
-from moe_jax.compress.methods.method import Analysis, Method
+from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import check_member
 from moe_jax.experts.forms import KernelForm

@@ -13,9 +13,9 @@ import numpy as np
 
 from moe_jax.compress.coding.pruning import largest_mask
 from moe_jax.compress.coding.storage import SPARSE
-from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, compress_deltas
-from moe_jax.compress.methods.method import Analysis, Method
+from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.draws import draw_positions
 from moe_jax.errors import InputError, check_member

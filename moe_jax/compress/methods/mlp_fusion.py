@@ -14,10 +14,10 @@ from moe_jax.compress.alignment.design_matrix import design_matrices, neuron_row
 from moe_jax.compress.coding.pruning import kept_entries
 from moe_jax.compress.coding.schemes import check_keep
 from moe_jax.compress.coding.storage import NARROWED
-from moe_jax.compress.figures import LayerFigures, Measure
+from moe_jax.compress.layer_figures import LayerFigures, Measure
 from moe_jax.compress.methods.delta_base import NO_BASE, Base
 from moe_jax.compress.methods.full_experts import check_full, full_target, routed_biases, write_universal
-from moe_jax.compress.methods.method import Analysis, Method
+from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
 from moe_jax.models import MoEConfig

@@ -6,8 +6,8 @@ from typing import Any
 
 from moe_jax.compress.methods.ders_quantize import Quantize
 from moe_jax.compress.methods.ders_sparsify import Sparsify
-from moe_jax.compress.methods.merging import MEO, GitReBasin, MSMoE
-from moe_jax.compress.methods.method import Method
+from moe_jax.compress.methods.expert_merging import MEO, GitReBasin, MSMoE
+from moe_jax.compress.methods.interface import Method
 from moe_jax.compress.methods.mlp_fusion import MLPFusion
 from moe_jax.compress.methods.resmoe import ResMoE
 from moe_jax.compress.methods.structured_pruning import StructuredPruning

@@ -33,9 +33,9 @@ from moe_jax.compress.coding.schemes import (
 )
 from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
-from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import BARYCENTER, Base
-from moe_jax.compress.methods.method import Analysis, Method, Tick
+from moe_jax.compress.methods.interface import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError, check_member
 from moe_jax.models import MoEConfig

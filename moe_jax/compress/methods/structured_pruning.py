@@ -12,7 +12,7 @@ from moe_jax.compress.alignment.design_matrix import neuron_rows
 from moe_jax.compress.coding.pruning import kept_entries, largest_mask
 from moe_jax.compress.coding.schemes import DESIGNS, check_keep
 from moe_jax.compress.coding.storage import NARROWED
-from moe_jax.compress.figures import LayerFigures, Measure
+from moe_jax.compress.layer_figures import LayerFigures, Measure
 from moe_jax.compress.methods.delta_base import NO_BASE, Base
 from moe_jax.compress.methods.full_experts import (
     check_full,
@@ -22,7 +22,7 @@ from moe_jax.compress.methods.full_experts import (
     routed_kernels,
     write_universal,
 )
-from moe_jax.compress.methods.method import Analysis, Method, Tick
+from moe_jax.compress.methods.interface import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import check_member
 from moe_jax.experts.config import FFNConfig

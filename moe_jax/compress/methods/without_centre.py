@@ -14,9 +14,9 @@ from moe_jax.compress.allocation.trials import mean_shares
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, LowRank, Pruned, Quantized, Scheme
 from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
-from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import NO_BASE, Base
-from moe_jax.compress.methods.method import Analysis, Method, Tick
+from moe_jax.compress.methods.interface import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.models import MoEConfig
 

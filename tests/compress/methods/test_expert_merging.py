@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_jax.compress.calibration.usage import Calibration, statistics_of
 from moe_jax.compress.job.stream import compress
-from moe_jax.compress.methods.grouping import count_groups, group_experts
+from moe_jax.compress.methods.expert_merging import count_groups, group_experts
 from moe_jax.compress.methods.registry import METHODS
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.model_dir import ModelDirectory

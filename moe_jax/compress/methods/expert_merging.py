@@ -1,6 +1,9 @@
 """Methods that merge the experts of a group into one (METHODS 5): M-SMoE, MEO and Git Re-Basin.
 
-They share the groups and differ in how neurons are aligned and experts weighted.
+Each expert joins the most used one whose router logits are most similar to its own, as in M-SMoE (Li et al., 2024,
+"Merge, Then Compress", arXiv 2310.01334, section 3.2), with the same number of groups in every layer. The papers of MEO
+and Git Re-Basin do not group experts; here they use the same groups. The three methods differ in how the neurons of a
+group are aligned and its experts weighted.
 """
 
 import abc
@@ -18,7 +21,7 @@ from moe_jax.compress.alignment.transport import align
 from moe_jax.compress.calibration.usage import statistics_of
 from moe_jax.compress.coding.schemes import check_keep
 from moe_jax.compress.coding.storage import MERGED
-from moe_jax.compress.figures import LayerFigures, Measure
+from moe_jax.compress.layer_figures import LayerFigures, Measure
 from moe_jax.compress.methods.delta_base import NO_BASE, Base
 from moe_jax.compress.methods.full_experts import (
     check_full,
@@ -28,14 +31,25 @@ from moe_jax.compress.methods.full_experts import (
     routed_kernels,
     write_universal,
 )
-from moe_jax.compress.methods.grouping import Groups, count_groups, describe_groups, group_experts
-from moe_jax.compress.methods.method import Analysis, Method, Tick
+from moe_jax.compress.methods.interface import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.models import MoEConfig
 from moe_jax.nn.router_stats import RouterStatistics
 
 # Of the search for orders that Git Re-Basin makes.
 MOST_ROUNDS = 100
+
+
+class Groups(NamedTuple):
+    """A partition of the experts.
+
+    Attributes:
+      of: group of every expert, int32; groups are in the order of their dominant experts.
+      dominant: the most used expert of every group, ascending.
+    """
+
+    of: Int[np.ndarray, " E"]
+    dominant: Int[np.ndarray, " G"]
 
 
 class Aligned(NamedTuple):
@@ -238,3 +252,24 @@ class GitReBasin(Merging):
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
         """See `Merging`."""
         return np.ones(len(statistics.usage))
+
+
+def count_groups(experts: int, keep: float) -> int:
+    """G = max(1, round(keep E))."""
+    return max(1, round(keep * experts))
+
+
+def group_experts(statistics: RouterStatistics, count: int) -> Groups:
+    """The `count` most used experts are dominant; each of the others joins the one it is most similar to.
+
+    Ties go to the first expert, in usage and in similarity.
+    """
+    dominant = np.sort(np.argsort(-statistics.usage, kind="stable")[:count])
+    groups = np.argmax(statistics.similarity[:, dominant], axis=1)
+    groups[dominant] = np.arange(count)
+    return Groups(groups.astype(np.int32), dominant.astype(np.int32))
+
+
+def describe_groups(groups: Groups) -> str:
+    """Groups in words, such as `0 2 5 | 1 3 4`."""
+    return " | ".join(" ".join(map(str, np.flatnonzero(groups.of == g))) for g in range(len(groups.dominant)))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from moe_jax.compress.figures import LayerFigures
+from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.models import MoEConfig
