@@ -206,6 +206,16 @@ def test_dependencies_point_down(graph):
     assert not found, f"imports that point up, or between train and convert; levels {LEVELS}:\n" + "\n".join(found)
 
 
+def test_what_is_imported_exists(imports):
+    """Also inside functions, where a module that was renamed would be missed only when the function runs."""
+    modules = imports.keys()
+    files = [file for folder in ("tests", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")]
+    others = {str(file): imports_of(file.read_text(encoding="utf-8"), modules) for file in files}
+    found = [f"{name}:{i.line} imports {i.module}" for name, all_ in {**imports, **others}.items() for i in all_
+             if _is_of(i.module, "moe_jax") and i.module not in modules]  # fmt: skip
+    assert not found, f"modules that do not exist: {found}"
+
+
 def test_one_file_imports_orbax(imports):
     importers = {module for module, found in imports.items() if any(_is_of(i.module, "orbax") for i in found)}
     assert importers == {ONLY_IMPORTER_OF_ORBAX}
