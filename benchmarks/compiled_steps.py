@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from evidence.layouts import COMPILED
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT
+from moe_jax.models.serialize import VERSION
 
 RECIPES = ROOT / "train" / "recipes"
 GIB = 2**30
@@ -82,6 +83,8 @@ def row(step: Step) -> list[Any] | None:
         config = json.loads((RECIPES / "configs" / f"{step.config}.json").read_text())
         if step.bank is not None:
             replace_banks(config, step.bank)
+            # Older configs with codes mean other codes; these come from nowhere.
+            config["version"] = VERSION
         file = Path(name) / "config.json"
         file.write_text(json.dumps(config))
         command = [sys.executable, "-m", "moe_jax.cli", "train", RECIPES / f"{step.recipe}.toml", "--compile-only"]
