@@ -109,8 +109,11 @@ def load_model(
 
 
 def may_be_cast(path: str, dtype: jnp.dtype) -> bool:
-    """Whether a leaf may be cast to another floating-point dtype: neither integers nor the scales of NF4 kernels."""
-    return jnp.issubdtype(dtype, jnp.floating) and "/nf4/" not in path
+    """Whether a leaf may be cast to another floating-point dtype.
+
+    Neither integers nor the scales of NF4 kernels, nor biases of selection, whose differences would be lost.
+    """
+    return jnp.issubdtype(dtype, jnp.floating) and "/nf4/" not in path and not path.endswith("/selection_bias")
 
 
 def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array]]:

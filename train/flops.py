@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from moe_jax.experts.config import LoRAConfig
-from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
 
 def active_matmul_params(config: ModelConfig) -> int:
@@ -12,16 +12,23 @@ def active_matmul_params(config: ModelConfig) -> int:
 
     Experts over a shared base count the base once and the deltas of the k chosen experts (METHODS 3).
     """
-    layers = sum(_attention_params(layer, config.d_model) + _mlp_params(layer, config) for layer in config.layers)
-    return layers + config.d_model * config.vocab_size
+    layers = sum(_mlp_params(layer, config) for layer in config.layers)
+    attention = sum(
+        _attention_params(attention, config.d_model)
+        for layer in config.layers
+        for attention in (layer.attention, layer.cross)
+        if attention is not None
+    )
+    return layers + attention + config.d_model * config.num_outputs
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Floating-point operations of one training step per token: what is meant by model FLOPs.
 
     Forward and twice as much backward: `6 * active_matmul_params`, and for attention `12 * H * head_dim` times the mean
-    number of positions a query sees in a sequence of `seq_len` (about half of it, and at most the window). What is
-    computed again for rematerialisation does not count, and frozen parameters count like trained ones.
+    number of positions a query sees in a sequence of `seq_len` (about half of it if causal, and at most the window).
+    What is computed again for rematerialisation does not count, and frozen parameters count like trained ones. Of
+    cross-attention the projections count, as if the source were as long, and not the scores.
     """
     attention = sum(
         12 * layer.attention.num_heads * layer.attention.head_dim * _mean_context(layer, seq_len)
@@ -30,10 +37,10 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     return 6 * active_matmul_params(config) + attention
 
 
-def _attention_params(layer: LayerConfig, d_model: int) -> int:
-    attention = layer.attention
+def _attention_params(attention: AttentionConfig, d_model: int) -> int:
+    source = d_model if attention.source_dim is None else attention.source_dim
     heads, kv_heads = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    shapes = {"q": (d_model, heads), "k": (d_model, kv_heads), "v": (d_model, kv_heads), "o": (heads, d_model)}
+    shapes = {"q": (d_model, heads), "k": (source, kv_heads), "v": (source, kv_heads), "o": (heads, d_model)}
     return sum(map(math.prod, shapes.values())) + _lora_params(attention.lora, shapes)
 
 
@@ -50,7 +57,8 @@ def _router_params(mlp: MoEConfig, d_model: int) -> int:
     """Of a linear router; or of a `coder` router's two matrices and that of its noise, which training needs."""
     linear = d_model * mlp.num_experts
     lora = _lora_params(mlp.router_lora, {"router": (d_model, mlp.num_experts)})
-    return lora + (2 * linear + mlp.num_experts**2 if mlp.universal == "coder" else linear)
+    own = d_model if mlp.universal == "sigmoid" else 0
+    return lora + own + (2 * linear + mlp.num_experts**2 if mlp.universal == "coder" else linear)
 
 
 def _perft_params(mlp: MoEConfig, d_model: int) -> int:
@@ -74,6 +82,10 @@ def _kernels(ffn: FFNConfig, d_model: int) -> int:
 
 
 def _mean_context(layer: LayerConfig, seq_len: int) -> float:
+    if layer.attention.mask == "bidirectional" and layer.attention.sliding_window is None:
+        return seq_len
     window = min(seq_len, layer.attention.sliding_window or seq_len)
-    seen = window * (window + 1) // 2 + (seq_len - window) * window
+    before = window * (window + 1) // 2 + (seq_len - window) * window
+    # With as much after a query as before it, the query itself counts once.
+    seen = 2 * before - seq_len if layer.attention.mask == "bidirectional" else before
     return seen / seq_len

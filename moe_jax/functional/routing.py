@@ -10,18 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-GATES = ("softmax_topk", "topk_softmax", "top1")
+from moe_jax.functional.gates import UNBOUNDED, Selection, choose
 
 # What padding, and an assignment beyond the capacity, has in place of an expert: nothing is computed for it.
 NO_EXPERT = -1
-
-
-def weights_are_constant(gate: str, top_k: int, num_experts: int) -> bool:
-    """Whether the chosen expert has weight 1 whatever the logits are, although there is a choice.
-
-    A softmax over one kept logit is 1: no gradient of the task reaches the router, only that of auxiliary losses.
-    """
-    return gate == "topk_softmax" and top_k == 1 < num_experts
 
 
 class Routing(NamedTuple):
@@ -64,6 +56,8 @@ def route(
     top_k: int,
     gate: str,
     *,
+    selection: Selection = UNBOUNDED,
+    scale: float = 1.0,
     valid: Bool[Array, " T"] | None = None,
     capacity_factor: float | None = None,
     num_sequences: int = 1,
@@ -73,9 +67,9 @@ def route(
     Args:
       logits: router logits, float32.
       top_k: experts per token.
-      gate: `softmax_topk`: probabilities of the full softmax, not renormalised (OLMoE; DeRS eq. 1);
-        `topk_softmax`: softmax over the kept logits (Mixtral, PESC); `top1`: p_1 of the full softmax (Switch);
-        `coder`: softmax over the kept probabilities, times p_1 (XFT, beside a universal FFN).
+      gate: a key of `gates.GATES`.
+      selection: what bounds the choice besides the logits.
+      scale: weights are multiplied by it.
       valid: tokens that are not padding, which goes to no expert, takes no capacity and is in no statistic. None: all.
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(factor * n * k / E)` assignments of a
         sequence of n valid tokens, earlier tokens first. Sequences are what GShard calls groups (Lepikhin et al. 2020,
@@ -84,10 +78,7 @@ def route(
     """
     assert logits.dtype == jnp.float32, logits.dtype
     num_experts = logits.shape[-1]
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    top_logits, experts = jax.lax.top_k(logits, top_k)
-    top_probabilities = jnp.take_along_axis(probabilities, experts, axis=-1)
-    weights = _weights(gate, top_logits, top_probabilities)
+    experts, weights, top_probabilities, probabilities = choose(logits, top_k, gate, selection, scale)
 
     counted = jnp.ones(logits.shape[:1], jnp.float32) if valid is None else valid.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(counted), 1.0)
@@ -122,23 +113,6 @@ def squared_cv(x: Float[Array, " E"]) -> Float[Array, ""]:
     mean = jnp.mean(x)
     variance = jnp.sum(jnp.square(x - mean)) / max(1, x.size - 1)
     return variance / (jnp.square(mean) + 1e-10)
-
-
-def _weights(gate: str, top_logits: Float[Array, "T k"], top_probabilities: Float[Array, "T k"]) -> Float[Array, "T k"]:
-    """Weights of the chosen experts, best first."""
-    if gate == "topk_softmax":
-        weights = jax.nn.softmax(top_logits, axis=-1)
-        if top_logits.shape[1] == 2:
-            # Each rounded on its own, the two would not quite sum to 1. So the sum of two equal experts is one of them
-            # to the last bit, and an upcycled model starts as its dense model (METHODS 2.5).
-            weights = jnp.stack([weights[:, 0], 1.0 - weights[:, 0]], axis=1)
-        return weights
-    if gate == "coder":
-        first = top_probabilities[:, :1]
-        others = (jax.nn.softmax(top_probabilities, axis=-1) * first)[:, 1:]
-        # The best one gets p_1 less the others' weights, for the same reason: with 1 - p_1, all sum to 1.
-        return jnp.concatenate([first - jnp.sum(others, axis=1, keepdims=True), others], axis=1)
-    return top_probabilities
 
 
 def _within_capacity(

@@ -1,4 +1,4 @@
-"""Routing beside a universal FFN, an FFN that sees every token (METHODS 2.4). Always float32."""
+"""Routing beside a universal FFN, one that sees every token: a shared expert (METHODS 2.4). Always float32."""
 
 import jax
 import jax.numpy as jnp
@@ -7,26 +7,33 @@ from jaxtyping import Array, Bool, Float
 from moe_jax.functional.linear import linear
 from moe_jax.functional.routing import NO_EXPERT, Routing
 
-UNIVERSAL = ("none", "coder", "med")
-# The gate that weights the experts beside it (see `route`): Coder-MoE (XFT) has one of its own, Med-MoE takes the
-# full softmax's probabilities.
+UNIVERSAL = ("none", "coder", "med", "one", "sigmoid")
+# Those that bring the gate that weights the experts beside them: Coder-MoE (XFT) has one of its own, Med-MoE takes the
+# full softmax's probabilities. Beside the others any gate stands.
 GATE_BESIDE = {"coder": "coder", "med": "softmax_topk"}
 NOISE_FLOOR = 1e-2
 
 
-def universal_weight(logits: Float[Array, "T E"], universal: str) -> Float[Array, " T"]:
+def universal_weight(
+    logits: Float[Array, "T E"], universal: str, own_logit: Float[Array, " T"] | None = None
+) -> Float[Array, " T"]:
     """Weight of the universal FFN.
 
     `coder`: 1 - p_1, where p_1 is the largest probability. The weights of the routed experts sum to p_1, so that all
-    weights together sum to 1: if all FFNs are equal, the layer gives what one of them gives. `med`: always 1.
+    weights together sum to 1: if all FFNs are equal, the layer gives what one of them gives. `med` and `one`: always 1.
+    `sigmoid`: the sigmoid of a logit of its own.
 
     Args:
       logits: router logits, float32.
-      universal: `coder` or `med`.
+      universal: one of `UNIVERSAL` but `none`.
+      own_logit: for `sigmoid`, float32.
     """
-    if universal == "med":
-        return jnp.ones(logits.shape[:1], jnp.float32)
-    return 1.0 - jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
+    if universal == "sigmoid":
+        assert own_logit is not None, "universal 'sigmoid' has a logit of its own"
+        return jax.nn.sigmoid(own_logit)
+    if universal == "coder":
+        return 1.0 - jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
+    return jnp.ones(logits.shape[:1], jnp.float32)
 
 
 def add_choice(

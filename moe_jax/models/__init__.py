@@ -5,11 +5,12 @@ from moe_jax.experts.config import AdapterConfig as AdapterConfig
 from moe_jax.experts.config import FFNConfig as FFNConfig
 from moe_jax.experts.config import LoRAConfig as LoRAConfig
 from moe_jax.functional.rope import RopeConfig as RopeConfig
-from moe_jax.models.config import AttentionConfig as AttentionConfig
+from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.config import LayerConfig as LayerConfig
 from moe_jax.models.config import ModelConfig as ModelConfig
 from moe_jax.models.config import MoEConfig as MoEConfig
 from moe_jax.models.config import PerftConfig as PerftConfig
+from moe_jax.models.config import SelectionConfig as SelectionConfig
 from moe_jax.models.segments import Segment as Segment
 from moe_jax.models.segments import segments_of as segments_of
 from moe_jax.models.serialize import config_from_json as config_from_json

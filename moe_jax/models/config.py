@@ -12,73 +12,14 @@ from typing import Any, Literal
 from moe_jax.errors import InputError, check_member, check_positive
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
-from moe_jax.functional.attention import MASKS
+from moe_jax.functional.gates import GATES, GROUP_SCORES, weights_are_constant
 from moe_jax.functional.rope import RopeConfig
-from moe_jax.functional.routing import GATES, weights_are_constant
 from moe_jax.functional.universal import GATE_BESIDE, UNIVERSAL
+from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS
+from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 
-PROJECTIONS = ("q", "k", "v", "o")
 NORM_POSITIONS = ("pre", "post", "output", "both")
 VARIANTS = ("routed", "embedded", "dense", "single")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """Grouped-query attention of one layer.
-
-    Attributes:
-      num_heads: query heads H.
-      num_kv_heads: key/value heads, a divisor of H.
-      head_dim: width of a head, not necessarily d/H.
-      biases: which of the projections `q`, `k`, `v` and `o` have one.
-      qk_norm: RMSNorm on queries and keys: over the whole `projection` (OLMoE), per `head` (Qwen3), or none.
-      clip_qkv: clamps the projections to [-c, c] (OLMoE); None: no clamp.
-      mask: `causal`: a token sees those before it and itself; `bidirectional`: all; `prefix`: causal, and all see the
-        prefix of their row.
-      sliding_window: a query sees tokens less than this many positions away, itself included; None: all.
-      scale: of the scores; None: 1/sqrt(head_dim).
-      rope: the layer's own rotary embedding; None: that of the model.
-      source_dim: width of the activations that keys and values are made of, where it is not the model's: in
-        cross-attention.
-      nf4: the kernels are kept as NF4 codes and frozen.
-      lora: beside any of the kernels q, k, v and o.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    biases: tuple[Literal["q", "k", "v", "o"], ...] = ()
-    qk_norm: Literal["none", "projection", "head"] = "none"
-    clip_qkv: float | None = None
-    mask: Literal["causal", "bidirectional", "prefix"] = "causal"
-    sliding_window: int | None = None
-    scale: float | None = None
-    rope: RopeConfig | None = None
-    source_dim: int | None = None
-    nf4: bool = False
-    lora: LoRAConfig | None = None
-
-    def __post_init__(self) -> None:
-        if self.lora is not None:
-            self.lora.check_targets(PROJECTIONS)
-        check_positive(self, "num_heads", "num_kv_heads", "head_dim")
-        check_member("qk_norm", self.qk_norm, ("none", "projection", "head"))
-        check_member("mask", self.mask, MASKS)
-        for name in self.biases:
-            check_member("bias", name, PROJECTIONS)
-        if tuple(name for name in PROJECTIONS if name in self.biases) != self.biases:
-            # One way to write each choice: layers are compared to find those that repeat.
-            raise InputError(f"biases={list(self.biases)} must name projections once each, in the order q, k, v, o")
-        if self.num_heads % self.num_kv_heads:
-            raise InputError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise InputError(f"head_dim={self.head_dim} must be even for rotary embeddings")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise InputError(f"sliding_window={self.sliding_window} must be at least 1, or null for none")
-        if self.sliding_window is not None and self.mask == "prefix":
-            raise InputError(f"sliding_window={self.sliding_window} does not go with mask 'prefix'")
-        if self.source_dim is not None:
-            check_positive(self, "source_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +32,7 @@ class PerftConfig:
       adapter: the form of each adapter.
       num_experts: M; for `embedded`, the number of experts of the MoE.
       top_k: adapters per token K; for `routed` only.
-      gate: how the router of `routed` weights them, one of `GATES`.
+      gate: how the router of `routed` weights them, one of `functional.gates.GATES`.
       balance_coef, z_coef: of that router's auxiliary losses.
     """
 
@@ -99,7 +40,7 @@ class PerftConfig:
     adapter: AdapterConfig
     num_experts: int = 1
     top_k: int | None = None
-    gate: Literal["softmax_topk", "topk_softmax", "top1"] = "softmax_topk"
+    gate: str = "softmax_topk"
     balance_coef: float = 0.01
     z_coef: float = 0.0
 
@@ -117,9 +58,42 @@ class PerftConfig:
             raise InputError(f"gate 'top1' routes to one adapter, top_k={self.top_k}")
         if self.top_k is not None and weights_are_constant(self.gate, self.top_k, self.num_experts):
             raise InputError(
-                "top_k=1 with gate 'topk_softmax' weights an adapter by 1 whatever its router says, which then learns "
+                f"top_k=1 with gate {self.gate!r} weights an adapter by 1 whatever its router says, which then learns "
                 "nothing from the task; use gate 'softmax_topk' or 'top1', or a larger top_k"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectionConfig:
+    """What bounds the choice of experts besides the logits of the router (DeepSeek-V2 and -V3).
+
+    Attributes:
+      bias: the router has a bias that is added to the scores to choose by, and to nothing else.
+      groups: experts are this many groups of consecutive ones.
+      top_groups: experts are chosen from this many groups, the best.
+      group_score: a group is as good as its `best` expert (V2), or as the sum of its `best_two` (V3).
+    """
+
+    bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["best", "best_two"] = "best"
+
+    def __post_init__(self) -> None:
+        check_positive(self, "groups", "top_groups")
+        check_member("group_score", self.group_score, GROUP_SCORES)
+        if self.top_groups > self.groups:
+            raise InputError(f"top_groups={self.top_groups} is above groups={self.groups}")
+
+    def check_fits(self, num_experts: int, top_k: int) -> None:
+        """Raises `InputError` unless `top_k` of so many experts can be chosen so."""
+        if num_experts % self.groups:
+            raise InputError(f"{num_experts} experts cannot be divided into groups={self.groups}")
+        size = num_experts // self.groups
+        if self.groups > 1 and self.group_score == "best_two" and size < 2:
+            raise InputError(f"groups={self.groups} leave one expert in each, and group_score 'best_two' needs two")
+        if self.top_groups * size < top_k:
+            raise InputError(f"top_groups={self.top_groups} have {self.top_groups * size} experts, top_k={top_k}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,14 +104,18 @@ class MoEConfig:
       expert: shape of one expert.
       num_experts: E.
       top_k: experts per token k.
-      gate: one of `GATES` (METHODS 1); a universal FFN brings its own, and this then stays at its default. With top_k 1
-        `topk_softmax` is for checkpoints that are so: see `router_learns`.
+      gate: one of `functional.gates.GATES` (METHODS 1). Of a universal FFN that brings its own it stays at its default.
+        With top_k 1, one whose weights sum to 1 is for checkpoints that are so: see `router_learns`.
+      gate_scale: the weights that the gate gives are multiplied by it.
+      selection: what bounds the choice of experts besides the logits.
       bank: what the experts are made of.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
         assignments of a sequence of n tokens, padding not counted; the others are dropped (residual only).
-      universal: an FFN that sees every token (METHODS 2.4). `coder`: all weights sum to 1, and the router is XFT's
-        gate network; `med`: its weight is 1; `none`: there is none.
+      universal: an FFN that sees every token, also called a shared expert, and how it is weighted. `one`: its weight is
+        1, and `sigmoid`: the sigmoid of a linear map of the token (Qwen2-MoE), both beside any gate. Two bring a gate of
+        their own (METHODS 2.4): `coder`, the router is XFT's gate network and all weights sum to 1; `med`, its weight is
+        1 beside `softmax_topk`. `none`: there is none.
       extended: the universal FFN is not a separate FFN but the last delta of the bank, over the base that the experts
         share.
       universal_dim: hidden width of a universal FFN beside the bank; None: that of an expert. Compressed experts can
@@ -150,13 +128,15 @@ class MoEConfig:
     expert: FFNConfig
     num_experts: int
     top_k: int
-    gate: Literal["softmax_topk", "topk_softmax", "top1"] = "topk_softmax"
+    gate: str = "topk_softmax"
+    gate_scale: float = 1.0
+    selection: SelectionConfig = SelectionConfig()
     bank: BankConfig = BankConfig()
     balance_coef: float = 0.01
     z_coef: float = 0.0
     cv_coef: float = 0.0
     capacity_factor: float | None = None
-    universal: Literal["none", "coder", "med"] = "none"
+    universal: Literal["none", "coder", "med", "one", "sigmoid"] = "none"
     extended: bool = False
     universal_dim: int | None = None
     merged_experts: int | None = None
@@ -170,6 +150,7 @@ class MoEConfig:
             raise InputError(f"top_k={self.top_k} is above num_experts={self.num_experts}")
         if self.gate == "top1" and self.top_k != 1:
             raise InputError(f"gate 'top1' routes to one expert, top_k={self.top_k}")
+        self.selection.check_fits(self.num_experts, self.top_k)
         if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise InputError(f"capacity_factor={self.capacity_factor} must be above 0, or null for dropless")
         if self.merged_experts is not None and not 1 <= self.merged_experts <= self.num_experts:
@@ -184,6 +165,7 @@ class MoEConfig:
         if self.bank.form.needs_unit_weights:
             # So that the shared FFN counts once (METHODS 6).
             plain = self.gate == "topk_softmax" and self.universal == "none" and self.capacity_factor is None
+            plain = plain and self.gate_scale == 1.0
             if not plain or self.merged_experts is not None:
                 raise InputError(
                     f"{self.bank.kind} experts go with gate 'topk_softmax' alone: no universal FFN, capacity or merged "
@@ -209,10 +191,12 @@ class MoEConfig:
 
     def _check_universal(self) -> None:
         check_member("universal", self.universal, UNIVERSAL)
-        if self.universal != "none" and self.gate != MoEConfig.gate:
+        if self.universal in GATE_BESIDE and self.gate != MoEConfig.gate:
             raise InputError(
                 f"gate {self.gate!r} does not go with universal {self.universal!r}, which weights the experts itself"
             )
+        if self.universal == "coder" and self.selection != SelectionConfig():
+            raise InputError("universal 'coder' chooses by the logits of its gate network alone: leave selection out")
         if self.extended and self.universal == "none":
             raise InputError("extended needs a universal FFN ('coder' or 'med') to extend the bank by")
         if self.extended and not self.bank.form.over_base:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float
 from moe_jax.experts.kernel_bank import make_bank
 from moe_jax.experts.variables import Fixed
 from moe_jax.functional import keys
+from moe_jax.functional.gates import Selection
 from moe_jax.functional.routing import NO_EXPERT, RouterStats, route
 from moe_jax.functional.universal import add_choice, add_weighted, universal_weight
 from moe_jax.models.config import MoEConfig
@@ -28,7 +29,15 @@ class MoE(nnx.Module):
         if config.universal == "coder":
             self.router = CoderRouter(d_model, config.num_experts, rngs=rngs, dtype=dtype)
         else:
-            self.router = LinearRouter(d_model, config.num_experts, lora=config.router_lora, rngs=rngs, dtype=dtype)
+            self.router = LinearRouter(
+                d_model,
+                config.num_experts,
+                lora=config.router_lora,
+                selection_bias=config.selection.bias,
+                weighs_universal=config.universal == "sigmoid",
+                rngs=rngs,
+                dtype=dtype,
+            )
         self.experts = make_bank(config.bank, config.expert, config.bank_experts, d_model, rngs=rngs, dtype=dtype)
         if config.merged_experts is not None:
             # Which expert of the bank every output of the router stands for.
@@ -58,6 +67,8 @@ class MoE(nnx.Module):
             logits,
             self.config.top_k,
             self.config.weighting,
+            selection=self._selection(),
+            scale=self.config.gate_scale,
             valid=valid,
             capacity_factor=self.config.capacity_factor,
             num_sequences=x.shape[0],
@@ -68,13 +79,22 @@ class MoE(nnx.Module):
             merged = jnp.take(self.groups[...], routing.experts, mode="clip")
             routing = routing._replace(experts=jnp.where(routing.experts == NO_EXPERT, NO_EXPERT, merged))
         if self.config.extended:
-            weight = universal_weight(logits, self.config.universal)
+            weight = self._universal_weight(tokens, logits)
             routing = add_choice(routing, self.config.routed_experts, weight, valid)
         y = self.experts(tokens, routing, keys.fold_in(key, keys.EXPERTS))
         if self.config.universal_beside:
             universal = self.universal(tokens, keys.fold_in(key, keys.FFN))
-            y = add_weighted(y, universal, universal_weight(logits, self.config.universal))
+            y = add_weighted(y, universal, self._universal_weight(tokens, logits))
         if self.config.perft is None:
             return y.reshape(x.shape), (stats,)
         added, own_stats = self.perft(tokens, chosen, valid, keys.fold_in(key, keys.PERFT))
         return (y + added).reshape(x.shape), (stats, *own_stats)
+
+    def _selection(self) -> Selection:
+        given = self.config.selection
+        bias = self.router.selection_bias[...] if given.bias else None
+        return Selection(bias, given.groups, given.top_groups, given.group_score)
+
+    def _universal_weight(self, tokens: Float[Array, "T d"], logits: Float[Array, "T E"]) -> Float[Array, " T"]:
+        own = self.router.universal_logit(tokens) if self.config.universal == "sigmoid" else None
+        return universal_weight(logits, self.config.universal, own)

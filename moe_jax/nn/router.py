@@ -15,18 +15,43 @@ from moe_jax.functional.universal import add_noise, coder_logits
 from moe_jax.nn.layers import Linear
 
 
+class SelectionBias(nnx.Variable):
+    """Added to scores to choose experts by: float32, and never trained by a gradient."""
+
+
 class LinearRouter(Linear):
-    """`x W`; kernel [d, E], perhaps with LoRA beside it."""
+    """`x W`; kernel [d, E], perhaps with LoRA beside it.
+
+    With `selection_bias` there is one, [E], zero at first. With `weighs_universal` a kernel of its own, `universal`
+    [d, 1], makes the logit of a universal FFN's weight.
+    """
 
     def __init__(
-        self, d_model: int, num_experts: int, *, lora: LoRAConfig | None = None, rngs: nnx.Rngs, dtype: jnp.dtype
+        self,
+        d_model: int,
+        num_experts: int,
+        *,
+        lora: LoRAConfig | None = None,
+        selection_bias: bool = False,
+        weighs_universal: bool = False,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
     ):
         super().__init__((d_model, num_experts), lora=lora, rngs=rngs, dtype=dtype)
+        if selection_bias:
+            self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32))
+        if weighs_universal:
+            self.universal = Linear((d_model, 1), rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T d"], key: Array | None = None) -> Float[Array, "T E"]:
         """Logits, float32; the key is for LoRA's dropout in training."""
         with jax.default_matmul_precision("highest"):
             return super().__call__(x.astype(jnp.float32), key)
+
+    def universal_logit(self, x: Float[Array, "T d"]) -> Float[Array, " T"]:
+        """Logit of the universal FFN's weight, float32."""
+        with jax.default_matmul_precision("highest"):
+            return self.universal(x.astype(jnp.float32))[:, 0]
 
 
 class CoderRouter(nnx.Module):

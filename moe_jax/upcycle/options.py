@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-from moe_jax.errors import InputError, nearest, raise_if_any
+from moe_jax.errors import InputError, check_member, nearest, raise_if_any
 from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig
 from moe_jax.experts.forms.by_name import form_named, registered
+from moe_jax.functional.gates import GATES
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
 from moe_jax.upcycle.rest import Rest, with_rest
@@ -22,7 +23,7 @@ class UpcycleOptions:
         layers.
       layers: indices (from 0) of the layers to turn into MoEs, instead of `every`.
       bank: the form of the experts.
-      gate: how experts are weighted; one of `functional.routing.GATES`. Not with a universal FFN.
+      gate: how experts are weighted; one of `functional.gates.GATES`. Not with a universal FFN.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses.
       universal: a copy of the FFN that sees every token beside the experts: `none`, `coder` or `med` (METHODS 2.4).
       extended: the universal FFN is one more delta over the base that the experts share.
@@ -125,7 +126,9 @@ def keeps_the_function(options: UpcycleOptions) -> bool:
     """Whether the weights of a token's FFNs sum to 1, so that equal ones add up to the dense FFN (METHODS 2.5)."""
     if options.universal != "none":
         return options.universal == "coder"
-    return options.gate == "topk_softmax" or options.top_k == options.num_experts
+    if options.gate in GATES and GATES[options.gate].weights_sum_to_one:
+        return True
+    return options.gate in ("softmax_topk", "top1") and options.top_k == options.num_experts
 
 
 def _chosen_layers(num_layers: int, options: UpcycleOptions, problems: list[str]) -> set[int]:
@@ -143,6 +146,7 @@ def _chosen_layers(num_layers: int, options: UpcycleOptions, problems: list[str]
 
 
 def _moe(dense: ModelConfig, layer: int, options: UpcycleOptions) -> MoEConfig:
+    check_member("universal", options.universal, ("none", "coder", "med"))
     expert = dense.layers[layer].mlp
     moe = MoEConfig(
         expert=expert,
@@ -161,7 +165,7 @@ def _moe(dense: ModelConfig, layer: int, options: UpcycleOptions) -> MoEConfig:
         others = ", a universal FFN 'coder', or gate 'top1' or 'softmax_topk'"
         others = "" if options.bank.form.needs_unit_weights else others
         raise InputError(
-            "top_k=1 with gate 'topk_softmax' weights an expert by 1 whatever the router says, which then learns "
+            f"top_k=1 with gate {options.gate!r} weights an expert by 1 whatever the router says, which then learns "
             f"nothing from the task; use top_k=2{others}"
         )
     return moe

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.functional.dispatch import sort_by_expert
-from moe_jax.functional.routing import GATES, NO_EXPERT, route
+from moe_jax.functional.routing import NO_EXPERT, route
+
+# What is said of losses here is said of them all; the others are in `test_gates`.
+SOFTMAX_GATES = ("softmax_topk", "topk_softmax", "top1", "coder")
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -17,7 +20,11 @@ jitted_route = jax.jit(route, static_argnames=("top_k", "gate", "capacity_factor
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from([(1, 1, 1), (9, 8, 1), (9, 8, 3), (5, 4, 4)]), st.sampled_from(GATES), st.integers(0, 10**6))
+@given(
+    st.sampled_from([(1, 1, 1), (9, 8, 1), (9, 8, 3), (5, 4, 4)]),
+    st.sampled_from(SOFTMAX_GATES[:3]),
+    st.integers(0, 10**6),
+)
 def test_weights_are_those_of_the_gate(shape, gate, seed):
     tokens, num_experts, top_k = shape
     top_k = 1 if gate == "top1" else top_k
@@ -79,7 +86,7 @@ def test_descending_the_balance_loss_recovers_a_collapsed_router():
     assert balance(kernel) < 1.3
 
 
-@pytest.mark.parametrize("gate", [*GATES, "coder"])
+@pytest.mark.parametrize("gate", SOFTMAX_GATES)
 def test_variation_of_uniform_routing_is_zero(gate):
     # Token t prefers expert t (mod E): every expert has the same importance and load.
     logits = 2.0 * jnp.tile(jnp.eye(4), (5, 1))
@@ -96,7 +103,7 @@ def test_variation_when_collapsed_onto_k_experts(top_k):
 
 
 @settings(max_examples=20)
-@given(st.sampled_from([1, 2, 4]), st.sampled_from([*GATES, "coder"]), st.integers(0, 10**6))
+@given(st.sampled_from([1, 2, 4]), st.sampled_from(SOFTMAX_GATES), st.integers(0, 10**6))
 def test_variation_is_that_of_importance_and_load(top_k, gate, seed):
     top_k = 1 if gate == "top1" else top_k
     rng = np.random.default_rng(seed)
@@ -110,7 +117,7 @@ def test_variation_is_that_of_importance_and_load(top_k, gate, seed):
     np.testing.assert_allclose(stats.cv, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("gate", [*GATES, "coder"])
+@pytest.mark.parametrize("gate", SOFTMAX_GATES)
 def test_variation_has_a_gradient_that_pushes_towards_balance(gate):
     """Also with one expert per token, whose renormalised weight is 1 whatever the router says."""
     logits = jax.random.normal(jax.random.key(0), (64, 4)) + jnp.array([[2.0, 0.0, 0.0, 0.0]])

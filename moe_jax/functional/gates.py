@@ -1,0 +1,172 @@
+"""Gates: from a router's logits to the chosen experts and their weights. Always float32 (METHODS 1).
+
+A gate is two small functions, registered by name: scores of all experts, and weights of the chosen ones. What bounds
+the choice, a bias or groups, goes with every gate. `register_gate` adds one, for `MoEConfig.gate` to name.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+GROUP_SCORES = ("best", "best_two")
+
+
+class Gate(NamedTuple):
+    """How experts are scored and weighted.
+
+    Attributes:
+      scores: logits [T, E] -> scores, 0 or above; larger logits have larger scores.
+      weights: logits and scores of the chosen experts [T, k], best first -> their weights.
+      scores_sum_to_one: whether those of a token do.
+      weights_sum_to_one: whether those of a token do.
+    """
+
+    scores: Callable[[Float[Array, "T E"]], Float[Array, "T E"]]
+    weights: Callable[[Float[Array, "T k"], Float[Array, "T k"]], Float[Array, "T k"]]
+    scores_sum_to_one: bool = False
+    weights_sum_to_one: bool = False
+
+
+class Selection(NamedTuple):
+    """What bounds the choice of experts; weights are made of the logits and scores alone.
+
+    Attributes:
+      bias: added to the scores to choose by (DeepSeek-V3); it has no gradient.
+      groups: experts are this many groups of consecutive ones.
+      top_groups: only experts of these many best groups are chosen.
+      group_score: a group's score is that of its `best` expert (DeepSeek-V2), or the sum of its `best_two` (V3).
+    """
+
+    bias: Float[Array, " E"] | None = None
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["best", "best_two"] = "best"
+
+
+UNBOUNDED = Selection()
+
+
+class Choice(NamedTuple):
+    """What a gate decides for T tokens.
+
+    Attributes:
+      experts: chosen experts, best first.
+      weights: of them.
+      scores: of them, among `probabilities`.
+      probabilities: scores of all experts, made to sum to 1 where they do not.
+    """
+
+    experts: Int[Array, "T k"]
+    weights: Float[Array, "T k"]
+    scores: Float[Array, "T k"]
+    probabilities: Float[Array, "T E"]
+
+
+def choose(
+    logits: Float[Array, "T E"], top_k: int, gate: str, selection: Selection = UNBOUNDED, scale: float = 1.0
+) -> Choice:
+    """Chooses `top_k` experts for every token.
+
+    Args:
+      logits: of the router, float32.
+      top_k: experts per token.
+      gate: a key of `GATES`.
+      selection: what bounds the choice.
+      scale: weights are multiplied by it.
+    """
+    assert logits.dtype == jnp.float32, logits.dtype
+    scores = GATES[gate].scores(logits)
+    if selection.bias is None and selection.groups == 1:
+        # Scores of two unequal logits can be rounded to the same number.
+        _, experts = jax.lax.top_k(logits, top_k)
+    else:
+        _, experts = jax.lax.top_k(_selection_scores(scores, selection), top_k)
+    of_chosen = jnp.take_along_axis(scores, experts, axis=-1)
+    weights = GATES[gate].weights(jnp.take_along_axis(logits, experts, axis=-1), of_chosen)
+    if scale != 1.0:
+        weights = weights * jnp.float32(scale)
+    if not GATES[gate].scores_sum_to_one:
+        total = jnp.sum(scores, axis=-1, keepdims=True)
+        scores, of_chosen = scores / total, of_chosen / total
+    return Choice(experts, weights, of_chosen, scores)
+
+
+def _selection_scores(scores: Float[Array, "T E"], selection: Selection) -> Float[Array, "T E"]:
+    """Scores to choose by: with the bias, and -inf for experts of groups that are not among the best."""
+    scores = jax.lax.stop_gradient(scores)
+    if selection.bias is not None:
+        scores = scores + jax.lax.stop_gradient(selection.bias)[None, :]
+    if selection.groups == 1:
+        return scores
+    grouped = scores.reshape(scores.shape[0], selection.groups, -1)
+    best = jax.lax.top_k(grouped, 1 if selection.group_score == "best" else 2)[0]
+    _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), selection.top_groups)
+    is_kept = jnp.any(kept[:, :, None] == jnp.arange(selection.groups)[None, None, :], axis=1)
+    return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def _softmax(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def _as_they_are(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+    return scores
+
+
+def _softmax_of_chosen(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+    weights = jax.nn.softmax(logits, axis=-1)
+    if logits.shape[1] == 2:
+        # Each rounded on its own, the two would not quite sum to 1. So the sum of two equal experts is one of them to
+        # the last bit, and an upcycled model starts as its dense model (METHODS 2.5).
+        weights = jnp.stack([weights[:, 0], 1.0 - weights[:, 0]], axis=1)
+    return weights
+
+
+def _xft(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+    first = scores[:, :1]
+    others = (jax.nn.softmax(scores, axis=-1) * first)[:, 1:]
+    # The best one gets p_1 less the others' weights, for the same reason: with 1 - p_1, all sum to 1.
+    return jnp.concatenate([first - jnp.sum(others, axis=1, keepdims=True), others], axis=1)
+
+
+def _renormalised(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+
+
+GATES: dict[str, Gate] = {
+    # Probabilities of the full softmax, not renormalised (OLMoE; DeRS eq. 1).
+    "softmax_topk": Gate(_softmax, _as_they_are, scores_sum_to_one=True),
+    # Softmax over the kept logits, which is the full one renormalised (Mixtral, PESC).
+    "topk_softmax": Gate(_softmax, _softmax_of_chosen, scores_sum_to_one=True, weights_sum_to_one=True),
+    # p_1 of the full softmax (Switch): `softmax_topk` with one expert per token.
+    "top1": Gate(_softmax, _as_they_are, scores_sum_to_one=True),
+    # Softmax over the kept probabilities, times p_1 (XFT, beside a universal FFN).
+    "coder": Gate(_softmax, _xft, scores_sum_to_one=True),
+    # Every expert by itself, not renormalised (Llama 4).
+    "sigmoid_topk": Gate(jax.nn.sigmoid, _as_they_are),
+    # The same, renormalised over the kept ones (DeepSeek-V3).
+    "topk_sigmoid": Gate(jax.nn.sigmoid, _renormalised, weights_sum_to_one=True),
+}
+
+
+def register_gate(name: str, gate: Gate) -> None:
+    """Makes a gate known by a name.
+
+    Raises:
+      ValueError: if there is one of that name already.
+    """
+    if name in GATES:
+        raise ValueError(f"there is a gate {name!r} already; choose another name")
+    GATES[name] = gate
+
+
+def weights_are_constant(gate: str, top_k: int, num_experts: int) -> bool:
+    """Whether the chosen expert has weight 1 whatever the logits are, although there is a choice.
+
+    A single weight that is made to sum to 1 is 1: no gradient of the task reaches the router, only that of auxiliary
+    losses.
+    """
+    return GATES[gate].weights_sum_to_one and top_k == 1 < num_experts

@@ -1,0 +1,121 @@
+"""Gates against NumPy in float64: scores, selection, weights; and gates that are registered from outside."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.functional import gates
+from moe_jax.functional.gates import GATES, Gate, Selection, choose, register_gate
+from moe_jax.functional.routing import route
+from moe_jax.models import FFNConfig, MoEConfig
+
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+chosen_by = jax.jit(choose, static_argnames=("top_k", "gate", "scale"))
+
+
+def softmax(x):
+    p = np.exp(x - x.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def weights_of(gate, kept_logits, kept):
+    """From the logits and scores of the chosen experts."""
+    if gate in ("softmax_topk", "top1", "sigmoid_topk"):
+        return kept
+    if gate == "coder":
+        return softmax(kept) * kept[:, :1]
+    return kept / kept.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("gate", GATES)
+def test_choice_and_weights(gate, top_k):
+    @settings(max_examples=10)
+    @given(seed=st.integers(0, 10**6), scale=st.sampled_from([1.0, 2.5]))
+    def check(seed, scale):
+        logits = np.random.default_rng(seed).standard_normal((7, 5)).astype(np.float32)
+        got = chosen_by(jnp.asarray(logits), top_k, gate, scale=scale)
+        logits = logits.astype(np.float64)
+        scores = 1 / (1 + np.exp(-logits)) if "sigmoid" in gate else softmax(logits)
+        experts = np.argsort(-logits, axis=-1, kind="stable")[:, :top_k]
+        kept = np.take_along_axis(scores, experts, -1)
+        np.testing.assert_array_equal(got.experts, experts)
+        expected = scale * weights_of(gate, np.take_along_axis(logits, experts, -1), kept)
+        np.testing.assert_allclose(got.weights, expected, rtol=1e-5)
+        total = scores.sum(-1, keepdims=True)
+        np.testing.assert_allclose(got.probabilities, scores / total, rtol=1e-5)
+        np.testing.assert_allclose(got.scores, kept / total, rtol=1e-5)
+
+    check()
+
+
+@pytest.mark.parametrize("group_score", ["best", "best_two"])
+@pytest.mark.parametrize("gate", ["softmax_topk", "topk_sigmoid"])
+def test_bias_and_groups_bound_the_choice_and_not_the_weights(gate, group_score):
+    limited = jax.jit(
+        lambda logits, bias: choose(logits, 3, gate, Selection(bias, groups=4, top_groups=2, group_score=group_score))
+    )
+
+    @settings(max_examples=20)
+    @given(seed=st.integers(0, 10**6))
+    def check(seed):
+        rng = np.random.default_rng(seed)
+        logits, bias = rng.standard_normal((6, 12)).astype(np.float32), rng.standard_normal(12).astype(np.float32)
+        got = limited(jnp.asarray(logits), jnp.asarray(bias))
+        scores = 1 / (1 + np.exp(-np.float64(logits))) if "sigmoid" in gate else softmax(np.float64(logits))
+        for t in range(6):
+            by_group = (scores[t] + bias).reshape(4, 3)
+            count = 1 if group_score == "best" else 2
+            best = np.argsort(-np.sort(by_group, axis=1)[:, -count:].sum(1))[:2]
+            allowed = [3 * g + i for g in best for i in range(3)]
+            experts = sorted(allowed, key=lambda e, t=t: -(scores[t] + bias)[e])[:3]
+            np.testing.assert_array_equal(got.experts[t], experts)
+            expected = scores[t][experts]
+            expected = expected / expected.sum() if gate == "topk_sigmoid" else expected
+            np.testing.assert_allclose(got.weights[t], expected, rtol=1e-5)
+
+    check()
+
+
+def test_the_bias_has_no_gradient_and_the_logits_have():
+    logits = jax.random.normal(jax.random.key(0), (5, 4))
+
+    def total(logits, bias):
+        weights = choose(logits, 2, "topk_sigmoid", Selection(bias)).weights
+        return jnp.sum(weights * jnp.array([[1.0, -2.0]]))
+
+    of_logits, of_bias = jax.grad(total, argnums=(0, 1))(logits, jnp.ones(4))
+    assert jnp.max(jnp.abs(of_logits)) > 1e-3
+    np.testing.assert_array_equal(of_bias, 0.0)
+
+
+def test_auxiliary_losses_of_a_sigmoid_gate_are_of_normalised_scores():
+    logits = jax.random.normal(jax.random.key(0), (16, 4))
+    _, stats = route(logits, 2, "topk_sigmoid")
+    scores = 1 / (1 + np.exp(-np.float64(logits)))
+    shares = (scores / scores.sum(-1, keepdims=True)).mean(0)
+    chosen = np.argsort(-np.asarray(logits), axis=-1)[:, :2]
+    load = np.bincount(chosen.ravel(), minlength=4) / chosen.size
+    np.testing.assert_allclose(stats.balance, 4 * np.sum(load * shares), rtol=1e-5)
+    np.testing.assert_allclose(jnp.sum(stats.probability), 1.0, rtol=1e-5)
+
+
+def test_a_gate_can_be_registered(monkeypatch):
+    monkeypatch.setattr(gates, "GATES", dict(GATES))
+    even = Gate(lambda logits: jax.nn.softmax(logits, axis=-1), lambda _, kept: jnp.full_like(kept, 0.25))
+    with pytest.raises(ValueError, match="there is a gate 'top1' already"):
+        register_gate("top1", even)
+    register_gate("even", even)
+    assert route(jnp.zeros((3, 4)), 2, "even")[0].weights.tolist() == [[0.25, 0.25]] * 3
+
+
+def test_a_registered_gate_can_be_named_in_a_config():
+    register_gate("test-even", GATES["softmax_topk"])
+    try:
+        assert MoEConfig(expert=FFNConfig(dim=4), num_experts=2, top_k=1, gate="test-even").weighting == "test-even"
+    finally:
+        del GATES["test-even"]
