@@ -14,6 +14,7 @@ from moe_jax.models import (
     ModelConfig,
     MoEConfig,
     RopeConfig,
+    SelectionConfig,
     config_from_json,
     config_to_json,
 )
@@ -21,6 +22,13 @@ from moe_jax.models import (
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=7, qk_norm="head")
 FFN = FFNConfig(dim=24)
 MOE = MoEConfig(expert=FFN, num_experts=4, top_k=2, bank=BankConfig(kind="sparse", rate=0.9, train_base=False))
+SHARED = dataclasses.replace(
+    MOE,
+    gate="topk_sigmoid",
+    gate_scale=2.5,
+    universal="sigmoid",
+    selection=SelectionConfig(bias=True, groups=2, group_score="best_two"),
+)
 CONFIG = ModelConfig(
     family="llama",
     vocab_size=32,
@@ -47,7 +55,7 @@ def test_json_of_layers_that_are_not_llamas():
     cross = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, mask="bidirectional", source_dim=6)
     layers = (
         LayerConfig(attention=own, mlp=FFN, parallel=True, shared_norm=True),
-        LayerConfig(attention=ATTENTION, mlp=FFN, cross=cross, norm_position="both"),
+        LayerConfig(attention=ATTENTION, mlp=SHARED, cross=cross, norm_position="both"),
     )
     config = dataclasses.replace(
         CONFIG, layers=layers, norm="none", final_norm=False, learned_positions=True, num_classes=3, logit_soft_cap=9.0
@@ -73,7 +81,7 @@ def test_older_files_say_in_two_flags_which_projections_have_biases():
         (lambda d: d.pop("d_model"), "key 'd_model' is missing, expected an integer"),
         (lambda d: d.pop("segments"), "key 'segments' is missing, expected a list, each item an object"),
         (lambda d: d["segments"][0]["pattern"][0].pop("ffn"), r"pattern\[0\]: a layer has either 'ffn' or 'moe'"),
-        (lambda d: d["segments"][0]["pattern"][1]["moe"].update(gate="topk"), "moe.gate: .*, got the string .topk."),
+        (lambda d: d["segments"][0]["pattern"][1]["moe"].update(gate="topk"), r"\[1\].moe: unknown gate 'topk' .did"),
         (lambda d: d["rope"].update(scaling="ntk"), "rope.scaling: expected one of .*'llama3', got the string .ntk."),
         (lambda d: d.update(d_model="16"), "d_model: expected an integer, got the string .16."),
         (lambda d: d.update(bos_id=True), "bos_id: expected an integer, got the boolean true"),
@@ -124,6 +132,15 @@ def test_quantised_experts_of_the_first_version_are_refused(bank):
         (lambda: MoEConfig(expert=FFN, num_experts=2, top_k=3), "top_k=3 is above num_experts=2"),
         (lambda: MoEConfig(expert=FFN, num_experts=4, top_k=2, gate="top1"), "routes to one expert"),
         (lambda: MoEConfig(expert=FFN, num_experts=4, top_k=2, capacity_factor=0.0), "above 0"),
+        (lambda: SelectionConfig(groups=2, top_groups=3), "top_groups=3 is above groups=2"),
+        (lambda: dataclasses.replace(MOE, selection=SelectionConfig(groups=3)), "4 experts cannot be divided into"),
+        (lambda: dataclasses.replace(MOE, selection=SelectionConfig(groups=4)), "have 1 experts, top_k=2"),
+        (
+            lambda: dataclasses.replace(MOE, selection=SelectionConfig(groups=4, top_groups=2, group_score="best_two")),
+            "'best_two' needs two",
+        ),
+        (lambda: dataclasses.replace(MOE, universal="coder", selection=SelectionConfig(bias=True)), "leave selection"),
+        (lambda: dataclasses.replace(MOE, universal="med", gate="top1", top_k=1), "does not go with universal 'med'"),
         (lambda: BankConfig(kind="low-rank"), "bank kind 'low-rank' lacks its rank"),
         (lambda: BankConfig(kind="low-rank", rank=0), "rank=0 must be at least 1"),
         (lambda: BankConfig(kind="sparse", rate=1.0), r"must lie in \[0, 1\)"),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.functional.ffn import ffn
-from moe_jax.models import BankConfig, FFNConfig, MoEConfig
+from moe_jax.models import BankConfig, FFNConfig, MoEConfig, SelectionConfig
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
 from tests.numerics import assert_close, gradients_and_output
@@ -35,6 +35,10 @@ CONFIGS = {
     "coder-sparse-extended": config("coder", GATED, SPARSE, extended=True),
     "med-sparse": config("med", PLAIN, SPARSE),
     "med-low-rank-extended": config("med", GATED, extended=True),
+    # Shared experts beside gates that are none of theirs.
+    "one-beside-sigmoid-scores": dataclasses.replace(config("one", PLAIN), gate="topk_sigmoid", gate_scale=2.5),
+    "sigmoid-full": config("sigmoid", GATED, BankConfig()),
+    "sigmoid-low-rank-extended": dataclasses.replace(config("sigmoid", PLAIN, extended=True), gate="softmax_topk"),
 }
 
 
@@ -54,11 +58,15 @@ def per_ffn_reference(moe, x):
         logits = jnp.tanh(tokens @ moe.router.hidden.kernel[...]) @ moe.router.out.kernel[...]
     else:
         logits = tokens @ moe.router.kernel[...]
-    p = jax.nn.softmax(logits, axis=-1)
+    p = jax.nn.sigmoid(logits) if moe.config.gate == "topk_sigmoid" else jax.nn.softmax(logits, axis=-1)
     best, chosen = jax.lax.top_k(p, moe.config.top_k)
     coder = moe.config.universal == "coder"
     routed = jax.nn.softmax(best, axis=-1) * best[:, :1] if coder else best
+    if moe.config.weighting in ("topk_softmax", "topk_sigmoid"):
+        routed = moe.config.gate_scale * best / jnp.sum(best, axis=-1, keepdims=True)
     weight = 1.0 - best[:, 0] if coder else jnp.ones(len(tokens))
+    if moe.config.universal == "sigmoid":
+        weight = jax.nn.sigmoid(tokens @ moe.router.universal.kernel[...])[:, 0]
     outputs = [ffn(tokens, bank.kernels(i), bank.biases(i), bank.expert.activation) for i in range(bank.num_experts)]
     universal = outputs.pop() if moe.config.extended else moe.universal(tokens)
     member = jax.nn.one_hot(chosen, 3, dtype=jnp.float32) * routed[..., None]
@@ -84,6 +92,9 @@ def layer_program(moe_config, reference):
         ("med-sparse", 1),
         ("med-sparse", 2),
         ("med-low-rank-extended", 3),
+        ("one-beside-sigmoid-scores", 2),
+        ("sigmoid-full", 2),
+        ("sigmoid-low-rank-extended", 2),
     ],
 )
 def test_a_layer_equals_one_ffn_per_expert(name, top_k):
@@ -101,7 +112,7 @@ def test_a_layer_equals_one_ffn_per_expert(name, top_k):
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("name", ["coder-low-rank-extended", "med-sparse"])
+@pytest.mark.parametrize("name", ["coder-low-rank-extended", "med-sparse", "sigmoid-full"])
 def test_a_layer_over_a_mesh_equals_one_device(name, axes):
     """With noise in the router, which must not depend on the mesh."""
     moe_config = CONFIGS[name]
@@ -154,6 +165,22 @@ def test_a_key_adds_noise_to_the_coder_router_and_to_nothing_else():
     assert jnp.max(jnp.abs(noisy - calm)) > 1e-3 and jnp.max(jnp.abs(noisy - other)) > 1e-3
     med = nnx.merge(*random_moe(CONFIGS["med-sparse"]))
     np.testing.assert_array_equal(med(x)[0], med(x, None, jax.random.key(0))[0])
+
+
+def test_a_bias_of_selection_changes_whom_a_token_goes_to_and_is_not_trained():
+    biased = SelectionConfig(bias=True)
+    moe_config = dataclasses.replace(CONFIGS["sigmoid-full"], selection=biased, top_k=1, gate="top1")
+    moe = nnx.merge(*random_moe(moe_config))
+    assert "selection_bias" in nnx.state(moe)["router"] and "selection_bias" not in nnx.state(moe, nnx.Param)["router"]
+    x = jax.random.normal(jax.random.key(0), (1, 9, D_MODEL))
+    assert jnp.max(moe(x)[1][0].load) < 1.0
+    moe.router.selection_bias[...] = jnp.array([0.0, 0.0, 2.0])
+    y, (stats,) = moe(x)
+    np.testing.assert_array_equal(stats.load, [0.0, 0.0, 1.0])
+    p = jax.nn.softmax(x @ moe.router.kernel[...], axis=-1)[..., 2:]
+    weight = jax.nn.sigmoid(x @ moe.router.universal.kernel[...])
+    expected = p * ffn(x, moe.experts.kernels(2), {}, GATED.activation) + weight * moe.universal(x)
+    assert_close(y, expected)
 
 
 def test_bfloat16_is_within_its_rounding():

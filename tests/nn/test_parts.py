@@ -9,9 +9,13 @@ import pytest
 from flax import nnx
 
 from moe_jax.errors import InputError
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
+from moe_jax.loading import load_model
+from moe_jax.model_dir import ModelDirectory
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig, SelectionConfig
 from moe_jax.nn import Decoder, Embed, Head, Stack, init_cache
+from moe_jax.plan import make_plan, trained_leaves
 from tests.nn import plain_transformer as plain
+from tests.upcycle.conftest import random_leaves, write_model
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -226,6 +230,32 @@ def test_padding_reaches_the_router_of_a_padded_prompt():
     padded = model(tokens, positions=positions, valid=valid, caches=init_cache(config, 1, 9, jnp.float32))
     cut = model(tokens[:, :4])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), padded.router, cut.router)
+
+
+def test_a_model_of_many_kinds_of_parts_is_written_and_read(tmp_path):
+    """Cross-attention, learned positions, a shared expert, and a bias of selection, which keeps its dtype."""
+    moe = MoEConfig(
+        expert=GATED,
+        num_experts=4,
+        top_k=2,
+        gate="topk_sigmoid",
+        selection=SelectionConfig(bias=True, groups=2, group_score="best_two"),
+        universal="sigmoid",
+    )
+    layers = (dataclasses.replace(DECODER.layers[0], mlp=moe), DECODER.layers[1])
+    config = dataclasses.replace(DECODER, layers=layers, dtype="bfloat16")
+    leaves, bias = random_leaves(config), "layers/0/mlp/router/selection_bias"
+    leaves[bias] = np.random.default_rng(0).standard_normal(4).astype(np.float32)
+    source = ModelDirectory(write_model(tmp_path / "model", config, leaves))
+    assert source.config == config
+    model = load_model(source, param_dtype="bfloat16")
+    router = model.stack.segments[0].blocks[0].mlp.router
+    assert router.selection_bias[...].dtype == jnp.float32 and router.kernel[...].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(router.selection_bias[0], leaves[bias])
+    assert trained_leaves(config) == leaves.keys() - {bias}
+    plan = make_plan(config)
+    assert plan.total_params == sum(leaf.size for leaf in leaves.values())
+    assert plan.router_params == 16 * (4 + 1) + 4
 
 
 @pytest.mark.parametrize(
