@@ -112,10 +112,10 @@ class MoEConfig:
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
         assignments of a sequence of n tokens, padding not counted; the others are dropped (residual only).
-      universal: an FFN that sees every token, also called a shared expert, and how it is weighted. `one`: its weight is
-        1, and `sigmoid`: the sigmoid of a linear map of the token (Qwen2-MoE), both beside any gate. Two bring a gate of
-        their own (METHODS 2.4): `coder`, the router is XFT's gate network and all weights sum to 1; `med`, its weight is
-        1 beside `softmax_topk`. `none`: there is none.
+      universal: an FFN that sees every token, also called a shared expert, and how it is weighted. With `one` its
+        weight is 1; with `sigmoid`, the sigmoid of a linear map of the token (Qwen2-MoE). Both go with any gate. Two
+        bring their own (METHODS 2.4): with `coder` the router is XFT's gate network, and all weights sum to 1; with
+        `med` its weight is 1, beside `softmax_topk`. `none`: there is none.
       extended: the universal FFN is not a separate FFN but the last delta of the bank, over the base that the experts
         share.
       universal_dim: hidden width of a universal FFN beside the bank; None: that of an expert. Compressed experts can
