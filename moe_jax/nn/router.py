@@ -10,20 +10,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.experts.config import LoRAConfig
-from moe_jax.experts.variables import Leaves
+from moe_jax.experts.variables import Fixed, Leaves
 from moe_jax.functional.universal import add_noise, coder_logits
 from moe_jax.nn.layers import Linear
-
-
-class SelectionBias(nnx.Variable):
-    """Added to scores to choose experts by: float32, and never trained by a gradient."""
 
 
 class LinearRouter(Linear):
     """`x W`; kernel [d, E], perhaps with LoRA beside it.
 
-    With `selection_bias` there is one, [E], zero at first. With `weighs_universal` a kernel of its own, `universal`
-    [d, 1], makes the logit of a universal FFN's weight.
+    With `selection_bias` there is one, [E], float32, zero at first and trained by no gradient. With `weighs_universal`
+    a kernel of its own, `universal` [d, 1], makes the logit of a universal FFN's weight.
     """
 
     def __init__(
@@ -39,7 +35,7 @@ class LinearRouter(Linear):
     ):
         super().__init__((d_model, num_experts), lora=lora, rngs=rngs, dtype=dtype)
         if selection_bias:
-            self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32))
+            self.selection_bias = Fixed(jnp.zeros(num_experts, jnp.float32))
         if weighs_universal:
             self.universal = Linear((d_model, 1), rngs=rngs, dtype=dtype)
 
