@@ -6,6 +6,7 @@ from typing import Any
 
 from moe_jax.errors import InputError, raise_if_any
 from moe_jax.experts import AdapterExperts, BankConfig
+from moe_jax.experts.forms.by_name import delta_options, form_named, form_of_option
 from moe_jax.upcycle.options import PESC, UpcycleOptions, parse_delta
 from moe_jax.upcycle.rest import parse_rest
 
@@ -100,10 +101,12 @@ def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
 
 def _delta_problems(method: str | None, delta: str | None) -> list[str]:
     """Problems of `delta` with a method that has deltas or copies."""
-    if method == "vanilla" and delta not in (None, "full"):
+    over_base = delta is not None and form_of_option(delta).over_base
+    if method == "vanilla" and over_base:
         return [f"its experts are copies, and --delta {delta} is another kind; use --method ders"]
-    if method == "ders" and delta in (None, "full"):
-        return ["--delta is missing: low-rank:R or sparse:RATE"]
+    if method == "ders" and not over_base:
+        offered = [option for kind, option in delta_options().items() if form_named(kind).over_base]
+        return [f"--delta is missing: {' or '.join(offered)}"]
     if method not in (None, "vanilla", "ders"):
         return [f"unknown method {method!r}; it is one of vanilla, ders, pesc"]
     return []

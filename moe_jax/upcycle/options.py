@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from moe_jax.errors import InputError, check_member, nearest, raise_if_any
+from moe_jax.errors import InputError, check_member, raise_if_any
 from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig
-from moe_jax.experts.forms.by_name import form_named, registered
+from moe_jax.experts.forms.by_name import form_of_option
 from moe_jax.functional.gates import GATES
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
@@ -58,27 +58,12 @@ def parse_delta(text: str, *, freeze_base: bool = False) -> BankConfig:
     """Reads `full`, `low-rank:R`, `sparse:RATE`, or what other forms say of themselves.
 
     Raises:
-      InputError: for anything else, a rank or rate out of range, or a frozen base where there is none.
+      InputError: for anything else, a number out of range, or a frozen base where there is none.
     """
-    kind, colon, number = text.partition(":")
-    offered = delta_options()
-    if kind not in offered or bool(number) != (":" in offered[kind]) or bool(colon) != bool(number):
-        hint = "" if kind in offered else nearest(kind, offered)
-        raise InputError(f"unknown --delta {text!r}{hint}; it is one of {', '.join(offered.values())}")
-    form = form_named(kind)
+    form = form_of_option(text)
     if freeze_base and not form.over_base:
-        raise InputError(f"--freeze-base needs a shared base, and --delta {kind} has none: its experts are copies")
-    try:
-        return BankConfig(form.from_delta_option(number) if number else form(), train_base=not freeze_base)
-    except InputError:
-        raise
-    except ValueError as expected:
-        raise InputError(f"--delta {text!r}: expected {expected} after the colon") from None
-
-
-def delta_options() -> dict[str, str]:
-    """How `--delta` names the forms that a dense model can become, by their kinds: `low-rank` -> `low-rank:R`."""
-    return {form.kind: form.delta_option for form in registered() if form.delta_option is not None}
+        raise InputError(f"--freeze-base needs a shared base, and --delta {text} has none: its experts are copies")
+    return BankConfig(form, train_base=not freeze_base)
 
 
 def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from moe_jax.errors import InputError
-from moe_jax.experts.kernel_bank import make_bank
+from moe_jax.experts import make_bank, set_strategy
 from moe_jax.experts.linear import Linear
+from moe_jax.functional.keys import fold_in
 from moe_jax.functional.routing import Routing
 from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
@@ -111,6 +112,41 @@ def test_banks_over_a_mesh_equal_one_device(kind):
     with jax.set_mesh(mesh):
         got = jax.jit(lambda params, rest: loss_of(graphdef, rest, x, routed(0), target, False)(params))(params, rest)
     assert_close(got, expected)
+
+
+def with_dropped_out_base(bank, x, routing, key):
+    """The experts over a base whose products with dropout are given, one expert after another."""
+    base = {name: bank.base[name] for name in bank.expert.matrices}
+    stored = {name: linear.materialise() for name, linear in base.items()}
+    gate, up = (base[name](x, fold_in(key, index)) for index, name in enumerate(("gate", "up")))
+    hidden, outputs = [], []
+    for e in range(EXPERTS):
+        delta = {name: kernel - stored[name] for name, kernel in bank.kernels(e).items()}
+        hidden.append(jax.nn.silu(gate + x @ delta["gate"]) * (up + x @ delta["up"]))
+        outputs.append(hidden[-1] @ delta["down"])
+    h, y = (
+        jnp.sum(
+            jnp.take_along_axis(jnp.stack(array, axis=1), routing.experts[:, :, None], axis=1)
+            * routing.weights[:, :, None],
+            axis=1,
+        )
+        for array in (hidden, outputs)
+    )
+    return base["down"](h, fold_in(key, 2)) + y
+
+
+@pytest.mark.parametrize("strategy", ["auto", "synthesised", "factored-grouped"])
+@pytest.mark.parametrize("kind", ["low-rank", "sparse", "quantized"])
+def test_the_dropout_of_a_base_with_lora_is_applied_whatever_the_strategy(kind, strategy):
+    """Inside a synthesised kernel LoRA would be `W + A B`, and the rows would have no dropout."""
+    expert = FFNConfig(dim=24, lora=dataclasses.replace(LORA, dropout=0.5))
+    made = make_bank(BANKS[kind], expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    bank = nnx.merge(*randomised(made))
+    set_strategy(bank, strategy)
+    x, key = jax.random.normal(jax.random.key(5), (TOKENS, D_MODEL)), jax.random.key(6)
+    got = bank(x, routed(0), key)
+    assert_close(got, with_dropped_out_base(bank, x, routed(0), key), tolerance=2e-5)
+    assert float(jnp.max(jnp.abs(got - bank(x, routed(0))))) > 0.1
 
 
 @pytest.mark.parametrize("nf4", [False, True])

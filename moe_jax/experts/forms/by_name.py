@@ -59,6 +59,34 @@ def registered() -> tuple[type[ExpertForm], ...]:
     return tuple(_FORMS.values())
 
 
+def delta_options() -> dict[str, str]:
+    """How `upcycle --delta` names the forms that a dense model can become, by their kinds: low-rank -> low-rank:R."""
+    return {kind: form.delta_option for kind, form in _FORMS.items() if form.delta_option is not None}
+
+
+def form_of_option(text: str) -> ExpertForm:
+    """Reads what `upcycle --delta` was given, such as `low-rank:16`.
+
+    Raises:
+      InputError: for anything that `delta_options` does not name, or a number that is none or makes no sense.
+    """
+    kind, colon, number = text.partition(":")
+    offered = delta_options()
+    if kind not in offered or bool(colon) != (":" in offered[kind]) or bool(number) != bool(colon):
+        hint = "" if kind in offered else nearest(kind, offered)
+        raise InputError(f"unknown --delta {text!r}{hint}; it is one of {', '.join(offered.values())}")
+    form = _FORMS[kind]
+    if form.delta_number is None:
+        return form()
+    name, read = form.delta_number
+    try:
+        value = read(number)
+    except ValueError:
+        expected = "a whole number" if read is int else "a number"
+        raise InputError(f"--delta {text!r}: expected {expected} after the colon") from None
+    return form(**{name: value})
+
+
 def kinds_with(option: str) -> list[str]:
     """The kinds that have an option."""
     return [kind for kind, form in _FORMS.items() if option in {field.name for field in dataclasses.fields(form)}]

@@ -30,6 +30,7 @@ class JointLowRank(LowRank):
     """
 
     delta_option: ClassVar[str | None] = None
+    delta_number: ClassVar[tuple[str, type] | None] = None
     couples_matrices: ClassVar[bool] = True
     shared_leaves: ClassVar[tuple[str, ...]] = (NEURONS,)
 

@@ -31,22 +31,13 @@ class LowRank(KernelForm):
     """
 
     delta_option: ClassVar[str | None] = "low-rank:R"
+    delta_number: ClassVar[tuple[str, type] | None] = ("rank", int)
 
     rank: int
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise InputError(f"rank={self.rank} must be at least 1")
-
-    @classmethod
-    def from_delta_option(cls, number: str) -> "LowRank":
-        """See `ExpertForm`."""
-        try:
-            return cls(rank=int(number))
-        except InputError:
-            raise
-        except ValueError:
-            raise ValueError("a whole number") from None
 
     def check_fits(self, matrices: Mapping[str, Matrix]) -> None:
         """See `ExpertForm`."""

@@ -64,6 +64,7 @@ class ExpertForm(abc.ABC):
       has_expert_kernels: every expert is an FFN of its own, which could be stored as full kernels.
       needs_unit_weights: the weights of a token's experts have to sum to 1.
       delta_option: how `upcycle --delta` names it, such as `low-rank:R`; None: a dense model does not become this.
+      delta_number: name and type of the option that the number after the colon is.
     """
 
     kind: ClassVar[str] = ""
@@ -73,15 +74,7 @@ class ExpertForm(abc.ABC):
     has_expert_kernels: ClassVar[bool] = True
     needs_unit_weights: ClassVar[bool] = False
     delta_option: ClassVar[str | None] = None
-
-    @classmethod
-    def from_delta_option(cls, number: str) -> "ExpertForm":
-        """The form of `--delta kind:number`.
-
-        Raises:
-          ValueError: where the number cannot be read; it says what was expected.
-        """
-        raise NotImplementedError
+    delta_number: ClassVar[tuple[str, type] | None] = None
 
     def check_base(self, base: str) -> None:
         """Raises `InputError` where the form does not go with this choice of `BankConfig.base`."""

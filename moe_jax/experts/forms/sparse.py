@@ -52,6 +52,7 @@ class Sparse(KernelForm):
     """
 
     delta_option: ClassVar[str | None] = "sparse:RATE"
+    delta_number: ClassVar[tuple[str, type] | None] = ("rate", float)
 
     rate: float
     entries: int | tuple[int, ...] | None = None
@@ -68,16 +69,6 @@ class Sparse(KernelForm):
         if self.bits is not None and self.bits not in VALUE_BITS:
             raise InputError(f"bits={self.bits} must be one of {', '.join(map(str, VALUE_BITS))}")
         check_group_size(self.group_size)
-
-    @classmethod
-    def from_delta_option(cls, number: str) -> "Sparse":
-        """See `ExpertForm`."""
-        try:
-            return cls(rate=float(number))
-        except InputError:
-            raise
-        except ValueError:
-            raise ValueError("a number") from None
 
     @property
     def has_codes(self) -> bool:

@@ -1,0 +1,201 @@
+"""What every form answers, and that nothing outside `experts/` asks which form it is."""
+
+import ast
+import dataclasses
+import json
+import re
+import typing
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.commands.upcycle import UpcycleFlags
+from moe_jax.draws import stream
+from moe_jax.errors import InputError
+from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig, FFNConfig, make_bank
+from moe_jax.experts.forms import Full, JointLowRank, KernelForm, LowRank, Quantized, Sparse, ffn_matrices
+from moe_jax.experts.forms.by_name import delta_options, form_of_option, registered
+from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
+from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
+from moe_jax.sharding import leaf_spec, path_name
+from tests.conftest import ROOT
+
+EXPERTS, D_MODEL = 3, 16
+FFNS = {"gated": FFNConfig(dim=24), "plain": FFNConfig(dim=24, gated=False, bias=True)}
+FORMS = [
+    Full(),
+    LowRank(rank=2),
+    JointLowRank(rank=2),
+    Sparse(rate=0.8),
+    Sparse(rate=0.8, encoding="coo", bits=4, group_size=8),
+    Sparse(rate=0.5, encoding="bitmap"),
+    Quantized(bits=2, group_size=8),
+    Quantized(bits=3),
+]
+BANKS = [BankConfig(form) for form in FORMS]
+BANKS += [BankConfig(form, base="none") for form in FORMS[1:]]
+BANKS += [BankConfig(AdapterExperts(adapter=AdapterConfig(rank=2, activation="gelu")), train_base=False)]
+
+
+def describe(value):
+    return value.form.describe() + f", {value.base}" if isinstance(value, BankConfig) else str(value)
+
+
+def test_all_registered_forms_are_tried():
+    assert {type(bank.form) for bank in BANKS} == set(registered())
+
+
+@pytest.mark.parametrize("bank", BANKS, ids=describe)
+def test_a_config_is_written_flat_and_read_back(bank):
+    moe = MoEConfig(expert=FFNS["gated"], num_experts=EXPERTS, top_k=2, bank=bank)
+    attention = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
+    layers = (LayerConfig(attention=attention, mlp=moe),)
+    config = ModelConfig(family="llama", vocab_size=40, d_model=D_MODEL, max_positions=32, layers=layers)
+    written = json.loads(json.dumps(config_to_json(config)))
+    fields = written["segments"][0]["pattern"][0]["moe"]["bank"]
+    assert fields["kind"] == bank.form.kind and "form" not in fields
+    assert {field.name for field in dataclasses.fields(bank.form)} <= fields.keys()
+    assert config_from_json(written) == config
+    # A file of an earlier version names all options of all forms; positions were called places.
+    fields |= {name: None for name in ("rank", "rate", "entries", "bits", "adapter") if name not in fields}
+    fields["places"] = fields.pop("encoding", "csr")
+    assert config_from_json(written) == config
+    fields["rnk"] = 3
+    with pytest.raises(InputError, match="unknown key .*rnk"):
+        config_from_json(written)
+
+
+@pytest.mark.parametrize("ffn", FFNS)
+@pytest.mark.parametrize("bank", BANKS, ids=describe)
+def test_every_leaf_has_a_place_on_a_mesh_and_the_kind_it_says(bank, ffn):
+    made = nnx.eval_shape(
+        lambda: make_bank(bank, FFNS[ffn], EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.dtype("bfloat16"))
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(made)):
+        assert len(leaf_spec(f"layers/0/mlp/experts/{path_name(path)}")) <= len(leaf.shape), path_name(path)
+    if not isinstance(bank.form, KernelForm):
+        return
+    params = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.state(made, nnx.Param))}
+    folder = "delta/" if bank.form.over_base else ""
+    for name, matrix in ffn_matrices(FFNS[ffn], D_MODEL).items():
+        fresh = nnx.eval_shape(lambda matrix=matrix: bank.form.fresh(nnx.Rngs(0), matrix, (EXPERTS,), jnp.float32))
+        assert tuple(fresh) == bank.form.leaf_names(matrix) and fresh.keys() <= bank.form.stored_specs("in").keys()
+        for leaf, array in fresh.items():
+            assert (f"{folder}{name}/{leaf}" in params) == bank.form.is_trained(leaf, array)
+        shared = nnx.eval_shape(lambda: bank.form.fresh_shared(FFNS[ffn], (EXPERTS,), jnp.float32))
+        assert tuple(shared) == bank.form.shared_leaves
+        combined = jax.eval_shape(partial(bank.form.combine, matrix), fresh, shared)
+        for split in ("in", "out"):
+            specs = bank.form.specs(split)
+            assert specs.keys() == combined.keys()
+            assert all(len(specs[leaf]) == len(array.shape) for leaf, array in combined.items())
+
+
+@pytest.mark.parametrize(("ffn", "dtype"), [("gated", "float32"), ("plain", "bfloat16")])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_experts_made_from_a_dense_ffn_are_that_ffn(form, ffn, dtype):
+    random, bank = np.random.default_rng(0), BankConfig(form)
+    matrices = ffn_matrices(FFNS[ffn], D_MODEL)
+    kernels = {name: random.standard_normal(matrix.shape).astype(dtype) for name, matrix in matrices.items()}
+
+    def streams(name, purpose, expert):
+        return stream(0, purpose, matrices[name].index, expert)
+
+    leaves = dict(leaves_from_dense(bank, FFNS[ffn], EXPERTS, kernels, streams))
+    made = nnx.eval_shape(
+        lambda: make_bank(bank, FFNS[ffn], EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype))
+    )
+    expected = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(made))}
+    assert {path: (leaf.shape, leaf.dtype) for path, leaf in leaves.items()} == {
+        path: (leaf.shape, leaf.dtype) for path, leaf in expected.items() if not path.endswith("bias")
+    }
+    for name, matrix in matrices.items():
+        for kernel in expert_kernels(lambda path: leaves[path.removeprefix("bank/")], bank, "bank", matrix):
+            np.testing.assert_array_equal(kernel, kernels[name])
+
+
+def test_what_is_no_dense_ffn_is_refused():
+    kernels = {"up": np.zeros((16, 24)), "down": np.zeros((24, 16)), "gate": np.zeros((16, 24))}
+    for bank in (BANKS[-1], BankConfig(LowRank(rank=2), base="none")):
+        with pytest.raises(InputError, match="are not made from a dense FFN"):
+            dict(leaves_from_dense(bank, FFNS["gated"], EXPERTS, kernels, lambda *_: np.random.default_rng(0)))
+
+
+def test_delta_options_are_those_that_the_command_shows():
+    shown = typing.get_type_hints(UpcycleFlags, include_extras=True)["delta"].__metadata__[0].metavar
+    assert shown.split("|") == list(delta_options().values())
+    for option in delta_options().values():
+        kind, _, number = option.partition(":")
+        form = form_of_option(f"{kind}:{0.5 if number == 'RATE' else 2}" if number else kind)
+        assert form.kind == kind
+
+
+def test_a_form_or_its_kind():
+    assert BankConfig(LowRank(rank=4)) == BankConfig(kind="low-rank", rank=4, rate=None)
+    assert BankConfig() == BankConfig(Full())
+    for arguments, options in (((LowRank(rank=4),), {"rank": 4}), ((Full(),), {"kind": "full"})):
+        with pytest.raises(InputError, match="not both"):
+            BankConfig(*arguments, **options)
+    with pytest.raises(InputError, match="bank kind 'lowrank' .did you mean 'low-rank'"):
+        BankConfig(kind="lowrank")
+
+
+# ---- nobody else asks ----------------------------------------------------------------------------------------------
+
+
+def questions(source: str) -> list[str]:
+    """Where a program asks which form a bank has: by its kind, by a table of kinds, or by its class."""
+    kinds, classes = {form.kind for form in registered()}, {form.__name__ for form in registered()}
+    tree, shown, found = ast.parse(source), set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FormattedValue):  # a message may name the kind
+            shown |= {id(child) for child in ast.walk(node)}
+        if isinstance(node, ast.Assert):  # which says what is known, and chooses nothing
+            shown |= {id(child) for child in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in shown:
+            continue
+        if isinstance(node, ast.Attribute) and node.attr == "kind":
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if owner.rstrip("s") in ("bank", "form"):
+                found.append(f"{node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.Dict):
+            keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            if len(keys & kinds) > 1:
+                found.append(f"{node.lineno}: a table of {', '.join(sorted(keys & kinds))}")
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+            names = {getattr(name, "id", getattr(name, "attr", "")) for name in ast.walk(node.args[1])}
+            if names & classes and re.search("bank|form", ast.unparse(node.args[0])):
+                found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_nothing_outside_experts_asks_which_form_it_is():
+    found = []
+    for folder in ("moe_jax", "train", "convert"):
+        for file in (ROOT / folder).rglob("*.py"):
+            if "experts" not in file.relative_to(ROOT).parts:
+                found += [f"{file.relative_to(ROOT)}:{question}" for question in questions(file.read_text())]
+    assert not found, "a named property of the form or the bank says it better (moe_jax/experts/forms/protocol.py)"
+
+
+@pytest.mark.parametrize(
+    ("source", "asks"),
+    [
+        ("if moe.bank.kind == 'sparse': pass", True),
+        ("kind = layer.mlp.bank.form.kind", True),
+        ("f'{bank.kind} experts'", False),
+        ("MAKERS = {'low-rank': 1, 'sparse': 2}", True),
+        ("MAKERS = {'up': 1, 'quantized': 2}", False),
+        ("isinstance(bank.form, Sparse)", True),
+        ("assert isinstance(form, Sparse)", False),
+        ("self.kind == 'layer'", False),
+        ("rest.kind != 'full'", False),
+    ],
+)
+def test_what_counts_as_asking(source, asks):
+    assert bool(questions(source)) == asks
