@@ -28,9 +28,26 @@ if TYPE_CHECKING:
     from moe_jax.api.transform import export as export
     from moe_jax.api.transform import merge as merge
     from moe_jax.api.transform import upcycle as upcycle
+    from moe_jax.compress.alignment.barycenter import Barycenter as Barycenter
+    from moe_jax.compress.alignment.barycenter import free_support_barycenter as free_support_barycenter
     from moe_jax.errors import InputError as InputError
+    from moe_jax.experts import BankConfig as BankConfig
+    from moe_jax.experts import ExpertBank as ExpertBank
+    from moe_jax.experts import FFNConfig as FFNConfig
+    from moe_jax.experts import make_bank as make_bank
+    from moe_jax.experts.config import AdapterConfig as AdapterConfig
+    from moe_jax.experts.config import LoRAConfig as LoRAConfig
+    from moe_jax.functional.rope import RopeConfig as RopeConfig
+    from moe_jax.functional.routing import route as route
+    from moe_jax.models import AttentionConfig as AttentionConfig
+    from moe_jax.models import LayerConfig as LayerConfig
+    from moe_jax.models import ModelConfig as ModelConfig
+    from moe_jax.models import MoEConfig as MoEConfig
+    from moe_jax.models.config import PerftConfig as PerftConfig
     from moe_jax.nn.decoder import Decoder as Decoder
+    from moe_jax.nn.moe import MoE as MoE
     from moe_jax.train.evaluation import Evaluation as Evaluation
+    from moe_jax.train.recipe import Recipe as Recipe
 
 __version__ = "0.1.0"
 
@@ -40,12 +57,22 @@ _MODULES = {
     "api.run": ("Continuation", "ModelPlan", "evaluate", "generate", "plan"),
     "api.train": ("train",),
     "api.transform": ("adapt", "convert", "export", "merge", "upcycle"),
+    "compress.alignment.barycenter": ("Barycenter", "free_support_barycenter"),
     "errors": ("InputError",),
+    "experts": ("BankConfig", "ExpertBank", "FFNConfig", "make_bank"),
+    "experts.config": ("AdapterConfig", "LoRAConfig"),
+    "functional.rope": ("RopeConfig",),
+    "functional.routing": ("route",),
+    "models": ("AttentionConfig", "LayerConfig", "MoEConfig", "ModelConfig"),
+    "models.config": ("PerftConfig",),
     "nn.decoder": ("Decoder",),
+    "nn.moe": ("MoE",),
     "train.evaluation": ("Evaluation",),
+    "train.recipe": ("Recipe",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(_MODULE_OF)
+# Type checkers go by the imports above, which a test compares with this table.
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -251,7 +251,12 @@ class EvalSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run. All its outputs go to `run_dir`; `seed` determines everything random."""
+    """A run. All its outputs go to `run_dir`; `seed` determines everything random.
+
+        >>> from moe_jax.train.recipe import ModelSection
+        >>> moe_jax.Recipe(run_dir="run", model=ModelSection(path="moe-dir")).optimizer.learning_rate
+        0.0003
+    """
 
     run_dir: str
     model: ModelSection

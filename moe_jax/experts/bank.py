@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 class ExpertBank(nnx.Module, abc.ABC):
     """The experts of one layer. Nothing outside a bank asks which kind it is.
 
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> config, expert = moe_jax.BankConfig(kind="low-rank", rank=2), moe_jax.FFNConfig(dim=32)
+        >>> bank = moe_jax.make_bank(config, expert, 4, 16, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))
+        >>> isinstance(bank, moe_jax.ExpertBank)
+        True
+        >>> routing, _ = moe_jax.route(jnp.zeros((5, 4)), 2, "topk_softmax")
+        >>> bank(jnp.ones((5, 16)), routing).shape, bank.kernels(0)["up"].shape
+        ((5, 16), (16, 32))
+
     Attributes:
       config: what the bank is made of.
       expert: the shape of one expert.

@@ -14,6 +14,9 @@ from moe_jax.experts.forms.by_name import form_named, kinds_with
 class BankConfig:
     """What the experts of a layer are made of (METHODS 2.1-2.3, 4, 5, 6).
 
+        >>> moe_jax.BankConfig(kind="low-rank", rank=4).has_base, moe_jax.BankConfig().has_base
+        (True, False)
+
     Attributes:
       form: what every expert has of its own, with its options; see `experts.forms`.
       base: of forms that stand over one, whether it is stored; `none`: what the experts have of their own is all.

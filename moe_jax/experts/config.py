@@ -16,6 +16,9 @@ def _check_dropout(config: object) -> None:
 class AdapterConfig:
     """A bottleneck, `scale * act(h Down) Up` (METHODS 6, 7): LoRA's shape, or a parallel or sequential adapter's.
 
+        >>> moe_jax.AdapterConfig(rank=8, activation="gelu", scale=0.25).dropout
+        0.0
+
     Attributes:
       rank: width r of the bottleneck.
       activation: `none` (LoRA), or a key of `functional.ffn.ACTIVATION_FUNCTIONS`.
@@ -39,6 +42,9 @@ class AdapterConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """Products `scale * (x A) B` beside some of a module's kernels (Hu et al. 2021).
+
+        >>> moe_jax.LoRAConfig(rank=8, targets=("q", "v")).scale
+        2.0
 
     Attributes:
       rank: r.
@@ -68,6 +74,9 @@ class LoRAConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FFNConfig:
     """A feed-forward network: gated (gate, up, down) or plain (up, down).
+
+        >>> moe_jax.FFNConfig(dim=32).shapes(16)
+        {'gate': (16, 32), 'up': (16, 32), 'down': (32, 16)}
 
     Attributes:
       dim: hidden width f.

@@ -107,6 +107,12 @@ def make_bank(
 ) -> ExpertBank:
     """Makes a freshly initialised bank.
 
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> config, expert = moe_jax.BankConfig(kind="sparse", rate=0.75), moe_jax.FFNConfig(dim=32)
+        >>> moe_jax.make_bank(config, expert, 4, 16, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")).num_parameters()
+        3072
+
     Args:
       config: what the bank is made of.
       expert: the shape of one expert.

@@ -22,6 +22,9 @@ ROPE_SCALINGS = ("none", "linear", "dynamic", "yarn", "longrope", "llama3")
 class RopeConfig:
     """Rotary position embedding and its published scalings.
 
+        >>> moe_jax.RopeConfig(theta=500_000.0).scaling
+        'none'
+
     Attributes:
       theta: base of the frequencies.
       fraction: share of each head that is rotated, its first dimensions: 1 in Llama; 0: none are.

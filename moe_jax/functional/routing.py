@@ -64,6 +64,11 @@ def route(
 ) -> tuple[Routing, RouterStats]:
     """Chooses `top_k` experts for every token.
 
+        >>> import jax.numpy as jnp
+        >>> routing, stats = moe_jax.route(jnp.array([[0.0, 1.0, 3.0]]), 2, "topk_softmax")
+        >>> routing.experts.tolist(), round(float(routing.weights.sum()), 6)
+        ([[2, 1]], 1.0)
+
     Args:
       logits: router logits, float32.
       top_k: experts per token.

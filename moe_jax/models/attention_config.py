@@ -15,6 +15,9 @@ PROJECTIONS = ("q", "k", "v", "o")
 class AttentionConfig:
     """Grouped-query attention of one layer.
 
+        >>> moe_jax.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8).qk_norm
+        'none'
+
     Attributes:
       num_heads: query heads H.
       num_kv_heads: key/value heads, a divisor of H.

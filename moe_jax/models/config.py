@@ -26,6 +26,9 @@ VARIANTS = ("routed", "embedded", "dense", "single")
 class PerftConfig:
     """PEFT experts beside a frozen MoE (PERFT; METHODS 7).
 
+        >>> moe_jax.PerftConfig(variant="single", adapter=moe_jax.AdapterConfig(rank=8)).num_experts
+        1
+
     Attributes:
       variant: `routed` (R): M adapters with a router of their own; `embedded` (E): one adapter for every output of
         the MoE's router, with its weights; `dense` (D): M adapters that see every token; `single` (S): one of them.
@@ -99,6 +102,10 @@ class SelectionConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """A Mixture-of-Experts layer.
+
+        >>> shared = moe_jax.BankConfig(kind="low-rank", rank=4)
+        >>> moe_jax.MoEConfig(expert=moe_jax.FFNConfig(dim=32), num_experts=8, top_k=2, bank=shared).bank_experts
+        8
 
     Attributes:
       expert: shape of one expert.
@@ -256,6 +263,10 @@ class MoEConfig:
 class LayerConfig:
     """One layer: attention, perhaps cross-attention, then an FFN or an MoE, each with its norms.
 
+        >>> attention = moe_jax.AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
+        >>> moe_jax.LayerConfig(attention=attention, mlp=moe_jax.FFNConfig(dim=32)).mlp.activation
+        'silu'
+
     Attributes:
       attention: of the tokens to each other.
       mlp: the FFN or the MoE.
@@ -295,6 +306,12 @@ class LayerConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A model of three parts: embedding, stack of layers, head.
+
+        >>> attention = moe_jax.AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
+        >>> layers = (moe_jax.LayerConfig(attention=attention, mlp=moe_jax.FFNConfig(dim=32)),) * 2
+        >>> config = moe_jax.ModelConfig(family="llama", vocab_size=64, d_model=16, max_positions=64, layers=layers)
+        >>> config.num_layers, config.moe_layers
+        (2, ())
 
     Attributes:
       family: the foreign format that it was imported from and is exported to (`convert/families/`).

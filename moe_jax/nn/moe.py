@@ -1,5 +1,7 @@
 """The Mixture-of-Experts module: a router, a bank, and perhaps a universal FFN and PEFT experts."""
 
+import math
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
@@ -14,6 +16,7 @@ from moe_jax.models.config import MoEConfig
 from moe_jax.nn.layers import FFN
 from moe_jax.nn.perft import Perft
 from moe_jax.nn.router import CoderRouter, LinearRouter
+from moe_jax.nn.router_stats import router_losses
 
 
 class MoE(nnx.Module):
@@ -22,9 +25,26 @@ class MoE(nnx.Module):
     The universal FFN stands beside the bank, or with `extended` is the bank's last expert. Of merged experts the bank
     holds fewer than the router has outputs, and `groups` int32[E] says which one each output means. PEFT experts add to
     what all these give (METHODS 7).
+
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> config = moe_jax.MoEConfig(expert=moe_jax.FFNConfig(dim=32), num_experts=4, top_k=2)
+        >>> moe = moe_jax.MoE(config, 16, rngs=nnx.Rngs(0))
+        >>> y, stats = moe(jnp.ones((2, 5, 16)))
+        >>> y.shape, float(moe.auxiliary_loss(stats)) > 0
+        ((2, 5, 16), True)
     """
 
-    def __init__(self, config: MoEConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: MoEConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+        """Makes a layer with fresh parameters.
+
+        Args:
+          config: of the layer.
+          d_model: width of the activations.
+          rngs: random keys, stream `params`.
+          dtype: of the parameters.
+        """
+        dtype = jnp.dtype(dtype)
         self.config = config
         if config.universal == "coder":
             self.router = CoderRouter(d_model, config.num_experts, rngs=rngs, dtype=dtype)
@@ -48,12 +68,12 @@ class MoE(nnx.Module):
             self.perft = Perft(config.perft, d_model, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "B T d"], valid: Bool[Array, "B T"] | None = None, key: Array | None = None
-    ) -> tuple[Float[Array, "B T d"], tuple[RouterStats, ...]]:
+        self, x: Float[Array, "*B T d"], valid: Bool[Array, "*B T"] | None = None, key: Array | None = None
+    ) -> tuple[Float[Array, "*B T d"], tuple[RouterStats, ...]]:
         """Applies the layer. What it gives for a token depends on its own sequence alone, and on no padding.
 
         Args:
-          x: activations.
+          x: activations of any number of sequences.
           valid: tokens that are not padding, which goes to no expert and is in no statistic; None: all.
           key: the layer's random key in training; None: deterministic.
 
@@ -71,7 +91,7 @@ class MoE(nnx.Module):
             scale=self.config.gate_scale,
             valid=valid,
             capacity_factor=self.config.capacity_factor,
-            num_sequences=x.shape[0],
+            num_sequences=math.prod(x.shape[:-2]),
         )
         chosen = routing
         if self.config.merged_experts is not None:
@@ -89,6 +109,10 @@ class MoE(nnx.Module):
             return y.reshape(x.shape), (stats,)
         added, own_stats = self.perft(tokens, chosen, valid, keys.fold_in(key, keys.PERFT))
         return (y + added).reshape(x.shape), (stats, *own_stats)
+
+    def auxiliary_loss(self, stats: tuple[RouterStats, ...]) -> Float[Array, ""]:
+        """What is added to the loss in training (METHODS 1), float32; `stats` is what calling the layer gave."""
+        return router_losses(self.config, stats)
 
     def _selection(self) -> Selection:
         given = self.config.selection

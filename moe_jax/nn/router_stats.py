@@ -1,5 +1,6 @@
 """From what routers report to the auxiliary loss and the load of every layer."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -31,11 +32,12 @@ class RouterStatistics(NamedTuple):
 
 def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""]:
     """Sum over all routers of `balance_coef * balance + z_coef * z + cv_coef * cv` (METHODS 1), float32."""
-    total = jnp.zeros((), jnp.float32)
-    for position, stats in zip(_routers(config), router, strict=True):
-        losses = position.balance_coef * stats.balance + position.z_coef * stats.z + position.cv_coef * stats.cv
-        total = total + jnp.sum(losses)
-    return total
+    return _weighted([position.coefficients for position in _routers(config)], router)
+
+
+def router_losses(moe: MoEConfig, stats: Sequence[RouterStats]) -> Float[Array, ""]:
+    """The same of the routers of one MoE layer."""
+    return _weighted(_coefficients(moe), stats)
 
 
 def load_per_layer(config: ModelConfig, router: StackedStats) -> dict[int, Float[Array, " E"]]:
@@ -61,9 +63,31 @@ class _Router(NamedTuple):
 
     layers: list[int]
     of_perft: bool
-    balance_coef: float
-    z_coef: float
-    cv_coef: float
+    coefficients: "_Coefficients"
+
+
+class _Coefficients(NamedTuple):
+    """Of the auxiliary losses of a router."""
+
+    balance: float
+    z: float
+    cv: float
+
+
+def _coefficients(moe: MoEConfig) -> list[_Coefficients]:
+    """Of every router of an MoE layer, in the order in which they report."""
+    found = [_Coefficients(moe.balance_coef, moe.z_coef, moe.cv_coef)]
+    if moe.perft is not None and moe.perft.variant == "routed":
+        found.append(_Coefficients(moe.perft.balance_coef, moe.perft.z_coef, 0.0))
+    return found
+
+
+def _weighted(coefficients: Sequence[_Coefficients], routers: Sequence[RouterStats]) -> Float[Array, ""]:
+    total = jnp.zeros((), jnp.float32)
+    for coefficient, stats in zip(coefficients, routers, strict=True):
+        losses = coefficient.balance * stats.balance + coefficient.z * stats.z + coefficient.cv * stats.cv
+        total = total + jnp.sum(losses)
+    return total
 
 
 def _routers(config: ModelConfig) -> list[_Router]:
@@ -73,8 +97,7 @@ def _routers(config: ModelConfig) -> list[_Router]:
         for position, layer in enumerate(segment.pattern):
             if not isinstance(layer.mlp, MoEConfig):
                 continue
-            moe, layers = layer.mlp, [segment.layer(repeat, position) for repeat in range(segment.repeats)]
-            routers.append(_Router(layers, False, moe.balance_coef, moe.z_coef, moe.cv_coef))
-            if moe.perft is not None and moe.perft.variant == "routed":
-                routers.append(_Router(layers, True, moe.perft.balance_coef, moe.perft.z_coef, 0.0))
+            layers = [segment.layer(repeat, position) for repeat in range(segment.repeats)]
+            for index, coefficients in enumerate(_coefficients(layer.mlp)):
+                routers.append(_Router(layers, index > 0, coefficients))
     return routers

@@ -1,8 +1,10 @@
 """Every name of the public API has a docstring with an example that runs."""
 
+import ast
 import doctest
 import importlib
 import inspect
+import pathlib
 
 import pytest
 
@@ -31,3 +33,14 @@ def test_verbs_stay_public_whatever_room_of_the_same_name_is_imported():
         except ModuleNotFoundError:
             continue
         assert room is not verb and getattr(moe_jax, name) is verb
+
+
+def test_type_checkers_see_the_names_that_are_imported_late():
+    """The imports under TYPE_CHECKING are the table of what `__getattr__` imports."""
+    tree = ast.parse(pathlib.Path(moe_jax.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname: f"{node.module}.{alias.name}" for node in block.body for alias in node.names}
+    for name in moe_jax.__all__:
+        module, _, original = seen.pop(name).rpartition(".")
+        assert original == name and getattr(importlib.import_module(module), name) is getattr(moe_jax, name)
+    assert not seen

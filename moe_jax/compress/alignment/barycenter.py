@@ -38,6 +38,12 @@ _MAX_ROUNDS_SMALL, _MAX_ROUNDS_LARGE = 100, 5
 class Barycenter(NamedTuple):
     """A barycenter, and the orders in which the clouds are nearest to it.
 
+        >>> import numpy as np
+        >>> cloud = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 5.0]], np.float32)
+        >>> found = moe_jax.free_support_barycenter([cloud, cloud[[2, 0, 1]]])
+        >>> np.array_equal(cloud[found.permutations[0]], cloud[[2, 0, 1]][found.permutations[1]])
+        True
+
     Attributes:
       points: float32[n, D].
       permutations: int32[E, n]; `clouds[k][permutations[k]]` is aligned with the points.
@@ -69,7 +75,12 @@ def free_support_barycenter(
     seed: int = 0,
     progress: AlignmentProgress | None = None,
 ) -> Barycenter:
-    """Computes the barycenter.
+    """Computes the free-support Wasserstein barycenter of point clouds of equal size.
+
+        >>> import numpy as np
+        >>> clouds = [np.array([[0.0], [10.0]], np.float32), np.array([[12.0], [2.0]], np.float32)]
+        >>> np.sort(moe_jax.free_support_barycenter(clouds).points, axis=0).tolist()
+        [[1.0], [11.0]]
 
     Neither the order of the clouds nor that of their points changes anything in the result but the permutations.
 

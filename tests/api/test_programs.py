@@ -1,0 +1,74 @@
+"""The programs in examples/, and the program in README.md."""
+
+import importlib.util
+import re
+import runpy
+import sys
+
+import numpy as np
+
+import moe_jax
+from tests.conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def main_of(name: str):
+    """The `main` of an example."""
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def test_every_example_is_tested_and_says_how_to_run_it():
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {"moe_layer", "upcycle", "compress_layer", "barycenter"}
+    for file in EXAMPLES.glob("*.py"):
+        assert f"python examples/{file.name}" in file.read_text()
+
+
+def test_an_moe_layer_learns_inside_another_model(capsys):
+    first, last = main_of("moe_layer")(steps=60)
+    assert last < 0.1 * first
+    assert "balance loss" in capsys.readouterr().out
+
+
+def test_upcycling_in_memory_and_training_lower_the_perplexity(capsys):
+    before, after = main_of("upcycle")()
+    assert before > 60 and after < 10
+    assert "exported config.json, lineage.json, model.safetensors" in capsys.readouterr().out
+
+
+def test_resmoe_finds_the_orders_of_the_neurons(capsys):
+    errors = main_of("compress_layer")()
+    assert errors["resmoe"] < 0.2 * errors["up"]
+    sizes = re.findall(r"-> ([\d,]+) bytes", capsys.readouterr().out)
+    assert len(sizes) == 2 and sizes[0] == sizes[1]
+
+
+def test_the_barycenter_is_nearer_than_the_noise(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["barycenter.py"])
+    plain, barycenter = main_of("barycenter")()
+    assert barycenter <= 3 * 0.05**2 < 0.01 * plain
+    runpy.run_path(str(EXAMPLES / "barycenter.py"), run_name="__main__")
+    assert "converged: True" in capsys.readouterr().out
+
+
+def test_the_program_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    moe_jax.save(moe_jax.tiny_model(), "llama-dir")
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    # Its numbers are those of a model of billions; this one has 16 neurons a layer and 2 layers.
+    program = program.replace("low-rank:16", "low-rank:2").replace('"steps": 100', '"steps": 3')
+    random = np.random.default_rng(0)
+    names = {"batches": [random.integers(0, 64, (2, 17))] * 3, "ids": random.integers(0, 64, 40)}
+    exec(compile(program, "README.md", "exec"), names)
+    assert (tmp_path / "hf-dir" / "model.safetensors").is_file() and (tmp_path / "moe-dir" / "params").is_dir()
+    assert "MoEs in 1" in capsys.readouterr().out
+
+
+def test_the_table_of_the_readme_names_what_is_public():
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## From Python")[2].partition("\n## ")[0]
+    verbs = re.findall(r"`(\w+)`", section.partition("| `Model`")[0].partition("|---|---|")[2])
+    assert len(verbs) == 12 and set(verbs) <= set(moe_jax.__all__)
