@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from moe_jax.compress.alignment.barycenter import Barycenter as Barycenter
     from moe_jax.compress.alignment.barycenter import free_support_barycenter as free_support_barycenter
     from moe_jax.errors import InputError as InputError
+    from moe_jax.experts import AdapterBank as AdapterBank
+    from moe_jax.experts import AdapterConfig as AdapterConfig
     from moe_jax.experts import BankConfig as BankConfig
     from moe_jax.experts import ExpertBank as ExpertBank
     from moe_jax.experts import FFNConfig as FFNConfig
+    from moe_jax.experts import KernelBank as KernelBank
+    from moe_jax.experts import LoRAConfig as LoRAConfig
     from moe_jax.experts import make_bank as make_bank
-    from moe_jax.experts.config import AdapterConfig as AdapterConfig
-    from moe_jax.experts.config import LoRAConfig as LoRAConfig
     from moe_jax.functional.rope import RopeConfig as RopeConfig
     from moe_jax.functional.routing import route as route
     from moe_jax.models import AttentionConfig as AttentionConfig
@@ -59,8 +61,16 @@ _MODULES = {
     "api.transform": ("adapt", "convert", "export", "merge", "upcycle"),
     "compress.alignment.barycenter": ("Barycenter", "free_support_barycenter"),
     "errors": ("InputError",),
-    "experts": ("BankConfig", "ExpertBank", "FFNConfig", "make_bank"),
-    "experts.config": ("AdapterConfig", "LoRAConfig"),
+    "experts": (
+        "AdapterBank",
+        "AdapterConfig",
+        "BankConfig",
+        "ExpertBank",
+        "FFNConfig",
+        "KernelBank",
+        "LoRAConfig",
+        "make_bank",
+    ),
     "functional.rope": ("RopeConfig",),
     "functional.routing": ("route",),
     "models": ("AttentionConfig", "LayerConfig", "MoEConfig", "ModelConfig"),

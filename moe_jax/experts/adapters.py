@@ -63,6 +63,12 @@ class Adapters(nnx.Module):
 class AdapterBank(ExpertBank):
     """PESC: `y = sum_i w_i (h + s act(h Down_i) Up_i)` with `h = FFN(x)`, computed once (Wu et al. 2024, section 3).
 
+        >>> from flax import nnx
+        >>> config = moe_jax.BankConfig(kind="adapter", adapter=moe_jax.AdapterConfig(rank=4, activation="gelu"))
+        >>> bank = moe_jax.make_bank(config, moe_jax.FFNConfig(dim=32), 4, 16, rngs=nnx.Rngs(0))
+        >>> isinstance(bank, moe_jax.AdapterBank), bank.adapters.down[...].shape
+        (True, (4, 16, 4))
+
     The weights sum to 1, which the config of the layer makes sure of: `h` therefore counts once, and before training
     the layer is its FFN to the last bit.
     """

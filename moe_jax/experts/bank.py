@@ -23,7 +23,7 @@ class ExpertBank(nnx.Module, abc.ABC):
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> config, expert = moe_jax.BankConfig(kind="low-rank", rank=2), moe_jax.FFNConfig(dim=32)
-        >>> bank = moe_jax.make_bank(config, expert, 4, 16, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))
+        >>> bank = moe_jax.make_bank(config, expert, 4, 16, rngs=nnx.Rngs(0))
         >>> isinstance(bank, moe_jax.ExpertBank)
         True
         >>> routing, _ = moe_jax.route(jnp.zeros((5, 4)), 2, "topk_softmax")

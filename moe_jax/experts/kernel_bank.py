@@ -26,6 +26,11 @@ from moe_jax.functional.routing import Routing
 class KernelBank(ExpertBank):
     """Whole kernels `gate`, `up` [E, d, f] and `down` [E, f, d]; or what every expert has of its own under `delta`.
 
+        >>> from flax import nnx
+        >>> full = moe_jax.make_bank(moe_jax.BankConfig(), moe_jax.FFNConfig(dim=32), 4, 16, rngs=nnx.Rngs(0))
+        >>> isinstance(full, moe_jax.KernelBank), full.num_parameters()
+        (True, 6144)
+
     The latter with `base` kernels [in, out], unless the config has none. Applied in one of two exact ways: *factored*,
     with the base products once per token, or *synthesised*, every kernel made tile by tile inside the grouped product.
     `experts.strategy` says which. No [E, in, out] array is made in either, forward or backward. A base with LoRA, or
@@ -103,14 +108,19 @@ class KernelBank(ExpertBank):
 
 
 def make_bank(
-    config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
+    config: BankConfig,
+    expert: FFNConfig,
+    num_experts: int,
+    d_model: int,
+    *,
+    rngs: nnx.Rngs,
+    dtype: jnp.dtype = jnp.float32,
 ) -> ExpertBank:
     """Makes a freshly initialised bank.
 
-        >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> config, expert = moe_jax.BankConfig(kind="sparse", rate=0.75), moe_jax.FFNConfig(dim=32)
-        >>> moe_jax.make_bank(config, expert, 4, 16, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")).num_parameters()
+        >>> moe_jax.make_bank(config, expert, 4, 16, rngs=nnx.Rngs(0)).num_parameters()
         3072
 
     Args:
@@ -122,4 +132,4 @@ def make_bank(
       dtype: dtype of the parameters.
     """
     bank = config.form.bank or KernelBank
-    return bank(config, expert, num_experts, d_model, rngs=rngs, dtype=dtype)
+    return bank(config, expert, num_experts, d_model, rngs=rngs, dtype=jnp.dtype(dtype))
