@@ -158,8 +158,13 @@ def _one_key_head(
     """All queries that share a key head, of one row of the batch; keys and values float32."""
     tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
     keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None))
-    one_band = partial(_one_band, mask=mask, window=window, scale=scale)
-    return jnp.concatenate([one_band(band, q, tokens, keys) for band in bands], axis=1)
+    results = []
+    for band in bands:
+        one_band = partial(_one_band, band, mask=mask, window=window, scale=scale)
+        # Also what is cut out of the row for a chunk is cut out again, where that does not repeat the loop of a band.
+        one_band = jax.checkpoint(one_band) if band.count == 1 else one_band
+        results.append(one_band(q, tokens, keys))
+    return jnp.concatenate(results, axis=1)
 
 
 def _one_band(
@@ -182,15 +187,12 @@ def _one_band(
     firsts = band.start + band.size * jnp.arange(band.count, dtype=jnp.int32) - (window or 1) + 1
     firsts = jnp.clip(firsts - band.first_key, 0, band.last_key - band.first_key - band.span)
     one_chunk = partial(_one_chunk, span=band.span, mask=mask, window=window, scale=scale)
-    y = _map(lambda chunk: one_chunk(*chunk, keys), (queries, tokens, firsts))
+    if band.count == 1:
+        return one_chunk(*jax.tree.map(lambda a: a[0], (queries, tokens, firsts)), keys)
+    # Inside a loop nothing can merge the two forward passes.
+    recomputed = jax.checkpoint(lambda chunk: one_chunk(*chunk, keys), prevent_cse=False)
+    y = jax.lax.map(recomputed, (queries, tokens, firsts))
     return jnp.moveaxis(y, 0, 1).reshape(q.shape[0], stop - band.start, -1)
-
-
-def _map(function, each: tuple) -> Array:
-    """`jax.lax.map` that recomputes in the backward pass what it computes, without a loop for a single round."""
-    if each[0].shape[0] == 1:
-        return jax.checkpoint(function)(jax.tree.map(lambda a: a[0], each))[None]
-    return jax.lax.map(jax.checkpoint(function, prevent_cse=False), each)
 
 
 def _one_chunk(
