@@ -68,17 +68,22 @@ D_MODEL, EXPERTS = 8, 4
 SHAPES = {"gated-biases": [(1, 1), (9, 2)], "plain-biases": [(9, EXPERTS)]}  # tokens, k
 
 
+def fresh_bank(kind, ffn_kind):
+    """In one program: made operation by operation, every shape would be compiled on its own."""
+    config, expert = KINDS[kind], FFNS[ffn_kind]
+    return nnx.jit(lambda: make_bank(config, expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))()
+
+
 @functools.cache
 def random_bank(kind, ffn_kind):
     """A bank whose every parameter is random, deltas and biases included."""
-    bank = make_bank(KINDS[kind], FFNS[ffn_kind], EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    graphdef, params, rest = nnx.split(bank, nnx.Param, ...)
-    keys = iter(jax.random.split(jax.random.key(1), 64))
-    params = jax.tree.map(lambda a: 0.5 * jax.random.normal(next(keys), a.shape), params)
+    graphdef, params, rest = nnx.split(fresh_bank(kind, ffn_kind), nnx.Param, ...)
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda a: jnp.asarray(0.5 * rng.standard_normal(a.shape), jnp.float32), params)
 
     def random_codes(path, leaf):
         if path_name(path).endswith("codes"):
-            return jax.random.bits(next(keys), leaf.shape, jnp.uint8)
+            return jnp.asarray(rng.integers(0, 256, leaf.shape), jnp.uint8)
         return leaf
 
     rest = jax.tree_util.tree_map_with_path(random_codes, rest)
@@ -167,10 +172,10 @@ def test_bank_over_a_mesh_equals_one_device(kind, axes, tokens):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_is_within_its_rounding(kind):
     graphdef, params, rest = random_bank(kind, "gated")
-    bank = nnx.merge(graphdef, params, rest)
     x, weights, experts, _ = draw(np.random.default_rng(0), 32, 2, 1.0)
-    exact = bank(x, Routing(experts, weights))
-    got = bank(x.astype(jnp.bfloat16), Routing(experts, weights))
+    apply = jax.jit(lambda x, routing: nnx.merge(graphdef, params, rest)(x, routing))
+    exact = apply(x, Routing(experts, weights))
+    got = apply(x.astype(jnp.bfloat16), Routing(experts, weights))
     assert got.dtype == jnp.bfloat16
     error = jnp.linalg.norm(got.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
     assert 0 < error < 0.03
@@ -234,7 +239,7 @@ def test_a_compiled_step_follows_the_strategy(monkeypatch):
         traced.append(bank.strategy)
         return bank(x, routing)
 
-    bank = make_bank(KINDS["low-rank"], FFNS["gated"], EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    bank = fresh_bank("low-rank", "gated")
     routing = Routing(jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1)))
     results = {}
     for strategy in ("auto", "synthesised", "factored", "auto", "synthesised"):
@@ -255,7 +260,7 @@ def test_strategies_are_honoured_or_refused(monkeypatch):
     assert choose_strategy(*arguments, "factored-grouped") == "factored-grouped"
     # A strategy that the form does not support is ignored.
     assert choose_strategy(*arguments, "factored-entrywise") == choose_strategy(*arguments)
-    bank = make_bank(KINDS["low-rank"], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    bank = fresh_bank("low-rank", "gated")
     with pytest.raises(InputError, match="strategy.*synthesised"):
         set_strategy(bank, "synthesized")
     monkeypatch.setenv("MOE_JAX_STRATEGY", "synthesized")
@@ -298,14 +303,14 @@ def test_counts_bytes_and_frozen_leaves():
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("full", "quantized-1")])
 def test_a_fresh_delta_changes_nothing(kind):
-    bank = make_bank(KINDS[kind], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    for name, kernel in bank.kernels(2).items():
+    bank = fresh_bank(kind, "gated")
+    for name, kernel in nnx.jit(lambda bank: bank.kernels(2))(bank).items():
         base = bank.base[name].kernel[...] if KINDS[kind].has_base else np.zeros(kernel.shape)
         np.testing.assert_array_equal(kernel, base)
 
 
 def test_sparse_positions_are_distinct_and_differ_between_experts():
-    bank = make_bank(KINDS["sparse"], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    bank = fresh_bank("sparse", "gated")
     columns, row_ends = (np.asarray(bank.delta.arrays()[f"up/{name}"]) for name in ("columns", "row_ends"))
     assert columns.dtype == np.uint16 and columns.shape == (4, round(8 * 16 * 0.2))
     positions = [from_csr(columns[e], row_ends[e], (8, 16)) for e in range(4)]
