@@ -94,7 +94,7 @@ def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collec
         layers = index_set({int(path.split("/")[1]) for path in idle})
         lines.append(
             f"the router of layers {layers} learns nothing from the task: one expert per token has weight 1 whatever "
-            "the router says (top_k 1 with gate topk_softmax), and auxiliary losses alone train it"
+            "the router says (top_k 1 and weights that sum to 1), and auxiliary losses alone train it"
         )
     if choosing:
         lines.append(f"the adapters' own router is among them: {_how_many(choosing, trained)}")
