@@ -74,36 +74,21 @@ def _side_by_side(
     tokens, top_k = routing.experts.shape
     experts = num_experts(deltas["up"])
     is_chosen = jax.nn.one_hot(routing.experts, experts, dtype=x.dtype)
-    # Weights of the router are float32, whatever the activations are: rounded, they would no longer sum to 1.
-    weights = jax.nn.one_hot(routing.experts, experts, dtype=jnp.float32) * routing.weights[:, :, None]
 
-    def factors(name: str) -> tuple[Float[Array, "i e"], Float[Array, "e o"]]:
-        """`a` of all experts as columns of one matrix, `b` as rows of one; e = E r."""
+    def delta_product(rows: Float[Array, "T n i"], name: str) -> Float[Array, "T k o"]:
+        """Of every chosen expert with its row, or with the one row of the token (n = 1)."""
         a, b = (factor.astype(x.dtype) for factor in deltas[name].form.factors(deltas[name].arrays))
-        return jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1), b.reshape(-1, b.shape[2])
-
-    def coefficients(rows: Float[Array, "M i"], a: Float[Array, "i e"]) -> Float[Array, "T _ E r"]:
-        """Products with `a` of all experts; M is T, or T k."""
-        return linear(rows, a).reshape(tokens, -1, experts, a.shape[1] // experts)
+        # `a` of all experts as columns of one matrix, `b` as rows of one.
+        of_all = linear(rows, jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1))
+        of_chosen = of_all.reshape(tokens, -1, experts, a.shape[2]) * is_chosen[..., None]
+        y = linear(of_chosen.reshape(tokens, top_k, -1), b.reshape(-1, b.shape[2]))
+        return y + linear(is_chosen, biases[name]) if name in biases else y
 
     def into_hidden(name: str) -> Float[Array, "T k f"]:
-        a, b = factors(name)
-        of_chosen = coefficients(x, a) * is_chosen[..., None]
-        y = linear(of_chosen.reshape(tokens, top_k, -1), b)
-        base = bases[name]
-        if base is not None:
-            y = y + base(x)[:, None, :]
-        return y + linear(is_chosen, biases[name]) if name in biases else y
+        own, base = delta_product(x[:, None, :], name), bases[name]
+        return own if base is None else base(x)[:, None, :] + own
 
     gate = into_hidden("gate") if "gate" in bases else None
     h = hidden(into_hidden("up"), gate, activation)
-    a, b = factors("down")
-    of_all = coefficients(h.reshape(tokens * top_k, -1), a).astype(jnp.float32)
-    summed = jnp.sum(of_all * weights[..., None], axis=1).astype(x.dtype)
-    y = linear(summed.reshape(tokens, -1), b)
-    if bases["down"] is not None:
-        y = bases["down"](weighted_sum(h, routing.weights)) + y
-    if "down" not in biases:
-        return y
-    bias = jnp.matmul(jnp.sum(weights, axis=1), biases["down"].astype(jnp.float32), precision="highest")
-    return (y.astype(jnp.float32) + bias).astype(x.dtype)
+    y = weighted_sum(delta_product(h, "down"), routing.weights)
+    return y if bases["down"] is None else bases["down"](weighted_sum(h, routing.weights)) + y

@@ -1,5 +1,6 @@
 """Every bank against one FFN per expert, forward and gradient; on one device and over meshes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -268,20 +269,23 @@ def test_strategies_are_honoured_or_refused(monkeypatch):
         make_bank(KINDS["low-rank"], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_router_weights_are_not_rounded(dtype):
-    """Weights that differ from 1 by less than bfloat16 resolves make a difference in a sum over many experts."""
-    experts, d_model = 64, 8
-    config, ffn_config = BankConfig(kind="low-rank", rank=2, base="none"), FFNConfig(dim=4, gated=False, bias=True)
+@pytest.mark.parametrize("strategy", ["factored-side-by-side", "factored-grouped", "synthesised"])
+@pytest.mark.parametrize("through", ["delta", "bias"])
+def test_router_weights_are_not_rounded(through, strategy):
+    """Every number but the weights is 0 or 1, so that bfloat16 rounds nothing else before the sum."""
+    experts, d_model, top_k = 16, 8, 15
+    config, ffn_config = BankConfig(kind="low-rank", rank=1, base="none"), FFNConfig(dim=4, gated=False, bias=True)
+    ffn_config = dataclasses.replace(ffn_config, activation="relu")
     bank = make_bank(config, ffn_config, experts, d_model, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    bank.down.bias[...] = jnp.ones((experts, d_model))
-    weights = jnp.full((1, experts), 1 / experts * 1.003)
-    routing = Routing(jnp.arange(experts, dtype=jnp.int32)[None], weights)
-    results = {}
-    for strategy in ("factored-side-by-side", "factored-grouped"):
-        set_strategy(bank, strategy)
-        results[strategy] = bank(jnp.zeros((1, d_model), dtype), routing)
-    assert_close(results["factored-side-by-side"], jnp.full((1, d_model), 1.003, dtype), 1e-6)
+    set_strategy(bank, strategy)
+    for factors in (bank.delta.up, bank.delta.down):
+        factors.a[...] = jnp.zeros_like(factors.a[...]).at[:, 0, 0].set(1.0)
+        factors.b[...] = jnp.full_like(factors.b[...], float(through == "delta"))
+    bank.down.bias[...] = jnp.full((experts, d_model), float(through == "bias"))
+    # bfloat16 would round each weight down to 1/8, and their sum to 1.875.
+    weights = jnp.full((1, top_k), (1 + 0.45 / 128) / 8)
+    got = bank(jnp.ones((1, d_model), jnp.bfloat16), Routing(jnp.arange(top_k, dtype=jnp.int32)[None], weights))
+    np.testing.assert_array_equal(got, jnp.full((1, d_model), jnp.sum(weights), jnp.bfloat16))
 
 
 def test_counts_bytes_and_frozen_leaves():
