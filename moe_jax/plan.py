@@ -196,8 +196,8 @@ def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
     if not isinstance(layer.mlp, MoEConfig):
         return 0.0
     form, experts = layer.mlp.bank.form, (layer.mlp.expert, config.d_model)
-    unrounded = form.unrounded(*experts)
-    return 0.0 if unrounded is None else layer.mlp.bank_experts * (unrounded - form.multiplied(*experts))
+    by_formula = form.formula_entries(*experts)
+    return 0.0 if by_formula is None else layer.mlp.bank_experts * (by_formula - form.multiplied_entries(*experts))
 
 
 def _shard_shape(path: str, shape: tuple[int, ...], mesh: Mapping[str, int], problems: list[str]) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def _mlp_params(layer: LayerConfig, config: ModelConfig) -> int:
     if isinstance(mlp, FFNConfig):
         return _ffn_params(mlp, d_model)
     beside = _ffn_params(mlp.universal_ffn, d_model) if mlp.universal_beside else 0
-    bank = mlp.bank.multiplied(mlp.expert, d_model, mlp.bank_top_k)
+    bank = mlp.bank.multiplied_entries(mlp.expert, d_model, mlp.bank_top_k)
     return _router_params(mlp, d_model) + beside + bank + _perft_params(mlp, d_model)
 
 

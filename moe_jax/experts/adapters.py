@@ -1,4 +1,4 @@
-"""Adapters as experts: in PESC after an FFN that all share, in PERFT beside an MoE (METHODS 6, 7)."""
+"""Adapters as experts: after a shared FFN in PESC, beside an MoE in PERFT (METHODS 6, 7)."""
 
 import dataclasses
 from functools import partial
@@ -19,6 +19,7 @@ from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.protocol import ExpertForm
 from moe_jax.experts.linear import apply_ffn, ffn_linears
 from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
+from moe_jax.experts.platforms import PLATFORMS, current_platform
 from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
 from moe_jax.functional.dropout import dropout
 from moe_jax.functional.keys import fold_in
@@ -26,7 +27,7 @@ from moe_jax.functional.routing import Routing
 
 
 class Adapters(nnx.Module):
-    """M adapters: `down` [M, d, r], drawn as LoRA's A, and `up` [M, r, d], zero at first, so that they add nothing."""
+    """M adapters: `down` [M, d, r], drawn as LoRA's A, and `up` [M, r, d], zero at first, so that they give 0."""
 
     def __init__(self, config: AdapterConfig, num_adapters: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
@@ -36,19 +37,20 @@ class Adapters(nnx.Module):
     def __call__(
         self, x: Float[Array, "T d"], routing: Routing | None, key: Array | None = None
     ) -> Float[Array, "T d"]:
-        """The weighted sum of the chosen adapters; without a routing all of them with weight 1.
+        """The weighted sum of the chosen adapters.
 
         Args:
           x: tokens.
-          routing: chosen adapters and weights.
-          key: for dropout in training.
+          routing: chosen adapters and weights; None: all adapters with weight 1.
+          key: random key for dropout in training; None: no dropout.
         """
         x, config = dropout(x, self.config.dropout, key), self.config
         down, up = self.down[...], self.up[...]
         if routing is None:
             return all_adapters(x, down, up, config.activation, config.scale)
         num_adapters, _, rank = down.shape
-        way = cheaper_way(num_adapters, rank, routing.experts.shape[1])
+        costs = PLATFORMS[current_platform()]
+        way = cheaper_way(num_adapters, rank, routing.experts.shape[1], costs.operations_per_byte)
         apply = partial(routed_adapters, activation=config.activation, scale=config.scale, way=way)
         mesh = current_mesh()
         if way == "side-by-side" or mesh is None:
@@ -69,8 +71,8 @@ class AdapterBank(ExpertBank):
         >>> isinstance(bank, moe_jax.AdapterBank), bank.adapters.down[...].shape
         (True, (4, 16, 4))
 
-    The weights sum to 1, which the config of the layer makes sure of: `h` therefore counts once, and before training
-    the layer is its FFN to the last bit.
+    `MoEConfig` makes sure that the weights sum to 1. So `h` counts once, and before training the layer equals its FFN
+    to the last bit.
     """
 
     def __init__(
@@ -90,17 +92,17 @@ class AdapterBank(ExpertBank):
         raise InputError("adapter experts come after an FFN and have no kernels that could stand in its place")
 
     def stacked_biases(self) -> dict[str, Float[Array, "E o"]]:
-        """None: the FFN has one bias per matrix, which all experts share."""
+        """Empty: the biases belong to the shared FFN."""
         return {}
 
 
 @register("adapter")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterExperts(ExpertForm):
-    """The base is applied once, and the experts are adapters after it; see `AdapterBank`.
+    """The experts are adapters after the base, an FFN that is applied once; see `AdapterBank`.
 
     Attributes:
-      adapter: what one of them is.
+      adapter: the shape of an adapter.
     """
 
     bank: ClassVar[type | None] = AdapterBank
@@ -131,6 +133,6 @@ class AdapterExperts(ExpertForm):
         """See `ExpertForm`."""
         return AdapterExperts(adapter=dataclasses.replace(self.adapter, of_base=of_base))
 
-    def multiplied(self, expert: FFNConfig, d_model: int) -> int:
+    def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
         """See `ExpertForm`."""
         return 2 * d_model * self.adapter.rank

@@ -1,4 +1,4 @@
-"""The expert bank: a module that holds the experts of one layer and knows how to apply itself."""
+"""The expert bank: a module that holds the experts of one layer and applies them."""
 
 import abc
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ExpertBank(nnx.Module, abc.ABC):
-    """The experts of one layer. Nothing outside a bank asks which kind it is.
+    """The experts of one layer. Code outside `experts/` never asks which form they have.
 
         >>> import jax.numpy as jnp
         >>> from flax import nnx
@@ -31,10 +31,10 @@ class ExpertBank(nnx.Module, abc.ABC):
         ((5, 16), (16, 32))
 
     Attributes:
-      config: what the bank is made of.
+      config: the form of the experts.
       expert: the shape of one expert.
       num_experts: E.
-      strategy: which of several exact ways it is applied in; see `experts.strategy`.
+      strategy: how the bank is applied; one of `experts.strategy.STRATEGIES`.
     """
 
     def __init__(self, config: "BankConfig", expert: FFNConfig, num_experts: int):
@@ -45,49 +45,52 @@ class ExpertBank(nnx.Module, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
-        """Sum over the chosen experts of weight times expert output, in the dtype of `x`.
+        """The weighted sum of the outputs of the chosen experts, in the dtype of `x`.
 
-        `key` is for what is random in training (dropout); None: nothing is.
+        Args:
+          x: tokens.
+          routing: chosen experts and weights. An expert outside [0, E) contributes nothing.
+          key: random key for dropout in training; None: no dropout.
         """
 
     @abc.abstractmethod
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
-        """Materialises one expert: its kernels by name (`gate`, `up`, `down`), in the dtype of the base.
+        """The kernels of one expert by name (`gate`, `up`, `down`), in the dtype of the base; LoRA is merged.
 
         Raises:
-          InputError: if the experts of this bank are no FFNs of their own.
+          InputError: if the experts are not FFNs.
         """
 
     def biases(self, expert: int) -> dict[str, Float[Array, " o"]]:
-        """Biases of one expert by name; empty where the FFN has none."""
+        """The biases of one expert by name; empty if the FFN has none."""
         return {name: bias[expert] for name, bias in self.stacked_biases().items()}
 
     def stacked_biases(self) -> dict[str, Float[Array, "E o"]]:
-        """Biases of all experts by name."""
+        """The biases of all experts by name; empty if the FFN has none."""
         if not self.expert.bias:
             return {}
         return {name: getattr(self, name).bias[...] for name in self.expert.matrices}
 
     def frozen_leaves(self) -> re.Pattern[str]:
-        """Matches the paths, below the bank, of parameters that are not trained."""
+        """Matches the paths, below the bank, of parameters that the config freezes."""
         return re.compile("^base/(?!.*/lora/)" if not self.config.train_base else "^$")
 
     def num_parameters(self) -> int:
-        """Parameters of the bank; positions and codes, which are integers, are not counted (METHODS 8)."""
+        """The number of parameters; positions and codes are not parameters (METHODS 8)."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
 
     def num_bytes(self) -> int:
-        """Bytes of everything the bank holds, integers included."""
+        """The bytes of all leaves, positions and codes included."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(self)))
 
 
 def set_strategy(model: nnx.Module, name: str) -> None:
-    """Sets the strategy of every bank in a model, or of a bank; see `experts.strategy`.
+    """Sets the strategy of a bank, or of every bank in a model.
 
-    What was split off before (a graphdef, a compiled step) keeps the strategy that it was made with.
+    A graphdef that was split from the model before, and a step compiled for it, keep the strategy that they had.
 
     Args:
-      model: is changed in place.
+      model: changed in place.
       name: one of `experts.strategy.STRATEGIES`.
 
     Raises:

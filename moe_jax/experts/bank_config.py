@@ -18,9 +18,10 @@ class BankConfig:
         (True, False)
 
     Attributes:
-      form: what every expert has of its own, with its options; see `experts.forms`.
-      base: of forms that stand over one, whether it is stored; `none`: what the experts have of their own is all.
-      train_base: whether the shared base is trained.
+      form: the form of the experts, with its options; see `experts.forms`.
+      base: `shared`: experts of a form over a base have one; `none`: they have their own part alone. Other forms ignore
+        it.
+      train_base: whether the base is trained.
     """
 
     form: ExpertForm
@@ -36,14 +37,14 @@ class BankConfig:
         train_base: bool = True,
         **options: Any,
     ):
-        """Takes a form, or makes one by its name: `kind="sparse", rate=0.9` is the form `Sparse(rate=0.9)`.
+        """Takes a form, or its kind and options: `kind="sparse", rate=0.9` stands for `Sparse(rate=0.9)`.
 
         Args:
-          form: default full kernels.
-          kind: the name of a form, instead.
+          form: default: full kernels.
+          kind: the name of a form.
           base: see above.
           train_base: see above.
-          options: of the form of this name; None is as good as not given.
+          options: of the form `kind`; None means that an option is not given.
 
         Raises:
           InputError: for an unknown name, options that the form does not have or that make no sense, or a base that
@@ -61,43 +62,43 @@ class BankConfig:
 
     @property
     def kind(self) -> str:
-        """The name of the form, to be shown."""
+        """The name of the form, for messages and tables."""
         return self.form.kind
 
     @property
     def has_base(self) -> bool:
-        """Whether there are base kernels."""
+        """Whether the bank has base kernels."""
         return self.form.over_base and self.base == "shared"
 
     @property
     def has_linear_maps(self) -> bool:
-        """Whether there are kernels that LoRA can stand beside and that NF4 can hold.
+        """Whether the bank has kernels that can have LoRA or be stored as NF4.
 
-        These are whole kernels, or those of a base that is applied on its own.
+        These are whole kernels, or the kernels of a base that is applied on its own.
         """
         return not self.form.over_base or (self.has_base and self.form.adds_to_base)
 
     @property
     def meets_sorted_rows(self) -> bool:
-        """Whether its linear maps are applied to rows sorted by expert, and not to tokens: they have no dropout."""
+        """Whether these kernels are multiplied with rows sorted by expert, not with tokens: rows have no dropout."""
         return not self.form.over_base
 
     def check_fits(self, expert: FFNConfig, d_model: int) -> None:
-        """Raises `InputError` if the options make no sense for experts of this shape."""
+        """Raises `InputError` if the options do not fit experts of this shape."""
         self.form.check_fits(ffn_matrices(expert, d_model))
 
-    def multiplied(self, expert: FFNConfig, d_model: int, top_k: int) -> int:
-        """Entries of all matrices of the bank that a token is multiplied with: its base once, and k experts' own."""
+    def multiplied_entries(self, expert: FFNConfig, d_model: int, top_k: int) -> int:
+        """How many entries of the bank's matrices a token is multiplied with: of the base once, and of k experts."""
         shapes = expert.shapes(d_model)
         lora = 0 if expert.lora is None else sum(expert.lora.rank * sum(shapes[name]) for name in expert.lora.targets)
-        own = self.form.multiplied(expert, d_model)
+        own = self.form.multiplied_entries(expert, d_model)
         if not self.form.over_base:
             return top_k * (own + lora)
         base = sum(rows * columns for rows, columns in shapes.values())
         return (base if self.has_base and not self.form.includes_base else 0) + lora + top_k * own
 
     def given(self) -> dict[str, Any]:
-        """What is not as in most banks, and always the kind and whether a base is trained: to be shown."""
+        """What `inspect` shows: the kind, `train_base`, and every option that differs from its default."""
         values = dataclasses.asdict(self.form)
         fields = (field for field in dataclasses.fields(self.form) if values[field.name] != field.default)
         base = {} if self.base == "shared" else {"base": self.base}
@@ -106,17 +107,20 @@ class BankConfig:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Flat and JSON-able: the kind, the base, and the options of the form."""
+        """One JSON-able table with the kind, `base`, `train_base` and the options of the form."""
         options = dataclasses.asdict(self.form)
         return {"kind": self.kind, "base": self.base, "train_base": self.train_base, **options}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], build: Callable[[type, Mapping[str, Any]], Any]) -> "BankConfig | None":
-        """What `to_json` gave, or an earlier version, which named all options of all forms.
+        """Reads what `to_json` returned; also the tables of earlier versions, which held the options of all forms.
 
         Args:
-          data: as it was read.
-          build: makes a dataclass of its fields and checks them; may give None where they are wrong.
+          data: the table.
+          build: `build(cls, fields)` checks fields and makes a dataclass of them; returns None if they are wrong.
+
+        Returns:
+          The config; None if `build` returned None.
 
         Raises:
           InputError: if there is no form of this kind.

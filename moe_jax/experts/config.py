@@ -1,4 +1,4 @@
-"""What an expert is, and what small modules stand beside it."""
+"""The shapes of FFNs, adapters and LoRA."""
 
 import dataclasses
 from typing import Literal
@@ -23,8 +23,8 @@ class AdapterConfig:
       rank: width r of the bottleneck.
       activation: `none` (LoRA), or a key of `functional.ffn.ACTIVATION_FUNCTIONS`.
       scale: s; of LoRA α/r.
-      dropout: share of the entries of `h` set to zero in training.
-      of_base: it belongs to the model that others stand beside, and is frozen with it.
+      dropout: the share of the entries of `h` that dropout sets to zero in training.
+      of_base: the adapter belongs to the base model, and is frozen with it.
     """
 
     rank: int
@@ -48,9 +48,9 @@ class LoRAConfig:
 
     Attributes:
       rank: r.
-      targets: the kernels, by the names that they have in the module.
+      targets: the names of the kernels in the module.
       scale: α/r.
-      dropout: share of the entries of `x` set to zero in training.
+      dropout: the share of the entries of `x` that dropout sets to zero in training.
     """
 
     rank: int
@@ -82,9 +82,9 @@ class FFNConfig:
       dim: hidden width f.
       gated: `act(x G) * (x U) D` if true, else `act(x U) D`.
       activation: a key of `functional.ffn.ACTIVATION_FUNCTIONS`.
-      bias: biases on every matrix.
-      nf4: kernels are kept as NF4 codes and frozen. Of the experts of a bank: its base, or full kernels.
-      lora: of a bank over a shared base, beside the base; of full experts, beside every expert's kernels.
+      bias: whether every matrix has a bias.
+      nf4: kernels are stored as NF4 and frozen. In a bank, this applies to its base, or to full kernels.
+      lora: LoRA beside the kernels. In a bank, beside those of the base, or of every full expert.
     """
 
     dim: int

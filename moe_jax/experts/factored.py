@@ -1,11 +1,12 @@
-"""The factored FFN: base products once per token, not once per expert (METHODS 3).
+"""The factored FFN: products with the base are computed once per token, not once per expert (METHODS 3).
 
-`x W_gate` and `x W_up` do not depend on the expert, and the down projection is linear, so that the experts' hidden
-states are combined before it. What is left per expert are the activation and the products with the deltas:
+`x W_gate` and `x W_up` do not depend on the expert. The down projection is linear, so that the hidden states of a
+token's experts are summed before it. Only the activation and the products with the deltas remain per expert:
 
-- `side-by-side`: low-rank factors of all experts as one matrix `[in, E r]`, with the coefficients of experts that were
-  not chosen set to zero. No token is permuted or exchanged: the way over a mesh, and for few small experts.
-- all others: rows sorted by expert meet their own delta only, in one of the ways of `KernelForm.grouped_delta`.
+- `side-by-side`: the low-rank factors of all experts form one matrix `[in, E r]`, and coefficients of experts that were
+  not chosen are set to zero. Tokens are neither permuted nor exchanged, which is best over a mesh and for few or small
+  experts.
+- Otherwise, rows are sorted by expert and multiplied with the delta of their expert by `KernelForm.grouped_delta`.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,16 +31,17 @@ def factored_ffn(
     activation: str,
     way: str,
 ) -> Float[Array, "T d"]:
-    """Sum over the chosen experts of weight times expert output.
+    """The weighted sum of the outputs of the chosen experts.
 
     Args:
       x: tokens.
       routing: chosen experts and weights.
-      bases: products with the base of `up`, `down`, and `gate` if gated; None each where the deltas are all there is.
-      deltas: by the same names.
-      biases: any of them by the same names.
+      bases: functions that multiply with the base kernel `up`, `down`, and `gate` if the FFN is gated; None for each if
+        there is no base.
+      deltas: the deltas, by the same names.
+      biases: by the same names; may be empty.
       activation: of the FFN.
-      way: how the deltas are applied; see above.
+      way: how the deltas are applied; see the module.
     """
     biases = {name: bias.astype(x.dtype) for name, bias in biases.items()}
     if way == "side-by-side":
@@ -76,7 +78,7 @@ def _side_by_side(
     is_chosen = jax.nn.one_hot(routing.experts, experts, dtype=x.dtype)
 
     def delta_product(rows: Float[Array, "T n i"], name: str) -> Float[Array, "T k o"]:
-        """Of every chosen expert with its row, or with the one row of the token (n = 1)."""
+        """Products of the chosen experts' deltas with one row each (n = k), or with the token's row (n = 1)."""
         a, b = (factor.astype(x.dtype) for factor in deltas[name].form.factors(deltas[name].arrays))
         # `a` of all experts as columns of one matrix, `b` as rows of one.
         of_all = linear(rows, jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1))

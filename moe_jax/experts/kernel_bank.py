@@ -1,4 +1,4 @@
-"""The bank of experts that are kernels, in whatever form; and from a description to a bank of any kind."""
+"""The bank of experts that are kernels in any form; and `make_bank`, which makes a bank from its config."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,17 +24,19 @@ from moe_jax.functional.routing import Routing
 
 
 class KernelBank(ExpertBank):
-    """Whole kernels `gate`, `up` [E, d, f] and `down` [E, f, d]; or what every expert has of its own under `delta`.
+    """Experts with whole kernels, or with a base and a part of their own.
 
         >>> from flax import nnx
         >>> full = moe_jax.make_bank(moe_jax.BankConfig(), moe_jax.FFNConfig(dim=32), 4, 16, rngs=nnx.Rngs(0))
         >>> isinstance(full, moe_jax.KernelBank), full.num_parameters()
         (True, 6144)
 
-    The latter with `base` kernels [in, out], unless the config has none. Applied in one of two exact ways: *factored*,
-    with the base products once per token, or *synthesised*, every kernel made tile by tile inside the grouped product.
-    `experts.strategy` says which. No [E, in, out] array is made in either, forward or backward. A base with LoRA, or
-    kept as NF4 codes, is always applied on its own, that is factored.
+    Whole kernels are `gate`, `up` [E, d, f] and `down` [E, f, d], in the form that NF4 and LoRA give them. Otherwise
+    the leaves of the experts' own parts lie below `delta`, and `base` holds kernels [in, out] unless the config has no
+    base. Such experts are applied in one of two exact ways, chosen by `experts.strategy`: *factored*, with the products
+    of the base computed once per token; or *synthesised*, with every kernel made tile by tile inside the grouped
+    product. Neither makes an array [E, in, out], forward or backward. A base that has LoRA or is stored as NF4 is
+    always factored.
     """
 
     def __init__(
@@ -89,13 +91,13 @@ class KernelBank(ExpertBank):
         return ffn_matrices(self.expert, self._d_model)
 
     def _form(self, name: str) -> KernelForm:
-        """What the experts' own arrays are; NF4 and LoRA are of whole kernels, or of the base."""
+        """The form of the experts' own arrays. With a base, NF4 and LoRA belong to the base."""
         if self.config.form.over_base:
             return self.config.form
         return whole_form(self.expert.nf4, lora_for(self.expert.lora, name))
 
     def _arrays(self, name: str) -> dict[str, Array]:
-        """Of one matrix of all experts."""
+        """The arrays of one matrix of all experts."""
         form = self.config.form
         if not form.over_base:
             return {path: array for path, array in getattr(self, name).arrays().items() if path != BIAS}
@@ -116,7 +118,7 @@ def make_bank(
     rngs: nnx.Rngs,
     dtype: jnp.dtype = jnp.float32,
 ) -> ExpertBank:
-    """Makes a freshly initialised bank.
+    """Makes a bank with initial parameters.
 
         >>> from flax import nnx
         >>> config, expert = moe_jax.BankConfig(kind="sparse", rate=0.75), moe_jax.FFNConfig(dim=32)
@@ -124,7 +126,7 @@ def make_bank(
         3072
 
     Args:
-      config: what the bank is made of.
+      config: the form of the experts.
       expert: the shape of one expert.
       num_experts: E.
       d_model: width of the model.

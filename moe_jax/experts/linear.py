@@ -1,4 +1,4 @@
-"""A linear map that may be frozen as NF4 codes and may have LoRA beside it."""
+"""Linear maps, whose kernel may be stored as NF4 and may have LoRA."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ BIAS = "bias"
 
 
 class Linear(Leaves):
-    """`x W + b`; the kernel [in, out] as it is or as NF4 codes, and perhaps `scale * (x A) B` beside it."""
+    """`x W + b`. The kernel [in, out] is plain or stored as NF4, and may have LoRA, `scale * (x A) B`, beside it."""
 
     def __init__(
         self,
@@ -30,16 +30,16 @@ class Linear(Leaves):
         rngs: nnx.Rngs,
         dtype: jnp.dtype,
     ):
-        """Draws the kernel.
+        """Initialises the parameters.
 
         Args:
           shape: [in, out].
-          bias: whether there is one.
-          nf4: the kernel is kept as NF4 codes.
-          lora: beside the kernel; None: nothing is.
-          split: the axis that `tensor` splits.
-          rngs: to draw with.
-          dtype: of the parameters.
+          bias: whether the map has a bias.
+          nf4: whether the kernel is stored as NF4.
+          lora: options of LoRA; None: there is none.
+          split: the axis of the kernel that `tensor` splits.
+          rngs: random keys, stream `params`.
+          dtype: dtype of the parameters.
         """
         self.form = whole_form(nf4, lora)
         self.matrix = Matrix("", shape, split)
@@ -49,12 +49,12 @@ class Linear(Leaves):
             self.bias = nnx.Param(jnp.zeros(shape[1], dtype))
 
     def __call__(self, x: Float[Array, "... i"], key: Array | None = None) -> Float[Array, "... o"]:
-        """Applies the map; `key` is for LoRA's dropout in training."""
+        """Applies the map. `key` is the random key for LoRA's dropout in training; None: no dropout."""
         y = self.form.apply(x, self._kernel(), self.matrix, key)
         return y + _as_row(self.bias[...].astype(x.dtype), y.ndim) if self.has_bias else y
 
     def materialise(self) -> Float[Array, "i o"]:
-        """The kernel, LoRA included; float32 unless the kernel as it is stored is all there is."""
+        """The kernel with LoRA merged: float32, or a plain kernel without LoRA as it is stored."""
         return self.form.materialise(None, self._kernel(), self.matrix)
 
     def _kernel(self) -> dict[str, Array]:
@@ -64,7 +64,7 @@ class Linear(Leaves):
 def ffn_linears(
     config: FFNConfig, d_model: int, *, bias: bool, rngs: nnx.Rngs, dtype: jnp.dtype
 ) -> dict[str, Linear]:
-    """The linear maps of an FFN, by name; with `bias` each has one."""
+    """The linear maps of an FFN, by name; with a bias each if `bias` is true."""
     linears = {}
     for name, matrix in ffn_matrices(config, d_model).items():
         lora = lora_for(config.lora, name)
@@ -75,14 +75,14 @@ def ffn_linears(
 
 
 def lora_for(config: LoRAConfig | None, name: str) -> LoRAConfig | None:
-    """The config where the kernel `name` is among the targets, else None."""
+    """The config if `name` is among its targets, else None."""
     return config if config is not None and name in config.targets else None
 
 
 def apply_ffn(
     linears: Mapping[str, Linear], x: Float[Array, "... d"], activation: str, key: Array | None
 ) -> Float[Array, "... d"]:
-    """An FFN of `up`, `down`, and `gate` if it is gated; `key` is for LoRA's dropout in training."""
+    """Applies an FFN of `up`, `down`, and `gate` if it is gated. `key` is the random key for LoRA's dropout."""
 
     def project(name: str, x: Array) -> Array:
         return linears[name](x, fold_in(key, ("gate", "up", "down").index(name)))

@@ -1,19 +1,19 @@
-"""What the hand-written parallel parts know of the mesh."""
+"""The mesh, as the hand-written parallel parts (`shard_map`) see it."""
 
 import jax
 
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Axes that split the batch."""
+"""The axes that split the batch."""
 
 
 def current_mesh() -> jax.sharding.AbstractMesh | None:
-    """The mesh in use; None if there is one device only."""
+    """The mesh in use; None if there is only one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.size == 1 else mesh
 
 
 def axes_size(mesh: jax.sharding.AbstractMesh, *axes: str) -> int:
-    """Into how many parts these axes of a mesh split something."""
+    """The number of parts into which these axes of a mesh split an array."""
     size = 1
     for axis in axes:
         size *= mesh.shape[axis]
@@ -21,5 +21,5 @@ def axes_size(mesh: jax.sharding.AbstractMesh, *axes: str) -> int:
 
 
 def splits_batch(mesh: jax.sharding.AbstractMesh, size: int) -> bool:
-    """Whether a batch of this size can be split over its axes."""
+    """Whether `BATCH_AXES` divide a batch of this size."""
     return size % axes_size(mesh, *BATCH_AXES) == 0

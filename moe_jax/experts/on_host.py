@@ -1,4 +1,4 @@
-"""A bank on the host, where files are made from files and no bank is built: its leaves, and experts from its leaves."""
+"""Banks on the host, as leaves in files: experts from leaves, and leaves from a dense FFN; no module is built."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,20 +25,20 @@ class Reader(Protocol):
 def expert_kernels(
     read: Reader, config: BankConfig, bank: str, matrix: Matrix, *, dtype: np.dtype | None = None
 ) -> Iterator[np.ndarray]:
-    """Yields one kernel [in, out] of every expert of a bank: to merge, measure or compress it.
+    """Yields a kernel [in, out] of every expert of a bank, to be merged, measured or compressed.
 
-    Memory holds the stored leaves of the matrix and one expert.
+    Memory holds the stored leaves of the matrix and the kernel of one expert.
 
     Args:
-      read: gives a leaf by its path.
+      read: reads a leaf by its path.
       config: of the bank.
-      bank: path of the bank, as in "layers/3/mlp/experts".
-      matrix: which, as `ffn_matrices` gives it.
-      dtype: of kernels that are made of a base and something else; None: that of the base, float32 without one. Whole
-        kernels are as stored.
+      bank: the path of the bank, such as "layers/3/mlp/experts".
+      matrix: one of `ffn_matrices`.
+      dtype: of the kernels; None: that of the base, or float32 without a base. Whole kernels keep the dtype in which
+        they are stored.
 
     Raises:
-      InputError: if the experts are no FFNs of their own.
+      InputError: if the experts are not FFNs.
     """
     form, name = config.form, matrix.name
     if not isinstance(form, KernelForm):
@@ -71,20 +71,20 @@ def leaves_from_dense(
     kernels: Mapping[str, Float[np.ndarray, "i o"]],
     streams: Callable[[str, int, int], np.random.Generator],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the leaves of a bank whose experts are all a dense FFN, biases left out, in the dtype of its kernels.
+    """Yields the leaves, except biases, of a bank whose experts all equal a dense FFN, in the dtype of its kernels.
 
     Args:
       config: of the bank.
-      expert: the FFN.
+      expert: the shape of the FFN.
       num_experts: E.
-      kernels: of the dense FFN, by name.
-      streams: `streams(matrix, purpose, expert)`, a stream of random numbers; see `moe_jax.draws` for purposes.
+      kernels: the kernels of the FFN, by name.
+      streams: `streams(matrix, purpose, expert)` is a NumPy generator of its own; purposes are in `moe_jax.draws`.
 
     Yields:
-      Paths below the bank, and leaves. One that repeats a kernel for every expert is a view with stride 0.
+      Paths below the bank, and leaves. A leaf that repeats a kernel for every expert is a view with stride 0.
 
     Raises:
-      InputError: if experts of this form are not made from a dense FFN.
+      InputError: if such experts cannot equal a dense FFN.
     """
     form = config.form
     if not isinstance(form, KernelForm) or (form.over_base and not config.has_base):

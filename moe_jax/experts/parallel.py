@@ -1,9 +1,9 @@
-"""Stacked experts applied to routed tokens, on one device or over a mesh.
+"""Experts applied to the tokens that are routed to them, on one device or over a mesh.
 
-Over a mesh the layer is written by hand (`shard_map`): left to the compiler, sorting tokens that are
-sharded over devices gathers all of them everywhere. Tokens travel to the experts by an all-gather over
-the `expert` axis and return by a reduce-scatter, which exists on every platform and is exact without a
-capacity; kernels are split over `expert` and, inside an expert, over `tensor`.
+Over a mesh the layer is written by hand (`shard_map`): the compiler would gather all tokens on every device to sort
+them. An all-gather over the axis `expert` brings tokens to the experts, and a reduce-scatter brings the results back;
+both exist on every platform and are exact without a capacity. Kernels are split over `expert` and, inside an expert,
+over `tensor`.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ from moe_jax.functional.routing import Routing
 
 
 class Kernels(NamedTuple):
-    """One matrix of all experts.
+    """The kernels of one matrix of all experts.
 
     Attributes:
-      form: what the arrays mean.
-      matrix: which.
-      arrays: stacked over the experts, by name, and a base as `BASE` where there is one.
+      form: the form of the kernels.
+      matrix: the matrix.
+      arrays: by name, stacked over the experts; a base, if there is one, is the array `BASE`.
     """
 
     form: KernelForm
@@ -38,7 +38,7 @@ class Kernels(NamedTuple):
     arrays: dict[str, Array]
 
     def specs(self) -> dict[str, P]:
-        """How the arrays lie on the mesh."""
+        """How the arrays are split inside `shard_map`."""
         split = self.matrix.split
         specs = self.form.specs(split)
         if BASE in self.arrays:
@@ -92,7 +92,7 @@ def _local_experts(
     activation: str,
     split_tokens: bool,
 ) -> Float[Array, "t d"]:
-    """What one device does: gather tokens, apply its own experts, give back its share of the sums."""
+    """The work of one device: gathers tokens, applies its own experts, and returns its part of the sums."""
     if split_tokens:
         x, routing = jax.tree.map(lambda a: lax.all_gather(a, "expert", axis=0, tiled=True), (x, routing))
     kernels = {name: kernel._replace(arrays=arrays[name]) for name, kernel in kernels.items()}
@@ -114,9 +114,9 @@ def _grouped_ffn(
     activation: str,
     parts: Mapping[str, Part],
 ) -> Float[Array, "T d"]:
-    """Sorts tokens by expert, applies every expert to its group, and adds up the weighted outputs.
+    """Sorts tokens by expert, applies every expert to its rows, and sums the weighted outputs.
 
-    Assignments to experts outside [0, E) contribute nothing. The arrays of the kernels are those of `parts` of them.
+    Experts outside [0, E) contribute nothing. The arrays describe `parts` of the kernels.
     """
     order = sort_by_expert(routing.experts, num_experts(kernels["up"]))
     rows = dispatch(x, order, routing.experts.shape[1])
@@ -132,12 +132,12 @@ def _grouped_ffn(
 
 
 def num_experts(kernels: Kernels) -> int:
-    """How many experts the arrays are of: all, or those of this device."""
+    """The number of experts in the arrays: all, or those of this device."""
     return next(array for name, array in kernels.arrays.items() if name != BASE).shape[0]
 
 
 def _part(matrix: Matrix) -> Part:
-    """What this device has of a kernel that `tensor` splits."""
+    """The part of the kernels that this device holds."""
     shards, index = lax.axis_size("tensor"), lax.axis_index("tensor")
     fan_in, fan_out = matrix.shape
     if matrix.split == "in":

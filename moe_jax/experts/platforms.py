@@ -1,22 +1,22 @@
-"""What the operations that the choice of a strategy depends on cost, per platform."""
+"""The costs, per platform, on which the choice of a strategy depends."""
 
 from typing import NamedTuple
 
 import jax
 
 BYTES_PER_ENTRY = 4
-"""Of a kernel that is read."""
+"""Of a kernel, when its bytes are estimated."""
 
 
 class Platform(NamedTuple):
-    """Costs, in operations of a dense product.
+    """Costs in operations of a dense matrix product.
 
     Attributes:
-      operations_per_byte: operations that take as long as one byte from memory.
-      per_sparse_entry: of an entry of a sparse kernel that is applied to a row on its own.
-      per_scatter: to put an entry into a tile.
-      per_gather: to look an entry of a bitmap up.
-      per_unpack: to unpack a code.
+      operations_per_byte: the operations done in the time that it takes to read one byte from memory.
+      per_sparse_entry: to multiply a row with one entry of a sparse kernel.
+      per_scatter: to write one entry of a sparse kernel into a tile.
+      per_gather: to look up one entry of a kernel whose positions are a bitmap.
+      per_unpack: to unpack one code.
     """
 
     operations_per_byte: float
@@ -39,9 +39,9 @@ PLATFORMS = {
 
 
 def current_platform() -> str:
-    """What the program that is traced now will run on: the platform of the mesh, or JAX's default one.
+    """The platform that the program being traced will run on: that of the mesh, or JAX's default.
 
-    Platforms that are not in `PLATFORMS` count as a GPU.
+    A platform that is not in `PLATFORMS` counts as a GPU.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform

@@ -1,12 +1,12 @@
-"""Which of the exact ways to apply experts over a base is the cheapest, by a small cost model (METHODS 3).
+"""The choice between the exact ways to apply experts over a base, by a small cost model (METHODS 3).
 
-The model counts floating-point operations and the bytes of parameters that are read, per call; what they cost belongs
-to the platform (`experts.platforms`). A bank has a `strategy`, which is `auto` or overrules the model. It is chosen
-when the bank is made, by the environment variable MOE_JAX_STRATEGY, and may be changed later:
+The model counts the floating-point operations of a call and the bytes of parameters that it reads; the costs of both
+belong to the platform (`experts.platforms`). The attribute `strategy` of a bank overrules the model unless it is
+`auto`. It is set when the bank is made, from the environment variable MOE_JAX_STRATEGY, and can be changed later:
 
     set_strategy(model, "synthesised")
 
-It is part of a module's graphdef: a program that was compiled for another strategy is not used again.
+The strategy is part of the graphdef, so that a step compiled for another strategy is not used.
 """
 
 import logging
@@ -34,29 +34,29 @@ STRATEGIES = (
     "factored-entrywise",
     "synthesised",
 )
-"""`factored` is the cheapest of the factored ones. A strategy that a form does not support is ignored."""
+"""`factored` leaves the choice between the factored ones open. A strategy that a form does not support is ignored."""
 
 ENVIRONMENT = "MOE_JAX_STRATEGY"
 
 
 def strategy_from_environment() -> str:
-    """What MOE_JAX_STRATEGY says, or `auto`.
+    """The value of MOE_JAX_STRATEGY; `auto` if it is not set.
 
     Raises:
-      InputError: if it names no strategy.
+      InputError: if it is not one of `STRATEGIES`.
     """
     return check_strategy(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT)
 
 
 def choose_strategy(config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, asked: str = "auto") -> str:
-    """`synthesised`, or `factored-` with how the deltas are applied (see `experts.factored`).
+    """Chooses `synthesised`, or `factored-` followed by a way to apply deltas (see `experts.factored`).
 
     Args:
-      config: of the bank, whose experts stand over a base.
-      expert: its FFN.
+      config: of the bank; its form is over a base.
+      expert: the shape of an expert.
       d_model: width of the model.
-      load: how much there is to do.
-      asked: one of `STRATEGIES`.
+      load: the numbers of experts and tokens.
+      asked: the strategy of the bank, one of `STRATEGIES`.
     """
     return _choose(config, expert, d_model, load, asked, current_mesh() is None, current_platform())
 
@@ -90,7 +90,7 @@ def _choose(
 
 
 def check_strategy(name: str, where: str) -> str:
-    """The name again; raises `InputError` where it is none of `STRATEGIES`."""
+    """Returns the name; raises `InputError` if it is not one of `STRATEGIES`."""
     if name not in STRATEGIES:
         raise InputError(f"{where} is {name!r}{nearest(name, STRATEGIES)}; it is one of {', '.join(STRATEGIES)}")
     return name

@@ -1,4 +1,4 @@
-"""Arrays under their names in a module."""
+"""Modules that hold arrays by their paths."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,18 +7,18 @@ from jaxtyping import Array
 
 
 class Fixed(nnx.Variable):
-    """What is saved with a model and never trained: positions, codes, and the scales of frozen kernels."""
+    """An array that is saved with the model and never trained: positions, codes, scales of NF4 kernels."""
 
 
 class Leaves(nnx.Module):
-    """Arrays as attributes by their paths: `nf4/codes` is the attribute `codes` of the attribute `nf4`."""
+    """Holds arrays as attributes: the path `nf4/codes` is the attribute `codes` of the attribute `nf4`."""
 
     def __init__(self, arrays: Mapping[str, Array], is_trained: Callable[[str, Array], bool] = lambda *_: True):
-        """Takes the arrays.
+        """Makes a variable of every array.
 
         Args:
           arrays: by path.
-          is_trained: says of a path and its array whether this is a parameter, or `Fixed`.
+          is_trained: `is_trained(path, array)` says whether the variable is an `nnx.Param` or `Fixed`.
         """
         self._add({path: (nnx.Param if is_trained(path, array) else Fixed)(array) for path, array in arrays.items()})
 
@@ -33,7 +33,7 @@ class Leaves(nnx.Module):
             getattr(self, name)._add({rest: variable})
 
     def arrays(self) -> dict[str, Array]:
-        """All of them by path."""
+        """The arrays by path."""
         found: dict[str, Array] = {}
         for name, value in vars(self).items():
             if isinstance(value, nnx.Variable):

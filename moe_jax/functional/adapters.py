@@ -15,9 +15,8 @@ from moe_jax.functional.routing import Routing
 
 WAYS = ("side-by-side", "grouped")
 
-# Cost of sorting rows, per entry of a row, in floating-point operations: about eight reads and writes of four bytes,
-# and in the time of one byte a CPU core does some 15 operations.
-_PER_SORTED_ENTRY = 8 * 4 * 15
+# Sorting reads and writes every entry of a row about eight times, four bytes each.
+_BYTES_PER_SORTED_ENTRY = 8 * 4
 
 
 def activate(h: Float[Array, "..."], activation: str) -> Float[Array, "..."]:
@@ -39,10 +38,15 @@ def all_adapters(
     return adapter(x, _side_by_side(down), up.reshape(-1, up.shape[2]), activation, scale)
 
 
-def cheaper_way(num_adapters: int, rank: int, top_k: int) -> str:
-    """The one of `WAYS` (see `routed_adapters`) that costs less, by a count of operations per entry of a token."""
+def cheaper_way(num_adapters: int, rank: int, top_k: int, operations_per_byte: float) -> str:
+    """The one of `WAYS` (see `routed_adapters`) that costs less, by a count of operations per entry of a token.
+
+    Args:
+      num_adapters, rank, top_k: M, r and k.
+      operations_per_byte: the operations that a platform does in the time that it takes to move one byte.
+    """
     saved = 4 * rank * (num_adapters - top_k)
-    return "grouped" if saved > _PER_SORTED_ENTRY * top_k else "side-by-side"
+    return "grouped" if saved > operations_per_byte * _BYTES_PER_SORTED_ENTRY * top_k else "side-by-side"
 
 
 def routed_adapters(

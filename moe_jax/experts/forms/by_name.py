@@ -1,4 +1,4 @@
-"""Forms by name."""
+"""The registry of forms: a form is found by its name."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,10 +16,10 @@ _SPLITS: tuple[Split, ...] = ("out", "in")
 
 
 def register(kind: str) -> Callable[[_Form], _Form]:
-    """Decorates a frozen dataclass: `BankConfig(kind=kind, ...)` then makes experts of it.
+    """Registers the decorated form, so that `BankConfig(kind=kind, ...)` has it.
 
     Raises:
-      ValueError: if the name is taken, or a leaf has the name of another form's leaf, but lies otherwise on a mesh.
+      ValueError: if the name is taken, or if another form has a leaf of the same name that is sharded differently.
     """
 
     def add(form: _Form) -> _Form:
@@ -39,12 +39,12 @@ def register(kind: str) -> Callable[[_Form], _Form]:
 
 
 def unregister(kind: str) -> None:
-    """Forgets a form."""
+    """Removes a form from the registry."""
     del _FORMS[kind]
 
 
 def form_named(kind: str) -> type[ExpertForm]:
-    """The form of a name.
+    """The form with this name.
 
     Raises:
       InputError: if there is none.
@@ -60,15 +60,15 @@ def registered() -> tuple[type[ExpertForm], ...]:
 
 
 def delta_options() -> dict[str, str]:
-    """How `upcycle --delta` names the forms that a dense model can become, by their kinds: low-rank -> low-rank:R."""
+    """The values of `upcycle --delta`, such as `low-rank:R`, by kind."""
     return {kind: form.delta_option for kind, form in _FORMS.items() if form.delta_option is not None}
 
 
 def form_of_option(text: str) -> ExpertForm:
-    """Reads what `upcycle --delta` was given, such as `low-rank:16`.
+    """Reads a value of `upcycle --delta`, such as `low-rank:16`.
 
     Raises:
-      InputError: for anything that `delta_options` does not name, or a number that is none or makes no sense.
+      InputError: if it is none of `delta_options`, or its number cannot be read or is out of range.
     """
     kind, colon, number = text.partition(":")
     offered = delta_options()
@@ -88,17 +88,17 @@ def form_of_option(text: str) -> ExpertForm:
 
 
 def kinds_with(option: str) -> list[str]:
-    """The kinds that have an option."""
+    """The kinds whose forms have an option of this name."""
     return [kind for kind, form in _FORMS.items() if option in {field.name for field in dataclasses.fields(form)}]
 
 
 def delta_specs(split: Split) -> dict[str, P]:
-    """How the leaves of deltas [E, ...] lie on a mesh, by path below `experts/delta/MATRIX`; of all forms."""
+    """How the leaves [E, ...] of all forms over a base are sharded, by path below `experts/delta/MATRIX`."""
     return dict(_specs(split))
 
 
 def shared_delta_specs() -> dict[str, P]:
-    """The same for what the matrices of an expert share, by path below `experts/delta`."""
+    """The same for leaves that the matrices of an expert have in common, by path below `experts/delta`."""
     return {name: spec for form in _deltas() for name, spec in form.shared_stored_specs().items()}
 
 

@@ -1,4 +1,4 @@
-"""Kernels as they are: of a linear map, or of experts with kernels of their own (vanilla upcycling, Mixtral, OLMoE)."""
+"""Plain kernels: of a linear map, or of experts without a base (vanilla upcycling, Mixtral, OLMoE)."""
 
 import dataclasses
 from typing import ClassVar
@@ -37,7 +37,7 @@ class Full(KernelForm):
     def from_dense(
         self, kernel: Float[np.ndarray, "i o"], matrix: Matrix, num_experts: int, streams: Streams
     ) -> dict[str, np.ndarray]:
-        """See `KernelForm`. A view with stride 0 along the experts: the only copy is the one that is written."""
+        """See `KernelForm`. The kernel is a view with stride 0 along the experts, and not copied."""
         return {"kernel": np.broadcast_to(kernel, (num_experts, *kernel.shape))}
 
     def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
@@ -45,7 +45,7 @@ class Full(KernelForm):
         return window.columns(arrays["kernel"]).astype(jnp.float32)
 
     def materialise(self, base: Float[Array, "i o"] | None, arrays: Arrays, matrix: Matrix) -> Float[Array, "i o"]:
-        """The kernel, in its own dtype."""
+        """See `KernelForm`. The kernel as it is stored, in its own dtype."""
         return arrays["kernel"]
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:

@@ -1,4 +1,4 @@
-"""Deltas of low rank for whole experts: the matrices share their factor over the neurons (METHODS 5, SVD)."""
+"""Low-rank deltas whose factor over the neurons is shared by the matrices of an expert (METHODS 5, SVD)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ NEURONS = "neurons/factor"
 @register("joint-low-rank")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JointLowRank(LowRank):
-    """Factors of an expert's design matrix, whose rows are neurons and whose columns all weights of a neuron.
+    """A low-rank factorisation of an expert's design matrix, in which a row holds all weights of a neuron.
 
-    The matrices have `neurons/factor` [E, f, r], zero at first, in common; each has its own `factor` [E, d, r], kaiming
-    uniform.
+    The matrices share the leaf `neurons/factor` [E, f, r], zero at first. Each has its own leaf `factor` [E, d, r],
+    kaiming uniform.
     """
 
     delta_option: ClassVar[str | None] = None
@@ -35,7 +35,7 @@ class JointLowRank(LowRank):
     shared_leaves: ClassVar[tuple[str, ...]] = (NEURONS,)
 
     def check_fits(self, matrices: Mapping[str, Matrix]) -> None:
-        """See `ExpertForm`. The rank may be above the width of a single matrix."""
+        """See `ExpertForm`. The rank may be larger than a side of a single matrix."""
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
         """See `KernelForm`."""
@@ -62,13 +62,13 @@ class JointLowRank(LowRank):
         return KernelForm.from_dense(self, kernel, matrix, num_experts, streams)
 
     def combine(self, matrix: Matrix, own: Arrays, shared: Arrays) -> dict[str, Array]:
-        """See `KernelForm`. The factors `a` and `b` of the kernel, of which the neurons' is the one on their axis."""
+        """See `KernelForm`. Gives `a` and `b` of a low-rank kernel; the shared factor is on the axis of the neurons."""
         neurons, weights = shared[NEURONS], own["factor"]
         if matrix.split == "in":
             return {"a": neurons, "b": weights.swapaxes(-1, -2)}
         return {"a": weights, "b": neurons.swapaxes(-1, -2)}
 
-    def multiplied(self, expert: FFNConfig, d_model: int) -> int:
+    def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
         """See `ExpertForm`."""
         return self.rank * (expert.dim + sum(map(_width, ffn_matrices(expert, d_model).values())))
 
@@ -79,7 +79,7 @@ class JointLowRank(LowRank):
         dtype: np.dtype,
         coder: Coder,
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """See `KernelForm`. One factorisation of the whole design matrix."""
+        """See `KernelForm`. Factorises the design matrix."""
         design = np.concatenate([_neuron_rows(residuals[name], matrix) for name, matrix in matrices.items()], axis=1)
         neurons, weights = (factor.astype(dtype) for factor in coder.factors(design, self.rank))
         del design
@@ -94,10 +94,10 @@ class JointLowRank(LowRank):
 
 
 def _neuron_rows(kernel: np.ndarray, matrix: Matrix) -> np.ndarray:
-    """A kernel with a row for every neuron; the same again makes it a kernel."""
+    """Transposes a kernel, if needed, so that its rows are neurons; applied twice, it gives the kernel back."""
     return kernel if matrix.split == "in" else kernel.T
 
 
 def _width(matrix: Matrix) -> int:
-    """The axis that is not the neurons': d."""
+    """The size of the axis that is not that of the neurons: d."""
     return matrix.shape[1] if matrix.split == "in" else matrix.shape[0]

@@ -1,4 +1,4 @@
-"""LoRA beside a kernel in any form that is whole: `x W + scale * (x A) B` (Hu et al. 2021)."""
+"""LoRA beside a whole kernel, plain or NF4: `x W + scale * (x A) B` (Hu et al. 2021)."""
 
 import dataclasses
 from typing import ClassVar
@@ -23,11 +23,11 @@ _FOLDER = "lora/"
 
 @dataclasses.dataclass(frozen=True)
 class WithLoRA(KernelForm):
-    """Another form, and beside it `lora/a` [..., in, r], drawn as LoRA does, and `lora/b` [..., r, out], zero at first.
+    """A kernel of another form, `lora/a` [..., in, r], uniform as in LoRA, and `lora/b` [..., r, out], zero at first.
 
     Attributes:
       kernel: the form of the kernel.
-      lora: the options of the products beside it. Dropout is of a linear map alone: experts meet sorted rows.
+      lora: options of the products beside it. Only linear maps have dropout; experts, which take sorted rows, do not.
     """
 
     over_base: ClassVar[bool] = False
@@ -43,7 +43,7 @@ class WithLoRA(KernelForm):
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
-        """Of the two factors; those of the kernel are its own form's."""
+        """See `KernelForm`. Of the two factors; the other leaves belong to the form of the kernel."""
         if split == "in":
             return {"lora/a": P("expert", "tensor", None), "lora/b": P("expert", None, "fsdp")}
         return {"lora/a": P("expert", "fsdp", None), "lora/b": P("expert", None, "tensor")}
@@ -59,7 +59,7 @@ class WithLoRA(KernelForm):
         return self.kernel.tile(base, inner, window) + self.lora.scale * product
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
-        """See `KernelForm`. Dropout is on the input of the product beside the kernel only."""
+        """See `KernelForm`. Dropout acts on the input of the LoRA product alone."""
         inner, factors = split_lora(arrays)
         y = self.kernel.apply(x, inner, matrix, key)
         return y + adapter(dropout(x, self.lora.dropout, key), factors["a"], factors["b"], "none", self.lora.scale)
@@ -76,7 +76,7 @@ class WithLoRA(KernelForm):
         matrix: Matrix,
         part: Part | None = None,
     ) -> Float[Array, "M o"]:
-        """See `KernelForm`. Two thin grouped products beside those of the kernel."""
+        """See `KernelForm`. LoRA takes two more grouped products, which are thin."""
         inner, factors = split_lora(arrays)
         thin = LowRank(rank=self.lora.rank).grouped_delta(rows, factors, group_sizes, matrix, "grouped")
         y = self.kernel.grouped(rows, inner, group_sizes, matrix, part)
@@ -84,17 +84,17 @@ class WithLoRA(KernelForm):
 
 
 def whole_form(nf4: bool, lora: LoRAConfig | None) -> KernelForm:
-    """The form of a kernel that is stored whole: frozen as NF4 codes or not, with LoRA beside it or not."""
+    """The form of a kernel that is stored whole: plain or as NF4 codes, with or without LoRA."""
     kernel = NF4() if nf4 else Full()
     return kernel if lora is None else WithLoRA(kernel, lora)
 
 
 def whole_kernel_specs(split: Split) -> dict[str, P]:
-    """How all leaves of such a kernel, stacked over the experts, lie on a mesh; see `KernelForm.stored_specs`."""
+    """How all leaves of such kernels, stacked over the experts, are sharded; see `KernelForm.stored_specs`."""
     return {name: spec for form in (Full, NF4, WithLoRA) for name, spec in form.stored_specs(split).items()}
 
 
 def split_lora(arrays: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The arrays of the kernel, and `a` and `b` beside it."""
+    """Separates the arrays of the kernel from `a` and `b`."""
     inner = {name: array for name, array in arrays.items() if not name.startswith(_FOLDER)}
     return inner, {name.removeprefix(_FOLDER): arrays[name] for name in arrays if name not in inner}

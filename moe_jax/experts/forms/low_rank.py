@@ -1,4 +1,4 @@
-"""Deltas of low rank (DeRS-LM; METHODS 2.2)."""
+"""Low-rank deltas (DeRS-LM; METHODS 2.2)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from moe_jax.functional.grouped import grouped_matmul
 @register("low-rank")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRank(KernelForm):
-    """`W + a b`: `a` [E, in, r], kaiming uniform with a = sqrt(5) as LoRA draws it, and `b` [E, r, out], zero at first.
+    """`W + a b` with `a` [E, in, r], kaiming uniform with a = sqrt(5) as in LoRA, and `b` [E, r, out], zero at first.
 
     Attributes:
       rank: r.
@@ -96,7 +96,7 @@ class LowRank(KernelForm):
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
 
-    def multiplied(self, expert: FFNConfig, d_model: int) -> int:
+    def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
         """See `ExpertForm`."""
         return sum(self.rank * sum(matrix.shape) for matrix in ffn_matrices(expert, d_model).values())
 
@@ -109,7 +109,7 @@ class LowRank(KernelForm):
         """See `KernelForm`."""
         return BYTES_PER_ENTRY * self.rank * sum(sum(matrix.shape) for matrix in matrices)
 
-    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+    def build_operations(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         """See `KernelForm`."""
         return 2.0 * self.rank * sum(matrix.size for matrix in matrices)
 
@@ -140,7 +140,7 @@ class LowRank(KernelForm):
 
 
 def low_rank_specs(split: Split) -> dict[str, P]:
-    """How stacked factors lie on the mesh while they are applied; see `KernelForm.specs`."""
+    """How stacked factors are split inside `shard_map`; see `KernelForm.specs`."""
     if split == "in":
         return {"a": P("expert", "tensor", None), "b": P("expert", None, None)}
     return {"a": P("expert", None, None), "b": P("expert", None, "tensor")}

@@ -1,4 +1,4 @@
-"""What the methods of a form are told: which matrix, which part of it, and how much is to be done."""
+"""Arguments that the methods of forms have in common: a matrix, a part of it, columns of it, the load of a layer."""
 
 import dataclasses
 import math
@@ -13,18 +13,18 @@ from moe_jax.experts.config import FFNConfig
 Split = Literal["in", "out"]
 Arrays = Mapping[str, Array]
 BASE = "base"
-"""Under this name the base stands among the arrays of a matrix."""
+"""The name of the base among the arrays of a matrix."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """One matrix: of an FFN, or any linear map. Without arrays.
+    """A matrix of an FFN or of a linear map; a description without arrays.
 
     Attributes:
-      name: `gate`, `up`, `down`, or what a module calls it.
+      name: `gate`, `up` or `down`; empty for a linear map.
       shape: [in, out].
-      split: the axis that the mesh axis `tensor` splits. Of an FFN's matrices it is that of the neurons.
-      index: its place among `FFNConfig.matrices`.
+      split: the axis that the mesh axis `tensor` splits. In an FFN this is the axis of the neurons.
+      index: its index in `FFNConfig.matrices`.
     """
 
     name: str
@@ -47,20 +47,20 @@ def ffn_matrices(expert: FFNConfig, d_model: int) -> dict[str, Matrix]:
 
 
 class Part(NamedTuple):
-    """What one device has of every kernel of a matrix: its shape, and the row and column at which it begins."""
+    """The part of every kernel of a matrix that one device holds: its shape, and the row and column where it begins."""
 
     shape: tuple[int, int]
     origin: Int[Array, "2"]
 
 
 class Window(NamedTuple):
-    """Which columns of a kernel are wanted, or of the part of it that a device has.
+    """Columns of a kernel, or of the part of it that a device holds.
 
     Attributes:
       shape: [in, out] of the part.
       whole: [in, out] of the kernel.
-      origin: row and column of the kernel at which the part begins; None: the part is the kernel.
-      start, width: columns start ... start + width of the part.
+      origin: row and column of the kernel where the part begins; None: the part is the whole kernel.
+      start, width: the columns are start ... start + width of the part.
     """
 
     shape: tuple[int, int]
@@ -75,14 +75,14 @@ class Window(NamedTuple):
         return cls(shape, shape, None, 0, shape[1])
 
     def columns(self, array: Float[Array, "n o"]) -> Float[Array, "n w"]:
-        """The wanted columns of an array that is split as the columns of the kernel are."""
+        """The same columns of an array whose last axis is split like the columns of the kernel."""
         if self.width == array.shape[1]:
             return array
         return lax.dynamic_slice_in_dim(array, self.start, self.width, 1)
 
 
 class Load(NamedTuple):
-    """How much a layer is asked to do at once: E experts, T tokens, k experts for each."""
+    """The load of a layer: E experts, T tokens, and k experts per token."""
 
     num_experts: int
     tokens: int
@@ -90,10 +90,10 @@ class Load(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows that meet an expert of their own."""
+        """Pairs of a token and an expert."""
         return self.tokens * self.top_k
 
     @property
     def used_experts(self) -> float:
-        """Experts that are chosen by at least one token, on average."""
+        """Expected number of experts that at least one token chooses, if it chooses uniformly."""
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** self.tokens)

@@ -1,7 +1,7 @@
-"""Frozen kernels as NF4 codes (see `functional.nf4`): of a linear map, a shared base, or full experts.
+"""Frozen kernels in NF4 (see `functional.nf4`): of a linear map, of a shared base, or of full experts.
 
-Over a mesh the product of a linear map is written by hand (`shard_map`): what the compiler sends between devices
-otherwise is the kernel in float32, eight times its codes, tile after tile.
+Over a mesh the product of a linear map is written by hand (`shard_map`): otherwise the compiler sends the kernel in
+float32, eight times the size of its codes, between devices, tile after tile.
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ class NF4(KernelForm):
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
-        """See `KernelForm`. The codes lie as the kernel does; scales are a thirtieth, and blocks divide by no mesh."""
+        """See `KernelForm`. Codes are sharded like the kernel; scales, a thirtieth of the bytes, are replicated."""
         codes = P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")
         return {_FOLDER + "codes": codes} | {_FOLDER + name: P() for name in ("scale_codes", "scales", "offset")}
 
     def is_trained(self, path: str, array: Array) -> bool:
-        """See `KernelForm`. Neither codes nor scales."""
+        """See `KernelForm`. Neither codes nor scales are."""
         return False
 
     def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
@@ -66,7 +66,7 @@ class NF4(KernelForm):
 
 
 def nf4_leaves(arrays: Arrays) -> dict[str, Array]:
-    """The arrays of the form under the names that `functional.nf4` gives them."""
+    """The arrays by the names that `functional.nf4` uses."""
     return {name.removeprefix(_FOLDER): array for name, array in arrays.items() if name.startswith(_FOLDER)}
 
 

@@ -1,4 +1,4 @@
-"""Positions of the entries of sparse deltas on the host, in one of three encodings (METHODS 2.3, 5).
+"""Positions of the entries of sparse deltas, in one of three encodings (METHODS 2.3, 5).
 
 - `csr`: compressed sparse rows without the leading zero. `columns` holds the column of every entry, `row_ends` the
   number of entries in the rows up to and including each.
@@ -24,26 +24,26 @@ from moe_jax.errors import InputError
 Encoding = Literal["csr", "bitmap", "coo"]
 ENCODINGS: tuple[Encoding, ...] = ("csr", "bitmap", "coo")
 POSITION_LEAVES = {"csr": ("columns", "row_ends"), "coo": ("columns", "rows"), "bitmap": ("mask",)}
-"""Names of the leaves of every encoding."""
+"""The names of the leaves, by encoding."""
 
 
 def index_dtype(size: int) -> np.dtype:
-    """Of indices below `size`."""
+    """The smallest dtype for indices below `size`."""
     return np.dtype(np.uint16 if size <= 1 << 16 else np.int32)
 
 
 def columns_dtype(shape: tuple[int, int]) -> np.dtype:
-    """Of the columns of a kernel [in, out]."""
+    """The dtype of the columns of a kernel [in, out]."""
     return index_dtype(shape[1])
 
 
 def encode_positions(
     positions: Int[np.ndarray, " n"], shape: tuple[int, int], encoding: str
 ) -> dict[str, np.ndarray]:
-    """Leaves of one kernel.
+    """Makes the leaves of one kernel.
 
     Args:
-      positions: flat, distinct and ascending.
+      positions: flat positions of the entries, distinct and ascending.
       shape: [in, out] of the kernel.
       encoding: `csr`, `coo` or `bitmap`.
     """
@@ -59,7 +59,7 @@ def encode_positions(
 
 
 def encoding_bytes(encoding: str, shape: tuple[int, int], entries: int) -> int:
-    """Bytes that say where the entries of one sparse kernel are.
+    """The bytes that the positions of one sparse kernel take.
 
     Args:
       encoding: `csr`, `bitmap` or `coo`.
@@ -75,9 +75,7 @@ def encoding_bytes(encoding: str, shape: tuple[int, int], entries: int) -> int:
 
 
 def smallest_encoding(shapes: Iterable[tuple[int, int]], entries: Sequence[int]) -> Encoding:
-    """The encoding that takes the fewest bytes for all kernels of an expert; of equal ones the first.
-
-    The values take the same room in all of them, whatever their dtype.
+    """The encoding in which the positions of all kernels of an expert take the fewest bytes; of equal ones the first.
 
     Args:
       shapes: [in, out] of the kernels.
@@ -88,7 +86,7 @@ def smallest_encoding(shapes: Iterable[tuple[int, int]], entries: Sequence[int])
 
 
 def check_addressable(shape: tuple[int, int]) -> None:
-    """Raises `InputError` if int32 cannot count the entries of a kernel."""
+    """Raises `InputError` if int32 cannot address the entries of a kernel."""
     if math.prod(shape) > np.iinfo(np.int32).max:
         raise InputError(
             f"a kernel of {math.prod(shape)} entries is too large for the int32 positions of a sparse delta"
@@ -107,7 +105,7 @@ def to_csr(
 def from_csr(
     columns: Int[np.ndarray, " n"], row_ends: Int[np.ndarray, " i"], shape: tuple[int, int]
 ) -> Int[np.ndarray, " n"]:
-    """The flat positions again; int64."""
+    """The inverse of `to_csr`: flat positions, int64."""
     rows = np.repeat(np.arange(shape[0]), np.diff(row_ends, prepend=0))
     return rows * shape[1] + columns.astype(np.int64)
 
@@ -115,7 +113,7 @@ def from_csr(
 def random_positions(
     key: Array, num_experts: int, shape: tuple[int, int], entries: int, encoding: str
 ) -> dict[str, Int[Array, "E ..."]]:
-    """Leaves of distinct random positions for every expert, drawn on the device.
+    """Draws distinct positions for every expert, on the device, and makes their leaves.
 
     Raises:
       InputError: if a kernel has more entries than int32 can address.

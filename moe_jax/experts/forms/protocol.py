@@ -1,8 +1,9 @@
-"""The one protocol for what the experts of a layer are made of.
+"""The protocol that every form of experts implements.
 
-A *form* is a frozen dataclass that is both its options (a rank, a number of bits) and its behaviour. It knows neither
-shapes nor arrays: a method takes the `Matrix` it is about and, where it computes, the arrays by name. A new form is one
-file that defines and registers it (`moe_jax.experts.forms.by_name`); nothing else asks which form there is.
+A *form* says what the experts of a layer are made of: full kernels, a shared base plus low-rank deltas, and so on. It
+is a frozen dataclass that holds options (a rank, a number of bits) and behaviour, but neither shapes nor arrays: a
+method takes the `Matrix` it is about and, where it computes, the arrays by name. A new form is one file that defines
+and registers it (`moe_jax.experts.forms.by_name`). Nothing else asks which form a bank has.
 """
 
 import abc
@@ -27,7 +28,7 @@ from moe_jax.functional.synthesis import synthesised_matmul
 
 
 class Encoded(NamedTuple):
-    """Numbers as codes and scales (see `functional.packing`), and what these stand for, float32."""
+    """Quantised numbers: packed codes and scales (see `functional.packing`), and the float32 values they stand for."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -35,36 +36,36 @@ class Encoded(NamedTuple):
 
 
 class Coder(Protocol):
-    """The numerical methods by which compression makes the leaves of a form."""
+    """The numerical methods with which compression encodes residuals."""
 
     def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """`left` [n, r] and `right` [w, r], float32, of the nearest `left @ right.T`."""
+        """The best approximation `left @ right.T` of a rank: `left` [n, r] and `right` [w, r], float32."""
         ...
 
     def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
-        """Codes with the scales of least squared error, one for `group_size` rows of a column, or for all entries."""
+        """Quantises; a scale is shared by `group_size` rows of a column, or by all entries (None)."""
         ...
 
 
 BASES = ("shared", "none")
 
 Streams = Callable[[int, int], np.random.Generator]
-"""`streams(purpose, expert)`: a stream of random numbers on the host. Purposes are those of `moe_jax.draws`."""
+"""`streams(purpose, expert)` is a NumPy generator of its own; the purposes are constants of `moe_jax.draws`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertForm(abc.ABC):
-    """What experts are made of: the options of a kind of bank. Subclasses are frozen dataclasses.
+    """What the experts of a layer are made of. Subclasses are frozen dataclasses whose fields are its options.
 
     Attributes:
-      kind: the name that it is registered under.
-      over_base: an expert is made of a base, which all share, and something of its own; else its kernels are whole.
-      adds_to_base: what an expert has of its own is added to what the base gives, which can be applied on its own.
-      bank: its own class of bank; None: `KernelBank`, for experts that are kernels.
-      has_expert_kernels: every expert is an FFN of its own, which could be stored as full kernels.
-      needs_unit_weights: the weights of a token's experts have to sum to 1.
-      delta_option: how `upcycle --delta` names it, such as `low-rank:R`; None: a dense model does not become this.
-      delta_number: name and type of the option that the number after the colon is.
+      kind: the name under which the form is registered.
+      over_base: an expert consists of a base that all share and a part of its own; false: its kernels are whole.
+      adds_to_base: the expert's own part is added to the base, so that the base can be applied once per token.
+      bank: the class of bank that holds such experts; None: `KernelBank`.
+      has_expert_kernels: every expert is an FFN, and could be stored as full kernels.
+      needs_unit_weights: the weights of a token's experts must sum to 1.
+      delta_option: how `upcycle --delta` names the form, such as `low-rank:R`; None: upcycling does not offer it.
+      delta_number: name and type of the option that follows the colon there; None: none does.
     """
 
     kind: ClassVar[str] = ""
@@ -77,33 +78,33 @@ class ExpertForm(abc.ABC):
     delta_number: ClassVar[tuple[str, type] | None] = None
 
     def check_base(self, base: str) -> None:
-        """Raises `InputError` where the form does not go with this choice of `BankConfig.base`."""
+        """Raises `InputError` if the form does not allow this value of `BankConfig.base`."""
         check_member("base", base, BASES)
 
     def check_fits(self, matrices: Mapping[str, Matrix]) -> None:  # noqa: B027
-        """Raises `InputError` where the options make no sense for experts of these shapes."""
+        """Raises `InputError` if the options do not fit matrices of these shapes."""
 
     @property
     def beside_base_model(self) -> bool:
-        """Whether the experts stand after the FFN of a model of its own, which goes on as it was and is frozen."""
+        """Whether the experts are adapters on the FFN of a base model, which keeps its own leaves and is frozen."""
         return False
 
     @property
     def has_codes(self) -> bool:
-        """Whether numbers are stored as codes (see `functional.packing`)."""
+        """Whether some numbers are stored as packed codes (see `functional.packing`)."""
         return False
 
     @property
     def why_not_merged(self) -> str:
-        """Why experts that stand `beside_base_model` cannot become part of it: what follows "which"."""
-        return "stand beside the model"
+        """Why experts `beside_base_model` cannot be merged into it: the verb and its object, as in "are nonlinear"."""
+        return "are no kernels"
 
     def as_part_of_base(self, of_base: bool) -> "ExpertForm":
-        """The same form, for which `beside_base_model` is true or not, where it can be true at all."""
+        """The form with `beside_base_model` false (`of_base`) or true; other forms are returned unchanged."""
         return self
 
     def describe(self) -> str:
-        """The form in words: its kind and the options that were given."""
+        """The form in words: its kind and the options that differ from their defaults."""
         given = [
             f"{field.name.replace('_', ' ')} {getattr(self, field.name)}"
             for field in dataclasses.fields(self)
@@ -112,29 +113,29 @@ class ExpertForm(abc.ABC):
         return ", ".join([self.kind, *given])
 
     @abc.abstractmethod
-    def multiplied(self, expert: FFNConfig, d_model: int) -> int:
-        """Entries of one expert's own matrices that a token is multiplied with, LoRA left out."""
+    def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
+        """How many entries of one expert's own matrices a token is multiplied with; LoRA is not counted."""
 
-    def unrounded(self, expert: FFNConfig, d_model: int) -> float | None:
-        """Entries of an expert's own as a formula in real numbers counts them; None: as stored."""
+    def formula_entries(self, expert: FFNConfig, d_model: int) -> float | None:
+        """`multiplied_entries` by a published formula that does not round; None: there is no other formula."""
         return None
 
     @property
     def includes_base(self) -> bool:
-        """Whether `multiplied` counts products with the base already: base and delta are multiplied as one kernel."""
+        """Whether `multiplied_entries` includes the base, because base and delta are multiplied as one kernel."""
         return not self.over_base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelForm(ExpertForm):
-    """Experts that are kernels, one for every matrix of the FFN.
+    """Experts with a kernel for every matrix of the FFN.
 
-    What has to be said: `fresh`, `tile`, `specs` and `stored_specs`. All else has a default that is right for every
-    form; overriding it makes something faster or possible.
+    A form has to define `fresh`, `tile`, `specs` and `stored_specs`. Everything else has a default that is correct for
+    every form; a form overrides it to be faster, or to offer something that is optional.
 
     Attributes:
-      couples_matrices: the matrices of an expert are encoded together (`encode_expert`).
-      shared_leaves: paths, below `delta`, of what all matrices of an expert have in common.
+      couples_matrices: the matrices of an expert are encoded together, by `encode_expert`.
+      shared_leaves: paths, below `delta`, of leaves that the matrices of an expert have in common.
     """
 
     couples_matrices: ClassVar[bool] = False
@@ -144,25 +145,25 @@ class KernelForm(ExpertForm):
 
     @abc.abstractmethod
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
-        """Newly initialised leaves of one matrix by path. Deltas are zero, where they can be.
+        """Initial leaves of one matrix, by path. Experts over a base equal their base at first.
 
         Args:
           rngs: random keys, stream `params`.
-          matrix: which.
-          stack: (E,), leading axes of every leaf; () for the one kernel of a linear map.
+          matrix: the matrix.
+          stack: leading axes of every leaf: (E,), or () for the kernel of a linear map.
           dtype: of the parameters.
         """
 
     def fresh_shared(self, expert: FFNConfig, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
-        """Newly initialised leaves at the paths `shared_leaves`."""
+        """Initial values of the `shared_leaves`, by path."""
         return {}
 
     @classmethod
     @abc.abstractmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
-        """How stored leaves [E, ...] lie on the mesh, by path, of every leaf that the form may have under any options.
+        """How the stored leaves [E, ...] are sharded, by path; includes every leaf that the form has with any options.
 
-        `fsdp` may split them as well; they are gathered where they are used.
+        Unlike in `specs`, the axis `fsdp` may split a leaf, which is then gathered where it is used.
 
         Args:
           split: the axis of the kernel that `tensor` splits.
@@ -178,25 +179,25 @@ class KernelForm(ExpertForm):
         return tuple(nnx.eval_shape(lambda: self.fresh(nnx.Rngs(0), matrix, (1,), jnp.dtype(jnp.float32))))
 
     def is_trained(self, path: str, array: Array) -> bool:
-        """Whether a leaf of the form is a parameter, which has a gradient; by default all that are no integers."""
+        """Whether a leaf is a parameter with a gradient; by default every floating-point leaf is."""
         return jnp.issubdtype(array.dtype, jnp.floating)
 
     def combine(self, matrix: Matrix, own: Arrays, shared: Arrays) -> dict[str, Array]:
-        """The arrays that the methods below are given for a matrix, from its own leaves and `shared_leaves`."""
+        """Makes the arrays of a matrix that the methods below take, from its own leaves and the `shared_leaves`."""
         return dict(own)
 
     def from_dense(
         self, kernel: Float[np.ndarray, "i o"], matrix: Matrix, num_experts: int, streams: Streams
     ) -> dict[str, np.ndarray]:
-        """Leaves on the host, in the dtype of a dense kernel, of experts that are all this kernel, which is their base.
+        """Leaves, on the host, of experts that all equal a dense kernel, in its dtype.
 
-        This default is for forms whose fresh experts are their base.
+        Of a form over a base, this kernel is the base. The default takes the leaves from `fresh`.
 
         Args:
           kernel: of the dense model.
-          matrix: which.
+          matrix: the matrix.
           num_experts: E.
-          streams: for what is random.
+          streams: of random numbers.
         """
         key = jax.random.key(int(streams(FRESH, 0).integers(1 << 31)))
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -207,16 +208,16 @@ class KernelForm(ExpertForm):
 
     @abc.abstractmethod
     def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        """Columns of the kernel of one expert, float32, differentiable in the base and all trained arrays.
+        """Makes columns of one expert's kernel, float32; must be differentiable in the base and the trained arrays.
 
         Args:
-          base: the same columns of the base, float32; None: there is none.
-          arrays: of one expert; of a part, split as `specs` says.
-          window: which columns.
+          base: the same columns of the base, float32; None: there is no base.
+          arrays: of one expert. Over a mesh, the part of them that this device holds.
+          window: the columns to make.
         """
 
     def materialise(self, base: Float[Array, "i o"] | None, arrays: Arrays, matrix: Matrix) -> Float[Array, "i o"]:
-        """The whole kernel of one expert, in the dtype of the base; float32 without one."""
+        """Makes the whole kernel of one expert, in the dtype of the base; float32 if there is none."""
         wide = None if base is None else base.astype(jnp.float32)
         tile = self.tile(wide, arrays, Window.all(matrix.shape))
         return tile if base is None else tile.astype(base.dtype)
@@ -224,19 +225,19 @@ class KernelForm(ExpertForm):
     # ---- how it is applied ------------------------------------------------------------------------------------------
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
-        """`x W` with the one kernel of a linear map, in the dtype of `x`.
+        """Applies the kernel of a linear map, `x W`, in the dtype of `x`.
 
         Args:
           x: activations.
           arrays: of the kernel, not stacked.
-          matrix: which.
-          key: for what is random in training (dropout); None: nothing is.
+          matrix: the matrix.
+          key: random key for dropout in training; None: no dropout.
         """
         return linear(x, self.materialise(None, arrays, matrix))
 
     @abc.abstractmethod
     def specs(self, split: Split) -> dict[str, P]:
-        """How the arrays [E, ...] lie on the mesh while they are applied: `expert` and `tensor` split them.
+        """How the arrays [E, ...] are split inside `shard_map`: over `expert`, and perhaps `tensor`.
 
         Args:
           split: the axis of the kernel that `tensor` splits.
@@ -250,14 +251,14 @@ class KernelForm(ExpertForm):
         matrix: Matrix,
         part: Part | None = None,
     ) -> Float[Array, "M o"]:
-        """Rows sorted by expert times their expert's kernel, in the dtype of the rows.
+        """Multiplies every row with the kernel of its expert, in the dtype of the rows.
 
         Args:
-          rows: rows beyond the sum of the groups give zeros.
-          arrays: stacked over the experts, and the base [in, out] as `BASE` where there is one.
-          group_sizes: rows of every expert.
-          matrix: which.
-          part: what the arrays are of the kernels; None: all.
+          rows: sorted by expert. Rows beyond the sum of the groups give zeros.
+          arrays: stacked over the experts; the base [in, out], if there is one, is the array `BASE`.
+          group_sizes: number of rows of every expert.
+          matrix: the matrix.
+          part: the part of the kernels that the arrays describe; None: the whole kernels.
         """
         base = arrays.get(BASE)
         own = {name: array for name, array in arrays.items() if name != BASE}
@@ -271,56 +272,56 @@ class KernelForm(ExpertForm):
     def grouped_delta(
         self, rows: Float[Array, "M i"], arrays: Arrays, group_sizes: Int[Array, " E"], matrix: Matrix, way: str
     ) -> Float[Array, "M o"]:
-        """The same with the deltas alone, of a form that adds to its base.
+        """Like `grouped`, but with the deltas alone; only for forms that add to their base.
 
         Args:
-          rows, arrays, group_sizes, matrix: see `grouped`; the arrays have no base.
-          way: one of those that `delta_costs` names, and not `side-by-side`.
+          rows, arrays, group_sizes, matrix: see `grouped`; the base is not among the arrays.
+          way: one of the keys of `delta_costs`, except `side-by-side`.
         """
         return self.grouped(rows, arrays, group_sizes, matrix)
 
     def factors(self, arrays: Arrays) -> tuple[Float[Array, "E i r"], Float[Array, "E r o"]]:
-        """`a` and `b` of all experts, of a form whose deltas are products `a b`: one with the way `side-by-side`."""
+        """The factors `a` and `b` of all deltas `a b`; needed if `side-by-side` is a key of `delta_costs`."""
         raise NotImplementedError
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
 
-    def multiplied(self, expert: FFNConfig, d_model: int) -> int:
-        """Entries of one expert's own matrices that a token is multiplied with; by default those of whole kernels."""
+    def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
+        """See `ExpertForm`. By default, the entries of whole kernels."""
         return sum(matrix.size for matrix in ffn_matrices(expert, d_model).values())
 
     @property
     def includes_base(self) -> bool:
-        """See `ExpertForm`. By default true: what is multiplied is a whole kernel."""
+        """See `ExpertForm`. By default true, as `multiplied_entries` counts whole kernels."""
         return True
 
     def own_bytes(self, matrices: Sequence[Matrix]) -> float:
-        """Bytes that are read of one expert's own, roughly; by default those of whole kernels."""
+        """Estimated bytes read for one expert's own part; by default, those of whole kernels."""
         return BYTES_PER_ENTRY * sum(matrix.size for matrix in matrices)
 
-    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
-        """Operations to make the kernels of one expert, roughly; by default two for each entry."""
+    def build_operations(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+        """Estimated operations that make the kernels of one expert; by default, two per entry."""
         return 2.0 * sum(matrix.size for matrix in matrices)
 
     def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, float]:
-        """Ways to apply deltas alone, of a form that adds to its base: their operations, without what is read."""
+        """The ways to apply the deltas alone, with the operations that each takes; memory traffic is not included."""
         size = sum(matrix.size for matrix in matrices)
-        return {"grouped": 2 * load.rows * size + load.used_experts * self.making(matrices, platform)}
+        return {"grouped": 2 * load.rows * size + load.used_experts * self.build_operations(matrices, platform)}
 
     def cost(
         self, matrices: Sequence[Matrix], load: Load, platform: Platform, *, has_base: bool
     ) -> dict[str, float]:
-        """Operations, with bytes converted to operations, of every exact way to apply experts over a base.
+        """The estimated cost of every strategy (`experts.strategy`), in operations; bytes read are converted to them.
 
         Args:
           matrices: of an expert.
-          load: how much there is to do.
-          platform: what it is done on.
-          has_base: whether there is a base, or the deltas are all.
+          load: the numbers of experts and tokens.
+          platform: the costs of operations.
+          has_base: whether there is a base.
         """
         size, own = sum(matrix.size for matrix in matrices), self.own_bytes(matrices)
         base, used = (BYTES_PER_ENTRY * size if has_base else 0), load.used_experts
-        made = 2 * load.rows * size + used * self.making(matrices, platform)
+        made = 2 * load.rows * size + used * self.build_operations(matrices, platform)
         costs = {"synthesised": made + platform.operations_per_byte * used * (base + own)}
         if self.adds_to_base:
             once = 2 * load.tokens * size if has_base else 0
@@ -332,7 +333,7 @@ class KernelForm(ExpertForm):
     # ---- how it is encoded ------------------------------------------------------------------------------------------
 
     def kept_entries(self, matrix: Matrix) -> int | None:
-        """How many entries of a residual are stored one by one and all others left out; None: not such a form."""
+        """The number of entries that are stored, while all others are zero; None: the form is not sparse."""
         return None
 
     def encode(
@@ -343,19 +344,19 @@ class KernelForm(ExpertForm):
         coder: Coder,
         kept: Bool[np.ndarray, "i o"] | None = None,
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The leaves that store what one expert adds to its base, and what these stand for, float32[in, out].
+        """Encodes the residual of one expert: its leaves, and the float32[in, out] matrix that they stand for.
 
         Args:
-          residual: float32; without a base the kernel itself.
-          matrix: which.
+          residual: kernel minus base, or the kernel if there is no base; float32.
+          matrix: the matrix.
           dtype: of floating-point leaves that have no dtype of their own.
-          coder: the numerical methods.
-          kept: the `kept_entries`, where the form has them.
+          coder: the numerical methods to use.
+          kept: mask of the entries to store, `kept_entries` of them; None for forms that are not sparse.
 
         Raises:
-          InputError: if compression does not make this form.
+          InputError: if this form cannot be made by compression.
         """
-        raise InputError(f"{self.kind} experts are not made by compression")
+        raise InputError(f"{self.kind} experts cannot be made by compression")
 
     def encode_expert(
         self,
@@ -364,8 +365,11 @@ class KernelForm(ExpertForm):
         dtype: np.dtype,
         coder: Coder,
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The same for all matrices of an expert at once, of a form that couples them; paths are below `delta`."""
-        raise InputError(f"{self.kind} experts are not made by compression")
+        """Like `encode`, for all matrices of an expert at once; leaves by path below `delta`, approximations by name.
+
+        Only for forms that couple the matrices.
+        """
+        raise InputError(f"{self.kind} experts cannot be made by compression")
 
 
 _ORIGIN = "origin"
@@ -373,11 +377,11 @@ _ORIGIN = "origin"
 
 @dataclasses.dataclass(frozen=True)
 class FormTiles:
-    """A form with shapes, which then makes tiles for `functional.synthesis` (see `Tiles` there).
+    """A form together with the shapes of a matrix: the `Tiles` that `functional.synthesis` takes.
 
     Attributes:
-      form: what the arrays mean; the array `origin` [2] among them says where a part begins.
-      shape: [in, out] of the kernel, or of the part of it.
+      form: makes the tiles. An array `origin` [2] among the arrays says where a part begins.
+      shape: [in, out] of the part of the kernel, or of the kernel.
       whole: [in, out] of the kernel.
     """
 
@@ -388,7 +392,7 @@ class FormTiles:
     def tile(
         self, base: Float[Array, "i w"] | None, arrays: Arrays, start: Int[Array, ""] | int, width: int
     ) -> Float[Array, "i w"]:
-        """Columns start ... start + width of the kernel, or of the part, of one expert."""
+        """See `functional.synthesis.Tiles`."""
         own = {name: array for name, array in arrays.items() if name != _ORIGIN}
         window = Window(self.shape, self.whole, arrays.get(_ORIGIN), start, width)
         return self.form.tile(base, own, window)

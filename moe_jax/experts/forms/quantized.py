@@ -1,4 +1,4 @@
-"""Deltas as codes of a few bits and a scale per group (METHODS 4)."""
+"""Quantised deltas: codes of a few bits, and a scale per group (METHODS 4)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class Quantized(KernelForm):
     """`W` plus packed `codes` [E, bytes, out] times `scales` [E, groups, out] (or [E, 1, 1]), which are zero at first.
 
     Attributes:
-      bits: of a code: 8, 4, 3, 2 or 1.
-      group_size: entries along the input axis that share a scale; None: the whole kernel.
+      bits: per code: 8, 4, 3, 2 or 1.
+      group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
     """
 
     bits: int
@@ -95,7 +95,7 @@ class Quantized(KernelForm):
         """See `KernelForm`."""
         return self.bits / 8 * sum(matrix.size for matrix in matrices)
 
-    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+    def build_operations(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         """See `KernelForm`."""
         return platform.per_unpack * sum(matrix.size for matrix in matrices)
 
@@ -115,6 +115,6 @@ class Quantized(KernelForm):
 
 
 def check_group_size(group_size: int | None) -> None:
-    """Raises `InputError` unless codes of whole bytes, or of three of them at three bits, never have two scales."""
+    """Raises `InputError` unless the group size is a multiple of 8, so that groups begin at whole bytes."""
     if group_size is not None and (group_size < 8 or group_size % 8):
         raise InputError(f"group_size={group_size} must be a multiple of 8, or null for one per kernel")

@@ -38,17 +38,17 @@ VALUE_BITS = (8, 4, 3, 2)
 @register("sparse")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sparse(KernelForm):
-    """`W` plus `values` [E, n], zero at first, at distinct fixed positions; see `forms.positions` for these.
+    """`W` plus `values` [E, n], zero at first, at fixed distinct positions (see `forms.positions` for their leaves).
 
-    Quantised values are packed `value_codes` [E, bytes] and `value_scales` [E, groups].
+    Quantised values are stored as `value_codes` [E, bytes] and `value_scales` [E, groups] instead.
 
     Attributes:
-      rate: share of entries that are left out, in [0, 1).
-      entries: entries that are kept of every kernel, or of each in the order of `FFNConfig.matrices`; None:
+      rate: the share of entries that are zero, in [0, 1).
+      entries: the number of entries n in every kernel, or in each kernel, in the order of `FFNConfig.matrices`; None:
         `round(d * f * (1 - rate))`.
-      encoding: of the positions: `csr`, a `bitmap`, or `coo`.
-      bits: of a value: 8, 4, 3 or 2; None: not quantised.
-      group_size: consecutive quantised values that share a scale; None: all.
+      encoding: how positions are stored: `csr`, `bitmap` or `coo`.
+      bits: per value: 8, 4, 3 or 2; None: values are not quantised.
+      group_size: the number of consecutive values that share a scale; None: all do.
     """
 
     delta_option: ClassVar[str | None] = "sparse:RATE"
@@ -137,7 +137,7 @@ class Sparse(KernelForm):
     # ---- what it means, and how it is applied -----------------------------------------------------------------------
 
     def values(self, arrays: Arrays) -> Float[Array, " n"]:
-        """The entries of one expert, float32; quantised ones of a bitmap may be followed by some without a position."""
+        """The values of one expert, float32. With a bitmap, padding may follow quantised values."""
         if self.bits is None:
             return arrays["values"].astype(jnp.float32)
         codes = arrays["value_codes"]
@@ -158,7 +158,7 @@ class Sparse(KernelForm):
         return delta if base is None else base + delta
 
     def specs(self, split: Split) -> dict[str, P]:
-        """See `KernelForm`. Not split over `tensor`: every shard picks its own entries."""
+        """See `KernelForm`. Entries are not split over `tensor`: every device takes those of its part."""
         values = ("values",) if self.bits is None else ("value_codes", "value_scales")
         stored = self.stored_specs(split)
         return {name: stored[name] for name in (*POSITION_LEAVES[self.encoding], *values)}
@@ -175,12 +175,12 @@ class Sparse(KernelForm):
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
 
-    def multiplied(self, expert: FFNConfig, d_model: int) -> int:
+    def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
         """See `ExpertForm`."""
         return sum(map(self.kept_entries, ffn_matrices(expert, d_model).values()))
 
-    def unrounded(self, expert: FFNConfig, d_model: int) -> float:
-        """See `ExpertForm`. N * P * (1 - p): the number of entries is not rounded for each matrix."""
+    def formula_entries(self, expert: FFNConfig, d_model: int) -> float:
+        """See `ExpertForm`. P * (1 - p) for P entries: not rounded to whole entries of each matrix."""
         return sum(matrix.size for matrix in ffn_matrices(expert, d_model).values()) * (1.0 - self.rate)
 
     @property
@@ -194,7 +194,7 @@ class Sparse(KernelForm):
         values = entries * (BYTES_PER_ENTRY if self.bits is None else self.bits / 8)
         return values + (sum(matrix.size for matrix in matrices) / 8 if self.encoding == "bitmap" else 2 * entries)
 
-    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+    def build_operations(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         """See `KernelForm`."""
         if self.encoding == "bitmap":
             return platform.per_gather * sum(matrix.size for matrix in matrices)

@@ -128,9 +128,9 @@ def test_concat_keeps_the_share_and_equal_layers_stay_equal(tmp_path):
     source = memory_moe(FULL, FULL, noise=0.2)
     compress(source, tmp_path / "out", make_method("resmoe", {"keep": 0.2}), described={})
     first, second = (layer.mlp.bank for layer in ModelDirectory(tmp_path / "out").config.layers)
-    assert first == second and len(set(first.entries)) > 1
+    assert first == second and len(set(first.form.entries)) > 1
     size = sum(np.prod(shape) for shape in SourceLayer(source, 0).shapes.values())
-    assert sum(first.entries) == round(0.2 * size)
+    assert sum(first.form.entries) == round(0.2 * size)
 
 
 def test_trials_tell_the_errors_beforehand(tmp_path):
