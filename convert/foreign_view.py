@@ -35,13 +35,13 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
     """
     if not config.moe_layers:
         return config
-    if any(config.layers[i].mlp.universal != "none" for i in config.moe_layers):
+    if any(config.moe(i).universal != "none" for i in config.moe_layers):
         raise InputError(
             "a model with a universal FFN has no Hugging Face format that would give the same logits; keep it as a "
             "model directory"
         )
     family = family_named(config.family)
-    widest = max(config.layers[i].mlp.expert.dim for i in config.moe_layers)
+    widest = max(config.moe(i).expert.dim for i in config.moe_layers)
     foreign = dict(config.foreign)
     if family.holds_experts:
         return replace(config, layers=tuple(_full(layer, widest) for layer in config.layers))
@@ -58,7 +58,7 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
             f"the format of {family.moe_format!r} needs an MoE in every layer, but {len(dense)} of {config.num_layers} "
             "are dense; --dense-layers replicate stores such a layer as equal experts, with the same logits"
         )
-    widest = max([widest, *(config.layers[i].mlp.dim for i in dense)])
+    widest = max([widest, *(config.ffn(i).dim for i in dense)])
     layers = [_full(layer, widest) for layer in config.layers]
     like = layers[config.moe_layers[0]].mlp
     for i in dense:

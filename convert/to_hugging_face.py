@@ -198,21 +198,21 @@ def _print_changes(
     """Prints how the format changes the model: its family, and experts that are padded, repeated or replicated."""
     if before.family != after.family:
         console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
-    narrow = [i for i in before.moe_layers if before.layers[i].mlp.expert.dim < after.layers[i].mlp.expert.dim]
+    narrow = [i for i in before.moe_layers if before.moe(i).expert.dim < after.moe(i).expert.dim]
     if narrow:
         console.print(
             f"the experts of {len(narrow)} layers get neurons of zeros: the format has one width for all layers, "
-            f"{after.layers[narrow[0]].mlp.expert.dim}"
+            f"{after.moe(narrow[0]).expert.dim}"
         )
-    merged = [i for i in before.moe_layers if before.layers[i].mlp.merged_experts is not None]
+    merged = [i for i in before.moe_layers if before.moe(i).merged_experts is not None]
     if merged:
         console.print(
             f"the merged experts of {len(merged)} layers are written once for every output of the router, "
-            f"{after.layers[merged[0]].mlp.num_experts}, which the format needs"
+            f"{after.moe(merged[0]).num_experts}, which the format needs"
         )
     dense = [i for i in range(before.num_layers) if i in after.moe_layers and i not in before.moe_layers]
     if dense:
-        experts = after.layers[dense[0]].mlp.num_experts
+        experts = after.moe(dense[0]).num_experts
         ffn = sum(
             math.prod(spec.shape) * spec.dtype.itemsize
             for path, spec in specs.items()

@@ -130,7 +130,7 @@ def _others(values: Mapping[str, float], default: float) -> dict[str, float]:
 def _inexpressible(source: AdapterDirectory) -> list[str]:
     """Problems: what the adapter directory has besides LoRA on attention and dense FFNs, one phrase per kind."""
     config, problems = source.config, []
-    moes = [config.layers[i].mlp for i in config.moe_layers]
+    moes = [config.moe(i) for i in config.moe_layers]
     kinds = {
         "adapter experts (PESC)": [not moe.bank.form.has_expert_kernels for moe in moes],
         "PERFT experts": [moe.perft is not None for moe in moes],

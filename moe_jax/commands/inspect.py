@@ -119,7 +119,7 @@ def describe_experts(
     """One entry per MoE layer: the config of its expert bank, and its size."""
     experts = []
     for layer in config.moe_layers:
-        moe = config.layers[layer].mlp
+        moe = config.moe(layer)
         prefix = f"layers/{layer}/mlp/experts/"
         experts.append(
             {

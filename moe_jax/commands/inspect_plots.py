@@ -49,7 +49,7 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
     config = source.config
     if not config.moe_layers:
         raise InputError(f"{source.path} is dense: --plots draws experts, and it has none")
-    compared = [i for i in config.moe_layers if _has_plain_kernels(config.layers[i].mlp)]
+    compared = [i for i in config.moe_layers if _has_plain_kernels(config.moe(i))]
     if not compared and text is None:
         raise InputError(
             f"--plots compares the kernels of experts, and those of {source.path} are adapters, or have LoRA or NF4; "

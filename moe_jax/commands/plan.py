@@ -160,7 +160,7 @@ def _print(
     kind = f"{len(moe)} of {config.num_layers} layers are MoEs" if moe else f"{config.num_layers} layers, dense"
     console.print(f"[bold]{escape(str(path))}[/bold]: {config.family}, d={config.d_model}, {kind}")
     if moe:
-        first = config.layers[moe[0]].mlp
+        first = config.moe(moe[0])
         universal = "" if first.universal == "none" else f"; universal FFN: {first.universal}"
         extended = ", extended" if first.extended else ""
         console.print(f"{first.num_experts} experts, {first.top_k} per token, {first.bank.kind}{universal}{extended}")

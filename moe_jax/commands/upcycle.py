@@ -139,7 +139,7 @@ def _summary(dst: Path, result: "Upcycled") -> "Table":
     from rich.table import Table
 
     moe_layers = result.config.moe_layers
-    moe = result.config.layers[moe_layers[0]].mlp
+    moe = result.config.moe(moe_layers[0])
     table = Table(title=str(dst), title_justify="left", show_header=False)
     table.add_row("MoE layers", f"{len(moe_layers)} of {result.config.num_layers}: {', '.join(map(str, moe_layers))}")
     table.add_row("experts", f"{moe.num_experts}, {moe.top_k} per token, {moe.bank.kind}")

@@ -44,7 +44,7 @@ class SourceLayer:
           statistics: of its router.
         """
         self.index = index
-        self.moe: MoEConfig = source.config.layers[index].mlp
+        self.moe: MoEConfig = source.config.moe(index)
         self.matrices = ffn_matrices(self.moe.expert, source.config.d_model)
         self.shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
         self.num_experts = self.moe.bank_experts + with_universal

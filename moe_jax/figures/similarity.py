@@ -57,7 +57,7 @@ def measure_similarity(source: ModelSource, layer: int) -> LayerSimilarity:
     Raises:
       InputError: if a weight is not finite.
     """
-    moe = source.config.layers[layer].mlp
+    moe = source.config.moe(layer)
     assert isinstance(moe, MoEConfig)
     has_base = moe.bank.has_base
     grams = {}
@@ -100,7 +100,7 @@ def _vectors(source: ModelSource, layer: int, name: str, has_base: bool) -> list
 
 def _experts(source: ModelSource, layer: int, name: str) -> Iterator[np.ndarray]:
     # In float32, because rounding to the bfloat16 of a base would lose most of a small delta.
-    moe = source.config.layers[layer].mlp
+    moe = source.config.moe(layer)
     bank, matrix = f"layers/{layer}/mlp/experts", ffn_matrices(moe.expert, source.config.d_model)[name]
     return expert_kernels(source.read, moe.bank, bank, matrix, dtype=np.dtype(np.float32))
 

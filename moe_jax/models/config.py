@@ -385,6 +385,18 @@ class ModelConfig:
         """Indices of the layers that hold an MoE."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoEConfig))
 
+    def moe(self, layer: int) -> MoEConfig:
+        """The MoE of a layer that holds one."""
+        mlp = self.layers[layer].mlp
+        assert isinstance(mlp, MoEConfig), f"layer {layer} is dense"
+        return mlp
+
+    def ffn(self, layer: int) -> FFNConfig:
+        """The FFN of a dense layer."""
+        mlp = self.layers[layer].mlp
+        assert isinstance(mlp, FFNConfig), f"layer {layer} is an MoE"
+        return mlp
+
     @property
     def num_outputs(self) -> int:
         """How many logits the head gives for a position."""

@@ -95,7 +95,7 @@ def unmergeable(config: ModelConfig) -> dict[str, str]:
     """Adapters that cannot be merged, as phrases -> the reason."""
     found: dict[str, tuple[str, list[int]]] = {}
     for i in config.moe_layers:
-        moe = config.layers[i].mlp
+        moe = config.moe(i)
         if moe.bank.form.beside_base_model:
             why = moe.bank.form.why_not_merged
             found.setdefault("adapter experts (PESC)", (why, []))[1].append(i)

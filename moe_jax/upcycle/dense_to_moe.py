@@ -159,7 +159,7 @@ def _write_layers(
                 writer.write({path: source.read(path)})
         if replaced:
             ffn = {path.removeprefix(prefix): source.read(path) for path in replaced}
-            for name, leaf in moe_leaves(ffn, config.layers[int(layer)].mlp, seed=seed, layer=int(layer)):
+            for name, leaf in moe_leaves(ffn, config.moe(int(layer)), seed=seed, layer=int(layer)):
                 writer.write({prefix + name: leaf})
         progress("writing layers", done, len(by_layer))
 

@@ -132,7 +132,7 @@ def _chosen_layers(num_layers: int, options: UpcycleOptions, problems: list[str]
 
 def _moe(dense: ModelConfig, layer: int, options: UpcycleOptions) -> MoEConfig:
     check_member("universal", options.universal, ("none", "coder", "med"))
-    expert = dense.layers[layer].mlp
+    expert = dense.ffn(layer)
     moe = MoEConfig(
         expert=expert,
         num_experts=options.num_experts,

@@ -119,20 +119,20 @@ def stored_bytes(
     prefixes = tuple(f"layers/{i}/mlp/experts/" for i in layers)
     before = count_bytes(spec for path, spec in specs.items() if path.startswith(prefixes))
     whole = count_bytes(specs.values())
-    weights = sum(_weights(config.layers[i].mlp, config.d_model) for i in layers)
+    weights = sum(_weights(config.moe(i), config.d_model) for i in layers)
     counted = []
     for form in forms:
         of_shape: dict[MoEConfig, LayerBytes] = {}  # layers are mostly alike, and are counted once
         for i in layers:
-            moe = config.layers[i].mlp
+            moe = config.moe(i)
             if moe not in of_shape:
                 target = form_layer(form, moe, config.d_model, keep=keep, base=base, value_bits=value_bits)
                 of_shape[moe] = _compared(form, target, layer_bytes(target, config.d_model, kind))
-        experts = sum(of_shape[config.layers[i].mlp].total for i in layers)
+        experts = sum(of_shape[config.moe(i)].total for i in layers)
         counted.append(
             Stored(
                 form=form,
-                layer=of_shape[config.layers[layers[0]].mlp],
+                layer=of_shape[config.moe(layers[0])],
                 expert_bytes=experts,
                 model_bytes=whole - before + experts,
                 share=experts / before,

@@ -77,7 +77,7 @@ def compress(
         raise InputError(f"--base does not go with this method: it takes the {method.origin}")
 
     def open_layer(i: int) -> SourceLayer:  # anew every time: it keeps what it read last
-        universal = extended and source.config.layers[i].mlp.universal_beside
+        universal = extended and source.config.moe(i).universal_beside
         return SourceLayer(source, i, with_universal=universal, statistics=statistics and statistics.layers[i])
 
     method.check([open_layer(i) for i in indices])
@@ -98,7 +98,7 @@ def compress(
 
         def compress_layer(i: int, write: Write) -> LayerFigures:
             layer = open_layer(i)
-            return method.compress(layer, Base(layer, base), config.layers[i].mlp, write, analyses[i])
+            return method.compress(layer, Base(layer, base), config.moe(i), write, analyses[i])
 
         with writer:
             figures = _write(source, config, indices, compress_layer, writer, progress, on_layer)
@@ -154,7 +154,7 @@ def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[in
 
 
 def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:
-    without = [i for i in layers if config.layers[i].mlp.universal == "none"]
+    without = [i for i in layers if config.moe(i).universal == "none"]
     if without:
         some = ", ".join(map(str, without[:4])) + (", ..." if len(without) > 4 else "")
         raise InputError(f"--extended: there is no universal FFN in layers {some}; leave it out, or choose --layers")
