@@ -13,6 +13,7 @@ test: $(VENV)/.installed-test
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

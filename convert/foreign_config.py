@@ -32,10 +32,24 @@ class ForeignConfig:
         """Takes an integer, or None."""
         return self._take(key, "an integer", lambda v: isinstance(v, int) and not isinstance(v, bool))
 
+    def required_integer(self, key: str) -> int:
+        """Takes an integer that must be there; raises as `require` does."""
+        self.require(key)
+        value = self.integer(key)
+        assert value is not None
+        return value
+
     def number(self, key: str) -> float | None:
         """Takes a number as a float, or None."""
         value = self._take(key, "a number", lambda v: isinstance(v, int | float) and not isinstance(v, bool))
         return None if value is None else float(value)
+
+    def required_number(self, key: str) -> float:
+        """Takes a number as a float, which must be there; raises as `require` does."""
+        self.require(key)
+        value = self.number(key)
+        assert value is not None
+        return value
 
     def flag(self, key: str) -> bool:
         """Takes true or false; None counts as false."""

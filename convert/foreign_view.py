@@ -60,11 +60,11 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
         )
     widest = max([widest, *(config.ffn(i).dim for i in dense)])
     layers = [_full(layer, widest) for layer in config.layers]
-    like = layers[config.moe_layers[0]].mlp
+    like = replace(config, layers=tuple(layers)).moe(config.moe_layers[0])
     for i in dense:
-        if replace(layers[i].mlp, dim=widest) != like.expert:
+        if replace(config.ffn(i), dim=widest) != like.expert:
             raise InputError(
-                f"layer {i} has the FFN {layers[i].mlp}, the experts are {like.expert}; "
+                f"layer {i} has the FFN {config.ffn(i)}, the experts are {like.expert}; "
                 f"the format of {family.moe_format!r} has one kind for both"
             )
         layers[i] = replace(layers[i], mlp=like)

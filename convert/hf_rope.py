@@ -150,7 +150,7 @@ def _one_dict(config: ForeignConfig) -> dict[str, Any]:
     return {**parameters, **scaling}
 
 
-def _scaling(values: dict[str, Any]) -> str:
+def _scaling(values: dict[str, Any]) -> Any:
     names = {values.pop(key) for key in ("rope_type", "type") if isinstance(values.get(key), str)} or {"default"}
     if len(names) > 1:
         raise InputError(f"config.json: rope parameters name two types, {' and '.join(sorted(names))}; keep one")

@@ -104,7 +104,7 @@ class ShardWriter:
 
 
 def _write_all(descriptor: int, data: bytes | np.ndarray, position: int) -> None:
-    view = memoryview(data)
+    view = memoryview(data)  # pyright: ignore[reportArgumentType] NumPy has the buffer protocol on every Python
     while view:
         count = os.pwrite(descriptor, view, position)
         view, position = view[count:], position + count

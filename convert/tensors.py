@@ -67,7 +67,7 @@ class TensorFiles:
           InputError: if the file ends before that.
         """
         assert entry.strides is None and out.flags.c_contiguous
-        self._fill(entry.file, entry.start + offset * out.itemsize, memoryview(out.reshape(-1).view(np.uint8)))
+        self._fill(entry.file, entry.start + offset * out.itemsize, out.reshape(-1).view(np.uint8).data)
 
     def read_strided(self, entry: TensorEntry) -> np.ndarray:
         """Reads a whole tensor of any strides; returns it with those strides."""
@@ -77,7 +77,7 @@ class TensorFiles:
             return np.empty(entry.shape, dtype)
         extent = 1 + sum((n - 1) * stride for n, stride in zip(entry.shape, strides, strict=True))
         flat = np.empty(extent, dtype)
-        self._fill(entry.file, entry.start, memoryview(flat.view(np.uint8)))
+        self._fill(entry.file, entry.start, flat.view(np.uint8).data)
         return np.lib.stride_tricks.as_strided(flat, entry.shape, [stride * dtype.itemsize for stride in strides])
 
     def _fill(self, file: Path, position: int, out: memoryview) -> None:

@@ -70,6 +70,7 @@ class AdapterDirectory(ModelDirectory):
       base: the model whose parameters the adapter directory does not repeat.
     """
 
+    base: ModelSource
     _folder = _ADAPTER
 
     def __init__(self, path: Path, base: ModelSource):

@@ -12,12 +12,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Orbax makes the name of its v1 API when it is imported, and takes more than its annotations say.
+# pyright: reportMissingImports=none, reportArgumentType=none
 try:
     import orbax.checkpoint.v1 as ocp
 except ImportError:  # Orbax 0.12 still keeps its v1 API here.
@@ -217,7 +219,8 @@ class TrainingCheckpoints:
             jax.random.wrap_key_data(restored[name], impl=_key_impl(leaf)) if _is_key(leaf) else restored[name]
             for name, leaf in _named_leaves(like).items()
         ]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), dict(metadata.custom_metadata or {})
+        extra = cast(dict[str, Any], metadata.custom_metadata or {})
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), dict(extra)
 
     def close(self) -> None:
         """Waits for the last checkpoint and ends the background threads.

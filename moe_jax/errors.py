@@ -5,7 +5,7 @@ other exception keeps its traceback, because then the fault is in this library.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 
@@ -53,7 +53,7 @@ def check_positive(config: Any, *names: str) -> None:
             raise InputError(f"{name}={value!r} must be a positive integer")
 
 
-def check_member(what: str, value: str, options: tuple[str, ...]) -> None:
+def check_member(what: str, value: str, options: Collection[str]) -> None:
     """Raises `InputError`, with the nearest option, unless `value` is one of `options`."""
     if value not in options:
         raise InputError(f"unknown {what} {value!r}{nearest(str(value), options)}; known: {', '.join(options)}")

@@ -242,7 +242,7 @@ class _MemoryWriter:
         if error is not None:
             return
         own = self.read_back()
-        leaves = own if self._base is None else LeavesOverBase(self._config, self._base, own)
+        leaves: StoredLeaves = own if self._base is None else LeavesOverBase(self._config, self._base, own)
         self._dst.source = ModelInMemory(
             self._config, leaves, tokenizer_files=self._files, lineage=self.lineage, base=self._base
         )

@@ -54,7 +54,7 @@ LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
 )
 
 
-def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """Makes the mesh `data x fsdp x expert x tensor`.
 
     Args:

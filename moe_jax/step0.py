@@ -173,6 +173,7 @@ def _filled(make: Callable[[], nnx.Module], leaves: Mapping[str, Array], prefix:
 def _memory(program: jax.stages.Compiled) -> int:
     """Leaves as they are read, again as the program takes them, and what it needs to work."""
     analysis = program.memory_analysis()
+    assert analysis is not None
     return 2 * analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 
 

@@ -137,7 +137,7 @@ class _Reader:
                 hint = nearest(value, typing.get_args(annotation))
             self.problems.append(f"{path}: expected {self._describe(annotation)}, got {self._show(value)}{hint}")
             return None
-        if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+        if dataclasses.is_dataclass(option) and isinstance(option, type) and isinstance(value, Mapping):
             return self.build(option, value, path + ".")
         if typing.get_origin(option) is tuple:
             item = typing.get_args(option)[0]
@@ -179,7 +179,7 @@ def _fits(option: Any, value: Any) -> bool:
         return value in typing.get_args(option)
     if origin is tuple:
         return isinstance(value, list | tuple)
-    if dataclasses.is_dataclass(option):
+    if dataclasses.is_dataclass(option) and isinstance(option, type):
         return isinstance(value, (Mapping, option))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return isinstance(value, Mapping)

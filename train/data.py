@@ -86,8 +86,8 @@ def _piece_bytes(section: DataSection, total: int, batch_size: int) -> int:
 
 def _ordered(section: DataSection, sources: Sequence[Files], sizes: Sequence[int], seed: int) -> grain.MapDataset:
     datasets = [grain.MapDataset.source(source) for source in sources]
-    weights = [source.weight for source in section.sources]
-    if None in weights:
+    weights = [source.weight for source in section.sources if source.weight is not None]
+    if len(weights) < len(section.sources):
         merged = grain.MapDataset.concatenate(datasets)
         return (merged.shuffle(seed) if section.shuffle else merged).repeat(section.epochs)
     if section.shuffle:

@@ -82,12 +82,12 @@ def measure_router_statistics(
 class _Sums(NamedTuple):
     """Over tokens, float64."""
 
-    load: np.ndarray | float
-    probability: np.ndarray | float
-    gram: np.ndarray | float
+    load: np.ndarray
+    probability: np.ndarray
+    gram: np.ndarray
 
 
-_ZERO = _Sums(0.0, 0.0, 0.0)
+_ZERO = _Sums(*(np.zeros(()) for _ in range(3)))
 
 
 def _statistics(sums: _Sums, tokens: int) -> RouterStatistics:

@@ -123,7 +123,8 @@ class Loop:
             step += 1
             pending = step, metrics
             stop = signals.stop_after(step)
-            if self._evaluator is not None and (step % recipe.eval.every == 0 or step == steps):
+            due = recipe.eval is not None and (step % recipe.eval.every == 0 or step == steps)
+            if self._evaluator is not None and due:
                 report(evaluate=state)
             if stop or step % recipe.checkpoint.every == 0 or step == steps:
                 # Metrics come first: a state with a loss that is not finite must not be saved.

@@ -37,6 +37,7 @@ def local_rows(mesh: Mesh, batch_size: int) -> list[int]:
     """Rows of the global batch that the devices of this process hold, sorted."""
     rows = np.zeros(batch_size, bool)
     for index in batch_sharding(mesh).addressable_devices_indices_map((batch_size, 1)).values():
+        assert index is not None
         rows[index[0]] = True
     return np.flatnonzero(rows).tolist()
 
@@ -54,7 +55,7 @@ def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_si
     place_of = {row: i for i, row in enumerate(rows)}
 
     def one(local: np.ndarray) -> jax.Array:
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             return local[[place_of[row] for row in range(*index[0].indices(batch_size))]]
 
         return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, shard)

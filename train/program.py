@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +136,8 @@ def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, 
     moments = optax.tree.map_params(
         optimizer, lambda _, sharding: sharding, state.opt_state, shardings, transform_non_params=lambda _: replicated
     )
-    return _with_shardings(state, TrainState(replicated, shardings, moments))
+    lying: Any = TrainState(cast(Any, replicated), shardings, moments)
+    return _with_shardings(state, lying)
 
 
 def _cast(frozen: nnx.State, dtype: str) -> nnx.State:

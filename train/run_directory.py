@@ -80,21 +80,21 @@ def write_model(
     target = Path(recipe.run_dir) / "model"
     options = {key: value for key, value in recipe_toml.flatten(recipe).items() if value is not None}
     options["data.sources"] = [recipe_toml.flatten(section) for section in recipe.data.sources]
-    continued = source is not None and recipe.model.init == "checkpoint"
-    entry = new_lineage_entry("train", options, [source] if continued else [], measured)
+    started_from = source if recipe.model.init == "checkpoint" else None
+    entry = new_lineage_entry("train", options, [] if started_from is None else [started_from], measured)
     files = source.tokenizer_files if source else (tokenizer,)
-    lineage = [*(source.lineage if continued else []), entry]
+    lineage = [*([] if started_from is None else started_from.lineage), entry]
     fresh = target.with_name("model.new")
     if is_first_process():
         remove_replaced(target)
         if fresh.exists():
             remove_directory(fresh)
     wait_for_all("stale models removed")
-    if continued and isinstance(source, AdapterDirectory):
+    if isinstance(started_from, AdapterDirectory):
         trained = {name for path in trainable for name in disk_paths(model.config, path)}
-        own = trained | source.own_specs().keys()
+        own = trained | started_from.own_specs().keys()
         writer = AdapterDirectoryWriter(
-            fresh, model.config, base=source.base, trained=own, tokenizer_files=files, lineage=lineage
+            fresh, model.config, base=started_from.base, trained=own, tokenizer_files=files, lineage=lineage
         )
     else:
         own = None

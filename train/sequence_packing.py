@@ -102,15 +102,15 @@ class _Row:
         )
         filled = 0
         while filled < self._seq_len and self.record < len(self._records):
-            if self._pairs is None:
-                self._pairs = self._records[self.record]
-            if self.offset == len(self._pairs.tokens):
+            pairs: Any = self._records[self.record] if self._pairs is None else self._pairs
+            self._pairs = pairs
+            if self.offset == len(pairs.tokens):
                 self.seek(self.record + self._stride, 0)
                 continue
             count = self._take(self._seq_len - filled)
             if count == 0:
                 break
-            for target, source in zip(row, self._pairs, strict=True):
+            for target, source in zip(row, pairs, strict=True):
                 target[filled : filled + count] = source[self.offset : self.offset + count]
             filled += count
             self.offset += count

@@ -3,6 +3,7 @@
 import signal
 import threading
 from types import FrameType
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -20,7 +21,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
         if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():

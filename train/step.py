@@ -1,7 +1,7 @@
 """One training step as a pure function of (state, frozen parameters, batch)."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +136,7 @@ def make_step(
             tokens=jnp.sum(batch["segment_ids"] > 0),
             router=router,
         )
-        params = optax.apply_updates(state.params, updates)
+        params = cast(nnx.State, optax.apply_updates(state.params, updates))
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step

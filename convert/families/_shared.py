@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from moe_jax.convert.foreign_config import ForeignConfig
 from moe_jax.convert.hf_rope import read_rope, write_rope
@@ -11,6 +11,7 @@ from moe_jax.errors import InputError, nearest
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
 T = TypeVar("T")
+Projection = Literal["q", "k", "v", "o"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Family:
         return any(isinstance(entry, Row) and "/experts/" in str(entry.leaves) for entry in self.table)
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Any] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -103,7 +104,7 @@ def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
 
 
 def read_attention(
-    config: ForeignConfig, *, biases: Iterable[str] = (), **kwargs: Any
+    config: ForeignConfig, *, biases: Iterable[Projection] = (), **kwargs: Any
 ) -> AttentionConfig:
     """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`.
 
@@ -111,7 +112,7 @@ def read_attention(
       InputError: if the width is not a multiple of the heads and no head_dim is given.
     """
     config.require("hidden_size", "num_attention_heads")
-    d_model, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    d_model, num_heads = config.required_integer("hidden_size"), config.required_integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads")
     head_dim = config.integer("head_dim")
     if head_dim is None:
@@ -133,15 +134,20 @@ def read_attention(
 def read_gated_ffn(config: ForeignConfig, *, dim: str = "intermediate_size", bias: bool = False) -> FFNConfig:
     """Reads a gated FFN; `dim` is the key of its hidden width."""
     config.require(dim, "hidden_act")
-    name = config.text("hidden_act")
+    name = config.text("hidden_act") or ""
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise InputError(f"config.json: unknown hidden_act {name!r}{nearest(name, ACTIVATIONS)}; known: {known}")
-    return FFNConfig(dim=config.integer(dim), gated=True, activation=ACTIVATIONS[name], bias=bias)
+    return FFNConfig(dim=config.required_integer(dim), gated=True, activation=ACTIVATIONS[name], bias=bias)
 
 
 def read_decoder(
-    config: ForeignConfig, family: str, layers: Sequence[LayerConfig], *, norm: str = "rms", eps: str = "rms_norm_eps"
+    config: ForeignConfig,
+    family: str,
+    layers: Sequence[LayerConfig],
+    *,
+    norm: Literal["rms", "layer"] = "rms",
+    eps: str = "rms_norm_eps",
 ) -> ModelConfig:
     """Reads the settings that all layers share.
 
@@ -153,16 +159,16 @@ def read_decoder(
       eps: key of their epsilon.
     """
     config.require("vocab_size", "hidden_size", "max_position_embeddings", eps)
-    max_positions = config.integer("max_position_embeddings")
+    max_positions = config.required_integer("max_position_embeddings")
     return ModelConfig(
         family=family,
-        vocab_size=config.integer("vocab_size"),
-        d_model=config.integer("hidden_size"),
+        vocab_size=config.required_integer("vocab_size"),
+        d_model=config.required_integer("hidden_size"),
         max_positions=max_positions,
         layers=tuple(layers),
         rope=read_rope(config, max_positions=max_positions, head_dim=layers[0].attention.head_dim),
         norm=norm,
-        norm_eps=config.number(eps),
+        norm_eps=config.required_number(eps),
         tie_embeddings=config.flag("tie_word_embeddings"),
         bos_id=config.integer("bos_token_id"),
         eos_ids=config.integers("eos_token_id"),
@@ -178,14 +184,13 @@ def repeat_layers(config: ForeignConfig, attention: AttentionConfig, mlp: FFNCon
 
 def num_layers(config: ForeignConfig) -> int:
     """Reads the number of layers, at least 1."""
-    config.require("num_hidden_layers")
-    count = config.integer("num_hidden_layers")
+    count = config.required_integer("num_hidden_layers")
     if count < 1:
         raise InputError(f"config.json: num_hidden_layers={count} must be at least 1")
     return count
 
 
-def _read_dtype(config: ForeignConfig) -> str:
+def _read_dtype(config: ForeignConfig) -> Any:
     """`dtype` (Transformers 5) or `torch_dtype` (4); a config that says neither means float32."""
     new, old = config.text("dtype"), config.text("torch_dtype")
     return (new or old or "float32").removeprefix("torch.")
@@ -244,7 +249,8 @@ def dense_ffn(config: ModelConfig) -> FFNConfig:
     """
     for i in config.moe_layers[:1]:
         raise InputError(f"layer {i} is an MoE, which the format of {config.family!r} cannot hold")
-    return same_in_all_layers(config, "FFN", lambda layer: layer.mlp)
+    same_in_all_layers(config, "FFN", lambda layer: layer.mlp)
+    return config.ffn(0)
 
 
 def uniform_moe(config: ModelConfig) -> MoEConfig:
@@ -263,7 +269,7 @@ def uniform_moe(config: ModelConfig) -> MoEConfig:
         ("expert", lambda layer: layer.mlp.expert),
     ):
         same_in_all_layers(config, what, get)
-    return config.layers[0].mlp
+    return config.moe(0)
 
 
 def _heads(layer: LayerConfig) -> tuple[int, int, int]:

@@ -23,7 +23,7 @@ from moe_jax.models import ModelConfig
 
 def read(config: ForeignConfig) -> ModelConfig:
     bias = config.flag("attention_bias")
-    attention = read_attention(config, biases="qkvo" if bias else "")
+    attention = read_attention(config, biases=("q", "k", "v", "o") if bias else ())
     ffn = read_gated_ffn(config, bias=config.flag("mlp_bias"))
     return read_decoder(config, "llama", repeat_layers(config, attention, ffn))
 

@@ -27,10 +27,10 @@ def read(config: ForeignConfig) -> ModelConfig:
     attention = read_attention(config, sliding_window=config.integer("sliding_window"))
     moe = MoEConfig(
         expert=read_gated_ffn(config),
-        num_experts=config.integer("num_local_experts"),
-        top_k=config.integer("num_experts_per_tok"),
+        num_experts=config.required_integer("num_local_experts"),
+        top_k=config.required_integer("num_experts_per_tok"),
         gate="topk_softmax",
-        balance_coef=config.number("router_aux_loss_coef"),
+        balance_coef=config.required_number("router_aux_loss_coef"),
     )
     return read_decoder(config, "mixtral", repeat_layers(config, attention, moe))
 

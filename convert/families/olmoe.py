@@ -26,14 +26,14 @@ def read(config: ForeignConfig) -> ModelConfig:
     config.require("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     bias = config.flag("attention_bias")
     attention = read_attention(
-        config, biases="qkvo" if bias else "", qk_norm="projection", clip_qkv=config.number("clip_qkv")
+        config, biases=("q", "k", "v", "o") if bias else (), qk_norm="projection", clip_qkv=config.number("clip_qkv")
     )
     moe = MoEConfig(
         expert=read_gated_ffn(config),
-        num_experts=config.integer("num_experts"),
-        top_k=config.integer("num_experts_per_tok"),
+        num_experts=config.required_integer("num_experts"),
+        top_k=config.required_integer("num_experts_per_tok"),
         gate="topk_softmax" if config.flag("norm_topk_prob") else "softmax_topk",
-        balance_coef=config.number("router_aux_loss_coef"),
+        balance_coef=config.required_number("router_aux_loss_coef"),
     )
     return read_decoder(config, "olmoe", repeat_layers(config, attention, moe))
 

@@ -27,7 +27,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     ffn = read_gated_ffn(config)
     windows = _read_windows(config)
     layers = [
-        LayerConfig(attention=read_attention(config, biases="qkv", sliding_window=window), mlp=ffn)
+        LayerConfig(attention=read_attention(config, biases=("q", "k", "v"), sliding_window=window), mlp=ffn)
         for window in windows
     ]
     return read_decoder(config, "qwen2", layers)
@@ -41,8 +41,7 @@ def _read_windows(config: ForeignConfig) -> list[int | None]:
     window = config.integer("sliding_window")
     types = config.texts("layer_types")
     if types is None:
-        config.require("max_window_layers")
-        first = config.integer("max_window_layers")
+        first = config.required_integer("max_window_layers")
         types = tuple(SLIDING if i >= first else FULL for i in range(count))
     if len(types) != count or not set(types) <= {FULL, SLIDING}:
         raise InputError(
@@ -56,7 +55,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     keys = {**write_decoder(config), "intermediate_size": ffn.dim, "hidden_act": write_activation(ffn)}
     windows = [layer.attention.sliding_window for layer in config.layers]
-    used = set(windows) - {None}
+    used = {window for window in windows if window is not None}
     if len(used) > 1:
         raise InputError(f"the format of 'qwen2' has one sliding window, the layers have {sorted(used)}")
     if not used:

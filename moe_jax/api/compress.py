@@ -28,6 +28,7 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig,
 from moe_jax.sharding import make_mesh, path_name
 from moe_jax.train.expert_load import measure_router_statistics
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Kernels = ExpertBank | Mapping[str, Float[np.ndarray, "E i o"]]
 
 
@@ -146,7 +147,7 @@ def compress_experts(
     experts: Kernels,
     *,
     method: str,
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu",
+    activation: Activation = "silu",
     base: Mapping[str, Float[np.ndarray, "i o"]] | None = None,
     router: Float[np.ndarray, "d E"] | None = None,
     **options: Any,
@@ -213,7 +214,7 @@ def _bank_leaves(bank: ExpertBank) -> tuple[MoEConfig, int, dict[str, np.ndarray
     return moe, d_model, {f"experts/{path_name(path)}": np.asarray(leaf) for path, leaf in state}
 
 
-def _kernel_leaves(kernels: Mapping[str, Any], activation: str) -> tuple[MoEConfig, int, dict[str, np.ndarray]]:
+def _kernel_leaves(kernels: Mapping[str, Any], activation: Activation) -> tuple[MoEConfig, int, dict[str, np.ndarray]]:
     """The same of kernels."""
     unknown = [name for name in kernels if name not in ("gate", "up", "down")]
     if unknown or not {"up", "down"} <= kernels.keys():

@@ -134,7 +134,8 @@ class Model:
     def mesh(self) -> Mesh | None:
         """The devices that the decoder is split over; None: it is on one."""
         shardings = {leaf.sharding for leaf in jax.tree.leaves(nnx.state(self.decoder))}
-        return next((one.mesh for one in shardings if isinstance(one, jax.sharding.NamedSharding)), None)
+        meshes = (one.mesh for one in shardings if isinstance(one, jax.sharding.NamedSharding))
+        return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

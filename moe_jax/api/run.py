@@ -98,11 +98,29 @@ class Continuation(NamedTuple):
 
 
 @overload
-def generate(model: ModelOrPath, prompt: str, **options: Any) -> Continuation: ...
+def generate(
+    model: ModelOrPath,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+) -> Continuation: ...
 @overload
-def generate(model: ModelOrPath, prompt: Sequence[int] | np.ndarray, **options: Any) -> Continuation: ...
-@overload
-def generate(model: ModelOrPath, prompt: Sequence[Prompt], **options: Any) -> list[Continuation]: ...
+def generate(
+    model: ModelOrPath,
+    prompt: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+) -> list[Continuation]: ...
 def generate(
     model: ModelOrPath,
     prompt: Prompt | Sequence[Prompt],

@@ -50,7 +50,7 @@ def convert(src: str | os.PathLike[str], out: OutPath = None, *, dtype: Dtype | 
       OSError: if the disk is full. Nothing is left at `out` then.
     """
     target = destination(out)
-    _convert(src, target, dtype=dtype, console=Console(quiet=True))
+    _convert(Path(src), target, dtype=dtype, console=Console(quiet=True))
     return result(target, src)
 
 
@@ -88,11 +88,11 @@ def export(
       OSError: if the disk is full. Nothing is left at `out` then.
     """
     if format == "peft":
-        _export_peft(open_model(model), out, console=Console(quiet=True))
+        _export_peft(open_model(model), Path(out), console=Console(quiet=True))
         return Path(out)
     _export(
         open_model(model),
-        out,
+        Path(out),
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
         dense_layers=dense_layers,

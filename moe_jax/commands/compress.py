@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def _methods() -> str:
     """What every method is, in the words of its docstring."""
-    summaries = (f"{name}: {inspect.cleandoc(method.__doc__).splitlines()[0]}" for name, method in METHODS.items())
+    summaries = (f"{name}: {(inspect.getdoc(method) or name).splitlines()[0]}" for name, method in METHODS.items())
     return " ".join(summaries) + " With --sweep several, separated by commas; by default all."
 
 

@@ -49,10 +49,10 @@ def run(options: Options) -> None:
       InputError: for bad prompts or sampling options, or a text prompt for a model without tokenizer.
     """
     from moe_jax.api.model import Loading, Model
-    from moe_jax.api.run import generate
+    from moe_jax.api.run import Prompt, generate
     from moe_jax.open_source import open_source
 
-    prompts = [*options.prompt, *_lines(options.prompts_file), *map(_parse_ids, options.ids)]
+    prompts: list[Prompt] = [*options.prompt, *_lines(options.prompts_file), *map(_parse_ids, options.ids)]
     if not prompts:
         raise InputError("nothing to continue: give --prompt, --prompts-file or --ids")
     model = Model.of_source(open_source(options.model), Loading(compute_dtype=options.compute_dtype))

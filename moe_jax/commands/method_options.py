@@ -82,11 +82,10 @@ def one_method(name: str, given: Mapping[str, Any]) -> Method:
     """
     options = {}
     for key, value in _read(name, given).items():
-        if isinstance(value, tuple):
-            if len(value) > 1:
-                raise InputError(f"{flag_of(key)} {given[key]}: several values need --sweep")
-            (value,) = value
-        options[key] = value
+        values = value if isinstance(value, tuple) else (value,)
+        if len(values) > 1:
+            raise InputError(f"{flag_of(key)} {given[key]}: several values need --sweep")
+        options[key] = next(iter(values))
     return make_method(name, options)
 
 

@@ -50,7 +50,9 @@ def run(options: Options) -> None:
         from moe_jax.train.compile_only import compile_only, prepare_environment, print_report
 
         prepare_environment()
-        config = read_config(options.config or recipe.model.config or recipe.model.path)
+        file = options.config or recipe.model.config or recipe.model.path
+        assert file is not None and options.topology is not None
+        config = read_config(file)
         report = compile_only(recipe, config, options.topology)
         print_report(report, as_json=options.json)
         return

@@ -58,7 +58,7 @@ class Adapters(nnx.Module):
         tokens = P(BATCH_AXES if splits_batch(mesh, x.shape[0]) else None, None)
         # Every device sorts its own tokens and has all adapters: left to the compiler, a sort gathers all tokens.
         return jax.shard_map(
-            apply, in_specs=(tokens, Routing(tokens, tokens), P(), P()), out_specs=tokens, check_vma=False
+            apply, in_specs=(tokens, Routing._make((tokens, tokens)), P(), P()), out_specs=tokens, check_vma=False
         )(x, routing, down, up)
 
 

@@ -92,8 +92,10 @@ class KernelBank(ExpertBank):
 
     def _form(self, name: str) -> KernelForm:
         """The form of the experts' own arrays. With a base, NF4 and LoRA belong to the base."""
-        if self.config.form.over_base:
-            return self.config.form
+        form = self.config.form
+        if form.over_base:
+            assert isinstance(form, KernelForm)
+            return form
         return whole_form(self.expert.nf4, lora_for(self.expert.lora, name))
 
     def _arrays(self, name: str) -> dict[str, Array]:
@@ -101,6 +103,7 @@ class KernelBank(ExpertBank):
         form = self.config.form
         if not form.over_base:
             return {path: array for path, array in getattr(self, name).arrays().items() if path != BIAS}
+        assert isinstance(form, KernelForm)
         every = self.delta.arrays()
         own = {path.removeprefix(f"{name}/"): array for path, array in every.items() if path.startswith(f"{name}/")}
         return form.combine(self._matrices[name], own, {path: every[path] for path in form.shared_leaves})

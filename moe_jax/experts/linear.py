@@ -19,6 +19,8 @@ BIAS = "bias"
 class Linear(Leaves):
     """`x W + b`. The kernel [in, out] is plain or stored as NF4, and may have LoRA, `scale * (x A) B`, beside it."""
 
+    kernel: nnx.Param
+
     def __init__(
         self,
         shape: tuple[int, int],

@@ -75,7 +75,7 @@ def apply_experts(
     without_arrays = {name: kernel._replace(arrays={}) for name, kernel in kernels.items()}
     return jax.shard_map(
         partial(_local_experts, without_arrays, activation=activation, split_tokens=split_tokens),
-        in_specs=(tokens, Routing(tokens, tokens), array_specs, bias_specs),
+        in_specs=(tokens, Routing._make((tokens, tokens)), array_specs, bias_specs),
         out_specs=tokens,
         # The loops of the blocked product carry values whose replication the checker cannot follow.
         check_vma=False,

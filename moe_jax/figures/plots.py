@@ -53,7 +53,7 @@ def plot_to_base(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -
         unrelated = ", ".join(f"{1 / math.sqrt(count):.2f} for E = {count}" for count in sorted(counts))
         note = f"To their own mean even unrelated experts have a cosine of 1/√E: {unrelated}."
         figure.text(0.01, 0.005, note, fontsize=7)
-        figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
+        figure.set_layout_engine("constrained", rect=(0, 0.03, 1, 0.97))
     figure.savefig(file, dpi=_DPI)
 
 
@@ -116,7 +116,7 @@ def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: Path, *, titl
     norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=max(2.0, float(relative.max())))
     image = axes.imshow(relative, norm=norm, cmap="RdBu_r", aspect="auto")
     if len(shares) <= 40:
-        axes.set_yticks(range(len(shares)), list(shares))
+        axes.set_yticks(range(len(shares)), [str(layer) for layer in shares])
     axes.set_ylabel("layer")
     axes.set_xlabel("expert")
     _expert_ticks(axes.xaxis, list(map(str, range(most))), most=16)

@@ -126,9 +126,9 @@ def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned
     """Cuts the queries into bands of whole chunks, and a last one of what is left of a chunk."""
     chunks, rest = divmod(length, CHUNK)
     hides_later = aligned and mask == "causal"
-    hides_far = aligned and window is not None
+    reach = window - 1 if aligned and window is not None else None
     # Where every chunk needs the same number of keys from the same range, one band is enough.
-    num_bands = MAX_BANDS if hides_later or hides_far else 1
+    num_bands = MAX_BANDS if hides_later or reach is not None else 1
     cuts = [chunks * i // num_bands for i in range(num_bands + 1)]
     ranges = [(a * CHUNK, CHUNK, b - a) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]
     if rest:
@@ -136,9 +136,9 @@ def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned
 
     def band(start: int, size: int, count: int) -> _Band:
         stop = start + size * count
-        first_key = max(0, start - window + 1) if hides_far else 0
-        last_key = stop if hides_later else min(num_keys, stop + window - 1) if hides_far else num_keys
-        seen_by_chunk = size + (window - 1) * (1 if hides_later else 2) if hides_far else num_keys
+        first_key = 0 if reach is None else max(0, start - reach)
+        last_key = stop if hides_later else num_keys if reach is None else min(num_keys, stop + reach)
+        seen_by_chunk = num_keys if reach is None else size + reach * (1 if hides_later else 2)
         return _Band(start, size, count, first_key, last_key, min(seen_by_chunk, last_key - first_key))
 
     return [band(*given) for given in ranges]
@@ -225,9 +225,11 @@ def _mask(queries: _Tokens, keys: _Tokens, mask: str, window: int | None) -> Boo
     distance = queries.positions[:, None] - keys.positions[None, :]
     seen = jnp.ones_like(distance, bool) if mask == "bidirectional" else distance >= 0
     if mask == "prefix":
+        assert queries.prefix is not None
         seen |= keys.positions[None, :] < queries.prefix[:, None]
     if window is not None:
         seen &= jnp.abs(distance) < window
     if queries.segments is not None:
+        assert keys.segments is not None
         seen &= queries.segments[:, None] == keys.segments[None, :]
     return seen

@@ -5,8 +5,7 @@ is a permutation, so dispatch and combine are gathers, and so are their gradient
 gather into a scatter, which is serial on CPU and slow on accelerators.
 """
 
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +44,19 @@ def sort_by_expert(experts: Int[Array, "T k"], num_experts: int) -> Order:
     return Order(sorted_to_flat, flat_to_sorted, group_sizes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dispatch(x: Float[Array, "T d"], order: Order, top_k: int) -> Float[Array, "M d"]:
     """The sorted rows: the token of every assignment."""
-    return jnp.take(x, order.sorted_to_flat // top_k, axis=0)
+    return _dispatch(x, order, top_k)
+
+
+# `nondiff_argnums` loses the types of a decorated function.
+_dispatch: Any = jax.custom_vjp(
+    lambda x, order, top_k: jnp.take(x, order.sorted_to_flat // top_k, axis=0), nondiff_argnums=(2,)
+)
 
 
 def _dispatch_fwd(x: Array, order: Order, top_k: int) -> tuple[Array, Order]:
-    return dispatch(x, order, top_k), order
+    return _dispatch(x, order, top_k), order
 
 
 def _dispatch_bwd(top_k: int, order: Order, dy: Array) -> tuple[Array, None]:
@@ -60,7 +64,7 @@ def _dispatch_bwd(top_k: int, order: Order, dy: Array) -> tuple[Array, None]:
     return jnp.sum(per_choice, axis=1), None
 
 
-dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 @jax.custom_vjp

@@ -67,7 +67,7 @@ grouped_matmul.defvjp(_forward, _backward)
 # ---- blocked (CPU) ----------------------------------------------------------------------------------------------
 
 
-def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Array], Array], carry: Array) -> Array:
+def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Any], Any], carry: Any) -> Any:
     """Folds `body(tile, offset, carry)` over tiles of a group of rows: long ones while they fit, then short ones.
 
     Args:
@@ -196,7 +196,7 @@ def _ragged_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
 
 
 def _tokamax_product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    import tokamax
+    import tokamax  # pyright: ignore[reportMissingImports]  (an extra)
 
     return zero_rows_beyond(tokamax.ragged_dot(lhs, rhs, group_sizes), jnp.sum(group_sizes))
 
@@ -228,13 +228,13 @@ BACKENDS: dict[str, dict[str, Callable[..., Array]]] = {
 def _choose(operation: str, backend: str) -> Callable[..., Array]:
     if backend != "auto":
         return BACKENDS[backend][operation]
-    gpu = _gpu_backend()
-    return partial(
+    choose: Any = partial(
         lax.platform_dependent,
         cpu=BACKENDS["blocked"][operation],
-        cuda=BACKENDS[gpu][operation],
+        cuda=BACKENDS[_gpu_backend()][operation],
         default=BACKENDS["ragged_dot"][operation],
     )
+    return choose
 
 
 @lru_cache(maxsize=1)

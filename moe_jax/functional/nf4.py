@@ -16,6 +16,7 @@ The arrays of a kernel are, by name (those of stacked kernels have the axes of t
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ def quantize_nf4(kernel: Float[Array, "... i o"]) -> Leaves:
     largest = jnp.max(jnp.abs(blocks), axis=1)
     # Fifteen comparisons compile to one loop over the kernel, a binary search to several.
     relative = blocks * _reciprocal(largest)[:, None, :]
-    codes = sum((relative > middle).astype(jnp.uint8) for middle in _middles(LEVELS))
+    codes: Any = sum((relative > middle).astype(jnp.uint8) for middle in _middles(LEVELS))
     codes = _blocks(codes.reshape(-1, columns)[:rows], 2)
 
     offset = jnp.mean(largest)

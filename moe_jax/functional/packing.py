@@ -45,7 +45,7 @@ def pack(codes: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:
     words = jnp.sum(fields.reshape(-1, per_word, codes.shape[1]) << shifts[None, :, None], axis=1, dtype=jnp.uint32)
     packed = words[:, None, :] >> (8 * jnp.arange(word_bytes, dtype=jnp.uint32))[None, :, None]
     packed = (packed & jnp.uint32(255)).astype(jnp.uint8)
-    return packed.reshape(-1, codes.shape[1])[: codes_shape(codes.shape, bits)[0]]
+    return packed.reshape(-1, codes.shape[1])[: codes_shape((rows, codes.shape[1]), bits)[0]]
 
 
 def unpack(packed: UInt8[Array, "b o"], rows: int, bits: int, dtype: jnp.dtype) -> Float[Array, "i o"]:

@@ -24,6 +24,11 @@ class KVCache(NamedTuple):
 class Attention(nnx.Module):
     """Grouped-query attention: of tokens to each other, or to those of another sequence."""
 
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+
     def __init__(self, config: AttentionConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
         d, width = model.d_model, config.head_dim

@@ -19,6 +19,9 @@ from moe_jax.nn.moe import MoE
 class Block(nnx.Module):
     """One layer. Every branch has a norm, `attention_norm` and so on, where `LayerConfig.norm_position` says."""
 
+    attention_norm: Norm
+    mlp_norm: Norm
+
     def __init__(self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.is_moe = isinstance(config.mlp, MoEConfig)
         self.norm_position, self.parallel, self.shared_norm = config.norm_position, config.parallel, config.shared_norm
@@ -29,8 +32,10 @@ class Block(nnx.Module):
                 setattr(self, f"{name}_{kind}", Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype))
         self.attention = Attention(config.attention, model, rngs=rngs, dtype=dtype)
         if self.crosses:
+            assert config.cross is not None
             self.cross_attention = Attention(config.cross, model, rngs=rngs, dtype=dtype)
-        self.mlp = (MoE if self.is_moe else FFN)(config.mlp, model.d_model, rngs=rngs, dtype=dtype)
+        make: Any = MoE if self.is_moe else FFN
+        self.mlp = make(config.mlp, model.d_model, rngs=rngs, dtype=dtype)
 
     def __call__(
         self, x: Float[Array, "B T d"], context: Context, cache: KVCache | None, key: Array | None = None
@@ -41,7 +46,7 @@ class Block(nnx.Module):
             rope = context.rope[self.rope]
             return self.attention(x, context.visible, rope=rope, cache=cache, key=keys.fold_in(key, keys.ATTENTION))
 
-        def attend_across(x: Array) -> tuple[Array, None]:
+        def attend_across(x: Array) -> tuple[Array, KVCache | None]:
             assert context.source is not None
             output, visible = context.source
             return self.cross_attention(x, visible, source=output, key=keys.fold_in(key, keys.CROSS_ATTENTION))

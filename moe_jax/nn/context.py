@@ -46,7 +46,7 @@ class Context(NamedTuple):
 
 def make_context(
     config: ModelConfig,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     *,
     positions: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,

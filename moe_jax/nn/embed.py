@@ -46,7 +46,11 @@ class Embed(nnx.Module):
         """
         if (tokens is None) == (embeddings is None):
             raise InputError("a model takes either tokens or embeddings, and exactly one of them")
-        x = self.look_up(tokens) if embeddings is None else embeddings.astype(self.compute_dtype)
+        if embeddings is not None:
+            x = embeddings.astype(self.compute_dtype)
+        else:
+            assert tokens is not None
+            x = self.look_up(tokens)
         if not self.has_positions:
             return x
         if positions is None:
@@ -59,7 +63,7 @@ class Embed(nnx.Module):
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, self.compute_dtype)
 
 
-def default_positions(shape: tuple[int, int]) -> Int[Array, "B T"]:
+def default_positions(shape: tuple[int, ...]) -> Int[Array, "B T"]:
     """0, 1, ... in every row."""
     return jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None, :], shape)
 

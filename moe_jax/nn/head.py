@@ -13,6 +13,9 @@ from moe_jax.models.config import ModelConfig
 class Head(Leaves):
     """`cap(scale * (x W + b))`, float32; W is a kernel [d, V] of its own, or the transposed embedding."""
 
+    kernel: nnx.Param
+    bias: nnx.Param
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         shape = (config.d_model, config.num_outputs)

@@ -116,9 +116,15 @@ class MoE(nnx.Module):
 
     def _selection(self) -> Selection:
         given = self.config.selection
-        bias = self.router.selection_bias[...] if given.bias else None
+        bias = None
+        if given.bias:
+            assert isinstance(self.router, LinearRouter)
+            bias = self.router.selection_bias[...]
         return Selection(bias, given.groups, given.top_groups, given.group_score)
 
     def _universal_weight(self, tokens: Float[Array, "T d"], logits: Float[Array, "T E"]) -> Float[Array, " T"]:
-        own = self.router.universal_logit(tokens) if self.config.universal == "sigmoid" else None
+        own = None
+        if self.config.universal == "sigmoid":
+            assert isinstance(self.router, LinearRouter)
+            own = self.router.universal_logit(tokens)
         return universal_weight(logits, self.config.universal, own)

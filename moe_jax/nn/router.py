@@ -63,4 +63,4 @@ class CoderRouter(nnx.Module):
         x = x.astype(jnp.float32)
         with jax.default_matmul_precision("highest"):
             logits = coder_logits(x, self.hidden.kernel[...], self.out.kernel[...])
-            return logits if key is None else add_noise(logits, x, self.noise.kernel[...], key)
+            return logits if key is None else add_noise(logits, x, self.noise.arrays()["kernel"], key)

@@ -90,7 +90,7 @@ def adapt(
 
 
 def _measured(result: Adapted) -> dict[str, Any]:
-    measured = {"adapter_params": result.params, "adapter_bytes": result.bytes}
+    measured: dict[str, Any] = {"adapter_params": result.params, "adapter_bytes": result.bytes}
     if result.step0 is not None:
         measured |= {
             "step0_max_abs_difference": result.step0.difference,

@@ -144,7 +144,7 @@ def _folded_kernel(source: ModelSource, path: str) -> np.ndarray:
     result = np.empty(shape, _kernel_dtype(source, path))
     factors = None if lora is None else [source.read(f"{module}/lora/{name}") for name in ("a", "b")]
     for index, kernel in enumerate(_kernels(source, path, shape)):
-        if factors is not None:
+        if lora is not None and factors is not None:
             a, b = (factor.reshape(-1, *factor.shape[-2:])[index].astype(np.float32) for factor in factors)
             kernel = kernel + np.float32(lora.scale) * (a @ b)
         result.reshape(-1, *shape[-2:])[index] = kernel.astype(result.dtype)
@@ -172,7 +172,9 @@ def _kernel_dtype(source: ModelSource, path: str) -> np.dtype:
     if path in source.specs():
         return np.dtype(source.specs()[path].dtype)
     if source.base is not None:
-        return np.dtype(source.base.specs()[base_leaf(source.config, path)].dtype)
+        of_base = base_leaf(source.config, path)
+        assert of_base is not None, path
+        return np.dtype(source.base.specs()[of_base].dtype)
     return np.dtype(leaf_specs(merged_config(source.config))[path].dtype)
 
 

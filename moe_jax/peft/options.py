@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from moe_jax.errors import InputError, check_member, flag_of, nearest, raise_if_any
 from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
@@ -121,6 +121,7 @@ def adapted_config(config: ModelConfig, options: AdaptOptions) -> ModelConfig:
     problems += _unfit(config, options)
     if adapter is None or problems:
         raise_if_any(problems, f"--method {options.method}")
+    assert adapter is not None
     layers = list(config.layers)
     for i, layer in enumerate(layers):
         try:
@@ -230,8 +231,9 @@ def _adapted(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig) 
         return layer
     num_experts = layer.mlp.num_experts if options.method == "perft-e" else options.num_experts
     given = {"num_experts": num_experts, "balance_coef": options.balance_coef, "z_coef": options.z_coef}
+    variant: Any = METHODS[options.method]
     perft = PerftConfig(
-        variant=METHODS[options.method],
+        variant=variant,
         adapter=adapter,
         top_k=options.top_k,
         **{name: value for name, value in given.items() if value is not None},
@@ -241,7 +243,7 @@ def _adapted(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig) 
 
 def _with_lora(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig) -> LayerConfig:
     def lora(known: Iterable[str], dropout: float = adapter.dropout) -> LoRAConfig | None:
-        targets = tuple(name for name in options.targets if name in known)
+        targets = tuple(name for name in options.targets or () if name in known)
         return LoRAConfig(rank=adapter.rank, targets=targets, scale=adapter.scale, dropout=dropout) if targets else None
 
     attention = dataclasses.replace(layer.attention, lora=lora(PROJECTIONS))

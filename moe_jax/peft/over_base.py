@@ -1,7 +1,7 @@
 """The leaves of a tuned model: its own, and those of its base."""
 
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -46,14 +46,19 @@ class LeavesOverBase:
         self._own = own
         self._waiting: dict[str, np.ndarray] = {}
 
-    @cached_property
+    @property
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Leaf path -> shape and dtype: as stored, or as made for NF4 leaves. Leaves on neither side are left out."""
+        return self._specs
+
+    @cached_property
+    def _specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         base, specs = self._base.specs(), {}
         for path, spec in leaf_specs(self._config).items():
             source = base_leaf(self._config, path)
-            if self._is_own(path):
-                specs[path] = self._own.specs[path]
+            own = self._own_leaves(path)
+            if own is not None:
+                specs[path] = own.specs[path]
             elif source in base:
                 specs[path] = base[source] if kernel_of(path) is None else spec
         return specs
@@ -64,8 +69,9 @@ class LeavesOverBase:
         Raises:
           InputError: if neither side has it.
         """
-        if self._is_own(path):
-            return self._own.read(path)
+        own = self._own_leaves(path)
+        if own is not None:
+            return own.read(path)
         source = base_leaf(self._config, path)
         if source is None:
             assert self._own is not None, path
@@ -78,14 +84,16 @@ class LeavesOverBase:
 
     def stored_bytes(self, path: str) -> int:
         """Bytes of a leaf as stored. The codes of an NF4 kernel count as the kernel that the base stores."""
-        if self._is_own(path):
-            return self._own.stored_bytes(path)
+        own = self._own_leaves(path)
+        if own is not None:
+            return own.stored_bytes(path)
         source = base_leaf(self._config, path)
         made = kernel_of(path) is not None and not path.endswith("/codes")
         return 0 if made or source is None else self._base.stored_bytes(source)
 
-    def _is_own(self, path: str) -> bool:
-        return self._own is not None and path in self._own.specs
+    def _own_leaves(self, path: str) -> StoredLeaves | None:
+        """The model's own leaves, if this is one of them."""
+        return self._own if self._own is not None and path in self._own.specs else None
 
     def _quantize(self, kernel: str, folder: str) -> None:
         with jax.default_device(_host()):
@@ -95,7 +103,7 @@ class LeavesOverBase:
         self._waiting = waiting | {f"{folder}/{name}": np.asarray(leaf) for name, leaf in leaves.items()}
 
 
-def _host() -> jax.Device:
+def _host() -> Any:
     """The host's CPU, so that quantisation gives the same codes with every accelerator."""
     try:
         return jax.local_devices(backend="cpu")[0]

@@ -30,11 +30,12 @@ def active_size(config: ModelConfig, path: str, size: int) -> int:
       size: number of its parameters.
     """
     if "/mlp/perft/adapters/" in path:
-        moe = config.layers[int(path.split("/")[1])].mlp
+        moe = config.moe(int(path.split("/")[1]))
+        assert moe.perft is not None
         return size // moe.perft.num_experts * moe.perft_top_k
     if "/mlp/experts/" not in path or "/mlp/experts/base/" in path:
         return size
-    moe = config.layers[int(path.split("/")[1])].mlp
+    moe = config.moe(int(path.split("/")[1]))
     return size // moe.bank_experts * min(moe.bank_top_k, moe.bank_experts)
 
 

@@ -86,7 +86,8 @@ def split_model(model: Decoder, trainable: frozenset[str]) -> tuple[nnx.GraphDef
     def is_trainable(path: tuple, _: object) -> bool:
         return "/".join(str(key) for key in path) in trainable
 
-    return nnx.split(model, is_trainable, ...)
+    graphdef, trained, frozen = nnx.split(model, is_trainable, ...)
+    return graphdef, trained, frozen
 
 
 def _paths(state: nnx.State) -> list[str]:

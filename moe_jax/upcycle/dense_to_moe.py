@@ -172,7 +172,8 @@ def _write_adapter_experts(
     by_layer = _by_layer(path for path in specs if path in own or not config.frozen_base)
     for done, paths in enumerate(by_layer.values(), start=1):
         for path in paths:
-            leaf = initial_leaf(path, specs[path], seed) if path in own else source.read(base_leaf(config, path))
+            of_base = base_leaf(config, path)
+            leaf = initial_leaf(path, specs[path], seed) if of_base is None else source.read(of_base)
             writer.write({path: leaf})
         progress("writing layers", done, len(by_layer))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from moe_jax.errors import InputError, check_member, raise_if_any
 from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig
@@ -39,7 +40,7 @@ class UpcycleOptions:
     balance_coef: float = 0.01
     z_coef: float = 0.0
     cv_coef: float = 0.0
-    universal: str = "none"
+    universal: Literal["none", "coder", "med", "one", "sigmoid"] = "none"
     extended: bool = False
     rest: Rest = Rest()
 

@@ -119,6 +119,7 @@ def free_support_barycenter(
         found = _search(solver, clouds, orders, points, source, max_rounds, progress)
         if best is None or found.matching.objective < best.matching.objective:
             best = found
+    assert best is not None, "there is at least one start"
     matching, gap = best
     permutations = np.empty_like(matching.permutations)
     permutations[by_norm] = matching.permutations

@@ -108,7 +108,8 @@ def transport(
     temperature: Float[Array, ""],
 ) -> tuple[Float[Array, "n D"], Potentials]:
     """The barycentric projection of an entropic plan: where the points go, in the places of the target."""
-    geometry = Geometry(cost_matrix=_costs(points, target).matrix, epsilon=temperature)
+    # OTT takes a traced temperature, although it only speaks of floats.
+    geometry = Geometry(cost_matrix=_costs(points, target).matrix, epsilon=temperature)  # pyright: ignore[reportArgumentType]
     solver = Sinkhorn(
         threshold=-1.0, min_iterations=_ITERATIONS, inner_iterations=_ITERATIONS, max_iterations=_ITERATIONS
     )

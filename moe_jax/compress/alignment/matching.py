@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from jaxtyping import Float, Int
 
 from moe_jax.compress.alignment.transport import (
@@ -62,7 +63,7 @@ class Matching:
         other.objectives = list(self.objectives)
         return other
 
-    def rows(self, k: int, dtype: np.dtype, places: Int[np.ndarray, " m"] | slice = slice(None)) -> np.ndarray:
+    def rows(self, k: int, dtype: npt.DTypeLike, places: Int[np.ndarray, " m"] | slice = slice(None)) -> np.ndarray:
         """A copy of cloud k in its order, or of some places of it."""
         return self.clouds[k][self.permutations[k][places]].astype(dtype, copy=False)
 
@@ -169,7 +170,7 @@ class Matching:
             self.mean[places[part]] += difference / self.mean.dtype.type(len(self.clouds))
         self.permutations[k][places] = order
 
-    def _difference(self, k, places: np.ndarray, order: np.ndarray, dtype: np.dtype) -> Float[np.ndarray, "m D"]:
+    def _difference(self, k, places: np.ndarray, order: np.ndarray, dtype: npt.DTypeLike) -> Float[np.ndarray, "m D"]:
         return self.clouds[k][order].astype(dtype, copy=False) - self.rows(k, dtype, places)
 
     def _end_round(self, changed: np.ndarray) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from moe_jax.compress.allocation.knapsack import Candidate, allocate
-from moe_jax.compress.coding.schemes import LowRank, Pruned, Quantized, Scheme
+from moe_jax.compress.coding.schemes import Design, LowRank, Pruned, Quantized, Scheme
 from moe_jax.compress.coding.storage import disk_bytes
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
@@ -136,9 +136,10 @@ class BudgetBits(Budget):
         return int(self.bits * _weights(layers) / 8)
 
 
-def schemes_to_try(kinds: Sequence[type[Scheme]], design: str) -> tuple[Scheme, ...]:
+def schemes_to_try(kinds: Sequence[type[Scheme]], design: Design) -> tuple[Scheme, ...]:
     """Schemes of some kinds, from next to nothing to everything kept."""
-    every: list[Scheme] = [Pruned(keep=keep, bits=bits, design=design) for keep in KEEPS for bits in BITS_OF_VALUES]
+    every: list[Scheme] = []
+    every += [Pruned(keep=keep, bits=bits, design=design) for keep in KEEPS for bits in BITS_OF_VALUES]
     every += [LowRank(keep=keep, design=design) for keep in SVD_KEEPS]
     every += [Quantized(bits=bits) for bits in BITS]
     return tuple(scheme for scheme in every if type(scheme) in kinds)

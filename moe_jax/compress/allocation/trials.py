@@ -104,7 +104,7 @@ def _prune(sampled: Matrices, centres: Mapping[str, np.ndarray], scheme: Pruned,
         experts = range(len(sampled["up"]))
         each = ({name: kernels[expert] for name, kernels in sampled.items()} for expert in experts)
         shares = mean_shares(each, centres, scheme.keep)
-    counts = scheme.counts([kernels[0].size for kernels in sampled.values()], shares)
+    counts = scheme.counts([kernels[0].size for kernels in sampled.values()], shares.tolist())
     refitted = {
         name: prune(lambda kernels=kernels: iter(kernels), centres[name], count, refit=refit)
         for (name, kernels), count in zip(sampled.items(), counts, strict=True)

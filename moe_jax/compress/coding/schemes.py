@@ -17,6 +17,9 @@ DEFAULT_GROUP_SIZE = 128
 DESIGNS = ("concat", "separate")
 
 
+Design = Literal["concat", "separate"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pruned:
     """The entries of largest absolute value.
@@ -29,7 +32,7 @@ class Pruned:
 
     keep: float
     bits: int | None = None
-    design: Literal["concat", "separate"] = "concat"
+    design: Design = "concat"
 
     def __post_init__(self) -> None:
         check_keep(self.keep)
@@ -88,7 +91,7 @@ class LowRank:
     """
 
     keep: float
-    design: Literal["concat", "separate"] = "concat"
+    design: Design = "concat"
 
     def __post_init__(self) -> None:
         check_keep(self.keep)

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -225,7 +225,8 @@ def _compared(form: str, moe: MoEConfig, counted: LayerBytes) -> LayerBytes:
     """The same layer in a form that is never written."""
     if form not in COMPARISONS:
         return counted
-    entries = moe.bank_experts * sum(moe.bank.form.entries)
+    sparse: Any = moe.bank.form
+    entries = moe.bank_experts * sum(sparse.entries)
     if form == "csr32":
         return dataclasses.replace(counted, places=entries * INT32_BYTES)
     return dataclasses.replace(counted, places=entries * 2 * INT64_BYTES, row_pointers=0)

@@ -1,7 +1,7 @@
 """The best approximation of a matrix by one of low rank."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import scipy.linalg
@@ -102,11 +102,13 @@ def _orthonormalise(
     """Makes columns orthonormal and orthogonal to a basis, in place; random ones take the place of those within it."""
     norms = np.linalg.norm(new, axis=0)
     new -= basis @ (basis.T @ new)
-    new[...], triangle = scipy.linalg.qr(new, mode="economic", check_finite=False)
+    # SciPy says a tuple of any length: of this mode it has two.
+    columns, triangle = cast(tuple[np.ndarray, np.ndarray], scipy.linalg.qr(new, mode="economic", check_finite=False))
+    new[...] = columns
     lost = np.abs(np.diagonal(triangle)) <= _LOST * norms
     if lost.any():
         new[:, lost] = random.standard_normal((len(new), lost.sum()), np.float32) / np.sqrt(len(new))
         new -= basis @ (basis.T @ new)
     # Again, because what rounding left of the basis is as large as what is new, if that is little.
     new -= basis @ (basis.T @ new)
-    new[...], _ = scipy.linalg.qr(new, mode="economic", check_finite=False)
+    new[...] = scipy.linalg.qr(new, mode="economic", check_finite=False)[0]

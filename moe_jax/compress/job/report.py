@@ -54,10 +54,11 @@ class Report:
     def warnings(self) -> tuple[str, ...]:
         """Warnings to the user, one line each."""
         found = []
-        low = [layer for layer in self.layers if layer.base in (DENSE, OWN, MEAN) and layer.cosine_mean < LOW_COSINE]
+        cosines = {layer: layer.cosine_mean for layer in self.layers if layer.base in (DENSE, OWN, MEAN)}
+        low = {layer: cosine for layer, cosine in cosines.items() if cosine is not None and cosine < LOW_COSINE}
         if low:
-            least = min(layer.cosine_mean for layer in low)
-            where = ", ".join(str(layer.layer) for layer in low[:4]) + (", ..." if len(low) > 4 else "")
+            least = min(low.values())
+            where = ", ".join(str(layer.layer) for layer in list(low)[:4]) + (", ..." if len(low) > 4 else "")
             found.append(
                 f"the experts seem to have no common origin: cosine to the base {least:.2f} in layers {where}, where "
                 f"upcycled experts have above {LOW_COSINE}; deltas from one base are the wrong tool for such a model, "

@@ -55,7 +55,7 @@ class AnalysisStore:
     def put(self, layer: int, analysis: Analysis) -> None:
         """Keeps the analysis of a layer, whole or not at all."""
         with replacing(self._file(layer)) as file:
-            np.savez(file, **analysis)
+            np.savez(file, allow_pickle=False, **analysis)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -41,7 +41,7 @@ class Base:
 
     def kernel(self, name: str) -> np.ndarray:
         """The base of one matrix, [in, out], in the dtype in which the experts are stored."""
-        if self.origin == DENSE:
+        if self._dense is not None:
             kernel = self._dense.read(f"layers/{self._layer.index}/mlp/{name}/kernel")
         elif self.origin == OWN:
             kernel = self._layer.base(name)

@@ -106,7 +106,7 @@ class Merging(Method):
             "dominant": groups.dominant,
             "weights": _normalised(self.weights(statistics), groups),
             "permutations": aligned.permutations,
-            "seconds": np.float64(time.monotonic() - began),
+            "seconds": np.asarray(time.monotonic() - began),
             **{f"figure_{name}": np.asarray(value) for name, value in aligned.figures.items()},
         }
 

@@ -1,6 +1,7 @@
 """The interface of all methods of compression."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ Analysis = Mapping[str, np.ndarray]
 Tick = Callable[[float], None]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Method(abc.ABC):
     """A frozen dataclass: its fields are its options, and also the command's.
 

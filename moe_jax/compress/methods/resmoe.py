@@ -140,10 +140,10 @@ class ResMoE(Method):
             tried = trials(layer, permutations, self.choice.schemes, refit=self.refit)
             found["errors"] = np.array([trial.error for trial in tried])
             found["shares"] = np.stack([trial.shares for trial in tried])
-        elif self.choice.needs_shares:
+        elif isinstance(self.choice, Pruned) and self.choice.needs_shares:
             centres = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
             found["shares"] = mean_shares(aligned_experts(layer, permutations), centres, self.choice.keep)
-        found["seconds"] = np.float64(time.monotonic() - began)
+        found["seconds"] = np.asarray(time.monotonic() - began)
         return found
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
@@ -180,9 +180,9 @@ def _aligned(layer: SourceLayer, solver: str, tick: Tick) -> dict[str, np.ndarra
     found = free_support_barycenter(designs, solver=solver, progress=progress)
     return {
         "permutations": found.permutations,
-        "objective": np.float64(found.objective[-1]),
-        "rounds": np.int64(found.rounds),
-        "converged": np.bool_(found.converged),
+        "objective": np.asarray(found.objective[-1]),
+        "rounds": np.asarray(found.rounds),
+        "converged": np.asarray(found.converged),
     }
 
 
@@ -195,7 +195,7 @@ def _identity(layer: SourceLayer) -> dict[str, np.ndarray]:
         objective += sum(squared(kernel - centre) for kernel in aligned_kernels(layer, name, orders))
     return {
         "permutations": orders,
-        "objective": np.float64(objective / layer.num_experts),
-        "rounds": np.int64(0),
-        "converged": np.bool_(True),
+        "objective": np.asarray(objective / layer.num_experts),
+        "rounds": np.asarray(0),
+        "converged": np.asarray(True),
     }

@@ -93,7 +93,7 @@ class StructuredPruning(Method):
 
 def _stored(analysis: Analysis) -> Bool[np.ndarray, "E f"]:
     """Neurons that all matrices keep."""
-    return analysis["kept"].all(axis=1)
+    return np.all(analysis["kept"], axis=1)
 
 
 def _row_norms(layer: SourceLayer, name: str) -> np.ndarray:

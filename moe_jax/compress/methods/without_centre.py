@@ -41,7 +41,7 @@ class WithoutCentre(Method):
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """See `Method`."""
         scheme = self.scheme
-        if not scheme.needs_shares:
+        if not (isinstance(scheme, Pruned) and scheme.needs_shares):
             return {}
         nothing = dict.fromkeys(layer.shapes, np.zeros((1, 1), np.float32))
         return {"shares": mean_shares(aligned_experts(layer, unaligned(layer)), nothing, scheme.keep)}

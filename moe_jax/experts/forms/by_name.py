@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from jax.sharding import PartitionSpec as P
 
@@ -32,7 +32,7 @@ def register(kind: str) -> Callable[[_Form], _Form]:
                     if known.get(name, spec) != spec:
                         raise ValueError(f"leaf {name!r} of form {kind!r} is {spec}, and in another form {known[name]}")
         form.kind = kind
-        _FORMS[kind] = form
+        _FORMS[kind] = cast(type[ExpertForm], form)
         return form
 
     return add
