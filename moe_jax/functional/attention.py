@@ -186,11 +186,15 @@ def _one_band(
     # masks are made of positions and do not mind.
     firsts = band.start + band.size * jnp.arange(band.count, dtype=jnp.int32) - (window or 1) + 1
     firsts = jnp.clip(firsts - band.first_key, 0, band.last_key - band.first_key - band.span)
-    one_chunk = partial(_one_chunk, span=band.span, mask=mask, window=window, scale=scale)
+
+    def one_chunk(chunk: tuple[Array, _Tokens, Array]) -> Float[Array, "G t D"]:
+        queries, tokens, first = chunk
+        return _one_chunk(queries, tokens, first, keys, span=band.span, mask=mask, window=window, scale=scale)
+
     if band.count == 1:
-        return one_chunk(*jax.tree.map(lambda a: a[0], (queries, tokens, firsts)), keys)
+        return one_chunk(jax.tree.map(lambda a: a[0], (queries, tokens, firsts)))
     # Inside a loop nothing can merge the two forward passes.
-    recomputed = jax.checkpoint(lambda chunk: one_chunk(*chunk, keys), prevent_cse=False)
+    recomputed = jax.checkpoint(one_chunk, prevent_cse=False)
     y = jax.lax.map(recomputed, (queries, tokens, firsts))
     return jnp.moveaxis(y, 0, 1).reshape(q.shape[0], stop - band.start, -1)
 
