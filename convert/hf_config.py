@@ -91,7 +91,9 @@ def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
 
 def _fields_that_differ(prefix: str, ours: Any, theirs: Any) -> list[str]:
     if type(ours) is not type(theirs):
-        return [f"{prefix} is {type(ours).__name__}, the format can only say {type(theirs).__name__}"]
+        # Parts that come in kinds are called by them, as in config.json.
+        names = (getattr(part, "kind", type(part).__name__) for part in (ours, theirs))
+        return ["{} is {!r}, the format can only say {!r}".format(prefix.removesuffix("."), *names)]
     found = []
     for field in dataclasses.fields(ours):
         a, b = getattr(ours, field.name), getattr(theirs, field.name)

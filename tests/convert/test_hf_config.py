@@ -258,7 +258,7 @@ def test_banks_must_be_merged_before_they_are_written():
     config = read_hf_config(CONFIGS["mixtral"])
     moe = dataclasses.replace(config.layers[0].mlp, bank=BankConfig(kind="low-rank", rank=2))
     layers = tuple(dataclasses.replace(layer, mlp=moe) for layer in config.layers)
-    with pytest.raises(InputError, match="mlp.bank.kind is 'low-rank', the format can only say 'full'"):
+    with pytest.raises(InputError, match="mlp.bank.form is 'low-rank', the format can only say 'full'"):
         write_hf_config(dataclasses.replace(config, layers=layers))
 
 
