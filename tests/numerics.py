@@ -1,9 +1,31 @@
-"""How results are compared with a reference, and how those of a module are found."""
+"""How results are compared with a reference, how those of a module are found, and modules in which nothing is zero.
+
+Modules are made in one program, and random numbers are drawn by NumPy: operation by operation, every shape of every
+operation is compiled on its own, which takes longer than all that is tested with it.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+
+def normal(seed, *shape, scale=1.0):
+    """Float32[shape] of the normal distribution."""
+    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def made_at_once(make):
+    """The module that `make()` gives, made by one program."""
+    return nnx.jit(make)()
+
+
+def randomised(module):
+    """The module's graphdef, its parameters, all drawn anew, and the rest of its state."""
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    rng = np.random.default_rng(1)
+    drawn = jax.tree.map(lambda a: jnp.asarray(0.5 * rng.standard_normal(a.shape), jnp.float32).astype(a.dtype), params)
+    return graphdef, drawn, rest
 
 
 def assert_close(got, expected, tolerance=1e-5):

@@ -21,7 +21,7 @@ def test_the_example_of_a_public_name_gives_what_it_says(name, tmp_path):
     example = doctest.DocTestParser().get_doctest(text, {"moe_jax": moe_jax, "folder": tmp_path}, name, None, 0)
     assert example.examples, f"the docstring of moe_jax.{name} has no example"
     report: list[str] = []
-    doctest.DocTestRunner(optionflags=FLAGS).run(example, out=report.append)
+    doctest.DocTestRunner(verbose=False, optionflags=FLAGS).run(example, out=report.append)
     assert not report, "".join(report)
 
 

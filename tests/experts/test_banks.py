@@ -21,7 +21,7 @@ from moe_jax.functional.ffn import ffn
 from moe_jax.functional.routing import Routing
 from moe_jax.functional.sparse_tile import entry_rows
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close
+from tests.numerics import assert_close, made_at_once, randomised
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -70,17 +70,15 @@ SHAPES = {"gated-biases": [(1, 1), (9, 2)], "plain-biases": [(9, EXPERTS)]}  # t
 
 
 def fresh_bank(kind, ffn_kind):
-    """In one program: made operation by operation, every shape would be compiled on its own."""
     config, expert = KINDS[kind], FFNS[ffn_kind]
-    return nnx.jit(lambda: make_bank(config, expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))()
+    return made_at_once(lambda: make_bank(config, expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
 
 
 @functools.cache
 def random_bank(kind, ffn_kind):
     """A bank whose every parameter is random, deltas and biases included."""
-    graphdef, params, rest = nnx.split(fresh_bank(kind, ffn_kind), nnx.Param, ...)
-    rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda a: jnp.asarray(0.5 * rng.standard_normal(a.shape), jnp.float32), params)
+    graphdef, params, rest = randomised(fresh_bank(kind, ffn_kind))
+    rng = np.random.default_rng(2)
 
     def random_codes(path, leaf):
         if path_name(path).endswith("codes"):

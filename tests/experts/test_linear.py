@@ -15,7 +15,7 @@ from moe_jax.functional.keys import fold_in
 from moe_jax.functional.routing import Routing
 from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close
+from tests.numerics import assert_close, made_at_once, normal, randomised
 
 D_MODEL, EXPERTS, TOKENS, TOP_K = 16, 4, 16, 2
 LORA = LoRAConfig(rank=3, targets=("gate", "up", "down"), scale=0.5)
@@ -28,24 +28,12 @@ BANKS = {
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
 
-def randomised(module):
-    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
-    rng = np.random.default_rng(0)
-    return graphdef, jax.tree.map(lambda leaf: normal(rng, *leaf.shape, scale=0.5).astype(leaf.dtype), params), rest
-
-
-def normal(rng, *shape, scale=1.0):
-    """Drawn by NumPy, which compiles nothing for a new shape."""
-    return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
-
-
 @pytest.mark.parametrize("nf4", [False, True])
 def test_a_linear_map_equals_its_kernel_with_everything_added_up(nf4):
     lora = LoRAConfig(rank=3, targets=("q",), scale=0.5)
     made = Linear((20, 12), bias=True, nf4=nf4, lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32)
     graphdef, params, rest = randomised(made)
-    rng = np.random.default_rng(1)
-    x, target = normal(rng, 7, 20), normal(rng, 7, 12)
+    x, target = normal(0, 7, 20), normal(1, 7, 12)
 
     def value(params, x, added_up):
         linear = nnx.merge(graphdef, params, rest)
@@ -59,7 +47,7 @@ def test_a_linear_map_equals_its_kernel_with_everything_added_up(nf4):
 
 def test_lora_adds_nothing_before_training():
     made = Linear((20, 12), lora=LoRAConfig(rank=3, targets=("q",)), rngs=nnx.Rngs(0), dtype=jnp.float32)
-    x = normal(np.random.default_rng(1), 7, 20)
+    x = normal(0, 7, 20)
     np.testing.assert_array_equal(made(x), x @ made.kernel[...])
 
 
@@ -89,21 +77,20 @@ def loss_of(graphdef, rest, x, routing, target, reference):
     return jax.grad(value, has_aux=True)
 
 
-def made_at_once(bank, expert):
-    """A bank made by one program."""
-    return nnx.jit(lambda: make_bank(bank, expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))()
+def fresh_bank(bank, expert):
+    return made_at_once(lambda: make_bank(bank, expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
 
 
 def bank_with(kind, nf4, lora):
     expert = FFNConfig(dim=24, nf4=nf4, lora=LORA if lora else None)
-    return randomised(made_at_once(BANKS[kind], expert))
+    return randomised(fresh_bank(BANKS[kind], expert))
 
 
 @pytest.mark.parametrize(("nf4", "lora"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("kind", BANKS)
 def test_banks_equal_experts_with_everything_added_up(kind, nf4, lora):
     graphdef, params, rest = bank_with(kind, nf4, lora)
-    x, target = normal(np.random.default_rng(5), 2, TOKENS, D_MODEL)
+    x, target = normal(5, 2, TOKENS, D_MODEL)
     programs = (jax.jit(loss_of(graphdef, rest, x, routed(0), target, reference)) for reference in (False, True))
     results = [program(params) for program in programs]
     assert_close(*results, tolerance=2e-5)
@@ -112,7 +99,7 @@ def test_banks_equal_experts_with_everything_added_up(kind, nf4, lora):
 @pytest.mark.parametrize("kind", ["full", "low-rank"])
 def test_banks_over_a_mesh_equal_one_device(kind):
     graphdef, params, rest = bank_with(kind, True, True)
-    x, target = normal(np.random.default_rng(5), 2, TOKENS, D_MODEL)
+    x, target = normal(5, 2, TOKENS, D_MODEL)
     expected = jax.jit(loss_of(graphdef, rest, x, routed(0), target, False))(params)
     mesh = make_mesh({"fsdp": 2, "expert": 2, "tensor": 2})
 
@@ -152,9 +139,9 @@ def with_dropped_out_base(bank, x, routing, key):
 def test_the_dropout_of_a_base_with_lora_is_applied_whatever_the_strategy(kind, strategy):
     """Inside a synthesised kernel LoRA would be `W + A B`, and the rows would have no dropout."""
     expert = FFNConfig(dim=24, lora=dataclasses.replace(LORA, dropout=0.5))
-    bank = nnx.merge(*randomised(made_at_once(BANKS[kind], expert)))
+    bank = nnx.merge(*randomised(fresh_bank(BANKS[kind], expert)))
     set_strategy(bank, strategy)
-    x, key = normal(np.random.default_rng(5), TOKENS, D_MODEL), jax.random.key(6)
+    x, key = normal(5, TOKENS, D_MODEL), jax.random.key(6)
     apply = nnx.jit(lambda bank, key: bank(x, routed(0), key))
     got = apply(bank, key)
     expected = nnx.jit(lambda bank, key: with_dropped_out_base(bank, x, routed(0), key))(bank, key)

@@ -20,7 +20,7 @@ from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, Perf
 from moe_jax.nn.layers import FFN
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close, gradients_and_output
+from tests.numerics import assert_close, gradients_and_output, made_at_once, normal, randomised
 
 D_MODEL = 12
 EXPERT = FFNConfig(dim=10, bias=True)
@@ -53,10 +53,7 @@ pytestmark = pytest.mark.usefixtures("strict_numerics")
 @functools.cache
 def random_moe(config):
     """A layer in which nothing is zero."""
-    graphdef, params, rest = nnx.split(MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32), nnx.Param, ...)
-    leaves, tree = jax.tree.flatten(params)
-    drawn = [0.5 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
-    return graphdef, jax.tree.unflatten(tree, drawn), rest
+    return randomised(made_at_once(lambda: MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)))
 
 
 def one_adapter(adapters, j, x):
@@ -113,7 +110,7 @@ def test_a_layer_equals_one_adapter_per_expert(name):
     @settings(max_examples=4)
     @given(st.integers(0, 999))
     def check(seed):
-        x, target = jax.random.normal(jax.random.key(seed), (2, 2, 5, D_MODEL))
+        x, target = normal(seed, 2, 2, 5, D_MODEL)
         params = random_moe(CONFIGS[name])[1]
         got, expected = (layer_program(CONFIGS[name], ref)(params, x, target) for ref in (False, True))
         assert_close(got, expected)
@@ -128,12 +125,11 @@ def test_both_ways_of_routed_adapters_are_one_function(activation):
     @settings(max_examples=4)
     @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(0, 99))
     def check(tokens, adapters, top_k, rank, seed):
-        keys = jax.random.split(jax.random.key(seed), 5)
-        x, target = jax.random.normal(keys[0], (2, tokens, 4))
-        weights = jnp.maximum(jax.random.normal(keys[1], (tokens, top_k)), 0.0)
-        routing = Routing(jax.random.randint(keys[2], (tokens, top_k), 0, adapters, jnp.int32), weights)
-        down = jax.random.normal(keys[3], (adapters, 4, rank))
-        up = jax.random.normal(keys[4], (adapters, rank, 4))
+        rng = np.random.default_rng(seed)
+        x, target = normal(rng, 2, tokens, 4)
+        weights = jnp.asarray(np.maximum(rng.standard_normal((tokens, top_k)), 0.0), jnp.float32)
+        routing = Routing(jnp.asarray(rng.integers(0, adapters, (tokens, top_k)), jnp.int32), weights)
+        down, up = normal(rng, adapters, 4, rank), normal(rng, adapters, rank, 4)
 
         def value(x, weights, down, up, way):
             chosen = routing._replace(weights=weights)
@@ -148,14 +144,14 @@ def test_both_ways_of_routed_adapters_are_one_function(activation):
 
 
 def fresh(config):
-    return MoE(config, D_MODEL, rngs=nnx.Rngs(3), dtype=jnp.float32)
+    return made_at_once(lambda: MoE(config, D_MODEL, rngs=nnx.Rngs(3), dtype=jnp.float32))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_before_training_pesc_is_its_ffn_to_the_last_bit(top_k):
     moe = fresh(dataclasses.replace(CONFIGS["pesc"], top_k=top_k))
-    x = jax.random.normal(jax.random.key(0), (3, 7, D_MODEL))
-    dense = FFN(EXPERT, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    x = normal(0, 3, 7, D_MODEL)
+    dense = made_at_once(lambda: FFN(EXPERT, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
     for name in EXPERT.matrices:
         setattr(dense, name, moe.experts.base[name])
     y, expected = nnx.jit(lambda moe, dense, x: (moe(x)[0], dense(x.reshape(-1, D_MODEL)).reshape(x.shape)))(
@@ -167,7 +163,7 @@ def test_before_training_pesc_is_its_ffn_to_the_last_bit(top_k):
 @pytest.mark.parametrize("name", ["routed", "embedded", "dense", "single"])
 def test_before_training_perft_is_the_untouched_moe_to_the_last_bit(name):
     tuned, untouched = fresh(CONFIGS[name]), fresh(MOE)
-    x = jax.random.normal(jax.random.key(0), (3, 7, D_MODEL))
+    x = normal(0, 3, 7, D_MODEL)
     apply = nnx.jit(lambda moe, x: moe(x)[0])
     np.testing.assert_array_equal(apply(tuned, x), apply(untouched, x))
 
@@ -176,7 +172,7 @@ def test_perft_r_with_one_adapter_is_perft_s():
     one = perft("routed", PARALLEL, 1, 1)
     routed, single = (nnx.merge(*random_moe(config)) for config in (one, CONFIGS["single"]))
     single.perft.adapters, single.experts, single.router = routed.perft.adapters, routed.experts, routed.router
-    x = jax.random.normal(jax.random.key(1), (2, 5, D_MODEL))
+    x = normal(0, 2, 5, D_MODEL)
     apply = nnx.jit(lambda moe, x: moe(x)[0])
     np.testing.assert_array_equal(apply(routed, x), apply(single, x))
 
@@ -184,7 +180,7 @@ def test_perft_r_with_one_adapter_is_perft_s():
 def test_the_own_router_of_perft_r_learns_from_the_task():
     """The task alone, without a balance loss: its gradient comes through the weights of the adapters."""
     graphdef, params, rest = random_moe(CONFIGS["routed"])
-    x, target = jax.random.normal(jax.random.key(2), (2, 2, 9, D_MODEL))
+    x, target = normal(0, 2, 2, 9, D_MODEL)
     program = jax.jit(jax.grad(lambda params: jnp.sum(nnx.merge(graphdef, params, rest)(x)[0] * target)))
     gradient = program(params)
     assert float(jnp.min(jnp.linalg.norm(gradient["perft"]["router"]["kernel"][...], axis=0))) > 1e-2

@@ -16,6 +16,7 @@ from moe_jax.nn.moe import MoE
 from moe_jax.plan import make_plan
 from moe_jax.sharding import make_mesh, state_shardings
 from moe_jax.train.flops import active_matmul_params
+from tests.numerics import made_at_once, normal, randomised
 from tests.train.models import config_of
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -33,11 +34,8 @@ def config(bank=None, **changes) -> MoEConfig:
 
 
 def random_moe(moe_config: MoEConfig) -> MoE:
-    moe = MoE(moe_config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
-    keys = iter(jax.random.split(jax.random.key(1), 64))
-    params = jax.tree.map(lambda a: 0.5 * jax.random.normal(next(keys), a.shape), params)
-    moe = nnx.merge(graphdef, params, rest)
+    fresh = made_at_once(lambda: MoE(moe_config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    moe = nnx.merge(*randomised(fresh))
     moe.groups[...] = jnp.asarray(GROUPS)
     return moe
 
@@ -69,18 +67,18 @@ def reference(moe: MoE, x: jax.Array) -> jax.Array:
 def test_choices_that_fall_into_one_expert_add_up(moe_config):
     moe = random_moe(moe_config)
     assert moe.experts.num_experts == 3 + moe_config.extended
-    x = jax.random.normal(jax.random.key(2), (2, 5, D_MODEL))
+    x = normal(2, 2, 5, D_MODEL)
     chosen = jax.lax.top_k(x.reshape(-1, D_MODEL) @ moe.router.kernel[...], 3)[1]
     assert any(len(set(GROUPS[row])) < 3 for row in np.asarray(chosen))
     y, (stats,) = nnx.jit(lambda moe, x: moe(x))(moe, x)
-    np.testing.assert_allclose(y, reference(moe, x), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(y, nnx.jit(reference)(moe, x), rtol=2e-5, atol=2e-5)
     assert stats.load.shape == (EXPERTS,)  # of the outputs of the router, not of the bank
     np.testing.assert_allclose(stats.load.sum(), 1.0, rtol=1e-6)
 
 
 def test_a_mesh_does_not_change_it():
     moe = random_moe(config(num_experts=6, merged_experts=4))
-    x = jax.random.normal(jax.random.key(2), (8, 5, D_MODEL))
+    x = normal(2, 8, 5, D_MODEL)
     alone = nnx.jit(lambda moe, x: moe(x)[0])(moe, x)
     mesh = make_mesh({"expert": 4, "fsdp": 2})
     graphdef, state = nnx.split(moe)

@@ -15,7 +15,7 @@ from moe_jax.functional.ffn import ffn
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig, SelectionConfig
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close, gradients_and_output
+from tests.numerics import assert_close, gradients_and_output, made_at_once, normal, randomised
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -45,10 +45,12 @@ CONFIGS = {
 @functools.cache
 def random_moe(moe_config):
     """A layer whose every parameter is random."""
-    moe = MoE(moe_config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
-    keys = iter(jax.random.split(jax.random.key(1), 64))
-    return graphdef, jax.tree.map(lambda a: 0.5 * jax.random.normal(next(keys), a.shape), params), rest
+    return randomised(made_at_once(lambda: MoE(moe_config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)))
+
+
+@nnx.jit
+def apply(moe, x, valid=None, key=None):
+    return moe(x, valid, key)
 
 
 def per_ffn_reference(moe, x):
@@ -103,7 +105,7 @@ def test_a_layer_equals_one_ffn_per_expert(name, top_k):
     @settings(max_examples=5)
     @given(st.integers(0, 999))
     def check(seed):
-        x, target = jax.random.normal(jax.random.key(seed), (2, 2, 5, D_MODEL))
+        x, target = normal(seed, 2, 2, 5, D_MODEL)
         params = random_moe(moe_config)[1]
         got, expected = (layer_program(moe_config, ref)(params, x, target) for ref in (False, True))
         assert_close(got, expected)
@@ -119,7 +121,7 @@ def test_a_layer_over_a_mesh_equals_one_device(name, axes):
     if not moe_config.extended:  # the bank then has all four
         moe_config = dataclasses.replace(moe_config, num_experts=4)
     graphdef, params, rest = random_moe(moe_config)
-    x, target = jax.random.normal(jax.random.key(0), (2, 8, 2, D_MODEL))
+    x, target = normal(0, 2, 8, 2, D_MODEL)
 
     def value(params, rest, x, target):
         y, stats = nnx.merge(graphdef, params, rest)(x, None, jax.random.key(5))
@@ -149,22 +151,23 @@ def test_equal_ffns_add_up_to_one_where_the_weights_do(universal, extended):
     if not extended:
         for name, kernel in kernels.items():
             getattr(moe.universal, name).kernel[...] = kernel
-    x = jax.random.normal(jax.random.key(0), (1, 9, D_MODEL))
+    x = normal(0, 1, 9, D_MODEL)
     dense = ffn(x, kernels, {}, GATED.activation)
-    difference = float(jnp.max(jnp.abs(moe(x)[0] - dense)))
+    difference = float(jnp.max(jnp.abs(apply(moe, x)[0] - dense)))
     assert difference < 1e-5 if universal == "coder" else difference > 1e-2
 
 
 def test_a_key_adds_noise_to_the_coder_router_and_to_nothing_else():
     graphdef, params, rest = random_moe(CONFIGS["coder-full"])
     moe = nnx.merge(graphdef, params, rest)
-    x = jax.random.normal(jax.random.key(0), (1, 9, D_MODEL))
-    calm, again, noisy, same, other = (moe(x, None, key)[0] for key in (None, None, *map(jax.random.key, (0, 0, 1))))
+    x = normal(0, 1, 9, D_MODEL)
+    keys = None, None, *map(jax.random.key, (0, 0, 1))
+    calm, again, noisy, same, other = (apply(moe, x, None, key)[0] for key in keys)
     np.testing.assert_array_equal(calm, again)
     np.testing.assert_array_equal(noisy, same)
     assert jnp.max(jnp.abs(noisy - calm)) > 1e-3 and jnp.max(jnp.abs(noisy - other)) > 1e-3
     med = nnx.merge(*random_moe(CONFIGS["med-sparse"]))
-    np.testing.assert_array_equal(med(x)[0], med(x, None, jax.random.key(0))[0])
+    np.testing.assert_array_equal(apply(med, x)[0], apply(med, x, None, jax.random.key(0))[0])
 
 
 def test_a_bias_of_selection_changes_whom_a_token_goes_to_and_is_not_trained():
@@ -172,10 +175,10 @@ def test_a_bias_of_selection_changes_whom_a_token_goes_to_and_is_not_trained():
     moe_config = dataclasses.replace(CONFIGS["sigmoid-full"], selection=biased, top_k=1, gate="top1")
     moe = nnx.merge(*random_moe(moe_config))
     assert "selection_bias" in nnx.state(moe)["router"] and "selection_bias" not in nnx.state(moe, nnx.Param)["router"]
-    x = jax.random.normal(jax.random.key(0), (1, 9, D_MODEL))
-    assert jnp.max(moe(x)[1][0].load) < 1.0
+    x = normal(0, 1, 9, D_MODEL)
+    assert jnp.max(apply(moe, x)[1][0].load) < 1.0
     moe.router.selection_bias[...] = jnp.array([0.0, 0.0, 2.0])
-    y, (stats,) = moe(x)
+    y, (stats,) = apply(moe, x)
     np.testing.assert_array_equal(stats.load, [0.0, 0.0, 1.0])
     p = jax.nn.softmax(x @ moe.router.kernel[...], axis=-1)[..., 2:]
     weight = jax.nn.sigmoid(x @ moe.router.universal.kernel[...])
@@ -185,8 +188,8 @@ def test_a_bias_of_selection_changes_whom_a_token_goes_to_and_is_not_trained():
 
 def test_bfloat16_is_within_its_rounding():
     moe = nnx.merge(*random_moe(CONFIGS["coder-full"]))
-    x = jax.random.normal(jax.random.key(0), (1, 32, D_MODEL)).astype(jnp.bfloat16)
-    got, exact = moe(x)[0], moe(x.astype(jnp.float32))[0]
+    x = normal(0, 1, 32, D_MODEL).astype(jnp.bfloat16)
+    got, exact = apply(moe, x)[0], apply(moe, x.astype(jnp.float32))[0]
     assert got.dtype == jnp.bfloat16
     error = jnp.linalg.norm(got.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
     assert 0 < error < 0.03
@@ -195,7 +198,7 @@ def test_bfloat16_is_within_its_rounding():
 def test_capacity_drops_routed_experts_and_not_the_universal_ffn():
     moe_config = dataclasses.replace(config("med", GATED, BankConfig()), capacity_factor=1e-3)
     moe = nnx.merge(*random_moe(moe_config))
-    x = jax.random.normal(jax.random.key(0), (1, 9, D_MODEL))
-    y, (stats,) = moe(x)
+    x = normal(0, 1, 9, D_MODEL)
+    y, (stats,) = apply(moe, x)
     assert stats.dropped > 0.6
     np.testing.assert_allclose(y[:, -1], moe.universal(x)[:, -1], atol=1e-6)

@@ -15,7 +15,7 @@ from moe_jax.experts import set_strategy
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close
+from tests.numerics import assert_close, made_at_once, randomised
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -53,11 +53,7 @@ CASES = {
 @functools.cache
 def random_layer(config):
     """A layer in which nothing is zero."""
-    layer = MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
-    leaves, tree = jax.tree.flatten(params)
-    drawn = [0.5 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
-    return graphdef, jax.tree.unflatten(tree, drawn), rest
+    return randomised(made_at_once(lambda: MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)))
 
 
 @functools.cache
