@@ -43,7 +43,6 @@ class KernelBank(ExpertBank):
         self, config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ):
         super().__init__(config, expert, num_experts)
-        assert isinstance(config.form, KernelForm)
         self._d_model = d_model
         if config.has_base:
             self.base = nnx.Dict(ffn_linears(expert, d_model, bias=False, rngs=rngs, dtype=dtype))
@@ -51,10 +50,11 @@ class KernelBank(ExpertBank):
         fresh = {
             name: self._form(name).fresh(rngs, matrix, stack, dtype) for name, matrix in self._matrices.items()
         }
-        if config.form.over_base:
-            delta = config.form.fresh_shared(expert, stack, dtype)
+        own = self._own_form
+        if own.over_base:
+            delta = own.fresh_shared(expert, stack, dtype)
             delta |= {f"{name}/{path}": leaf for name, leaves in fresh.items() for path, leaf in leaves.items()}
-            self.delta = Leaves(delta, config.form.is_trained)
+            self.delta = Leaves(delta, own.is_trained)
             fresh = {name: {} for name in fresh}
         for name, leaves in fresh.items():
             if expert.bias:
@@ -64,7 +64,7 @@ class KernelBank(ExpertBank):
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
         activation, matrices, strategy = self.expert.activation, self._matrices.items(), "synthesised"
-        if self.config.form.over_base:
+        if self._own_form.over_base:
             load = Load(self.num_experts, x.shape[0], routing.experts.shape[1])
             strategy = choose_strategy(self.config, self.expert, x.shape[1], load, self.strategy)
         if strategy == "synthesised":
@@ -90,20 +90,22 @@ class KernelBank(ExpertBank):
         # Not an attribute: NNX hashes those.
         return ffn_matrices(self.expert, self._d_model)
 
+    @property
+    def _own_form(self) -> KernelForm:
+        assert isinstance(self.config.form, KernelForm)
+        return self.config.form
+
     def _form(self, name: str) -> KernelForm:
         """The form of the experts' own arrays. With a base, NF4 and LoRA belong to the base."""
-        form = self.config.form
-        if form.over_base:
-            assert isinstance(form, KernelForm)
-            return form
+        if self._own_form.over_base:
+            return self._own_form
         return whole_form(self.expert.nf4, lora_for(self.expert.lora, name))
 
     def _arrays(self, name: str) -> dict[str, Array]:
         """The arrays of one matrix of all experts."""
-        form = self.config.form
+        form = self._own_form
         if not form.over_base:
             return {path: array for path, array in getattr(self, name).arrays().items() if path != BIAS}
-        assert isinstance(form, KernelForm)
         every = self.delta.arrays()
         own = {path.removeprefix(f"{name}/"): array for path, array in every.items() if path.startswith(f"{name}/")}
         return form.combine(self._matrices[name], own, {path: every[path] for path in form.shared_leaves})

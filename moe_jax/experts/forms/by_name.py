@@ -11,18 +11,18 @@ from moe_jax.experts.forms.matrix import Split
 from moe_jax.experts.forms.protocol import ExpertForm, KernelForm
 
 _FORMS: dict[str, type[ExpertForm]] = {}
-_Form = TypeVar("_Form", bound=type[ExpertForm])
+_Form = TypeVar("_Form", bound=ExpertForm)
 _SPLITS: tuple[Split, ...] = ("out", "in")
 
 
-def register(kind: str) -> Callable[[_Form], _Form]:
+def register(kind: str) -> Callable[[type[_Form]], type[_Form]]:
     """Registers the decorated form, so that `BankConfig(kind=kind, ...)` has it.
 
     Raises:
       ValueError: if the name is taken, or if another form has a leaf of the same name that is sharded differently.
     """
 
-    def add(form: _Form) -> _Form:
+    def add(form: type[_Form]) -> type[_Form]:
         if kind in _FORMS:
             raise ValueError(f"a form {kind!r} is registered already")
         if issubclass(form, KernelForm) and form.over_base:
