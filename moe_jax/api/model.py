@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from moe_jax.errors import InputError
 from moe_jax.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
 from moe_jax.loading import load_model
 from moe_jax.model_source import ModelSource
@@ -161,6 +162,7 @@ def load(
     compute_dtype: str = "float32",
     remat: str = "none",
     mesh: Mesh | Mapping[str, int] | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Reads a model: a model directory, an adapter directory with its base, or a Hugging Face directory.
 
@@ -177,6 +179,7 @@ def load(
         but its matrix products (`dots`).
       mesh: devices to split the parameters over, or the sizes of the axes `data`, `fsdp`, `expert` and `tensor`, one
         of which may be -1 for the devices that are left; None: the first device.
+      base: where the base of an adapter directory is now; by default where the directory says.
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
@@ -184,7 +187,7 @@ def load(
     """
     if isinstance(mesh, Mapping):
         mesh = make_mesh(dict(mesh))
-    loaded = Model.of_source(open_model(model), Loading(dtype, compute_dtype, remat, mesh))
+    loaded = Model.of_source(open_model(model, base), Loading(dtype, compute_dtype, remat, mesh))
     loaded.read()
     return loaded
 
@@ -245,13 +248,17 @@ def tiny_model(*, experts: int = 0, top_k: int = 2, seed: int = 0) -> Model:
     return Model(Decoder(config, rngs=nnx.Rngs(seed)))
 
 
-def open_model(model: ModelOrPath) -> ModelSource:
-    """The weights of a model, or those at a path.
+def open_model(model: ModelOrPath, base: str | os.PathLike[str] | None = None) -> ModelSource:
+    """The weights of a model, or those at a path; `base` is where the base of an adapter directory is now.
 
     Raises:
       FileNotFoundError, InputError: see `load`.
     """
-    return model.source if isinstance(model, Model) else open_source(Path(model))
+    if not isinstance(model, Model):
+        return open_source(Path(model), base=None if base is None else Path(base))
+    if base is not None:
+        raise InputError("base: where the base of an adapter directory is; the model is not the path of one")
+    return model.source
 
 
 def destination(out: str | os.PathLike[str] | None) -> Path | InMemory:

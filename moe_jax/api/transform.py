@@ -261,7 +261,13 @@ def adapt(
     return result(target, model)
 
 
-def merge(model: ModelOrPath, out: OutPath = None, *, partly: bool = False) -> Model:
+def merge(
+    model: ModelOrPath,
+    out: OutPath = None,
+    *,
+    base: str | os.PathLike[str] | None = None,
+    partly: bool = False,
+) -> Model:
     """Folds LoRA into the kernels that it stands beside; the model then needs no base.
 
     Over NF4 kernels it is folded into what these stand for, so that the model computes what was trained.
@@ -274,6 +280,7 @@ def merge(model: ModelOrPath, out: OutPath = None, *, partly: bool = False) -> M
     Args:
       model: a model with LoRA or NF4 kernels, or the path of one.
       out: where a model directory appears, which must not exist; None: the model stays in memory.
+      base: where the base of an adapter directory is now; by default where the directory says.
       partly: keep what cannot be folded, adapter experts (PESC) and PERFT, instead of refusing.
 
     Returns:
@@ -284,5 +291,5 @@ def merge(model: ModelOrPath, out: OutPath = None, *, partly: bool = False) -> M
       InputError: if there is nothing to fold, something cannot be folded and `partly` is not said, or `out` exists.
     """
     target = destination(out)
-    _merge(open_model(model), target, partly=partly)
+    _merge(open_model(model, base), target, partly=partly)
     return result(target, model)

@@ -148,6 +148,19 @@ def test_of_a_tuned_model_what_was_changed_is_saved(moe, tmp_path):
     assert not (whole / "base.json").exists() and np.array_equal(logits(moe_jax.load(whole)), logits(model))
 
 
+def test_a_base_that_was_moved_can_be_named(moe, tmp_path):
+    base = moe_jax.save(moe_jax.load(moe), tmp_path / "base")
+    moe_jax.adapt(base, tmp_path / "tuned", method="lora", adapter="lora:2", targets="q")
+    moved = base.rename(tmp_path / "moved")
+    with pytest.raises(InputError, match="base"):
+        moe_jax.load(tmp_path / "tuned")
+    tuned = moe_jax.load(tmp_path / "tuned", base=moved)
+    merged = moe_jax.merge(tmp_path / "tuned", base=moved)
+    assert equal_to_the_last_bit(merged.source, moe_jax.merge(tuned).source)
+    with pytest.raises(InputError, match="the model is not the path of one"):
+        moe_jax.merge(tuned, base=moved)
+
+
 def test_a_checkpoint_is_converted_in_memory_as_in_a_directory(tmp_path):
     checkpoint = moe_jax.export(moe_jax.tiny_model(experts=4), tmp_path / "checkpoint")
     written = moe_jax.convert(checkpoint, tmp_path / "model", dtype="bfloat16")
