@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.experts.bank import ExpertBank
@@ -121,7 +122,7 @@ def make_bank(
     d_model: int,
     *,
     rngs: nnx.Rngs,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> ExpertBank:
     """Makes a bank with initial parameters.
 

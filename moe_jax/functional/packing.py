@@ -19,6 +19,7 @@ A scale of zero makes a group of zeros.
 import math
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 # Its eight bits of mantissa are finer than any code here; in float32, a scale would take a quarter
@@ -48,7 +49,7 @@ def pack(codes: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:
     return packed.reshape(-1, codes.shape[1])[: codes_shape((rows, codes.shape[1]), bits)[0]]
 
 
-def unpack(packed: UInt8[Array, "b o"], rows: int, bits: int, dtype: jnp.dtype) -> Float[Array, "i o"]:
+def unpack(packed: UInt8[Array, "b o"], rows: int, bits: int, dtype: DTypeLike) -> Float[Array, "i o"]:
     """The codes of the first `rows` rows, as floats."""
     per_word, word_bytes = _word(bits)
     if word_bytes == 1:
@@ -75,7 +76,7 @@ def dequantize(
     rows: int,
     bits: int,
     group_size: int | None,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
 ) -> Float[Array, "i o"]:
     """Levels times scales; [rows, o] in `dtype`.
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.models.config import ModelConfig
@@ -40,7 +41,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, rngs: nnx.Rngs, compute_dtype: jnp.dtype = jnp.float32, remat: str = "none"
+        self, config: ModelConfig, *, rngs: nnx.Rngs, compute_dtype: DTypeLike = jnp.float32, remat: str = "none"
     ):
         """Draws the parameters; `remat` as in `Stack`."""
         self.config = config

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moe_jax.errors import InputError
@@ -18,7 +19,7 @@ class Embed(nnx.Module):
       compute_dtype: dtype of the activations.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, compute_dtype: jnp.dtype = jnp.float32):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, compute_dtype: DTypeLike = jnp.float32):
         dtype = jnp.dtype(config.dtype)
         self.scale = config.embed_scale
         self.compute_dtype = jnp.dtype(compute_dtype)

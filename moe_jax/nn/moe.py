@@ -4,6 +4,7 @@ import math
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from moe_jax.experts.kernel_bank import make_bank
@@ -35,7 +36,7 @@ class MoE(nnx.Module):
         ((2, 5, 16), True)
     """
 
-    def __init__(self, config: MoEConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+    def __init__(self, config: MoEConfig, d_model: int, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         """Makes a layer with fresh parameters.
 
         Args:

@@ -186,7 +186,7 @@ class Matching:
         for part in self._blocks(len(places)):
             block = part if whole else places[part]
             total = sum(self.rows(k, np.float64, block) for k in range(count))
-            mean = total / count
+            mean = np.asarray(total / count)
             self.mean[block] = mean
             deviations = np.zeros(len(mean))
             for k in range(count):

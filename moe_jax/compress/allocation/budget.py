@@ -41,7 +41,7 @@ def same_scheme(
     shares: dict[FFNConfig, list[np.ndarray]] = {}
     for layer in layers if scheme.needs_shares else ():
         shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
-    means = {expert: np.mean(found, axis=0) for expert, found in shares.items()}
+    means = {expert: np.mean(found, axis=0).tolist() for expert, found in shares.items()}
     return {
         layer.index: layer.target(
             scheme.bank(layer.moe.expert, layer.shapes["up"][0], base=base, shares=means.get(layer.moe.expert))
