@@ -99,7 +99,7 @@ def load_model(
             dtype = jnp.dtype(wanted)
         if leaf.shape == specs[names[0]].shape:
             return _put(source.read(names[0]), dtype, sharding)
-        stacked = jax.jit(lambda: jnp.zeros(leaf.shape, dtype), out_shardings=sharding)()
+        stacked = _zeros_program(leaf.shape, dtype, sharding)()
         layer_sharding = _without_leading_axis(sharding)
         for index, name in enumerate(names):
             stacked = _set_layer(stacked, _put(source.read(name), dtype, layer_sharding), index)
@@ -169,6 +169,14 @@ def _without_leading_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Shard
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
     return sharding
+
+
+# Kept: many leaves of a model have the same shape, and compiling takes longer than filling all but the largest.
+@lru_cache(maxsize=256)
+def _zeros_program(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
+) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 @partial(jax.jit, donate_argnums=0)

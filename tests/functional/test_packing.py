@@ -9,6 +9,10 @@ from hypothesis import strategies as st
 
 from moe_jax.functional.packing import codes_shape, dequantize, pack, scales_shape, unpack
 
+packed = jax.jit(pack, static_argnums=1)
+unpacked = jax.jit(unpack, static_argnums=(1, 2, 3))
+dequantized = jax.jit(dequantize, static_argnums=(2, 3, 4, 5))
+
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
 BITS = (8, 4, 3, 2, 1)
@@ -18,9 +22,9 @@ BITS = (8, 4, 3, 2, 1)
 @given(st.sampled_from(BITS), st.sampled_from(((1, 1), (8, 2), (13, 3))), st.integers(0, 99))
 def test_packing_loses_nothing(bits, shape, seed):
     codes = np.random.default_rng(seed).integers(0, 2**bits, shape)
-    packed = pack(jnp.asarray(codes, jnp.int32), bits)
-    assert packed.dtype == jnp.uint8 and packed.shape == codes_shape(shape, bits)
-    np.testing.assert_array_equal(unpack(packed, shape[0], bits, jnp.float32), codes)
+    in_bytes = packed(jnp.asarray(codes, jnp.int32), bits)
+    assert in_bytes.dtype == jnp.uint8 and in_bytes.shape == codes_shape(shape, bits)
+    np.testing.assert_array_equal(unpacked(in_bytes, shape[0], bits, jnp.float32), codes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -39,8 +43,8 @@ def test_packing_loses_nothing(bits, shape, seed):
 )
 def test_every_code_stands_for_another_level(bits, scale, levels, dtype):
     """Odd numbers for a positive scale, even ones with a zero among them for a negative one; exact in bfloat16."""
-    codes = pack(jnp.arange(2**bits, dtype=jnp.int32)[:, None], bits)
-    got = dequantize(codes, jnp.full((1, 1), scale, jnp.bfloat16), 2**bits, bits, None, dtype)
+    codes = packed(jnp.asarray(np.arange(2**bits)[:, None], jnp.int32), bits)
+    got = dequantized(codes, jnp.asarray([[scale]], jnp.bfloat16), 2**bits, bits, None, dtype)
     assert got.dtype == dtype
     np.testing.assert_array_equal(np.asarray(got[:, 0], np.float32), scale * np.array(levels, np.float32))
 
@@ -52,8 +56,8 @@ def test_scales_belong_to_their_group(group_size):
     scales = np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
     scales[0, 0] = 0
     scales[-1, -1] *= -1
-    packed = pack(jnp.full((rows, columns), 3, jnp.int32), 2)
-    got = dequantize(packed, jnp.asarray(scales, jnp.bfloat16), rows, 2, group_size, jnp.float32)
+    codes = packed(jnp.full((rows, columns), 3, jnp.int32), 2)
+    got = dequantized(codes, jnp.asarray(scales, jnp.bfloat16), rows, 2, group_size, jnp.float32)
     of_row = scales[np.arange(rows) // (group_size or rows)] * np.ones((rows, columns))
     np.testing.assert_array_equal(got, np.where(of_row < 0, 2, 3) * of_row)
 
@@ -62,6 +66,6 @@ def test_scales_belong_to_their_group(group_size):
 def test_the_gradient_of_a_scale_is_the_sum_of_its_levels(scale):
     """Also at zero, where the delta of a fresh bank is."""
     codes = jnp.asarray([[0], [1], [3], [3]], jnp.int32)
-    gradient = jax.grad(lambda s: jnp.sum(dequantize(pack(codes, 2), s, 4, 2, None, jnp.float32)))
+    gradient = jax.jit(jax.grad(lambda s: jnp.sum(dequantize(pack(codes, 2), s, 4, 2, None, jnp.float32))))
     levels = [-4, -2, 2, 2] if scale < 0 else [-3, -1, 3, 3]
     assert float(gradient(jnp.full((1, 1), scale, jnp.float32))[0, 0]) == sum(levels)

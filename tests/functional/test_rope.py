@@ -9,6 +9,8 @@ import pytest
 from moe_jax.errors import InputError
 from moe_jax.functional.rope import RopeConfig, apply_rope, rope_tables
 
+jitted_tables = jax.jit(rope_tables, static_argnums=(0, 1, 2))
+
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
 LONGROPE = RopeConfig(
@@ -27,8 +29,8 @@ def test_the_first_dimensions_are_rotated_and_the_others_pass_through(fraction):
         turned = (x[0, :, :, pair] + 1j * x[0, :, :, pair + r // 2]) * np.exp(1j * angles[:, pair])[:, None]
         expected[0, :, :, pair], expected[0, :, :, pair + r // 2] = turned.real, turned.imag
     positions = jnp.arange(5, dtype=jnp.int32)[None]
-    tables = rope_tables(RopeConfig(theta=100.0, fraction=fraction), 16, 64, positions)
-    got = apply_rope(jnp.asarray(x, jnp.float32), *tables)
+    tables = jitted_tables(RopeConfig(theta=100.0, fraction=fraction), 16, 64, positions)
+    got = jax.jit(apply_rope)(jnp.asarray(x, jnp.float32), *tables)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     np.testing.assert_array_equal(got[..., r:], np.float32(x[..., r:]))
 
@@ -39,13 +41,13 @@ def test_frequencies_depend_on_the_length_of_the_own_text_alone(rope):
 
     def tables(positions, segments=None):
         segments = None if segments is None else jnp.asarray([segments], jnp.int32)
-        return np.stack(rope_tables(rope, 4, 8, jnp.asarray([positions], jnp.int32), segments))[:, 0]
+        return np.stack(jitted_tables(rope, 4, 8, jnp.asarray([positions], jnp.int32), segments))[:, 0]
 
     short, long = list(range(5)), list(range(13))
     alone, stretched = tables(short), tables(long)
     assert not np.allclose(alone, stretched[:, :5])
     rows = jnp.asarray([short + [0] * 8, long], jnp.int32)
-    np.testing.assert_array_equal(np.stack(rope_tables(rope, 4, 8, rows))[:, 0, :5], alone)
+    np.testing.assert_array_equal(np.stack(jitted_tables(rope, 4, 8, rows))[:, 0, :5], alone)
     np.testing.assert_array_equal(tables(long, [1] * 5 + [0] * 8)[:, :5], alone)
     packed = tables(short + long, [1] * 5 + [2] * 13)
     np.testing.assert_array_equal(packed[:, :5], alone)
@@ -58,6 +60,6 @@ def test_a_fraction_is_a_share():
 
 
 def test_gradients_pass_through_every_dimension():
-    tables = rope_tables(RopeConfig(fraction=0.5), 8, 16, jnp.arange(3, dtype=jnp.int32)[None])
-    gradient = jax.grad(lambda x: jnp.sum(jnp.square(apply_rope(x, *tables))))(jnp.ones((1, 3, 1, 8)))
+    tables = jitted_tables(RopeConfig(fraction=0.5), 8, 16, jnp.arange(3, dtype=jnp.int32)[None])
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.square(apply_rope(x, *tables)))))(jnp.ones((1, 3, 1, 8)))
     np.testing.assert_allclose(gradient, 2.0, rtol=1e-5)  # a rotation keeps the norm

@@ -136,10 +136,14 @@ def test_rounding_does_not_grow_with_the_number_of_tiles(tiles, monkeypatch):
     (a, a64), (b, b64) = in_bfloat16(rng, 1, fan_in, 4), in_bfloat16(rng, 1, 4, fan_out)
     shape, sizes = (fan_in, fan_out), jnp.full(1, ROWS, jnp.int32)
     tiles = FormTiles(LowRank(rank=a.shape[-1]), shape, shape)
-    _, vjp = jax.vjp(
-        lambda lhs, trained: synthesised_matmul(lhs, base, trained, {}, sizes, tiles), lhs, {"a": a, "b": b}
-    )
-    dlhs, dtrained = vjp(dout)
+
+    @jax.jit
+    def gradients(lhs, trained, dout):
+        return jax.vjp(lambda lhs, trained: synthesised_matmul(lhs, base, trained, {}, sizes, tiles), lhs, trained)[1](
+            dout
+        )
+
+    dlhs, dtrained = gradients(lhs, {"a": a, "b": b}, dout)
     assert dlhs.dtype == dtrained["a"].dtype == jnp.bfloat16
     outer = x.T @ dy
     assert relative_error(dlhs, dy @ (w + a64[0] @ b64[0]).T) < 0.003
@@ -157,10 +161,13 @@ def test_rounding_does_not_grow_with_the_entries_and_rows_of_a_sparse_delta():
     fixed, sizes = {"columns": columns, "row_ends": row_ends}, jnp.full(1, rows, jnp.int32)
     kernel = np.zeros(shape)
     kernel.reshape(-1)[positions] = v[0]
-    y, vjp = jax.vjp(
-        lambda lhs, values: grouped_sparse_matmul(lhs, values, fixed, sizes, shape[1]), lhs, values
-    )
-    dlhs, dvalues = vjp(dout)
+
+    @jax.jit
+    def product_and_gradients(lhs, values, dout):
+        y, vjp = jax.vjp(lambda lhs, values: grouped_sparse_matmul(lhs, values, fixed, sizes, shape[1]), lhs, values)
+        return y, *vjp(dout)
+
+    y, dlhs, dvalues = product_and_gradients(lhs, values, dout)
     assert y.dtype == dlhs.dtype == dvalues.dtype == jnp.bfloat16
     assert relative_error(y, x @ kernel) < 0.003
     assert relative_error(dlhs, dy @ kernel.T) < 0.003
@@ -185,7 +192,8 @@ def test_sparse_tiles_hold_the_entries_of_their_part(encoding, rows, columns, se
     width = int(rng.integers(1, part.shape[1] - start + 1))
     tiles = FormTiles(Sparse(rate=0.5, encoding=encoding), part.shape, dense.shape)
     leaves["origin"] = jnp.asarray([top, left], jnp.int32)
-    np.testing.assert_array_equal(tiles.tile(None, leaves, start, width), part[:, start : start + width])
+    tile = jax.jit(lambda leaves: tiles.tile(None, leaves, start, width))(leaves)
+    np.testing.assert_array_equal(tile, part[:, start : start + width])
 
 
 @settings(max_examples=8, deadline=None)
@@ -194,10 +202,10 @@ def test_quantised_values_of_sparse_deltas(bits, group_size, count, seed):
     rng = np.random.default_rng(seed)
     drawn = rng.integers(0, 2**bits, count)
     scales = rng.uniform(-1, 1, 1 if group_size is None else -(-count // group_size)).astype(np.float32)
-    codes = pack(jnp.asarray(drawn, jnp.int32)[:, None], bits)[:, 0]
+    codes = jax.jit(lambda drawn: pack(drawn[:, None], bits)[:, 0])(jnp.asarray(drawn, jnp.int32))
     form = Sparse(rate=0.5, encoding="coo", bits=bits, group_size=group_size)
     leaves = {"value_codes": codes, "value_scales": jnp.asarray(scales), "columns": jnp.zeros(count, jnp.uint16)}
-    values = form.values(leaves)
+    values = jax.jit(form.values)(leaves)
     per_value = np.repeat(scales, count if group_size is None else group_size)[:count]
     levels = 2 * drawn + 1 - 2**bits - (per_value < 0)
     np.testing.assert_array_equal(values, levels.astype(np.float32) * per_value)
