@@ -1,7 +1,8 @@
 # `make demo` and `make test` set everything up themselves; the second time they start at once.
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?= -n auto
+# Workers take from each other what is left: tests of a file mostly stay together, and no worker waits.
+PYTEST_ARGS ?= -n auto --dist worksteal
 
 .PHONY: demo test lint clean
 
