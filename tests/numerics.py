@@ -21,10 +21,11 @@ def made_at_once(make):
 
 
 def randomised(module):
-    """The module's graphdef, its parameters, all drawn anew, and the rest of its state."""
+    """The module's graphdef, its parameters, all drawn anew and in float32, and the rest of its state."""
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     rng = np.random.default_rng(1)
-    drawn = jax.tree.map(lambda a: jnp.asarray(0.5 * rng.standard_normal(a.shape), jnp.float32).astype(a.dtype), params)
+    # Scales are bfloat16 otherwise, and so would their gradients be, which no float32 reference equals.
+    drawn = jax.tree.map(lambda a: jnp.asarray(0.5 * rng.standard_normal(a.shape), jnp.float32), params)
     return graphdef, drawn, rest
 
 
