@@ -47,7 +47,9 @@ def drawn(config: ModelConfig) -> nnx.State:
 def initial_states(program: Program) -> tuple[nnx.State, nnx.State]:
     """Trained and frozen parameters before the first step, where the program wants them."""
     state = drawn(program.config)
-    placed = jax.tree.map(jnp.copy, jax.device_put(state, state_shardings(state, program.mesh)))
+    shardings = state_shardings(state, program.mesh)
+    copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)
+    placed = copy(jax.device_put(state, shardings))
     _, params, frozen = split_model(nnx.merge(nnx.graphdef(program.model), placed), program.trainable)
     return params, frozen
 
