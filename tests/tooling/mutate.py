@@ -141,18 +141,29 @@ def wait(running: dict[int, float]) -> tuple[int, int | None]:
         time.sleep(0.05)
 
 
-def measure(copy: Path, only: str | None) -> None:
+def measure(only: str | None, jobs: int) -> None:
     """Writes what the tests of each file run to `WORK/map`, where it is not there yet."""
     (WORK / "map").mkdir(parents=True, exist_ok=True)
-    files = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py"))
-    for file in files:
-        output = WORK / "map" / (file.replace("/", ".") + ".json")
-        if output.exists() or (only and only not in file):
-            continue
-        process = start(copy, [file, "--maxfail=1000"], None, functools.partial(covering.Recorder, copy, output))
-        begin = time.monotonic()
-        _, code = wait({process: begin + 3600})
-        print(f"{file}: {time.monotonic() - begin:.0f} s, exit code {code}", flush=True)
+    queue = []
+    # What takes long is started first: as a guess, what is long.
+    for file in sorted(ROOT.glob("tests/**/test_*.py"), key=lambda file: -file.stat().st_size):
+        name = str(file.relative_to(ROOT))
+        output = WORK / "map" / (name.replace("/", ".") + ".json")
+        if not output.exists() and (not only or only in name):
+            queue.append((name, output))
+    idle = [copy_of_checkout(WORK / f"tree{job}") for job in range(jobs)]
+    running, deadlines = {}, {}
+    while queue or running:
+        while queue and idle:
+            (name, output), copy = queue.pop(0), idle.pop()
+            recorder = functools.partial(covering.Recorder, copy, output)
+            process = start(copy, [name, "--maxfail=1000"], None, recorder)
+            running[process], deadlines[process] = (name, copy, time.monotonic()), time.monotonic() + 3600
+        process, code = wait(deadlines)
+        del deadlines[process]
+        name, copy, begin = running.pop(process)
+        idle.append(copy)
+        print(f"{name}: {time.monotonic() - begin:.0f} s, exit code {code}", flush=True)
 
 
 def run(
@@ -274,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
             __import__(name)
         if args.fresh:
             shutil.rmtree(WORK / "map", ignore_errors=True)
-        measure(copy_of_checkout(WORK / "tree0"), args.only)
+        measure(args.only, args.jobs)
         return 0
 
     paths = sorted({str(file.relative_to(ROOT)) for pattern in TARGETS for file in ROOT.glob(pattern)})
