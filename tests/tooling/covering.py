@@ -91,18 +91,18 @@ class Coverage:
         return cls(seconds, lines, digests)
 
     def tests(self, path: str, source: str, changed: range, limit: float) -> list[str]:
-        """The tests to run for a change of some lines, those of the nearest test file first and then the quickest.
+        """The tests to run for a change of some lines, the nearest first, and of equally near ones the quickest.
 
         They stop where their processor time would pass `limit` seconds. Where no test runs these lines, or the file has
-        changed since it was measured, all tests that run anything of the file are taken.
+        changed since it was measured, all tests that run anything of the file are taken; where none does, all tests.
         """
         at = self.lines.get(path, {})
         found: set[str] = set()
         if self.digests.get(path) == digest(source):
             found = set().union(*(at.get(line, set()) for line in changed))
-        found = found or set().union(*at.values())
+        found = found or set().union(*at.values()) or set(self.seconds)
         chosen, total = [], 0.0
-        for name in sorted(found, key=lambda name: (not is_near(path, name), self.seconds[name], name)):
+        for name in sorted(found, key=lambda name: (distance(path, name), self.seconds[name], name)):
             total += self.seconds[name]
             if total > limit and chosen:
                 break
@@ -110,7 +110,12 @@ class Coverage:
         return chosen
 
 
-def is_near(path: str, test: str) -> bool:
-    """Whether a test is of the file that mirrors a source file: `nn/moe.py` and `tests/nn/test_moe_gates.py`."""
+def distance(path: str, test: str) -> int:
+    """How far a test is from a source file.
+
+    0: in the file that mirrors it, `nn/moe.py` and `tests/nn/test_moe_gates.py`; 1: in the same room; 2: elsewhere.
+    """
     source, file = Path(path.removeprefix("moe_jax/")), Path(test.split("::")[0]).relative_to("tests")
-    return file.parent == source.parent and file.stem.removeprefix("test_").startswith(source.stem)
+    if source.parts[:-1] != file.parts[:-1] and source.parts[:1] != file.parts[:1]:
+        return 2
+    return 0 if file.stem.removeprefix("test_").startswith(source.stem) else 1

@@ -70,7 +70,7 @@ def copy_of_checkout(folder: Path) -> Path:
 
 
 class Chosen:
-    """A pytest plugin: runs the given tests (or all) in the given order, and writes down the first that fails."""
+    """A pytest plugin: runs the given tests in the given order, and writes down the first that fails."""
 
     def __init__(self, names: list[str], output: Path):
         self.order, self.output = {name: index for index, name in enumerate(names)}, output
@@ -87,8 +87,7 @@ class Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        if self.order:
-            items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda item: self.order[item.nodeid])
+        items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda item: self.order[item.nodeid])
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -181,7 +180,7 @@ def run(
                 plant(folder, mutant.path, mutant.mutated)
                 found = folder.with_suffix(".failed")
                 found.unlink(missing_ok=True)
-                files = list(dict.fromkeys(name.split("::")[0] for name in tests)) or near_files(mutant.path)
+                files = list(dict.fromkeys(name.split("::")[0] for name in tests))
                 seconds = 60 + 3 * expected
                 process = start(folder, files, seconds, functools.partial(Chosen, tests, found))
                 running[process] = (mutant, folder, tests, time.monotonic())
@@ -214,11 +213,6 @@ def run(
                 os.killpg(process, signal.SIGKILL)
         for mutant, folder, *_ in running.values():
             plant(folder, mutant.path, mutant.source)
-
-
-def near_files(path: str) -> list[str]:
-    files = (str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py"))
-    return [file for file in files if covering.is_near(path, file)] or ["tests/test_plan.py"]
 
 
 def plant(folder: Path, path: str, text: str) -> None:
