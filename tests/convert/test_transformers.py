@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from moe_jax.convert import HuggingFaceDirectory, convert, export
+from moe_jax.convert.families import FAMILIES
 from moe_jax.convert.table import FUSED, LAYOUTS, PER_EXPERT
 from moe_jax.model_dir import ModelDirectory
 from tests.convert.conftest import CONFIGS, assert_same_bits, read_tensors
@@ -97,3 +98,13 @@ def test_half_precision_loads_as_it_was(saved, tmp_path: pathlib.Path, dtype: st
     export(HuggingFaceDirectory(saved("olmoe")), tmp_path / "back", dtype=dtype, console=QUIET)
     model = load(tmp_path / "back")
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(name):
+    # Qwen2 forgets its window where none is used.
+    asked = {"use_sliding_window": True} if name == "qwen2" else {}
+    theirs = transformers.AutoConfig.for_model(name, **asked).to_dict()
+    theirs |= theirs.get("rope_parameters") or {}
+    ours = FAMILIES[name].defaults | asked
+    assert ours == {key: theirs[key] for key in ours}
