@@ -4,6 +4,7 @@ Every test file runs in a process of its own under `coverage`, with the test's n
 modules are imported (a table, a default) belongs to no test: all tests that run anything of its file stand for it.
 """
 
+import ast
 import dataclasses
 import hashlib
 import json
@@ -93,12 +94,13 @@ class Coverage:
     def tests(self, path: str, source: str, changed: range, limit: float) -> list[str]:
         """The tests to run for a change of some lines, the nearest first, and of equally near ones the quickest.
 
-        They stop where their processor time would pass `limit` seconds. Where no test runs these lines, or the file has
-        changed since it was measured, all tests that run anything of the file are taken; where none does, all tests.
+        They stop where their processor time would pass `limit` seconds. Where no test runs these lines, they are run by an
+        import, or the file has changed since it was measured, all tests that run anything of the file are taken; where
+        none does, all tests.
         """
         at = self.lines.get(path, {})
         found: set[str] = set()
-        if self.digests.get(path) == digest(source):
+        if self.digests.get(path) == digest(source) and all(line in lines_of_functions(source) for line in changed):
             found = set().union(*(at.get(line, set()) for line in changed))
         found = found or set().union(*at.values()) or set(self.seconds)
         chosen, total = [], 0.0
@@ -108,6 +110,15 @@ class Coverage:
                 break
             chosen.append(name)
         return chosen
+
+
+def lines_of_functions(source: str) -> set[int]:
+    """The lines in the bodies of functions; all others are run when the module is imported."""
+    found: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            found.update(range(node.body[0].lineno, node.end_lineno + 1))
+    return found
 
 
 def distance(path: str, test: str) -> int:
