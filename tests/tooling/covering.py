@@ -94,8 +94,8 @@ class Coverage:
     def tests(self, path: str, source: str, changed: range, limit: float) -> list[str]:
         """The tests to run for a change of some lines, the nearest first, and of equally near ones the quickest.
 
-        They stop where their processor time would pass `limit` seconds. Where no test runs these lines, they are run by an
-        import, or the file has changed since it was measured, all tests that run anything of the file are taken; where
+        They stop where their processor time would pass `limit` seconds. Where no test runs these lines, an import runs
+        them, or the file has changed since it was measured, all tests that run anything of the file are taken; where
         none does, all tests.
         """
         at = self.lines.get(path, {})
