@@ -64,7 +64,9 @@ def test_what_is_written_holds_the_adapters_alone_and_what_is_trained_is_said(me
 
     # Every parameter that will be trained is in the table once; and whether routers are.
     trained, total = sum(sizes[path] for path in own), sum(sizes.values())
-    assert f"trained: {trained:,} of {total:,} parameters" in printed
+    assert re.search(f"trained: {trained:,} of {total:,} parameters \\(([\\d.]+)%\\)", printed)[1] in (
+        f"{100 * trained / total:.2f}", f"{100 * trained / total:.2g}"
+    )  # fmt: skip
     rows = [line.split() for line in printed.splitlines() if line.startswith("layers/")]
     assert sum(int(row[1].replace(",", "")) for row in rows) == trained
     for line in ROUTERS.get(method, ["the router is among them: no"]):

@@ -247,8 +247,8 @@ def dense_ffn(config: ModelConfig) -> FFNConfig:
     Raises:
       InputError: if a layer is an MoE, or layers differ.
     """
-    for i in config.moe_layers[:1]:
-        raise InputError(f"layer {i} is an MoE, which the format of {config.family!r} cannot hold")
+    if config.moe_layers:
+        raise InputError(f"layer {config.moe_layers[0]} is an MoE, which the format of {config.family!r} cannot hold")
     same_in_all_layers(config, "FFN", lambda layer: layer.mlp)
     return config.ffn(0)
 

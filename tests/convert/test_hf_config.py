@@ -132,6 +132,18 @@ def test_rope_in_both_styles(old: dict, new: dict, expected: RopeConfig):
     assert read_hf_config(write_hf_config(read_hf_config({**LLAMA, **old}))).rope == expected
 
 
+def test_a_rope_parameter_that_is_null_is_not_given():
+    parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0, "partial_rotary_factor": None}
+    assert read_hf_config({**LLAMA, "rope_parameters": parameters}).rope == RopeConfig(
+        theta=7.0, scaling="linear", factor=2.0
+    )
+
+
+def test_what_a_config_of_an_moe_lacks_is_listed_together():
+    said = complaint({**CONFIGS["mixtral"], "num_local_experts": None, "num_experts_per_tok": None})
+    assert "num_local_experts" in said and "num_experts_per_tok" in said
+
+
 def test_the_original_length_of_longrope_is_written_where_each_release_looks_for_it():
     longrope = next(old for old, _, rope in ROPES if rope.scaling == "longrope")
     written = write_hf_config(read_hf_config({**LLAMA, **longrope}))

@@ -6,16 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from flax import nnx
 
 from moe_jax.errors import InputError
 from moe_jax.experts import make_bank, set_strategy
-from moe_jax.experts.linear import Linear
+from moe_jax.experts.linear import Linear, ffn_linears
+from moe_jax.functional.dropout import dropout
 from moe_jax.functional.keys import fold_in
 from moe_jax.functional.routing import Routing
 from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
+from moe_jax.nn import Head
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
 from tests.numerics import assert_close, made_at_once, normal, randomised
+from tests.train.models import config_of
 
 D_MODEL, EXPERTS, TOKENS, TOP_K = 16, 4, 16, 2
 LORA = LoRAConfig(rank=3, targets=("gate", "up", "down"), scale=0.5)
@@ -43,6 +47,34 @@ def test_a_linear_map_equals_its_kernel_with_everything_added_up(nf4):
     gradient = jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True), static_argnums=2)
     got, expected = (gradient(params, x, added_up) for added_up in (False, True))
     assert_close(got, expected)
+
+
+def test_what_is_drawn_before_training():
+    """Kernels are normal with deviation 0.02, `a` of LoRA fills ±1/sqrt(fan-in) evenly, all else is zero."""
+    lora = LoRAConfig(rank=30, targets=("q",))
+    made = made_at_once(lambda: Linear((100, 300), bias=True, lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    leaves = {path: np.asarray(array) for path, array in made.arrays().items()}
+    assert scipy.stats.kstest(leaves["kernel"].ravel() / 0.02, "norm").pvalue > 0.01
+    assert scipy.stats.kstest(leaves["lora/a"].ravel() * 10.0, "uniform", (-1, 2)).pvalue > 0.01
+    assert not leaves["lora/b"].any() and not leaves["bias"].any()
+    config = config_of(FFNConfig(dim=8))
+    head = made_at_once(lambda: Head(dataclasses.replace(config, head_bias=True), rngs=nnx.Rngs(0)))
+    assert head.bias.shape == (config.num_outputs,) and not np.asarray(head.bias[...]).any()
+
+
+def test_dropout_acts_on_the_input_of_the_adapter_alone():
+    lora = LoRAConfig(rank=3, targets=("q",), scale=0.5, dropout=0.5)
+    made = made_at_once(lambda: Linear((20, 12), lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    linear, key, x = nnx.merge(*randomised(made)), jax.random.key(3), normal(0, 7, 20)
+    leaves = linear.arrays()
+    adapted = 0.5 * (dropout(x, 0.5, key) @ leaves["lora/a"] @ leaves["lora/b"])
+    assert_close(nnx.jit(lambda linear, x: linear(x, key))(linear, x), x @ leaves["kernel"] + adapted)
+
+
+def test_every_map_of_an_ffn_is_split_as_its_matrix():
+    config = FFNConfig(dim=24, nf4=True)
+    made = nnx.eval_shape(lambda: ffn_linears(config, 16, bias=False, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    assert {name: linear.matrix.split for name, linear in made.items()} == {"gate": "out", "up": "out", "down": "in"}
 
 
 def test_lora_adds_nothing_before_training():

@@ -54,6 +54,14 @@ def test_frequencies_depend_on_the_length_of_the_own_text_alone(rope):
     np.testing.assert_array_equal(packed[:, 5:], stretched)
 
 
+def test_dynamic_frequencies_are_the_plain_ones_within_the_trained_context():
+    positions = jnp.arange(8, dtype=jnp.int32)[None]
+    plain = jitted_tables(RopeConfig(), 4, 8, positions)
+    for length in (1, 5, 8):
+        tables = jitted_tables(DYNAMIC, 4, 8, positions[:, :length])
+        np.testing.assert_allclose(tables, [table[:, :length] for table in plain], atol=1e-6)
+
+
 def test_a_fraction_is_a_share():
     with pytest.raises(InputError, match=r"rope fraction=1.5 must lie in \[0, 1\]"):
         RopeConfig(fraction=1.5)

@@ -10,8 +10,11 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import InputError
+from moe_jax.experts.adapters import Adapters
+from moe_jax.experts.mesh import BATCH_AXES
 from moe_jax.functional.adapters import WAYS, routed_adapters
 from moe_jax.functional.dropout import dropout
 from moe_jax.functional.ffn import ACTIVATION_FUNCTIONS
@@ -233,6 +236,24 @@ def test_a_layer_over_a_mesh_equals_one_device(name):
     with jax.set_mesh(mesh):
         got = jax.jit(program)(jax.tree_util.tree_map_with_path(put, params), x, target)
     assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_split"), [(16, True), (6, False)])
+def test_every_device_sorts_its_own_tokens(num_tokens, is_split):
+    """Tokens are gathered from other devices only where there are too few to split them evenly."""
+    config = AdapterConfig(rank=200, activation="gelu")
+    adapters = made_at_once(lambda: Adapters(config, 16, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    graphdef, state = nnx.split(adapters)
+    mesh = make_mesh({"fsdp": 4, "expert": 2})
+    rows = P(BATCH_AXES) if is_split else P()
+    routing = Routing(jnp.zeros((num_tokens, 2), jnp.int32), jnp.ones((num_tokens, 2)))
+    given = jax.device_put((jnp.ones((num_tokens, D_MODEL)), routing), jax.sharding.NamedSharding(mesh, rows))
+    with jax.set_mesh(mesh):
+        apply = jax.jit(lambda x, routing: nnx.merge(graphdef, state)(x, routing), out_shardings=rows)
+        program = apply.lower(*given).compile()
+    assert "all-gather" not in program.as_text()
+    rows_of_a_device = num_tokens // (8 if is_split else 1)
+    assert f"f32[{2 * rows_of_a_device},{D_MODEL}]" in program.as_text()  # each token as often as it has choices
 
 
 @pytest.mark.parametrize(

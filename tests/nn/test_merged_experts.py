@@ -11,7 +11,7 @@ from flax import nnx
 from moe_jax.errors import InputError
 from moe_jax.functional.ffn import ffn
 from moe_jax.loading import leaf_specs
-from moe_jax.models import BankConfig, FFNConfig, MoEConfig, segments_of
+from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig, segments_of
 from moe_jax.nn.moe import MoE
 from moe_jax.plan import make_plan
 from moe_jax.sharding import make_mesh, state_shardings
@@ -74,6 +74,18 @@ def test_choices_that_fall_into_one_expert_add_up(moe_config):
     np.testing.assert_allclose(y, nnx.jit(reference)(moe, x), rtol=2e-5, atol=2e-5)
     assert stats.load.shape == (EXPERTS,)  # of the outputs of the router, not of the bank
     np.testing.assert_allclose(stats.load.sum(), 1.0, rtol=1e-6)
+
+
+def test_adapters_of_perft_e_belong_to_the_outputs_of_the_router():
+    adapter = AdapterConfig(rank=2, activation="silu")
+    moe = random_moe(config(perft=PerftConfig(variant="embedded", adapter=adapter, num_experts=EXPERTS)))
+    x = normal(2, 1, 9, D_MODEL)
+    got = nnx.jit(lambda moe, x: moe(x)[0] - reference(moe, x))(moe, x)[0]
+    best, chosen = jax.lax.top_k(x[0] @ moe.router.kernel[...], 3)
+    down, up = moe.perft.adapters.down[...], moe.perft.adapters.up[...]
+    every = jnp.stack([jax.nn.silu(x[0] @ down[j]) @ up[j] for j in range(EXPERTS)])
+    added = every[chosen.T, jnp.arange(9)[None, :]] * jax.nn.softmax(best, axis=-1).T[:, :, None]
+    np.testing.assert_allclose(got, jnp.sum(added, axis=0), rtol=2e-5, atol=2e-5)
 
 
 def test_a_mesh_does_not_change_it():

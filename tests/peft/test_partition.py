@@ -46,6 +46,7 @@ def test_patterns_match_whole_paths_of_layers():
     ("patterns", "message"),
     [
         ({"freeze": ["router"]}, "'router' matches no parameter"),
+        ({"freeze": ["layers/.*/router"]}, "'layers/.*/router' matches no parameter"),
         ({"train": ["layers/./mlp/router/kernal"]}, "matches no parameter (did you mean"),
         ({"freeze": ["layers/(1/.*"]}, "is not a regular expression"),
         ({"freeze": ["layers/0/.*"]}, "layers/2/"),

@@ -65,7 +65,8 @@ def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3
         for step in range(steps):
             batch = place(make_batch(step, rows), local_rows(program.mesh, rows), program.mesh, rows)
             state, metrics = program.step(state, frozen, batch)
-            records.append([float(x) for x in (metrics.loss, metrics.auxiliary, metrics.grad_norm, metrics.scored)])
+            shown = (metrics.loss, metrics.auxiliary, metrics.grad_norm, metrics.scored, metrics.tokens)
+            records.append([float(x) for x in shown])
     return np.array(records), program, state, frozen
 
 
@@ -109,7 +110,7 @@ def test_the_loss_is_the_mean_over_scored_tokens_and_the_auxiliary_losses_are_re
     losses = np.asarray(token_losses(out.logits, batch["targets"]))
     expected = (losses * batch["weights"]).sum() / batch["weights"].sum()
     np.testing.assert_allclose(records[0][0], expected, rtol=1e-5)
-    assert records[0][3] == batch["weights"].sum()
+    assert records[0][3:].tolist() == [batch["weights"].sum(), (batch["segment_ids"] > 0).sum()]
     balance = sum(0.01 * float(jnp.sum(stats.balance)) for stats in out.router)
     np.testing.assert_allclose(records[0][1], balance, rtol=1e-5)
     assert balance > 0

@@ -96,6 +96,7 @@ def test_options_reach_the_moe():
         ({"top_k": 1, "bank": PESC.bank}, "top_k=1 with gate 'topk_softmax' .*; use top_k=2$"),
         ({"bank": BankConfig(kind="low-rank", rank=17)}, r"rank 17 is above min\(d, f\) = 16"),
         ({"bank": BankConfig(kind="sparse", rate=0.9999)}, "rate 0.9999 leaves no entry"),
+        ({"bank": BankConfig(kind="sparse", rate=0.5, entries=(3, 4))}, r"entries=\(3, 4\) is not one for each of"),
     ],
 )
 def test_options_that_do_not_go_with_the_model_are_refused(options, message):
