@@ -8,7 +8,7 @@ from moe_jax.convert.safetensors_file import read_header
 from moe_jax.convert.tensors import TensorEntry
 from moe_jax.convert.torch_file import read_torch_file
 from moe_jax.errors import InputError, raise_if_any
-from moe_jax.strict import read_json_object
+from moe_jax.json_toml import read_json_object
 
 # In the order in which Transformers looks for them.
 SINGLE_SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"

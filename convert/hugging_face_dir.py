@@ -19,11 +19,11 @@ from moe_jax.convert.tensors import DTYPES, TensorEntry, TensorFiles
 from moe_jax.convert.weights import Weights, match_weights
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_files
+from moe_jax.json_toml import read_json_object
 from moe_jax.lineage import read_lineage
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.models.serialize import FORMAT
-from moe_jax.strict import read_json_object
 
 # Bytes that each thread reads at a time.
 CHUNK_BYTES = 8 << 20
@@ -48,7 +48,7 @@ class HuggingFaceDirectory:
         self.path = Path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"no Hugging Face directory at {path}")
-        data = read_json_object(self.path / "config.json")
+        data = read_json_object(self.path / "config.json", allow=("nonfinite",))
         if data.get("format") == FORMAT:
             raise InputError(f"{path} is a model directory, not a Hugging Face directory")
         try:
@@ -184,7 +184,7 @@ class HuggingFaceDirectory:
 def is_hugging_face_directory(path: Path | str) -> bool:
     """Whether a directory has a config.json in the style of Hugging Face."""
     try:
-        data = read_json_object(Path(path) / "config.json")
+        data = read_json_object(Path(path) / "config.json", allow=("nonfinite",))
     except (OSError, InputError):
         return False
     return "model_type" in data or "architectures" in data

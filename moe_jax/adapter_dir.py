@@ -19,12 +19,13 @@ import jax
 import numpy as np
 
 from moe_jax.errors import InputError
+from moe_jax.json_toml import read_json_object
 from moe_jax.model_dir import BASE_FILE, ModelDirectory, ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.over_base import LeavesOverBase
-from moe_jax.strict import parse, read_json_object, without_format
+from moe_jax.strict import parse, without_format
 
 _FORMAT = "moe_jax.adapter"
 _VERSION = 1

@@ -5,8 +5,12 @@ other exception keeps its traceback, because then the fault is in this library.
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+# What a message repeats of a file or an argument is never longer.
+MAX_SHOWN = 80
 
 
 class InputError(ValueError):
@@ -18,8 +22,43 @@ class InputError(ValueError):
     """
 
 
+def shown(value: Any) -> str:
+    """A value for a message: as Python writes it, in at most `MAX_SHOWN` characters, however large it is.
+
+    Every message that repeats something from a file or an argument has it from here. Control characters are escaped.
+    """
+    return clipped(_beginning(value, levels=3))
+
+
+def clipped(text: str) -> str:
+    """The text, or its beginning and `...` if it has more than `MAX_SHOWN` characters."""
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def _beginning(value: Any, levels: int) -> str:
+    """What `repr` begins with, without the work for the rest."""
+    if isinstance(value, str | bytes):
+        return repr(value[:MAX_SHOWN])
+    if isinstance(value, int) and value.bit_length() > 4 * MAX_SHOWN:
+        return f"an integer of {value.bit_length()} bits"
+    if not isinstance(value, Mapping | list | tuple | set | frozenset):
+        return repr(value)
+    if not levels:
+        return "..."
+    first = itertools.islice(value.items() if isinstance(value, Mapping) else value, MAX_SHOWN // 4)
+    if isinstance(value, Mapping):
+        items = [f"{_beginning(key, levels - 1)}: {_beginning(item, levels - 1)}" for key, item in first]
+    else:
+        items = [_beginning(item, levels - 1) for item in first]
+    rest = ", ..." if len(value) > len(items) else "," * (isinstance(value, tuple) and len(value) == 1)
+    opening, closing = "()" if isinstance(value, tuple) else "[]" if isinstance(value, list) else "{}"
+    return f"{opening}{', '.join(items)}{rest}{closing}"
+
+
 def nearest(word: str, options: Iterable[str]) -> str:
     """Returns ` (did you mean 'x'?)` for the option closest to `word`, or an empty string."""
+    if len(word) > MAX_SHOWN:  # comparing takes time that grows with the square of the length
+        return ""
     close = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 

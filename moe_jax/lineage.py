@@ -10,8 +10,8 @@ from typing import Any
 import moe_jax
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_files
+from moe_jax.json_toml import ANYTHING, read_json
 from moe_jax.model_source import ModelSource
-from moe_jax.strict import read_json
 
 LINEAGE_FILE = "lineage.json"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -53,7 +53,7 @@ def read_lineage(path: Path) -> list[dict[str, Any]]:
     file = Path(path) / LINEAGE_FILE
     if not file.is_file():
         return []
-    entries = read_json(file)
+    entries = read_json(file, allow=ANYTHING)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "command" in entry for entry in entries):
         raise InputError(f"{file} is not a list of entries, each with a 'command'")
     return entries

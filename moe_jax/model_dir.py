@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from moe_jax.errors import InputError, raise_if_any
+from moe_jax.json_toml import read_json_object
 from moe_jax.leaf_files import LeafReader, LeafWriter
 from moe_jax.lineage import LINEAGE_FILE
 from moe_jax.lineage import new_lineage_entry as new_lineage_entry
@@ -42,7 +43,6 @@ from moe_jax.staging import (
     replace_file,
     write_durably,
 )
-from moe_jax.strict import read_json_object
 
 BASE_FILE = "base.json"
 _CONFIG = "config.json"
@@ -54,10 +54,10 @@ _NOTES = "notes"
 def is_model_directory(path: Path) -> bool:
     """Whether `path` holds a config.json of this library (Hugging Face's has the same name)."""
     try:
-        data = json.loads((Path(path) / _CONFIG).read_bytes())
-    except (OSError, ValueError):
+        data = read_json_object(Path(path) / _CONFIG, allow=("nonfinite",))
+    except (OSError, InputError):
         return False
-    return isinstance(data, dict) and data.get("format") == FORMAT
+    return data.get("format") == FORMAT
 
 
 class ModelDirectory:
@@ -77,7 +77,7 @@ class ModelDirectory:
         file = self.path / _CONFIG
         if not file.is_file():
             raise FileNotFoundError(f"no model directory at {path}: there is no {_CONFIG}")
-        self.config = config_from_json(read_json_object(file), where=str(file))
+        self.config = config_from_json(read_json_object(file, allow=("nonfinite",)), where=str(file))
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_jax.errors import InputError
-from moe_jax.strict import read_json_object
+from moe_jax.json_toml import read_json_object
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_source import ModelSource
@@ -82,7 +82,7 @@ def read_config(path: Path | str) -> "ModelConfig":
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"no config at {file}")
-    data = read_json_object(file)
+    data = read_json_object(file, allow=("nonfinite",))
     if data.get("format") == FORMAT:
         return config_from_json(data, where=str(file))
     try:

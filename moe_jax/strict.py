@@ -1,15 +1,18 @@
 """Strict reading of dataclasses from TOML and JSON: unknown keys, missing keys and wrong types are errors."""
 
+import contextlib
 import dataclasses
 import datetime
+import functools
 import json
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from moe_jax.errors import InputError, nearest, raise_if_any
+from moe_jax.errors import MAX_SHOWN, InputError, clipped, nearest, raise_if_any, shown
+from moe_jax.json_toml import fits_64_bits
 
 T = TypeVar("T")
 
@@ -24,34 +27,6 @@ class _Words(NamedTuple):
 _WORDS = {"TOML": _Words("a table", "an array"), "JSON": _Words("an object", "a list")}
 
 
-def read_json(file: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      InputError: if it is not JSON.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist")
-    try:
-        return json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not valid JSON: {error}") from None
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """The content of a JSON file that must hold one object.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      InputError: if it is not JSON, or not an object.
-    """
-    data = read_json(file)
-    if not isinstance(data, dict):
-        raise InputError(f"{file} holds a JSON {type(data).__name__}, expected an object")
-    return data
-
-
 def without_format(data: Mapping[str, Any], name: str, version: int, *, where: str) -> dict[str, Any]:
     """Returns `data` without its keys `format` and `version`.
 
@@ -60,16 +35,17 @@ def without_format(data: Mapping[str, Any], name: str, version: int, *, where: s
     """
     if data.get("format") != name:
         raise InputError(f"{where} has no format {name!r}: it was not written by moe_jax, or is another kind of file")
-    if data.get("version") != version:
-        raise InputError(f"{where} has version {data.get('version')}, this library reads version {version}")
+    if type(data.get("version")) is not int or data["version"] != version:
+        raise InputError(f"{where} has version {shown(data.get('version'))}, this library reads version {version}")
     return {key: value for key, value in data.items() if key not in ("format", "version")}
 
 
 def parse(cls: type[T], table: Mapping[str, Any], *, where: str, language: Literal["TOML", "JSON"]) -> T:
     """Builds `cls`, a dataclass whose fields may be dataclasses, from a parsed file.
 
-    Accepts fields of type bool, int, float (an integer is taken too), str, `Literal`, `X | None` (null in JSON),
-    `tuple[X, ...]` (an array), dataclasses (a table), unions of these, and `Mapping` (a table that is taken as it is).
+    Accepts fields of type bool, int (of 64 bits), float (finite; an integer is taken too), str (Unicode), `Literal`,
+    `X | None` (null in JSON), `tuple[X, ...]` (an array), dataclasses (a table), unions of these, and `Mapping` (a
+    table that is taken as it is).
     Values that are already instances of a dataclass are taken as they are. A dataclass whose fields are not the keys of
     its table has a class method `from_json(table, build)`, where `build(cls, table)` makes another one in the same way.
 
@@ -83,10 +59,20 @@ def parse(cls: type[T], table: Mapping[str, Any], *, where: str, language: Liter
       InputError: one error that lists every unknown key, missing key and value of a wrong type by its key path,
         and what the dataclasses' own checks (`InputError` from `__post_init__`) found.
     """
-    reader = _Reader(_WORDS[language])
-    built = reader.build(cls, table, "")
+    reader, built = _Reader(_WORDS[language]), None
+    with contextlib.suppress(_Enough):
+        built = reader.build(cls, table, "")
     raise_if_any(reader.problems, where)
+    assert built is not None
     return built
+
+
+# A list of a million wrong items is not spelled out.
+_MAX_PROBLEMS = 100
+
+
+class _Enough(Exception):
+    """More problems were found than are told."""
 
 
 class _Reader:
@@ -105,18 +91,18 @@ class _Reader:
         if hasattr(cls, "from_json"):
             return self._built(lambda: cls.from_json(table, lambda part, rest: self.build(part, rest, path)), path)
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        annotations = typing.get_type_hints(cls)
+        annotations = _annotations(cls)
         before = len(self.problems)
         values = {}
         for key, value in table.items():
             if key not in fields:
-                self.problems.append(f"unknown key {path + key!r}{nearest(key, fields)}")
+                self._note(f"unknown key {shown(path + key)}{nearest(key, fields)}")
             else:
                 values[key] = self._checked(annotations[key], value, path + key)
         for name, field in fields.items():
             has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
             if name not in table and not has_default:
-                self.problems.append(f"key {path + name!r} is missing, expected {self._describe(annotations[name])}")
+                self._note(f"key {path + name!r} is missing, expected {self._describe(annotations[name])}")
         if len(self.problems) > before:
             return None
         return self._built(lambda: cls(**values), path)
@@ -125,7 +111,7 @@ class _Reader:
         try:
             return make()
         except InputError as error:
-            self.problems.append(f"{path.rstrip('.')}: {error}" if path else str(error))
+            self._note(f"{path.rstrip('.')}: {error}" if path else str(error))
             return None
 
     def _checked(self, annotation: Any, value: Any, path: str) -> Any:
@@ -135,7 +121,10 @@ class _Reader:
             hint = ""
             if typing.get_origin(annotation) is Literal and isinstance(value, str):
                 hint = nearest(value, typing.get_args(annotation))
-            self.problems.append(f"{path}: expected {self._describe(annotation)}, got {self._show(value)}{hint}")
+            self._note(f"{path}: expected {self._describe(annotation)}, got {self._show(value)}{hint}")
+            return None
+        if (needed := _needed_besides(value)) is not None:
+            self._note(f"{path}: expected {needed}, got {self._show(value)}")
             return None
         if dataclasses.is_dataclass(option) and isinstance(option, type) and isinstance(value, Mapping):
             return self.build(option, value, path + ".")
@@ -143,6 +132,11 @@ class _Reader:
             item = typing.get_args(option)[0]
             return tuple(self._checked(item, one, f"{path}[{i}]") for i, one in enumerate(value))
         return float(value) if option is float else value
+
+    def _note(self, problem: str) -> None:
+        self.problems.append(problem)
+        if len(self.problems) >= _MAX_PROBLEMS:
+            raise _Enough
 
     def _describe(self, annotation: Any) -> str:
         options = [option for option in _options(annotation) if option is not type(None)]
@@ -153,8 +147,7 @@ class _Reader:
             return "one of " + ", ".join(repr(arg) for arg in typing.get_args(option))
         if typing.get_origin(option) is tuple:
             return f"{self._words.array}, each item {self._describe(typing.get_args(option)[0])}"
-        words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-        return words.get(option, self._words.table)
+        return _SIMPLE.get(option, self._words.table)
 
     def _show(self, value: Any) -> str:
         if value is None:
@@ -163,13 +156,34 @@ class _Reader:
             return self._words.table
         kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: self._words.array.split()[1]}
         kind = kinds.get(type(value), "date or time" if isinstance(value, datetime.date | datetime.time) else "value")
-        return f"the {kind} {json.dumps(value, ensure_ascii=False, default=str)}"
+        if isinstance(value, str):
+            return f"the {kind} {clipped(json.dumps(value[:MAX_SHOWN], ensure_ascii=False))}"
+        return f"the {kind} {json.dumps(value) if isinstance(value, bool) else shown(value)}"
+
+
+_SIMPLE = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+@functools.cache
+def _annotations(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
     """The types of a union; for any other type, the type itself."""
     is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _needed_besides(value: Any) -> str | None:
+    """What a value of the right type must be besides, and is not; None: nothing."""
+    if type(value) is int and not fits_64_bits(value):
+        return "an integer of at most 64 bits"
+    if type(value) is float and not math.isfinite(value):
+        return "a finite number"
+    if type(value) is str and not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        return "text in Unicode"
+    return None
 
 
 def _fits(option: Any, value: Any) -> bool:

@@ -5,13 +5,13 @@ resolved recipe in the run directory means the same when it is run again from th
 """
 
 import dataclasses
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax import strict
 from moe_jax.errors import InputError
+from moe_jax.json_toml import read_toml
 from moe_jax.train import recipe_toml
 
 
@@ -298,15 +298,12 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
     """The keys of a recipe, unchecked.
 
     Raises:
-      InputError: not TOML.
+      InputError: not TOML, or beyond the limits of `moe_jax.json_toml`.
       FileNotFoundError: no such file.
     """
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"no recipe at {path}")
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not TOML: {error}") from None
+    return read_toml(path)
 
 
 def check_continues(before: Recipe, now: Recipe) -> None:

@@ -5,7 +5,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, clipped
+from moe_jax.json_toml import MAX_KEY_PARTS, parse_toml
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -18,13 +19,14 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
-        if not equals or not all(keys):
-            raise InputError(f"--set {override}: expected KEY=VALUE, as in --set train.steps=100")
+        if not equals or not all(keys) or len(keys) > MAX_KEY_PARTS:
+            raise InputError(f"--set {clipped(override)}: expected KEY=VALUE, as in --set train.steps=100")
         node = result
         for depth, key in enumerate(keys[:-1]):
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
-                raise InputError(f"--set {override}: {'.'.join(keys[: depth + 1])} is a value and holds no keys")
+                before = clipped(".".join(keys[: depth + 1]))
+                raise InputError(f"--set {clipped(override)}: {before} is a value and holds no keys")
         node[keys[-1]] = _value(text.strip())
     return result
 
@@ -53,9 +55,11 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = parse_toml(f"value = {text}", where="--set")
+    except InputError:
         return text
+    # A line break in it would begin further keys.
+    return table["value"] if len(table) == 1 else text
 
 
 def _copy(node: Any) -> Any:

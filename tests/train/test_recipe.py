@@ -160,3 +160,20 @@ def test_every_recipe_that_comes_with_the_library_is_valid():
     for path in recipes:
         assert isinstance(load_recipe(path), Recipe)
         assert path.read_text().startswith("#"), f"{path} has no header that says how to run it"
+
+
+def test_what_would_exhaust_a_reader_is_refused_at_once(tmp_path):
+    """Python's parser takes time that grows with the square of a key's parts, and fails by recursion in deep values."""
+    path = tmp_path / "a.toml"
+    for text in (".".join("a" * 50_000) + " = 1", "a = " + "[" * 50_000, GOOD + "[train]\nsteps = " + "9" * 5000):
+        path.write_text(text)
+        with pytest.raises(InputError) as error:
+            load_recipe(path)
+        assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+    path.write_text(GOOD)
+    for override in (".".join("a" * 50_000) + "=1", "train.steps=" + "[" * 50_000, "train.steps=" + "9" * 5000):
+        with pytest.raises(InputError) as error:
+            load_recipe(path, [override])
+        assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+    with pytest.raises(InputError, match=r"train.steps: expected an integer, got the string \"1\\ntrain.batch"):
+        load_recipe(path, ["train.steps=1\ntrain.batch_size=2"])
