@@ -43,3 +43,11 @@ COMPILED = Table(
     ("recipe", "experts", "TPU slice", "parameters and optimizer, GiB per chip", "in all, GiB per chip", "of"),
     ("{}", "{}", "{}", "{:.1f}", "{:.1f}", "{:.0f}"),
 )
+ATTACKS = Table(
+    "classes",
+    (
+        "inputs", "tried", "refused", "read", "executed", "files elsewhere", "silently wrong", "hangs", "> 500 MB",
+        "tracebacks", "messages too long",
+    ),
+    ("{}", *["{:,}"] * 10),
+)  # fmt: skip

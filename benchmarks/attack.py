@@ -1,0 +1,79 @@
+"""Broken and hostile inputs against every reader: how many did harm.
+
+    python benchmarks/attack.py [--inputs 20000] [--only WORD] [--jobs 2] [--out benchmarks/results]
+
+Tries inputs of all classes of `tests/attack/classes/` in equal shares, and prints what became of them and each one that
+did harm. OUT receives `attack.json`, after every few hundred inputs; a run that was stopped is continued, except for
+classes that another commit tried. Exits with code 1 if any input did harm. `--one CLASS NUMBER` tries one input alone.
+"""
+
+import argparse
+import collections
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from evidence.layouts import ATTACKS
+from evidence.results import RESULTS, Figures
+from evidence.stamp import ROOT, current_stamp
+
+sys.path.insert(0, str(ROOT))
+
+from tests.attack.attacks import all_attacks  # noqa: E402
+from tests.attack.trial import FAULTS, FINE, Outcome, try_inputs  # noqa: E402
+
+# How often the file of results is written.
+CHUNK = 500
+COLUMNS = (*FINE, *FAULTS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--inputs", type=int, default=20_000, help="of all classes together")
+    parser.add_argument("--only", default="", help="classes whose names contain this")
+    parser.add_argument("--jobs", type=int, default=2, help="classes that are tried at a time")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--one", nargs=2, metavar=("CLASS", "NUMBER"), help="try one input and say what became of it")
+    options = parser.parse_args()
+    if options.one:
+        (outcome,) = try_inputs(options.one[0], [int(options.one[1])])
+        print(f"{outcome.verdict}, {outcome.seconds:.2f} s, {outcome.bytes / 1e6:.0f} MB: {outcome.detail}")
+        return
+    names = [name for name in all_attacks() if options.only in name]
+    figures = Figures("attack", options.out, writes=True)
+    share = math.ceil(options.inputs / len(all_attacks()))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda name: attack(figures, name, share), names))
+    print(ATTACKS.text(figures))
+    if any(sum(row[2 + len(FINE) :]) for row in figures.rows(ATTACKS.name)):
+        raise SystemExit(1)
+
+
+def attack(figures: Figures, name: str, share: int) -> None:
+    """Tries the inputs of a class that were not tried yet, and stores the counts."""
+    counts = collections.Counter(_tried_by_this_commit(figures, name))
+    for start in range(sum(counts.values()), share, CHUNK):
+        for outcome in try_inputs(name, range(start, min(start + CHUNK, share))):
+            counts[outcome.verdict] += 1
+            if outcome.verdict in FAULTS:
+                print(_line(name, outcome), flush=True)
+        figures.put_row(ATTACKS.name, name, [name, sum(counts.values()), *(counts[column] for column in COLUMNS)])
+        print(f"{name}: {sum(counts.values())} of {share}", flush=True)
+
+
+def _tried_by_this_commit(figures: Figures, name: str) -> dict[str, int]:
+    path = ("rows", ATTACKS.name, name)
+    now = current_stamp()
+    made = [stamp for stamp, paths in figures.made() if path in paths]
+    if not made or (made[0].commit, made[0].uncommitted) != (now.commit, now.uncommitted):
+        return {}
+    return dict(zip(COLUMNS, figures.get(*path)["cells"][2:], strict=True))
+
+
+def _line(name: str, outcome: Outcome) -> str:
+    return f"{name}, input {outcome.number}, {outcome.verdict}: {outcome.detail}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""config.json of Hugging Face, of every family."""
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from moe_jax.convert import HuggingFaceDirectory, read_hf_config, write_hf_config
+from moe_jax.models import ModelConfig
+from moe_jax.models.serialize import config_from_json, config_to_json
+from moe_jax.open_source import open_source
+from moe_jax.strict import read_json_object
+from tests.attack.attacks import Attack
+from tests.attack.mutations import mutated_json
+from tests.convert.conftest import CONFIGS
+
+
+def attack_on(name: str) -> Attack:
+    """Mutations of the config of a family."""
+
+    def make(chance: random.Random, original: dict[str, Any], folder: Path) -> None:
+        (folder / "config.json").write_bytes(mutated_json(chance, original))
+
+    return Attack(name=f"config.json of {name}", original=lambda: CONFIGS[name], make=make, read=_read, wrong=_wrong,
+                  quick=60)  # fmt: skip
+
+
+def _read(folder: Path, out: Path) -> ModelConfig:
+    source = open_source(folder)
+    assert isinstance(source, HuggingFaceDirectory)
+    return source.config
+
+
+def _wrong(original: dict[str, Any], folder: Path, config: ModelConfig) -> str | None:
+    faults = list(impossible_values("", config))
+    if faults:
+        return ", ".join(faults[:3])
+    if config_from_json(json.loads(json.dumps(config_to_json(config)))) != config:
+        return "it is another config after it was written as ours"
+    if read_hf_config(json.loads(json.dumps(write_hf_config(config)))) != config:
+        return "it is another config after it was written as theirs"
+    written = read_json_object(folder / "config.json")
+    for key in original.keys() & written.keys() - config.foreign.keys():
+        ours, theirs = original[key], written[key]
+        if theirs is not None and _kind(ours) != _kind(theirs):
+            return f"{key} was taken although it is {str(theirs)[:80]!r}"
+    return None
+
+
+def impossible_values(where: str, value: Any) -> Any:
+    """What no config may hold: numbers that are not finite or of no use, and sizes that nothing has."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name != "foreign":
+                yield from impossible_values(f"{where}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for item in value[:100]:
+            yield from impossible_values(where, item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{where} is {value}"
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        yield f"{where} has {value.bit_length()} bits"
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        yield f"{where} is a {type(value).__name__}"
+
+
+def _kind(value: Any) -> str:
+    """The type of a JSON value as far as configs tell them apart."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    return type(value).__name__
+
+
+ATTACKS = tuple(attack_on(name) for name in CONFIGS)

@@ -1,0 +1,1 @@
+"""Readers with every fault that a trial must find."""

