@@ -95,14 +95,16 @@ class Coverage:
         """The tests to run for a change of some lines, the nearest first, and of equally near ones the quickest.
 
         They stop where their processor time would pass `limit` seconds. Where no test runs these lines, an import runs
-        them, or the file has changed since it was measured, all tests that run anything of the file are taken; where
-        none does, all tests.
+        them, or the file has changed since it was measured, all tests that run anything of the file are taken, with
+        those of its room; where there are none, all tests.
         """
         at = self.lines.get(path, {})
         found: set[str] = set()
         if self.digests.get(path) == digest(source) and all(line in lines_of_functions(source) for line in changed):
             found = set().union(*(at.get(line, set()) for line in changed))
-        found = found or set().union(*at.values()) or set(self.seconds)
+        if not found:
+            found = set().union(*at.values()) | {name for name in self.seconds if distance(path, name) < 2}
+        found = found or set(self.seconds)
         chosen, total = [], 0.0
         for name in sorted(found, key=lambda name: (distance(path, name), self.seconds[name], name)):
             total += self.seconds[name]

@@ -18,7 +18,7 @@ from moe_jax.sharding import path_name, state_shardings
 from moe_jax.train.placement import local_rows, place
 from moe_jax.train.program import Program, first_state, make_program
 from moe_jax.train.recipe import MeshSection, ModelSection, PartitionSection, Recipe, ScheduleSection, TrainSection
-from moe_jax.train.step import TrainState, step_key
+from moe_jax.train.step import StepMetrics, TrainState, step_key
 from tests.train.models import BANKS, FFN, config_of, moe, recipe_of
 
 
@@ -54,6 +54,11 @@ def initial_states(program: Program) -> tuple[nnx.State, nnx.State]:
     return params, frozen
 
 
+def numbers(metrics: StepMetrics) -> list[float]:
+    shown = (metrics.loss, metrics.auxiliary, metrics.grad_norm, metrics.scored, metrics.tokens)
+    return [float(number) for number in shown]
+
+
 def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3, make_batch=random_batch):
     """Losses of a few steps, with the program, the state and the frozen parameters after them."""
     program = make_program(recipe, config, jax.devices()[:devices])
@@ -65,8 +70,7 @@ def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3
         for step in range(steps):
             batch = place(make_batch(step, rows), local_rows(program.mesh, rows), program.mesh, rows)
             state, metrics = program.step(state, frozen, batch)
-            shown = (metrics.loss, metrics.auxiliary, metrics.grad_norm, metrics.scored, metrics.tokens)
-            records.append([float(x) for x in shown])
+            records.append(numbers(metrics))
     return np.array(records), program, state, frozen
 
 
@@ -162,7 +166,7 @@ def noisy():
         for step in range(3):
             before = jax.tree.map(np.array, state)
             state, metrics = program.step(state, frozen, random_batch(step))
-            records.append([float(x) for x in (metrics.loss, metrics.auxiliary, metrics.grad_norm, metrics.scored)])
+            records.append(numbers(metrics))
     return np.array(records), program, before, state
 
 
