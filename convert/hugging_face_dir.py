@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from moe_jax.companions import is_companion
 from moe_jax.convert.checkpoint_files import CheckpointFiles, open_checkpoint
 from moe_jax.convert.copying import as_bits, cast, copy_transposed
 from moe_jax.convert.hf_config import read_hf_config
@@ -188,17 +189,6 @@ def is_hugging_face_directory(path: Path | str) -> bool:
     except (OSError, InputError):
         return False
     return "model_type" in data or "architectures" in data
-
-
-def is_companion(name: str) -> bool:
-    """Whether a file of this name is copied unchanged with the model."""
-    return name in _COMPANIONS or name.startswith("chat_template") or name.endswith((".model", ".tiktoken"))
-
-
-_COMPANIONS = frozenset(
-    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json generation_config.json "
-    "vocab.json vocab.txt merges.txt".split()
-)
 
 
 def _leaf_shape(piece: Piece, count: int) -> tuple[int, ...]:

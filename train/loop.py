@@ -3,7 +3,6 @@
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import grain
 import jax
@@ -43,7 +42,6 @@ class Loop:
       frozen: the parameters that are not trained.
       data: batches, positioned where training continues.
       checkpoints: of the run.
-      source_fingerprint: of the model that training started from; stored with the checkpoints.
       evaluator: scores held-out text; None: no evaluation.
       console: for progress.
       continue_command: what to type to continue the run.
@@ -57,7 +55,6 @@ class Loop:
         frozen: nnx.State,
         data: grain.DatasetIterator,
         checkpoints: TrainingCheckpoints,
-        source_fingerprint: str | None,
         evaluator: Evaluator | None,
         console: rich.console.Console,
         continue_command: str,
@@ -67,7 +64,6 @@ class Loop:
         self._frozen = frozen
         self._data = data
         self._checkpoints = checkpoints
-        self._source_fingerprint = source_fingerprint
         self._evaluator = evaluator
         self._console = console
         self._continue_command = continue_command
@@ -161,10 +157,7 @@ class Loop:
         return record
 
     def _save(self, step: int, state: TrainState) -> None:
-        extra: dict[str, Any] = {
-            "data": merge_positions(self._data.get_state(), self._recipe.train.batch_size),
-            "source": self._source_fingerprint,
-        }
+        extra = {"data": merge_positions(self._data.get_state(), self._recipe.train.batch_size)}
         self._checkpoints.save(step, state, extra)
         self._saved = step
         self._clock = time.monotonic()

@@ -72,7 +72,7 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     model = abstract_model(config, compute_dtype=recipe.model.compute_dtype, remat=recipe.model.remat)
     trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
     graphdef, params, frozen = split_model(model, trainable)
-    schedule = learning_rate(recipe.optimizer, recipe.schedule, recipe.train.steps)
+    schedule = learning_rate(recipe.optimizer, recipe.schedule, recipe.schedule.steps or recipe.train.steps)
     optimizer = make_optimizer(recipe.optimizer, schedule)
     state = _abstract_state(params, optimizer, mesh)
     frozen = _with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))

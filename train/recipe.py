@@ -1,7 +1,8 @@
 """A recipe: one TOML file that describes a training run completely.
 
-Relative paths in a recipe are relative to the current directory and not to the recipe, so that the
-resolved recipe in the run directory means the same when it is run again from the same directory.
+Relative paths in a recipe are relative to the current directory and not to the recipe, so that the resolved recipe in
+the run directory means the same when it is run again from the same directory. When model, data or run were moved, a run
+is continued with the new paths: what counts is what the files hold (`continuation`).
 """
 
 import dataclasses
@@ -169,14 +170,25 @@ class OptimizerSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """Learning rate over the steps: linear warm-up from 0, then `kind` down to `final_ratio` of the highest."""
+    """Learning rate over the steps: linear warm-up from 0, then `kind` down to `final_ratio` of the highest.
+
+    Attributes:
+      kind: the form of the decay.
+      warmup_steps: steps of the warm-up.
+      final_ratio: the rate at the end of the decay, relative to the highest.
+      steps: the step at which the decay ends, warm-up included; the rate stays as it is then. None: `train.steps` of
+        the run's beginning, however long the run is continued.
+    """
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = 0
     final_ratio: float = 0.1
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 0, "warmup_steps")
+        if self.steps is not None:
+            at_least(self, 1, "steps")
         if not 0 <= self.final_ratio <= 1:
             raise InputError(f"final_ratio = {self.final_ratio} must lie in [0, 1]")
 
@@ -278,11 +290,6 @@ class Recipe:
             raise InputError("run_dir is empty")
 
 
-# Keys that may differ between a run and its continuation, because they do not change what a step computes.
-# (Another mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
-CHANGEABLE = ("train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch")
-
-
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe and applies `--set` overrides, which are validated like the rest.
 
@@ -304,18 +311,3 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"no recipe at {path}")
     return read_toml(path)
-
-
-def check_continues(before: Recipe, now: Recipe) -> None:
-    """Raises `InputError` if `now` differs from the run it continues in keys that must not change; names them."""
-    old, new = recipe_toml.flatten(before), recipe_toml.flatten(now)
-    changed = [
-        f"{key} (was {old.get(key)!r}, is {new.get(key)!r})"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(CHANGEABLE)
-    ]
-    if changed:
-        raise InputError(
-            f"cannot continue {now.run_dir} with a changed recipe: {', '.join(changed)}; "
-            "undo the change, or choose another run_dir"
-        )

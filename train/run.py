@@ -10,19 +10,29 @@ import rich.console
 from flax import nnx
 
 from moe_jax.checkpoint import TrainingCheckpoints
+from moe_jax.companions import with_tokenizer
 from moe_jax.errors import InputError
 from moe_jax.loading import disk_paths
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
 from moe_jax.processes import is_first_process, wait_for_all
+from moe_jax.train.continuation import check_continues, check_same, make_record, read_record, with_horizon
 from moe_jax.train.data import open_data
 from moe_jax.train.evaluation import Evaluator, read_text
 from moe_jax.train.loop import Loop
 from moe_jax.train.placement import local_rows
 from moe_jax.train.program import Program, first_state, initial_states, make_program
 from moe_jax.train.recipe import Recipe
-from moe_jax.train.run_directory import check_run_directory, write_model, write_recipe
+from moe_jax.train.run_directory import (
+    CHECKPOINTS,
+    RunLock,
+    files_of_run,
+    read_run,
+    write_beginning,
+    write_model,
+    write_recipe,
+)
 from moe_jax.train.step import TrainState
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 
@@ -56,9 +66,30 @@ def train(
     console = console or rich.console.Console()
     if not is_first_process():
         console = rich.console.Console(quiet=True)
-    continues = check_run_directory(recipe, resume=resume)
+    with RunLock(Path(recipe.run_dir)) as lock:
+        if Path(recipe.run_dir).is_dir():
+            lock.take()
+        return _train(recipe, config, source, lock, console, resume=resume, continue_command=continue_command)
+
+
+def _train(
+    recipe: Recipe,
+    config: ModelConfig,
+    source: ModelSource | None,
+    lock: RunLock,
+    console: rich.console.Console,
+    *,
+    resume: bool,
+    continue_command: str,
+) -> Path:
+    run_dir = Path(recipe.run_dir)
+    before = read_run(run_dir, resume=resume)
+    recipe = with_horizon(recipe, before)
+    if before is not None:
+        check_continues(with_horizon(before), recipe)
     program = make_program(recipe, config)
     _print_trained_parameters(console, program)
+    _print_horizon(console, recipe)
     tokenizer = _tokenizer_path(recipe, source)
     data = open_data(
         recipe.data,
@@ -69,29 +100,36 @@ def train(
         rows=local_rows(program.mesh, recipe.train.batch_size),
     )
     evaluator = _evaluator(recipe, program, tokenizer)
+    record, begun = make_record(recipe, config, source, tokenizer), read_record(run_dir)
+    if begun is not None:
+        check_same(begun, record, recipe)
     # All processes have checked the directory before the first one writes to it.
     wait_for_all("run directory checked")
     if is_first_process():
-        write_recipe(recipe)
+        lock.take()
+        if before is None:
+            read_run(run_dir, resume=False)  # Another process may have begun and ended a run there by now.
+        if begun is None:
+            write_beginning(run_dir, recipe, record, _files(recipe, source, tokenizer))
+        else:
+            write_recipe(run_dir, recipe)
     wait_for_all("run directory written")
-    checkpoints = TrainingCheckpoints(Path(recipe.run_dir) / "checkpoints", keep=recipe.checkpoint.keep)
+    checkpoints = TrainingCheckpoints(run_dir / CHECKPOINTS, keep=recipe.checkpoint.keep)
     with contextlib.closing(data), contextlib.closing(checkpoints):
-        fingerprint = source.fingerprint() if source else None
-        step = checkpoints.latest_step() if continues else None
+        step = checkpoints.latest_step() if begun is not None else None
         if step is None:
             with jax.set_mesh(program.mesh):
                 params, frozen = initial_states(program, recipe, source)
                 state = first_state(program, params)
         else:
             console.print(f"continuing after step {step}", highlight=False)
-            state, frozen = _restore(recipe, program, source, fingerprint, data, checkpoints, step)
+            state, frozen = _restore(recipe, program, source, data, checkpoints, step)
         loop = Loop(
             recipe,
             program,
             frozen=frozen,
             data=data,
             checkpoints=checkpoints,
-            source_fingerprint=fingerprint,
             evaluator=evaluator,
             console=console,
             continue_command=continue_command,
@@ -100,7 +138,7 @@ def train(
     model = nnx.merge(program.graphdef, state.params, frozen)
     model.config = dataclasses.replace(config, dtype=recipe.model.output_dtype or recipe.model.param_dtype)
     measured = {"steps": int(state.step)} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
-    path = write_model(model, recipe, source, tokenizer, measured, program.trainable)
+    path = write_model(model, recipe, source, files_of_run(run_dir), measured, program.trainable)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return path
 
@@ -111,11 +149,19 @@ def _print_trained_parameters(console: rich.console.Console, program: Program) -
     print_trained(console, program.config, trained)
 
 
+def _print_horizon(console: rich.console.Console, recipe: Recipe) -> None:
+    """Prints that the learning rate will stay as it is, where a run goes on after its decay."""
+    schedule = recipe.schedule
+    if schedule.kind != "constant" and schedule.steps is not None and schedule.steps < recipe.train.steps:
+        console.print(
+            f"the learning rate does not change after step {schedule.steps} (schedule.steps)", highlight=False
+        )
+
+
 def _restore(
     recipe: Recipe,
     program: Program,
     source: ModelSource | None,
-    fingerprint: str | None,
     data: grain.DatasetIterator,
     checkpoints: TrainingCheckpoints,
     step: int,
@@ -126,11 +172,6 @@ def _restore(
         state, extra = checkpoints.restore(step, program.state)
         if jax.tree.leaves(frozen):
             # Frozen parameters are not in the checkpoints: they are those of the source.
-            if extra["source"] != fingerprint:
-                raise InputError(
-                    f"{recipe.model.path} changed since {recipe.run_dir} was started, and its frozen parameters are "
-                    "needed to continue; put the old model back or start a new run"
-                )
             _, frozen = initial_states(program, recipe, source)
     data.set_state(extra["data"])
     return state, frozen
@@ -142,6 +183,14 @@ def _tokenizer_path(recipe: Recipe, source: ModelSource | None) -> Path:
     if source is None:
         raise InputError("a model made from a config alone has no tokenizer: name one with data.tokenizer")
     return find_tokenizer(source.tokenizer_files, source.path)
+
+
+def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[str, Path]:
+    """What goes with the trained model, by name: what went with its source, but the tokenizer of the run."""
+    files = () if source is None else source.tokenizer_files
+    if recipe.data.tokenizer is None:
+        return {file.name: file for file in files}
+    return with_tokenizer(files, tokenizer)
 
 
 def _evaluator(recipe: Recipe, program: Program, tokenizer: Path) -> Evaluator | None:

@@ -1,15 +1,23 @@
 """The run directory: the outputs of a run, and what is needed to continue it.
 
     recipe.toml      the recipe as resolved, overrides included
+    run.json         what the run stands on, by content (`continuation`)
+    tokenizer/       the tokenizer's files, and what else goes with the model
     checkpoints/     the last few training checkpoints
     metrics.jsonl    one line per step
     tensorboard/     the same as events
     model/           a model directory, at the end
+
+While a process works on the run it holds a lock on the directory, and `.lock` says which process that is.
 """
 
-from collections.abc import Collection, Iterator
+import datetime
+import os
+import shutil
+import socket
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -23,44 +31,113 @@ from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
 from moe_jax.nn import Decoder
 from moe_jax.processes import is_first_process, wait_for_all
-from moe_jax.staging import remove_directory, remove_replaced, replace_directory, replace_file
+from moe_jax.staging import (
+    lock_directory,
+    remove_directory,
+    remove_replaced,
+    replace_directory,
+    replace_file,
+    write_durably,
+)
 from moe_jax.train import recipe_toml
-from moe_jax.train.recipe import Recipe, check_continues, load_recipe
+from moe_jax.train.continuation import RECORD, RunRecord, write_record
+from moe_jax.train.recipe import Recipe, load_recipe
 
 RECIPE = "recipe.toml"
+CHECKPOINTS = "checkpoints"
+_TOKENIZER = "tokenizer"
+_HOLDER = ".lock"
 
 
-def check_run_directory(recipe: Recipe, *, resume: bool) -> bool:
-    """Returns whether there is a run to continue; writes nothing.
+class RunLock:
+    """Keeps all other processes out of a run directory, from `take` to the end of the block. A context manager.
+
+    Of a run with several processes the first one holds the lock.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def take(self) -> None:
+        """Locks the directory, which is created if necessary; does nothing if the lock is held already.
+
+        Raises:
+          InputError: if another process holds the lock; the message says which.
+        """
+        if self._descriptor is not None or not is_first_process():
+            return
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        holder = self._run_dir / _HOLDER
+        try:
+            self._descriptor = lock_directory(self._run_dir, self._run_dir)
+        except InputError:
+            who = holder.read_text(encoding="utf-8")[:80] if holder.is_file() else "another process"
+            raise InputError(f"{self._run_dir} is in use by {who}; wait for it, or choose another run_dir") from None
+        now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}", encoding="utf-8")
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            (self._run_dir / _HOLDER).unlink(missing_ok=True)
+            os.close(self._descriptor)
+
+
+def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
+    """The recipe of the run in a directory; None if there is none. Writes nothing.
 
     Raises:
-      InputError: if `run_dir` exists and is not to be continued, is not a run, or was made by another recipe.
+      InputError: if `run_dir` exists and is not to be continued, or is not a run.
     """
-    run_dir = Path(recipe.run_dir)
     if not run_dir.exists() and not run_dir.is_symlink():
-        return False
-    if run_dir.is_dir() and not any(run_dir.iterdir()):
-        return False
+        return None
+    if run_dir.is_dir() and all(child.name == _HOLDER for child in run_dir.iterdir()):
+        return None
     if not resume:
         raise InputError(f"{run_dir} already exists; continue it with --resume, or choose another run_dir")
     if not (run_dir / RECIPE).is_file():
         raise InputError(f"{run_dir} is not a training run: it has no {RECIPE}; choose another run_dir")
-    check_continues(load_recipe(run_dir / RECIPE), recipe)
-    return True
+    if not (run_dir / RECORD).is_file() and any((run_dir / CHECKPOINTS).glob("*")):
+        raise InputError(f"{run_dir} has checkpoints, but no {RECORD} that says of what; start a new run")
+    return load_recipe(run_dir / RECIPE)
 
 
-def write_recipe(recipe: Recipe) -> None:
-    """Creates the run directory, if necessary, and writes the resolved recipe into it."""
-    run_dir = Path(recipe.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+def write_recipe(run_dir: Path, recipe: Recipe) -> None:
+    """Writes the resolved recipe into the run directory."""
     replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
+
+
+def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Mapping[str, Path]) -> None:
+    """Writes all that a run directory holds before the first step, the record last.
+
+    Args:
+      run_dir: the directory; files of a beginning that was interrupted are replaced.
+      recipe: as resolved.
+      record: what the run stands on.
+      files: what goes with the model, by name.
+    """
+    write_recipe(run_dir, recipe)
+    folder = run_dir / _TOKENIZER
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, file in files.items():
+        write_durably(folder / name, file.read_bytes())
+    write_record(run_dir, record)
+
+
+def files_of_run(run_dir: Path) -> tuple[Path, ...]:
+    """The files that go with the model of a run: its tokenizer's, and others."""
+    return tuple(sorted((run_dir / _TOKENIZER).iterdir()))
 
 
 def write_model(
     model: Decoder,
     recipe: Recipe,
     source: ModelSource | None,
-    tokenizer: Path,
+    files: Sequence[Path],
     measured: dict[str, Any],
     trainable: Collection[str],
 ) -> Path:
@@ -72,8 +149,8 @@ def write_model(
     Args:
       model: with the trained parameters.
       recipe: of the run.
-      source: what it started from; its lineage is continued and its tokenizer files are copied.
-      tokenizer: the tokenizer file of the run, copied if there is no source.
+      source: what it started from; its lineage is continued.
+      files: what goes with the model, copied.
       measured: measurements for the lineage.
       trainable: paths in memory of the trained parameters.
     """
@@ -82,7 +159,6 @@ def write_model(
     options["data.sources"] = [recipe_toml.flatten(section) for section in recipe.data.sources]
     started_from = source if recipe.model.init == "checkpoint" else None
     entry = new_lineage_entry("train", options, [] if started_from is None else [started_from], measured)
-    files = source.tokenizer_files if source else (tokenizer,)
     lineage = [*([] if started_from is None else started_from.lineage), entry]
     fresh = target.with_name("model.new")
     if is_first_process():

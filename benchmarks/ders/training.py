@@ -163,7 +163,7 @@ class Trainer:
             run_dir.mkdir(parents=True, exist_ok=True)
             trained_model = nnx.merge(program.graphdef, state.params, frozen)
             measured = {"eval_loss": result["loss"]}
-            write_model(trained_model, recipe, model, task.tokenizer, measured, program.trainable)
+            write_model(trained_model, recipe, model, model.tokenizer_files, measured, program.trainable)
         return result
 
 

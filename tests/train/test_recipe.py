@@ -7,13 +7,13 @@ import pytest
 
 from moe_jax.errors import InputError
 from moe_jax.train import recipe_toml
+from moe_jax.train.continuation import check_continues
 from moe_jax.train.recipe import (
     EvalSection,
     MeshSection,
     ModelSection,
     Recipe,
     SourceSection,
-    check_continues,
     load_recipe,
 )
 from tests.train.models import recipe_of

@@ -126,7 +126,7 @@ def test_a_run_leaves_metrics_of_every_step_and_a_model(workplace, undisturbed):
     assert [record["step"] for record in undisturbed if "eval_loss" in record] == [30, 60, 90]
     run = workplace / "undisturbed"
     made = {path.name for path in run.iterdir()}
-    assert made == {"recipe.toml", "checkpoints", "metrics.jsonl", "tensorboard", "model"}
+    assert made == {"recipe.toml", "run.json", "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "model"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"80", "90"}
     assert any(path.name.startswith("events") for path in (run / "tensorboard").iterdir())
     lineage = json.loads((run / "model" / "lineage.json").read_text())

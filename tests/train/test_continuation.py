@@ -1,0 +1,233 @@
+"""What a run may be continued with: other paths, but the same contents; more steps, but the same schedule."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from moe_jax import cli
+from moe_jax.model_dir import ModelDirectory
+from moe_jax.open_source import open_source
+from moe_jax.train import run as run_module
+from moe_jax.train import run_directory
+from moe_jax.train.recipe import load_recipe
+from moe_jax.train.run_directory import RunLock
+from tests.train.conftest import byte_tokenizer
+from tests.train.models import FFN, config_of
+from tests.upcycle.conftest import random_leaves, write_model
+
+RECIPE = """
+run_dir = "run"
+[model]
+path = "model"
+[data]
+seq_len = 16
+tokenizer = "words/bytes.json"
+sources = [{ path = "text/*.txt" }]
+[partition]
+freeze = ["embed/.*"]
+[optimizer]
+learning_rate = 1e-2
+[train]
+steps = 4
+batch_size = 8
+[checkpoint]
+every = 2
+keep = 5
+[log]
+tensorboard = false
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder with a model, data, a tokenizer under a name of its own, and a run of 4 steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "words").mkdir()
+    byte_tokenizer(folder / "words" / "bytes.json", adds_bos=True)
+    (folder / "words" / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    (folder / "generation_config.json").write_text('{"top_k": 3}')
+    # The model's own tokenizer is another one.
+    own = byte_tokenizer(folder / "tokenizer.json")
+    (folder / "special_tokens_map.json").write_text("{}")
+    config = config_of(FFN)
+    files = (own, folder / "generation_config.json", folder / "special_tokens_map.json")
+    write_model(folder / "model", config, random_leaves(config), files)
+    for file in files:
+        file.unlink()
+    (folder / "text").mkdir()
+    for name in ("a", "b"):
+        (folder / "text" / f"{name}.txt").write_text("".join(f"{name}: the {i}th line says {i}\n" for i in range(60)))
+    (folder / "recipe.toml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert cli.main(["train", "recipe.toml"]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(finished, tmp_path, monkeypatch) -> Path:
+    """A copy elsewhere, as the current directory."""
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    monkeypatch.chdir(copy)
+    return copy
+
+
+@pytest.fixture
+def failing(capsys):
+    """Runs `moe-jax train` with what must fail with one line, which it returns."""
+
+    def check(*arguments) -> str:
+        capsys.readouterr()
+        assert cli.main(["train", "recipe.toml", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("moe-jax: error: ") and err.count("moe-jax: error:") == 1
+        return err.removeprefix("moe-jax: error: ").strip()
+
+    return check
+
+
+def rates(run: str = "run") -> list[float]:
+    return [json.loads(line)["learning_rate"] for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_tokenizer_of_the_recipe_goes_with_the_model(finished):
+    model = finished / "run" / "model"
+    words = finished / "words"
+    assert {file.name for file in ModelDirectory(model).tokenizer_files} == {
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert (model / "tokenizer.json").read_bytes() == (words / "bytes.json").read_bytes()
+    assert (model / "tokenizer_config.json").read_bytes() == (words / "tokenizer_config.json").read_bytes()
+    assert (model / "generation_config.json").read_text() == '{"top_k": 3}'
+
+
+def test_a_continuation_keeps_the_schedule(folder, capsys):
+    """Four steps decay to a tenth; two more keep what the rate was at the end, and do not stretch the decay."""
+    before = rates()
+    assert before[-1] == pytest.approx(1e-3)
+    assert cli.main(["train", "recipe.toml", "--resume", "--set", "train.steps=6"]) == 0
+    assert "the learning rate does not change after step 4 (schedule.steps)" in capsys.readouterr().out
+    assert rates() == pytest.approx([*before, 1e-3, 1e-3])
+    assert json.loads((folder / "run/model/lineage.json").read_text())[-1]["options"]["schedule.steps"] == 4
+
+
+def test_a_run_that_is_to_be_continued_names_its_horizon(folder, failing):
+    line = failing("--resume", "--set", "train.steps=6", "schedule.steps=6")
+    assert "cannot continue run with a changed recipe: schedule.steps (was 4, is 6); undo the change" in line
+    first = ["train", "recipe.toml", "--set", "run_dir=long", "schedule.steps=6"]
+    assert cli.main(first) == 0 and cli.main([*first, "train.steps=6", "--resume"]) == 0
+    assert cli.main(["train", "recipe.toml", "--set", "run_dir=whole", "train.steps=6"]) == 0
+    assert rates("long") == rates("whole") and len(rates("long")) == 6
+
+
+def test_model_data_and_run_can_be_moved(folder, capsys):
+    whole = ["train", "recipe.toml", "--set", "run_dir=whole", "train.steps=6", "schedule.steps=4"]
+    assert cli.main(whole) == 0
+    for old, new in (("model", "other/model"), ("text", "other/texts"), ("words", "other/words"), ("run", "other/run")):
+        Path("other").mkdir(exist_ok=True)
+        shutil.move(old, new)
+    moved = ["model.path=other/model", "data.tokenizer=other/words/bytes.json", "run_dir=other/run"]
+    moved += ['data.sources=[{path="other/texts/*.txt"}]', "train.steps=6"]
+    assert cli.main(["train", "recipe.toml", "--resume", "--set", *moved]) == 0
+    assert "continuing after step 4" in capsys.readouterr().out
+    one, other = ModelDirectory(Path("other/run/model")), ModelDirectory(Path("whole/model"))
+    assert one.fingerprint() == other.fingerprint()
+
+
+def change_model(folder):
+    config = config_of(FFN)
+    shutil.rmtree(folder / "model")
+    leaves = {path: leaf + 1 for path, leaf in random_leaves(config).items()}
+    write_model(folder / "model", config, leaves)
+
+
+def change_text(folder):
+    file = folder / "text" / "b.txt"
+    file.write_text(file.read_text().replace("says 7", "says 8"))
+
+
+def change_tokenizer(folder):
+    (folder / "words" / "tokenizer_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_model, "model is not the model that it was begun with"),
+        (change_text, "text/*.txt holds other data than at its beginning"),
+        (change_tokenizer, "words/bytes.json is not the tokenizer that it had"),
+        (lambda folder: (folder / "run/run.json").unlink(), "has checkpoints, but no run.json that says of what"),
+    ],
+)
+def test_what_changed_at_its_old_place_is_refused(folder, failing, change, message):
+    change(folder)
+    before = content(folder / "run")
+    assert message in failing("--resume", "--set", "train.steps=6")
+    assert content(folder / "run") == before
+
+
+def test_a_run_has_one_process_at_a_time(folder, failing):
+    before = content(folder / "run")
+    with RunLock(Path("run")) as lock:
+        lock.take()
+        line = failing("--resume", "--set", "train.steps=6")
+        assert line.startswith("run is in use by process ") and "; wait for it, or choose another run_dir" in line
+    assert content(folder / "run") == before
+
+
+def test_of_two_that_begin_a_run_one_wins(folder, failing, monkeypatch):
+    """The second looks while there is nothing, and finds the run of the first when it wants to write."""
+    writing, ended = threading.Event(), threading.Event()
+    usual = run_module.make_record
+
+    def slowly(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            writing.set()
+            ended.wait(60)
+        return usual(*arguments)
+
+    monkeypatch.setattr(run_module, "make_record", slowly)
+    second = []
+    arguments = ["--set", "run_dir=new", "train.steps=1"]
+    thread = threading.Thread(target=lambda: second.append(cli.main(["train", "recipe.toml", *arguments])))
+    thread.start()
+    assert writing.wait(60)
+    assert cli.main(["train", "recipe.toml", *arguments]) == 0
+    before = content(folder / "new")
+    ended.set()
+    thread.join()
+    assert second == [2] and content(folder / "new") == before
+
+
+def test_a_lock_that_a_killed_process_left_does_not_count(folder):
+    (folder / "run" / ".lock").write_text("process 1 on elsewhere since yesterday")
+    (folder / "empty").mkdir()
+    (folder / "empty" / ".lock").write_text("process 1 on elsewhere since yesterday")
+    assert cli.main(["train", "recipe.toml", "--resume", "--set", "train.steps=5"]) == 0
+    assert cli.main(["train", "recipe.toml", "--set", "run_dir=empty", "train.steps=1"]) == 0
+    assert not (folder / "run" / ".lock").exists() and not (folder / "empty" / ".lock").exists()
+
+
+def test_a_beginning_that_was_interrupted_is_begun_again(folder, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_directory, "write_record", interrupted)
+        run_module.train(*begin("new"))
+    assert cli.main(["train", "recipe.toml", "--resume", "--set", "run_dir=new", "train.steps=1"]) == 0
+    assert open_source(Path("new/model")).fingerprint()
+
+
+def begin(run_dir: str):
+    source = open_source(Path("model"))
+    return load_recipe("recipe.toml", [f"run_dir={run_dir}", "train.steps=1"]), source.config, source

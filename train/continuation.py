@@ -1,0 +1,155 @@
+"""What must stay the same when a run is continued: the keys of its recipe, and the contents of its files.
+
+`run.json` in the run directory says what the run stands on, by content, so that the run, its model and its data can be
+moved.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_jax.companions import TOKENIZER, tokenizer_files
+from moe_jax.errors import InputError, raise_if_any
+from moe_jax.fingerprint import fingerprint_contents
+from moe_jax.json_toml import read_json_object
+from moe_jax.model_reference import ModelReference
+from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig, config_to_json
+from moe_jax.staging import replace_file
+from moe_jax.strict import parse, without_format
+from moe_jax.train import recipe_toml
+from moe_jax.train.recipe import Recipe
+from moe_jax.train.sources import find_files
+
+# Keys that may differ between a run and its continuation, because they do not change what a step computes.
+# (Another mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
+CHANGEABLE = ("train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch")
+# Paths may differ too: `RunRecord` compares what is there.
+_PLACES = ("run_dir", "model.path", "model.config", "data.tokenizer")
+
+RECORD = "run.json"
+_FORMAT = "moe_jax.run"
+_VERSION = 1
+
+
+def with_horizon(recipe: Recipe, before: Recipe | None = None) -> Recipe:
+    """The recipe with `schedule.steps` filled in: as given, else that of the run it continues, else `train.steps`."""
+    steps = recipe.schedule.steps
+    if steps is None:
+        begun = before or recipe
+        steps = begun.schedule.steps or begun.train.steps
+    return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, steps=steps))
+
+
+def changed_keys(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Key -> value before and now, of all keys that change what a step computes."""
+    old, new = _comparable(before), _comparable(now)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(CHANGEABLE)
+    }
+
+
+def check_continues(before: Recipe, now: Recipe) -> None:
+    """Raises `InputError` if `now` differs from the run it continues in keys that must not change; names them."""
+    changed = [f"{key} (was {old!r}, is {new!r})" for key, (old, new) in changed_keys(before, now).items()]
+    if changed:
+        raise InputError(
+            f"cannot continue {now.run_dir} with a changed recipe: {', '.join(changed)}; "
+            "undo the change, or choose another run_dir"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a run stands on.
+
+    Attributes:
+      source: the model that the recipe names; None if it names a config alone.
+      config: of the model, as `config_to_json` gives it.
+      tokenizer: a SHA-256 of the tokenizer.
+      data: SHA-256s of the files of every source, sampled as in `fingerprint`.
+    """
+
+    source: ModelReference | None
+    config: Mapping[str, Any]
+    tokenizer: str
+    data: tuple[str, ...]
+
+
+def make_record(recipe: Recipe, config: ModelConfig, source: ModelSource | None, tokenizer: Path) -> RunRecord:
+    """The record of a run that begins now. Reads samples of all files."""
+    return RunRecord(
+        source=None if source is None else ModelReference.to(source, Path(recipe.run_dir)),
+        config=json.loads(json.dumps(config_to_json(config))),
+        tokenizer=_tokenizer_identity(tokenizer),
+        data=tuple(fingerprint_contents(find_files(section.path)) for section in recipe.data.sources),
+    )
+
+
+def check_same(before: RunRecord, now: RunRecord, recipe: Recipe) -> None:
+    """Raises `InputError` unless a run is continued over the same model, tokenizer and data; names what changed."""
+    problems = []
+    if _identity(before.source) != _identity(now.source):
+        problems.append(f"{recipe.model.path or recipe.model.config} is not the model that it was begun with")
+    elif before.config != now.config:
+        problems.append(f"{recipe.model.path or recipe.model.config} describes another model than at its beginning")
+    if before.tokenizer != now.tokenizer:
+        problems.append(f"{recipe.data.tokenizer or 'the tokenizer of the model'} is not the tokenizer that it had")
+    problems += [
+        f"{section.path} holds other data than at its beginning"
+        for section, old, new in zip(recipe.data.sources, before.data, now.data, strict=False)
+        if old != new
+    ]
+    raise_if_any(problems, f"cannot continue {recipe.run_dir}: put back what was there, or choose another run_dir")
+
+
+def read_record(run_dir: Path) -> RunRecord | None:
+    """The record in a run directory; None if the run was not begun.
+
+    Raises:
+      InputError: if it cannot be read.
+    """
+    file = Path(run_dir) / RECORD
+    if not file.is_file():
+        return None
+    fields = without_format(read_json_object(file, allow=("nonfinite",)), _FORMAT, _VERSION, where=str(file))
+    return parse(RunRecord, fields, where=str(file), language="JSON")
+
+
+def write_record(run_dir: Path, record: RunRecord) -> None:
+    """Writes the record into a run directory."""
+    content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(record)}
+    replace_file(Path(run_dir) / RECORD, json.dumps(content, indent=2).encode())
+
+
+def _comparable(recipe: Recipe) -> dict[str, Any]:
+    """Keys and values without paths, but with what follows from them: the formats of sources."""
+    flat = {key: value for key, value in recipe_toml.flatten(recipe).items() if key not in _PLACES}
+    return flat | {"data.sources": _described(recipe)}
+
+
+def _described(recipe: Recipe) -> Sequence[dict[str, Any]]:
+    sources = recipe.data.sources
+    formats = ["jsonl" if source.is_jsonl else "text" for source in sources]
+    return [
+        {"format": form, "weight": source.weight, "separator": source.separator}
+        for source, form in zip(sources, formats, strict=True)
+    ]
+
+
+def _identity(reference: ModelReference | None) -> str | None:
+    return None if reference is None else reference.fingerprint
+
+
+def _tokenizer_identity(tokenizer: Path) -> str:
+    """A SHA-256 of all that decides about token ids."""
+    files = tokenizer_files(tokenizer)
+    digest = hashlib.sha256()
+    for name in (TOKENIZER, "tokenizer_config.json"):
+        digest.update(hashlib.sha256(files[name].read_bytes() if name in files else b"").digest())
+    return digest.hexdigest()
