@@ -2,9 +2,10 @@
 
     python benchmarks/attack.py [--inputs 20000] [--only WORD] [--jobs 2] [--out benchmarks/results]
 
-Tries inputs of all classes of `tests/attack/classes/` in equal shares, and prints what became of them and each one that
-did harm. OUT receives `attack.json`, after every few hundred inputs; a run that was stopped is continued, except for
-classes that another commit tried. Exits with code 1 if any input did harm. `--one CLASS NUMBER` tries one input alone.
+Tries inputs of all classes of `tests/attack/classes/`, of each in proportion to what the tests try, and prints what
+became of them and each one that did harm. OUT receives `attack.json`, after every few hundred inputs; a run that was
+stopped is continued, except for classes that another commit tried. Exits with code 1 if any input did harm.
+`--one CLASS NUMBER` tries one input alone.
 """
 
 import argparse
@@ -42,16 +43,17 @@ def main() -> None:
         return
     names = [name for name in all_attacks() if options.only in name]
     figures = Figures("attack", options.out, writes=True)
-    share = math.ceil(options.inputs / len(all_attacks()))
+    quick = sum(attack.quick for attack in all_attacks().values())
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda name: attack(figures, name, share), names))
+        list(pool.map(lambda name: try_class(figures, name, options.inputs / quick), names))
     print(ATTACKS.text(figures))
     if any(sum(row[2 + len(FINE) :]) for row in figures.rows(ATTACKS.name)):
         raise SystemExit(1)
 
 
-def attack(figures: Figures, name: str, share: int) -> None:
-    """Tries the inputs of a class that were not tried yet, and stores the counts."""
+def try_class(figures: Figures, name: str, times: float) -> None:
+    """Tries so many times the inputs of a class that the tests do, those not tried yet, and stores the counts."""
+    share = math.ceil(all_attacks()[name].quick * times)
     counts = collections.Counter(_tried_by_this_commit(figures, name))
     for start in range(sum(counts.values()), share, CHUNK):
         for outcome in try_inputs(name, range(start, min(start + CHUNK, share))):

@@ -4,14 +4,16 @@ import math
 import os
 import threading
 import weakref
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, shown
+from moe_jax.regular_files import open_regular
 
 # Dtypes in which parameters may be stored, by their names in safetensors.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -27,6 +29,19 @@ DTYPE_BITS = {
 }  # fmt: skip
 
 
+MAX_RANK = 64  # of NumPy and of PyTorch
+_MAX_NAME = 1000
+_CRC_BYTES = 8 << 20  # that are read at a time
+
+
+class Checksum(NamedTuple):
+    """A run of bytes in a file, and their CRC-32."""
+
+    start: int
+    size: int
+    crc: int
+
+
 class TensorEntry(NamedTuple):
     """The position of a tensor.
 
@@ -36,6 +51,7 @@ class TensorEntry(NamedTuple):
       shape: its shape.
       start: bytes of the file before its first element.
       strides: in elements, if it is not contiguous (PyTorch files only); None: row-major.
+      checksum: of the bytes that it is a part of, to be verified before they are used; None: the format has none.
     """
 
     file: Path
@@ -43,6 +59,7 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     strides: tuple[int, ...] | None = None
+    checksum: Checksum | None = None
 
     @property
     def nbytes(self) -> int:
@@ -56,18 +73,19 @@ class TensorFiles:
     """
 
     def __init__(self) -> None:
-        self._descriptors: dict[Path, int] = {}
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._descriptors)
+        self._files: dict[Path, BinaryIO] = {}
+        self._verified: set[tuple[Path, Checksum]] = set()
+        self._opening, self._verifying = threading.Lock(), threading.Lock()
+        weakref.finalize(self, _close_all, self._files)
 
     def read_into(self, entry: TensorEntry, offset: int, out: np.ndarray) -> None:
         """Fills a contiguous array with the elements of a row-major tensor that begin at element `offset`.
 
         Raises:
-          InputError: if the file ends before that.
+          InputError: if the file ends before that, or the checksum of its bytes is wrong.
         """
         assert entry.strides is None and out.flags.c_contiguous
-        self._fill(entry.file, entry.start + offset * out.itemsize, out.reshape(-1).view(np.uint8).data)
+        self._fill(entry, entry.start + offset * out.itemsize, out.reshape(-1).view(np.uint8).data)
 
     def read_strided(self, entry: TensorEntry) -> np.ndarray:
         """Reads a whole tensor of any strides; returns it with those strides."""
@@ -77,28 +95,58 @@ class TensorFiles:
             return np.empty(entry.shape, dtype)
         extent = 1 + sum((n - 1) * stride for n, stride in zip(entry.shape, strides, strict=True))
         flat = np.empty(extent, dtype)
-        self._fill(entry.file, entry.start, flat.view(np.uint8).data)
+        self._fill(entry, entry.start, flat.view(np.uint8).data)
         return np.lib.stride_tricks.as_strided(flat, entry.shape, [stride * dtype.itemsize for stride in strides])
 
-    def _fill(self, file: Path, position: int, out: memoryview) -> None:
-        descriptor = self._descriptor(file)
-        done = 0
-        while done < len(out):
-            count = os.preadv(descriptor, [out[done:]], position + done)
-            if count == 0:
-                raise InputError(f"{file} ended while it was read; it is truncated, fetch it again")
-            done += count
+    def _fill(self, entry: TensorEntry, position: int, out: memoryview) -> None:
+        descriptor = self._descriptor(entry.file)
+        if entry.checksum is not None:
+            with self._verifying:
+                if (entry.file, entry.checksum) not in self._verified:
+                    check_crc(entry.file, descriptor, entry.checksum)
+                    self._verified.add((entry.file, entry.checksum))
+        _read_at(entry.file, descriptor, position, out)
 
     def _descriptor(self, file: Path) -> int:
-        with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY)
-            return self._descriptors[file]
+        with self._opening:
+            if file not in self._files:
+                self._files[file] = open_regular(file)
+            return self._files[file].fileno()
 
 
-def _close_all(descriptors: dict[Path, int]) -> None:
-    for descriptor in descriptors.values():
-        os.close(descriptor)
+def _close_all(files: dict[Path, BinaryIO]) -> None:
+    for file in files.values():
+        file.close()
+
+
+def check_crc(file: Path, descriptor: int, expected: Checksum) -> None:
+    """Raises `InputError` unless the bytes of an open file are those that the checksum was made of."""
+    crc, buffer = 0, memoryview(bytearray(min(_CRC_BYTES, expected.size)))
+    for position in range(0, expected.size, _CRC_BYTES):
+        piece = buffer[: min(_CRC_BYTES, expected.size - position)]
+        _read_at(file, descriptor, expected.start + position, piece)
+        crc = zlib.crc32(piece, crc)
+    if crc != expected.crc:
+        raise InputError(
+            f"{file} is damaged: the checksum of its bytes {expected.start} to {expected.start + expected.size} is "
+            f"{crc:08x}, the file says {expected.crc:08x}; fetch it again, or, if it was saved without checksums "
+            "(`set_crc32_options`), save it with them"
+        )
+
+
+def _read_at(file: Path, descriptor: int, position: int, out: memoryview) -> None:
+    done = 0
+    while done < len(out):
+        count = os.preadv(descriptor, [out[done:]], position + done)
+        if count == 0:
+            raise InputError(f"{file} ended while it was read; it is truncated, fetch it again")
+        done += count
+
+
+def check_tensor_name(file: Path, name: str) -> None:
+    """Raises `InputError` unless a tensor's name can stand in a message as it is."""
+    if not name.isprintable() or len(name) > _MAX_NAME:
+        raise InputError(f"{file} holds a tensor named {shown(name)}, which is no name that a model's tensors have")
 
 
 def row_major(shape: Iterable[int]) -> tuple[int, ...]:

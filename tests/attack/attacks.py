@@ -34,7 +34,7 @@ class Attack:
         or refuses the input by `InputError` or `OSError`, as the command line does.
       wrong: says what is wrong about what was read, in a few words; None: nothing. It must know that from elsewhere:
         from the original, or from another reader.
-      quick: how many inputs the tests try.
+      quick: how many inputs the tests try; the long run tries as many in proportion.
     """
 
     name: str
