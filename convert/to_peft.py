@@ -5,14 +5,13 @@ PEFT adds LoRA to linear modules of a Transformers model, which have the names o
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
-from moe_jax.adapter_dir import AdapterDirectory
 from moe_jax.convert.families import family_named
 from moe_jax.convert.foreign_view import merged_config
 from moe_jax.convert.hf_config import write_hf_config
@@ -24,7 +23,7 @@ from moe_jax.errors import InputError, raise_if_any
 from moe_jax.experts.config import LoRAConfig
 from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry
 from moe_jax.loading import leaf_specs
-from moe_jax.model_source import ModelSource
+from moe_jax.model_source import ModelSource, OverBase
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.staging import refuse_existing, staged_directory, write_durably
@@ -56,9 +55,9 @@ def export_peft(source: ModelSource, dst: Path | str, *, console: Console | None
     console = console or console_for_tables(stderr=True)
     dst = Path(dst)
     refuse_existing(dst)
-    if not isinstance(source, AdapterDirectory):
+    if not isinstance(source, OverBase) or source.base is None:
         raise InputError(f"{source.path} is not an adapter directory; PEFT's format holds adapters without their base")
-    raise_if_any(_inexpressible(source), f"PEFT's format cannot hold {source.path}")
+    raise_if_any(_inexpressible(source.config, source.own_specs()), f"PEFT's format cannot hold {source.path}")
     modules = _modules(source.config)
     tensors = dict(_tensors(source, modules))
     base = source.base.path if isinstance(source.base, HuggingFaceDirectory) else None
@@ -127,9 +126,9 @@ def _others(values: Mapping[str, float], default: float) -> dict[str, float]:
     return {name.removeprefix("model."): value for name, value in values.items() if value != default}
 
 
-def _inexpressible(source: AdapterDirectory) -> list[str]:
+def _inexpressible(config: ModelConfig, own: Collection[str]) -> list[str]:
     """Problems: what the adapter directory has besides LoRA on attention and dense FFNs, one phrase per kind."""
-    config, problems = source.config, []
+    problems = []
     moes = [config.moe(i) for i in config.moe_layers]
     kinds = {
         "adapter experts (PESC)": [not moe.bank.form.has_expert_kernels for moe in moes],
@@ -138,7 +137,7 @@ def _inexpressible(source: AdapterDirectory) -> list[str]:
         "LoRA on experts": [moe.expert.lora is not None for moe in moes],
     }
     problems += [f"{kind} have no place in it" for kind, found in kinds.items() if any(found)]
-    retrained = sorted(source.own_specs().keys() - own_leaves(config))
+    retrained = sorted(set(own) - own_leaves(config))
     if retrained:
         problems.append(f"{len(retrained)} leaves of the base were trained too, the first is {retrained[0]}")
     if not problems and not any(_loras(layer) for layer in config.layers):

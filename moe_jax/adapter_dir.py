@@ -21,7 +21,8 @@ import numpy as np
 from moe_jax.errors import InputError
 from moe_jax.json_toml import read_json_object
 from moe_jax.model_dir import BASE_FILE, ModelDirectory, ModelDirectoryWriter
-from moe_jax.model_source import ModelSource
+from moe_jax.model_reference import ModelReference
+from moe_jax.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.over_base import LeavesOverBase
@@ -32,20 +33,7 @@ _VERSION = 1
 _ADAPTER = "adapter"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseReference:
-    """What base.json says of the base.
-
-    Attributes:
-      path: where it is; relative to the adapter directory, unless absolute.
-      fingerprint: identity of its contents.
-    """
-
-    path: str
-    fingerprint: str
-
-
-def read_base_reference(path: Path) -> BaseReference:
+def read_base_reference(path: Path) -> ModelReference:
     """Reads the base.json of an adapter directory.
 
     Raises:
@@ -56,7 +44,7 @@ def read_base_reference(path: Path) -> BaseReference:
     if not file.is_file():
         raise FileNotFoundError(f"no adapter directory at {path}: there is no {BASE_FILE}")
     fields = without_format(read_json_object(file), _FORMAT, _VERSION, where=str(file))
-    return parse(BaseReference, fields, where=str(file), language="JSON")
+    return parse(ModelReference, fields, where=str(file), language="JSON")
 
 
 def is_adapter_directory(path: Path) -> bool:
@@ -64,7 +52,7 @@ def is_adapter_directory(path: Path) -> bool:
     return (Path(path) / BASE_FILE).is_file()
 
 
-class AdapterDirectory(ModelDirectory):
+class AdapterDirectory(ModelDirectory, OverBase):
     """An adapter directory to read from; a `ModelSource` of the whole tuned model.
 
     Attributes:
@@ -94,8 +82,8 @@ class AdapterDirectory(ModelDirectory):
         if self._base_fingerprint != reference.fingerprint:
             raise InputError(
                 f"{base.path} is not the base that {self.path} was made for: its fingerprint is "
-                f"{self._base_fingerprint[:12]}, expected {reference.fingerprint[:12]}; put the old one back, or "
-                "make the adapter anew"
+                f"{self._base_fingerprint[:12]}, expected {reference.fingerprint[:12]}; say with --base where the "
+                "old one is, or make the adapter anew"
             )
         if not _same_model(base.config, base_config(self.config)):
             raise InputError(
@@ -160,7 +148,9 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
             raise InputError(f"{base.path} is an adapter directory; merge it first, or use its base {base.base.path}")
         if not _same_model(base.config, base_config(config)):
             raise InputError(f"the config of {dst} is not one of adapters over {base.path}")
-        reference = BaseReference(path=str(Path(base.path).resolve()), fingerprint=base.fingerprint())
+        if not Path(base.path).is_dir():
+            raise InputError(f"{base.path} is no directory that {dst} could refer to; save it as one first")
+        reference = ModelReference.to(base, Path(dst))
         super().__init__(
             dst,
             config,

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,8 +129,14 @@ class TrainingCheckpoints:
     With several processes every process makes the same calls; an array is on a mesh of all, or is equal in each.
     """
 
-    def __init__(self, directory: Path, *, keep: int):
+    def __init__(self, directory: Path, *, keep: int, in_slices: Callable[[str], bool] = lambda name: False):
         """Opens or creates `directory`.
+
+        Args:
+          directory: of the checkpoints.
+          keep: how many are kept.
+          in_slices: says by the name of an array whether each index of its leading axis is to be a piece of its own,
+            which `SavedState` can read alone.
 
         Raises:
           InputError: if `keep` is below 1.
@@ -141,6 +147,13 @@ class TrainingCheckpoints:
         self._directory = Path(directory).absolute()
         context = ocp.Context()
         context.array.saving.use_compression = False
+
+        def pieces(path: tuple, leaf: Any) -> Any:
+            if np.ndim(leaf) < 2 or not in_slices(jax.tree_util.keystr(path, simple=True, separator=".")):
+                return None
+            return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
+
+        context.array.saving.scoped_storage_options_creator = pieces
         with _writing(self._directory):
             self._checkpointer = ocp.training.Checkpointer(
                 self._directory,

@@ -86,7 +86,8 @@ def _overview() -> str:
     lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(
         ["usage: moe-jax COMMAND ...", "", "Mixture-of-Experts from dense models: upcycle, tune, compress.", "", *lines]
-        + ["", "MODEL is a model directory or a Hugging Face directory. See moe-jax COMMAND --help."]
+        + ["", "MODEL is a model directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a training run."]
+        + ["See moe-jax COMMAND --help."]
     )
 
 

@@ -1,5 +1,6 @@
 """The protocol of everything from which a model can be read leaf by leaf."""
 
+import abc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,3 +51,11 @@ class ModelSource(Protocol):
     def fingerprint(self) -> str:
         """A hash that identifies config and weights."""
         ...
+
+
+class OverBase(abc.ABC):
+    """A `ModelSource` that stands on another one, and stores only what is its own."""
+
+    @abc.abstractmethod
+    def own_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype of the leaves that it does not take from its base."""

@@ -12,22 +12,29 @@ if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
 
 
 def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSource":
-    """Opens a model directory, an adapter directory or a Hugging Face directory; the weights stay on disk.
+    """Opens a model directory, an adapter directory, a Hugging Face directory or a checkpoint of a training run.
+
+    The weights stay on disk.
 
     Args:
-      path: the directory.
-      base: where the base of an adapter directory is now; by default where its base.json says.
+      path: the directory; of a checkpoint, `RUN@STEP`.
+      base: where the model is now that this one stands on: the base of an adapter directory, or what the run was begun
+        with. By default it is where base.json, or run.json, says.
 
     Raises:
       FileNotFoundError: if there is nothing at `path`.
-      InputError: if it is none of these, its config cannot be read, the base of an adapter directory is missing or
-        another model than the adapter was made for, or a base is given for another kind of directory.
+      InputError: if it is none of these, its config cannot be read, the base is missing or another model than the one
+        it was made for, or a base is given for a directory that stands on none.
     """
     from moe_jax.adapter_dir import AdapterDirectory, is_adapter_directory
     from moe_jax.convert import HuggingFaceDirectory, is_hugging_face_directory
     from moe_jax.model_dir import ModelDirectory, is_model_directory
+    from moe_jax.train.run_directory import describe_run, split_step
 
     path = Path(path)
+    saved = split_step(path)
+    if saved is not None:
+        return _open_saved(*saved, base)
     if not path.exists():
         raise FileNotFoundError(f"no model at {path}")
     expected = "expected a model directory, or a Hugging Face directory with config.json and weights"
@@ -41,20 +48,38 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
         return ModelDirectory(path)
     if is_hugging_face_directory(path):
         return HuggingFaceDirectory(path)
+    if (run := describe_run(path)) is not None:
+        raise InputError(run)
     names = sorted(child.name for child in path.iterdir())
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     raise InputError(f"{path} is not a model: it holds {listed or 'nothing'}; {expected}")
+
+
+def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSource":
+    """Opens a checkpoint of a run."""
+    from moe_jax.train.saved_model import check_saved, open_saved
+
+    record = check_saved(run_dir, step)
+    if record.source is None:
+        if base is not None:
+            raise InputError(f"{run_dir} was begun with a config alone; leave out {base}")
+        return open_saved(run_dir, step, None)
+    place = record.source.locate(run_dir) if base is None else Path(base)
+    try:
+        return open_saved(run_dir, step, open_source(place))
+    except FileNotFoundError:
+        raise InputError(f"{run_dir} was begun with {place}, which is not there; say with --base where it is") from None
 
 
 def _base_of(adapter: Path) -> Path:
     """Where the base.json of an adapter directory says that its base is."""
     from moe_jax.adapter_dir import BASE_FILE, read_base_reference
 
-    base = adapter / read_base_reference(adapter).path
+    base = read_base_reference(adapter).locate(adapter)
     if not base.exists():
         raise InputError(
-            f"{adapter} stands on {base}, which is not there; put the base back, or change \"path\" in "
-            f"{adapter / BASE_FILE} to where it is"
+            f"{adapter} stands on {base}, which is not there; say with --base where it is, put it back, or change "
+            f'"path" in {adapter / BASE_FILE}'
         )
     return _no_adapter(adapter, base)
 
@@ -68,7 +93,7 @@ def _no_adapter(adapter: Path, base: Path) -> Path:
 
 
 def read_config(path: Path | str) -> "ModelConfig":
-    """Reads a config without weights: ours or Hugging Face's, given as a file or as a directory with a config.json.
+    """Reads a config without weights: ours or Hugging Face's, a file, a directory with a config.json, or `RUN@STEP`.
 
     Raises:
       FileNotFoundError: if there is nothing at `path`, or no config.json in it.
@@ -77,8 +102,13 @@ def read_config(path: Path | str) -> "ModelConfig":
     from moe_jax.convert import read_hf_config
     from moe_jax.models import config_from_json
     from moe_jax.models.serialize import FORMAT
+    from moe_jax.train.run_directory import split_step
 
     path = Path(path)
+    if (saved := split_step(path)) is not None:
+        from moe_jax.train.saved_model import saved_config
+
+        return saved_config(*saved)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"no config at {file}")

@@ -70,7 +70,7 @@ assert "jax" not in sys.modules and "orbax" not in sys.modules
 """
     ran = run_python(program)
     assert ran.returncode == 0, ran.stderr
-    assert "usage: moe-jax inspect [-h] MODEL" in ran.stdout
+    assert "usage: moe-jax inspect [-h] [OPTIONS] MODEL" in ran.stdout
 
 
 @pytest.mark.parametrize(

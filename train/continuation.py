@@ -28,7 +28,7 @@ from moe_jax.train.sources import find_files
 # (Another mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
 CHANGEABLE = ("train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch")
 # Paths may differ too: `RunRecord` compares what is there.
-_PLACES = ("run_dir", "model.path", "model.config", "data.tokenizer")
+_PLACES = ("run_dir", "model.path", "model.base", "model.config", "data.tokenizer")
 
 RECORD = "run.json"
 _FORMAT = "moe_jax.run"

@@ -120,6 +120,12 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
     return jax.jit(draw, out_shardings=shardings)()
 
 
+def draw_model(config: ModelConfig, seed: int) -> Decoder:
+    """New weights, those that `initial_states` draws, on one device."""
+    state = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(seed))))()
+    return nnx.merge(nnx.graphdef(abstract_model(config)), state)
+
+
 def first_state(program: Program, params: nnx.State) -> TrainState:
     """The state before the first step; donates the buffers of `params`."""
     make = jax.jit(

@@ -28,7 +28,8 @@ class ModelSection:
     """Which model is trained and how it computes.
 
     Attributes:
-      path: a model directory or a Hugging Face directory; training starts from its weights.
+      path: a model directory, a Hugging Face directory, or `RUN@STEP`; training starts from its weights.
+      base: where the model is that the one at `path` stands on, if it was moved: the base of an adapter directory.
       config: instead of `path`, a config.json alone (of this library or Hugging Face's): for `init = "random"` and
         for `--compile-only`.
       init: `checkpoint` starts from the weights at `path`, `random` from new ones drawn with the seed.
@@ -41,6 +42,7 @@ class ModelSection:
     """
 
     path: str | None = None
+    base: str | None = None
     config: str | None = None
     init: Literal["checkpoint", "random"] = "checkpoint"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -52,6 +54,8 @@ class ModelSection:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
             raise InputError("give either path (a model with weights) or config (a config.json alone)")
+        if self.base is not None and self.path is None:
+            raise InputError("base goes with path: it is what the model at path stands on")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

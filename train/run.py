@@ -1,7 +1,6 @@
 """A training run, from the beginning or from its last checkpoint."""
 
 import contextlib
-import dataclasses
 from pathlib import Path
 
 import grain
@@ -29,10 +28,12 @@ from moe_jax.train.run_directory import (
     RunLock,
     files_of_run,
     read_run,
+    trained_config,
     write_beginning,
     write_model,
     write_recipe,
 )
+from moe_jax.train.saved_model import is_saved_by_layer
 from moe_jax.train.step import TrainState
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 
@@ -114,7 +115,9 @@ def _train(
         else:
             write_recipe(run_dir, recipe)
     wait_for_all("run directory written")
-    checkpoints = TrainingCheckpoints(run_dir / CHECKPOINTS, keep=recipe.checkpoint.keep)
+    checkpoints = TrainingCheckpoints(
+        run_dir / CHECKPOINTS, keep=recipe.checkpoint.keep, in_slices=is_saved_by_layer
+    )
     with contextlib.closing(data), contextlib.closing(checkpoints):
         step = checkpoints.latest_step() if begun is not None else None
         if step is None:
@@ -136,7 +139,7 @@ def _train(
         )
         state, last = loop.run(state)
     model = nnx.merge(program.graphdef, state.params, frozen)
-    model.config = dataclasses.replace(config, dtype=recipe.model.output_dtype or recipe.model.param_dtype)
+    model.config = trained_config(config, recipe)
     measured = {"steps": int(state.step)} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
     path = write_model(model, recipe, source, files_of_run(run_dir), measured, program.trainable)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)

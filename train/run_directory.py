@@ -11,8 +11,10 @@
 While a process works on the run it holds a lock on the directory, and `.lock` says which process that is.
 """
 
+import dataclasses
 import datetime
 import os
+import re
 import shutil
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import disk_paths, may_be_cast, model_leaves
 from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.processes import is_first_process, wait_for_all
 from moe_jax.staging import (
@@ -45,6 +48,7 @@ from moe_jax.train.recipe import Recipe, load_recipe
 
 RECIPE = "recipe.toml"
 CHECKPOINTS = "checkpoints"
+MODEL = "model"
 _TOKENIZER = "tokenizer"
 _HOLDER = ".lock"
 
@@ -105,6 +109,29 @@ def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
     return load_recipe(run_dir / RECIPE)
 
 
+def split_step(path: Path) -> tuple[Path, int] | None:
+    """The run and the step of `RUN@STEP`; None if the path does not have this form, or something is there."""
+    match = re.fullmatch(r"(.+)@(\d{1,18})", Path(path).name)
+    if match is None or Path(path).exists():
+        return None
+    return Path(path).with_name(match[1]), int(match[2])
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints of a run, ascending."""
+    names = [child.name for child in (run_dir / CHECKPOINTS).glob("*") if child.is_dir()]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def describe_run(path: Path) -> str | None:
+    """What to give instead of a run directory where a model is expected; None if it is no run directory."""
+    if not (path / RECIPE).is_file() or not (path / RECORD).is_file():
+        return None
+    steps = saved_steps(path)
+    listed = f", or {path}@STEP for a checkpoint of step {', '.join(map(str, steps))}" if steps else ""
+    return f"{path} is a training run and not a model; give {path / MODEL}{listed}"
+
+
 def write_recipe(run_dir: Path, recipe: Recipe) -> None:
     """Writes the resolved recipe into the run directory."""
     replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
@@ -154,12 +181,9 @@ def write_model(
       measured: measurements for the lineage.
       trainable: paths in memory of the trained parameters.
     """
-    target = Path(recipe.run_dir) / "model"
-    options = {key: value for key, value in recipe_toml.flatten(recipe).items() if value is not None}
-    options["data.sources"] = [recipe_toml.flatten(section) for section in recipe.data.sources]
+    target = Path(recipe.run_dir) / MODEL
     started_from = source if recipe.model.init == "checkpoint" else None
-    entry = new_lineage_entry("train", options, [] if started_from is None else [started_from], measured)
-    lineage = [*([] if started_from is None else started_from.lineage), entry]
+    lineage = lineage_of(recipe, source, measured)
     fresh = target.with_name("model.new")
     if is_first_process():
         remove_replaced(target)
@@ -183,6 +207,20 @@ def write_model(
         replace_directory(target, fresh)
     wait_for_all("model written")
     return target
+
+
+def lineage_of(recipe: Recipe, source: ModelSource | None, measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The lineage of a trained model; see `write_model`."""
+    options = {key: value for key, value in recipe_toml.flatten(recipe).items() if value is not None}
+    options["data.sources"] = [recipe_toml.flatten(section) for section in recipe.data.sources]
+    if source is None or recipe.model.init != "checkpoint":
+        return [new_lineage_entry("train", options, [], measured)]
+    return [*source.lineage, new_lineage_entry("train", options, [source], measured)]
+
+
+def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
+    """The config of the trained model; it says in which dtype that is."""
+    return dataclasses.replace(config, dtype=recipe.model.output_dtype or recipe.model.param_dtype)
 
 
 def _gathered(model: Decoder, dtype: str | None, only: Collection[str] | None) -> Iterator[tuple[str, np.ndarray]]:

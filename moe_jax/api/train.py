@@ -26,7 +26,7 @@ RecipeOrPath = Recipe | Mapping[str, Any] | str | os.PathLike[str]
 
 # Sections and keys of a recipe that say where a run's files are: batches in memory need none.
 _OF_FILES = ("run_dir", "data", "checkpoint", "log", "eval")
-_OF_MODEL_FILES = ("path", "config", "init", "output_dtype")
+_OF_MODEL_FILES = ("path", "base", "config", "init", "output_dtype")
 
 
 def train(
@@ -102,7 +102,7 @@ def run_recipe(
     """
     if recipe.model.path is None and recipe.model.init == "checkpoint":
         raise InputError('model.config has no weights: give model.path, or model.init = "random" to draw new ones')
-    source = open_source(recipe.model.path) if recipe.model.path is not None else None
+    source = open_source(recipe.model.path, base=recipe.model.base) if recipe.model.path is not None else None
     if source is not None:
         config = source.config
     else:

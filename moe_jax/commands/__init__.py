@@ -3,7 +3,29 @@
 A module imports JAX inside `run`, so that `moe-jax COMMAND --help` answers at once.
 """
 
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import tyro
+
+if TYPE_CHECKING:
+    from moe_jax.model_source import ModelSource
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseFlag:
+    """Where the rest of a model is that stands on another one."""
+
+    base: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: where it was)")] = None
+    """Where the model is now that this one stands on, if it was moved: the base of an adapter directory, or what the
+    run of a checkpoint was begun with."""
+
+    def open(self, path: Path) -> "ModelSource":
+        """Opens a model; see `open_source`."""
+        from moe_jax.open_source import open_source
+
+        return open_source(path, base=self.base)
 
 
 def optional(metavar: str, default: str = "", text: str | None = None) -> object:

@@ -1,13 +1,15 @@
 """What `inspect` prints about adapters: in which layers they are, of which form, and over which base."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_jax.formatting import index_set
 
 if TYPE_CHECKING:
-    from moe_jax.adapter_dir import AdapterDirectory
+    import jax
+
+    from moe_jax.model_source import ModelSource
     from moe_jax.models import LayerConfig, ModelConfig
 
 
@@ -20,16 +22,18 @@ def adapter_lines(config: "ModelConfig") -> list[str]:
     return [line.format(layers=f"layers/{index_set(layers)}") for line, layers in layers_of.items()]
 
 
-def described_base(source: "AdapterDirectory", sizes: dict[str, int]) -> dict[str, Any]:
-    """The base of an adapter directory, and the leaves that the directory itself stores, as JSON.
+def described_base(
+    base: "ModelSource", own: "Mapping[str, jax.ShapeDtypeStruct]", sizes: dict[str, int]
+) -> dict[str, Any]:
+    """The base of a tuned model, and the leaves that are stored without it, as JSON.
 
     Args:
-      source: the adapter directory.
+      base: the base.
+      own: shapes and dtypes of the leaves that the tuned model stores itself.
       sizes: number of parameters of the tuned model, by leaf path.
     """
-    own = source.own_specs()
     return {
-        "base": {"path": str(source.base.path), "fingerprint": source.base.fingerprint()},
+        "base": {"path": str(base.path), "fingerprint": base.fingerprint()},
         "own": {
             "leaves": list(own),
             "parameters": sum(sizes[path] for path in own),

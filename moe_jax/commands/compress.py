@@ -36,13 +36,17 @@ def _methods() -> str:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """A model with MoE layers: a model directory or a Hugging Face directory."""
+    """A model with MoE layers: a model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a
+    checkpoint of a run."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Where the model directory (with --sweep, the folder of results) appears; must not exist."""
     method: Annotated[str | None, optional("|".join(METHODS), text=_methods())] = None
     base: Annotated[Path | None, optional("DENSE")] = None
     """The dense model that the experts came from, for deltas from it; by default the base that a layer has already, or
     else the mean of its experts."""
+    model_base: Annotated[Path | None, optional("DIR", "where it was")] = None
+    """Where the model is now that MODEL stands on, if it was moved: the base of an adapter directory, or what the run
+    of a checkpoint was begun with."""
     extended: bool = False
     """The universal FFN beside the experts becomes one more delta of the same base."""
     layers: Annotated[str | None, optional("all|top:N|0,3,8-11", "all")] = None
@@ -89,7 +93,7 @@ def run(options: _Job) -> None:
         raise InputError("--method is missing; see moe-jax compress --help")
     else:
         method = one_method(options.method, given)
-    source = open_source(options.model)
+    source = open_source(options.model, base=options.model_base)
     base = open_source(options.base) if options.base is not None else None
     layers = parse_layers(options.layers, source.config) if options.layers is not None else None
     # What would be found out anyway, but after a long calibration.

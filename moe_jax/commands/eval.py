@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 
 import tyro
 
+from moe_jax.commands import BaseFlag
+
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(BaseFlag):
     """Perplexity of a model on a text.
 
     The text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be
@@ -18,7 +20,7 @@ class Options:
     """
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """A model directory or a Hugging Face directory."""
+    """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
     text: Path
     """A text file."""
     seq_len: int | None = None
@@ -42,13 +44,12 @@ def run(options: Options) -> None:
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import default_seq_len, evaluate
     from moe_jax.errors import InputError
-    from moe_jax.open_source import open_source
     from moe_jax.sharding import make_mesh
 
     if options.batch_size < 1:
         raise InputError(f"--batch-size {options.batch_size} must be at least 1")
     mesh = make_mesh({"fsdp" if options.split else "data": -1})
-    model = Model.of_source(open_source(options.model), Loading(compute_dtype=options.compute_dtype, mesh=mesh))
+    model = Model.of_source(options.open(options.model), Loading(compute_dtype=options.compute_dtype, mesh=mesh))
     seq_len = default_seq_len(model.config) if options.seq_len is None else options.seq_len
     most = model.config.max_positions
     if seq_len > most:

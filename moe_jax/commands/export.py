@@ -6,15 +6,16 @@ from typing import Annotated, Literal
 
 import tyro
 
+from moe_jax.commands import BaseFlag
 from moe_jax.errors import InputError, flag_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(BaseFlag):
     """Writes a model as a Hugging Face checkpoint. Deltas of experts are merged into full experts."""
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
-    """A model directory or a Hugging Face directory."""
+    """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the Hugging Face directory appears; must not exist."""
     max_shard_size: str = "5GB"
@@ -38,14 +39,13 @@ def run(options: Options) -> None:
       InputError: if no Hugging Face format can hold the model, or DST exists.
     """
     from moe_jax.convert import export, export_peft
-    from moe_jax.open_source import open_source
 
     if options.format == "peft":
         _check_only_format(options)
-        export_peft(open_source(options.src), options.dst)
+        export_peft(options.open(options.src), options.dst)
         return
     export(
-        open_source(options.src),
+        options.open(options.src),
         options.dst,
         max_shard_size=options.max_shard_size,
         expert_layout=options.expert_layout,
@@ -57,7 +57,7 @@ def run(options: Options) -> None:
 
 def _check_only_format(options: Options) -> None:
     fields = {field.name: field.default for field in dataclasses.fields(options)}
-    known = ("src", "dst", "format")
+    known = ("src", "dst", "base", "format")
     given = [name for name, default in fields.items() if name not in known and getattr(options, name) != default]
     if given:
         names = ", ".join(map(flag_of, given))

@@ -8,15 +8,16 @@ from typing import Annotated, Literal
 
 import tyro
 
+from moe_jax.commands import BaseFlag
 from moe_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(BaseFlag):
     """Continues prompts. Greedy unless a temperature is given; a prompt's result does not depend on the others."""
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """A model directory or a Hugging Face directory."""
+    """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """A prompt; may be given several times. BOS is put before it where the tokenizer does so."""
     prompts_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -50,12 +51,11 @@ def run(options: Options) -> None:
     """
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import Prompt, generate
-    from moe_jax.open_source import open_source
 
     prompts: list[Prompt] = [*options.prompt, *_lines(options.prompts_file), *map(_parse_ids, options.ids)]
     if not prompts:
         raise InputError("nothing to continue: give --prompt, --prompts-file or --ids")
-    model = Model.of_source(open_source(options.model), Loading(compute_dtype=options.compute_dtype))
+    model = Model.of_source(options.open(options.model), Loading(compute_dtype=options.compute_dtype))
     results = generate(
         model,
         prompts,

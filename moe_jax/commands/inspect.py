@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from moe_jax.commands import BaseFlag
 from moe_jax.counting import is_parameter
 from moe_jax.formatting import index_set, show_bytes
 
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(BaseFlag):
     """What a model consists of: parameters with shapes and bytes, experts, config, lineage."""
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """A model directory or a Hugging Face directory."""
+    """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
     json: bool = False
     """Prints JSON and nothing else, with one entry per leaf."""
     plots: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -45,22 +46,22 @@ def run(options: Options) -> None:
       FileNotFoundError: if there is nothing at the path.
       InputError: if it is not a model that can be read, or cannot be drawn.
     """
-    from moe_jax.adapter_dir import AdapterDirectory
     from moe_jax.commands.adapter_lines import described_base
     from moe_jax.commands.inspect_plots import check_options, draw
-    from moe_jax.lineage import read_lineage
+    from moe_jax.model_source import OverBase
     from moe_jax.models import config_to_json
-    from moe_jax.open_source import open_source
 
     check_options(options.plots, options.text, options.seq_len, options.split)
-    source = open_source(options.model)
+    source = options.open(options.model)
     plots = []
     if options.plots is not None:
         plots = draw(source, options.plots, text=options.text, seq_len=options.seq_len, split=options.split)
     specs = source.specs()
     sizes = _sizes(source.config, specs)
-    base = described_base(source, sizes) if isinstance(source, AdapterDirectory) else {}
-    lineage = read_lineage(source.path)
+    base = {}
+    if isinstance(source, OverBase) and source.base is not None:
+        base = described_base(source.base, source.own_specs(), sizes)
+    lineage = source.lineage
     if options.json:
         described = {
             "path": str(source.path),
@@ -159,7 +160,7 @@ def _print(
     specs: "Mapping[str, jax.ShapeDtypeStruct]",
     sizes: Mapping[str, int],
     base: Mapping[str, Any],
-    lineage: list[dict[str, Any]],
+    lineage: Sequence[dict[str, Any]],
 ) -> None:
     from rich.markup import escape
     from rich.table import Table

@@ -6,20 +6,20 @@ from typing import Annotated
 
 import tyro
 
+from moe_jax.commands import BaseFlag
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(BaseFlag):
     """Adds LoRA to the kernels that it belongs to, and writes a model directory that needs no base.
 
     If the base was NF4, LoRA is added to the dequantised kernels: the model computes what was trained.
     """
 
     adapter: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ADAPTER")]
-    """An adapter directory, or a model directory with LoRA or NF4 kernels."""
+    """An adapter directory, a model directory with LoRA or NF4 kernels, or RUN@STEP: a checkpoint of a run."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Where the model directory appears; must not exist."""
-    base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where the base is now; by default where the adapter directory says."""
     partly: bool = False
     """Keeps adapters that cannot be merged (PESC, PERFT) as they are, instead of refusing."""
 
@@ -30,14 +30,13 @@ def run(options: Options) -> None:
     Raises:
       FileNotFoundError, InputError: bad input; see `moe_jax.peft.merge`.
     """
-    from moe_jax.open_source import open_source
     from moe_jax.peft.merge import merge
     from moe_jax.staging import refuse_existing
     from moe_jax.terminal import progress_bars
 
     # Check this before opening the source: fingerprinting a large base takes a while.
     refuse_existing(options.out)
-    source = open_source(options.adapter, base=options.base)
+    source = options.open(options.adapter)
     with progress_bars() as progress:
         merged = merge(source, options.out, partly=options.partly, progress=progress)
     print(f"wrote {options.out}: LoRA folded into {merged.folded} kernels")

@@ -26,7 +26,7 @@ class Options(UpcycleFlags, AdaptFlags):
     would make; with --compress, also the bytes of the experts in every form in which they can be stored."""
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG_OR_MODEL")]
-    """A config.json, ours or Hugging Face's, or a directory that holds one, with weights or without."""
+    """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP."""
     method: Annotated[
         Literal["vanilla", "ders", "pesc", "perft-r", "perft-e", "perft-d", "perft-s", "lora"] | None,
         tyro.conf.arg(metavar="METHOD"),

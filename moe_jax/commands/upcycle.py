@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from moe_jax.commands import optional
+from moe_jax.commands import BaseFlag, optional
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,7 +94,7 @@ class UpcycleFlags:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(UpcycleFlags):
+class Options(BaseFlag, UpcycleFlags):
     """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained.
 
     With --method pesc, unless --rest is full, the output is an adapter directory: it holds only the adapters and refers
@@ -102,7 +102,7 @@ class Options(UpcycleFlags):
     """
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
-    """A dense model: a model directory or a Hugging Face directory."""
+    """A dense model: a model directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
 
@@ -113,7 +113,6 @@ def run(options: Options) -> None:
     Raises:
       InputError: see `moe_jax.upcycle`.
     """
-    from moe_jax.open_source import open_source
     from moe_jax.peft.trained_table import print_trained
     from moe_jax.plan import trained_leaves
     from moe_jax.terminal import console_for_tables, progress_bars
@@ -122,7 +121,7 @@ def run(options: Options) -> None:
     chosen, seed = options.options(), options.seed or 0
     with progress_bars() as progress:
         result = upcycle(
-            open_source(options.src),
+            options.open(options.src),
             options.dst,
             chosen,
             seed=seed,

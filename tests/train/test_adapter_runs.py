@@ -74,8 +74,11 @@ def test_a_run_and_its_continuation_leave_an_adapter_directory(workplace, monkey
         assert after.own_specs().keys() == own_leaves(before.config) | {"final_norm/scale"}
     assert "continuing after step 2" in capsys.readouterr().out and np.isfinite(losses).all()
     assert after.base.path == workplace / "dense"
-    assert json.loads(Path("run/model/base.json").read_text())["path"] == str(workplace / "dense")
+    assert json.loads(Path("run/model/base.json").read_text())["path"] == "../../dense"
     assert after.read("layers/0/attention/q/nf4/scales").dtype == np.float32
+    saved = open_source(Path("run@3"))
+    assert saved.own_specs().keys() == after.own_specs().keys() and saved.base.path == after.base.path
+    assert all(saved.read(path).tobytes() == after.read(path).tobytes() for path in after.specs())
     entries = json.loads(Path("run/model/lineage.json").read_text())
     assert [entry["command"] for entry in entries] == ["adapt", "train"]
     assert entries[-1]["sources"] == [{"path": "tuned", "fingerprint": before.fingerprint()}]

@@ -1,0 +1,56 @@
+"""A checkpoint of a training run, read leaf by leaf: for those who want the parameters and not to train on."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+
+from moe_jax.errors import InputError, first_line
+
+_STATE = "state"  # Orbax's name for the only item of a checkpoint
+
+
+class SavedState:
+    """One of the checkpoints that `TrainingCheckpoints` wrote. Leaves have names such as `params.lm_head.kernel.value`.
+    """
+
+    def __init__(self, directory: Path):
+        """Reads nothing yet."""
+        self._directory = Path(directory).absolute()
+        self._open = cache(self._opened)
+
+    def spec(self, name: str) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a leaf.
+
+        Raises:
+          InputError: if there is no such leaf, or its metadata cannot be read.
+        """
+        stored = self._open(name)
+        return jax.ShapeDtypeStruct(tuple(stored.shape), stored.dtype.numpy_dtype)
+
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """Reads a leaf, or one index of its leading axis: no more than that, if it was saved in pieces.
+
+        Raises:
+          InputError: if it cannot be read.
+        """
+        stored = self._open(name)
+        try:
+            return np.asarray((stored if index is None else stored[index]).read().result())
+        except (ValueError, OSError) as error:
+            raise self._unreadable(name, error) from error
+
+    def _opened(self, name: str) -> Any:
+        files = {"driver": "file", "path": f"{self._directory / _STATE}/"}
+        database = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
+        try:
+            return tensorstore.open({"driver": "zarr3", "kvstore": database}, open=True, read=True).result()
+        except (ValueError, OSError) as error:
+            raise self._unreadable(name, error) from error
+
+    def _unreadable(self, name: str, error: Exception) -> InputError:
+        # TensorStore repeats its whole request at the end of its message.
+        return InputError(f"cannot read {name} of {self._directory}: {first_line(error)[:80]}")
