@@ -17,7 +17,8 @@ from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.errors import check_member
 from moe_jax.in_memory import InMemory, open_writer
 from moe_jax.lineage import new_lineage_entry
-from moe_jax.staging import refuse_existing, require_space
+from moe_jax.resume import require_space
+from moe_jax.staging import refuse_existing
 from moe_jax.terminal import ByteProgress, console_for_tables
 
 
@@ -40,7 +41,7 @@ def convert(
 
     Raises:
       InputError: if the checkpoint is damaged or does not fit its config, or `dst` exists.
-      OSError: if the disk is full. Nothing is left at `dst` then.
+      OSError: if the disk is full. Nothing is at `dst` then, and the same call goes on with what is done.
     """
     console = console or console_for_tables(stderr=not dry_run)
     if dtype is not None:
@@ -66,17 +67,24 @@ def convert(
     config = replace(source.config, dtype=dtype) if dtype else source.config
     # An exported directory brings its own history.
     lineage = [*source.lineage, new_lineage_entry("convert", {"dtype": dtype}, [source])]
-    total = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+    total = _bytes_of(specs)
     if isinstance(dst, Path):
         require_space(dst, total)
     with ByteProgress(console, "converting", total) as progress:
-        with open_writer(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
-            for path, leaf in _read_ahead(source, specs):
+        files = source.tokenizer_files
+        with open_writer(dst, config, tokenizer_files=files, lineage=lineage, resume=True) as writer:
+            missing = {path: spec for path, spec in specs.items() if path not in writer.done}
+            progress.skip(total - _bytes_of(missing))
+            for path, leaf in _read_ahead(source, missing):
                 writer.write({path: leaf})
                 progress.advance(leaf.nbytes)
             writer.lineage[-1]["measured"] = progress.measured()
     where = f"wrote {dst}" if isinstance(dst, Path) else f"read {src}"
     console.print(f"{where}: {progress.summary()}", markup=False)
+
+
+def _bytes_of(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
 
 
 def _read_ahead(
@@ -87,6 +95,8 @@ def _read_ahead(
     Two buffers are used in turn. New memory for every leaf would cost as much as reading it, because the system has to
     clear it.
     """
+    if not specs:
+        return
     largest = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
     buffers = [np.empty(largest, np.uint8) for _ in range(2)]
     paths = list(specs)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moe_jax.companions import is_companion
+from moe_jax.companions import companions_in
 from moe_jax.convert.checkpoint_files import CheckpointFiles, open_checkpoint
 from moe_jax.convert.copying import as_bits, cast, copy_transposed
 from moe_jax.convert.hf_config import read_hf_config
@@ -62,7 +62,7 @@ class HuggingFaceDirectory:
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
         """Files that are copied with the model: tokenizer, generation settings, chat templates."""
-        return tuple(sorted(path for path in self.path.iterdir() if path.is_file() and is_companion(path.name)))
+        return companions_in(self.path)
 
     @property
     def lineage(self) -> list[dict[str, Any]]:

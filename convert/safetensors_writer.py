@@ -45,7 +45,10 @@ def plan_shards(tensors: Mapping[str, PlannedTensor], max_bytes: int) -> dict[st
 
 
 class ShardWriter:
-    """Writes planned shards into a directory. A context manager."""
+    """Writes planned shards into a directory. A context manager.
+
+    Shards of the same plan that are there already are gone on with: what was written to them stays.
+    """
 
     def __init__(self, directory: Path, tensors: Mapping[str, PlannedTensor], max_bytes: int):
         self._directory = directory
@@ -65,7 +68,7 @@ class ShardWriter:
                 spans[name] = (tensor.dtype, tensor.shape, end, end + tensor.nbytes)
                 end += tensor.nbytes
             header = encode_header(spans)
-            descriptor = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            descriptor = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             self._descriptors.append(descriptor)
             _write_all(descriptor, header, 0)
             for name, (_, _, start, _) in spans.items():
@@ -84,12 +87,16 @@ class ShardWriter:
         descriptor, start = self._starts[name]
         _write_all(descriptor, values.reshape(-1).view(np.uint8), start + offset * values.itemsize)
 
+    def sync(self) -> None:
+        """Waits until all that was written is on disk."""
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._write_index()
-                for descriptor in self._descriptors:
-                    os.fsync(descriptor)
+                self.sync()
         finally:
             for descriptor in self._descriptors:
                 os.close(descriptor)

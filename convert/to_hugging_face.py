@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -16,18 +15,19 @@ from moe_jax.convert.copying import DTYPES_BY_NAME, cast, copy_transposed
 from moe_jax.convert.families import family_named
 from moe_jax.convert.foreign_view import MergedModel, merged_config
 from moe_jax.convert.hf_config import write_hf_config
-from moe_jax.convert.hugging_face_dir import WORKERS, row_chunks
+from moe_jax.convert.hugging_face_dir import WORKERS, HuggingFaceDirectory, row_chunks
 from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.convert.safetensors_writer import PlannedTensor, ShardWriter
 from moe_jax.convert.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_table
 from moe_jax.convert.tensors import DTYPE_NAMES
 from moe_jax.errors import InputError, check_member
 from moe_jax.formatting import GB, parse_bytes
-from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry
+from moe_jax.lineage import LINEAGE_FILE, identity_of, new_lineage_entry
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import is_tuned
-from moe_jax.staging import refuse_existing, require_space, staged_directory, sync, write_durably
+from moe_jax.resume import Workplace, require_space
+from moe_jax.staging import refuse_existing, write_durably
 from moe_jax.terminal import ByteProgress, console_for_tables
 
 DENSE_LAYERS = ("replicate", "refuse")
@@ -60,7 +60,7 @@ def export(
 
     Raises:
       InputError: if no format can hold the model, or `dst` exists.
-      OSError: if the disk is full. Nothing is left at `dst` then.
+      OSError: if the disk is full. Nothing is at `dst` then, and the same call goes on with what is done.
     """
     console = console or console_for_tables(stderr=not dry_run)
     check_member("expert layout", expert_layout, LAYOUTS)
@@ -103,18 +103,44 @@ def export(
     }
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with ByteProgress(console, "exporting", total) as progress:
-        with staged_directory(dst) as folder:
-            with ShardWriter(folder, tensors, max_bytes) as writer:
-                for path, pieces in mapped.pieces.items():
-                    _write_leaf(model, path, pieces, specs[path].dtype, writer, progress)
+        with Workplace(dst, identity_of(lineage)) as work:
+            folder = work.folder
+            # Before the weights, so that nothing that is copied can take their place.
             for file in source.tokenizer_files:
-                shutil.copyfile(file, folder / file.name)
-                sync(folder / file.name)
+                write_durably(folder / file.name, file.read_bytes())
+            with ShardWriter(folder, tensors, max_bytes) as writer:
+                _write_layers(model, mapped, specs, writer, work, progress)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
             lineage[-1]["measured"] = progress.measured()
             write_durably(folder / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
+            HuggingFaceDirectory(folder).specs()  # opens all files and compares them with the config
+            work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
+
+
+def _write_layers(
+    model: MergedModel,
+    mapped: Mapped,
+    specs: Mapping[str, jax.ShapeDtypeStruct],
+    writer: ShardWriter,
+    work: Workplace,
+    progress: ByteProgress,
+) -> None:
+    """Writes the layers that no interrupted command has written, and notes each when it is on disk."""
+    by_layer: dict[str, list[str]] = {}
+    for path in mapped.pieces:
+        by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "rest", []).append(path)
+    written = work.notes()
+    for layer, paths in by_layer.items():
+        if layer in written:
+            progress.skip(written[layer]["bytes"])
+            continue
+        for path in paths:
+            _write_leaf(model, path, mapped.pieces[path], specs[path].dtype, writer, progress)
+        writer.sync()
+        sizes = (math.prod(piece.shape) * specs[path].dtype.itemsize for path in paths for piece in mapped.pieces[path])
+        work.note(layer, {"bytes": sum(sizes)})
 
 
 def _write_leaf(

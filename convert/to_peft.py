@@ -26,7 +26,8 @@ from moe_jax.loading import leaf_specs
 from moe_jax.model_source import ModelSource, OverBase
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import base_config, own_leaves
-from moe_jax.staging import refuse_existing, staged_directory, write_durably
+from moe_jax.resume import staged_directory
+from moe_jax.staging import refuse_existing, write_durably
 from moe_jax.terminal import console_for_tables
 
 CONFIG_FILE = "adapter_config.json"

@@ -20,6 +20,7 @@ import numpy as np
 
 from moe_jax.errors import InputError
 from moe_jax.json_toml import read_json_object
+from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_dir import BASE_FILE, ModelDirectory, ModelDirectoryWriter
 from moe_jax.model_reference import ModelReference
 from moe_jax.model_source import ModelSource, OverBase
@@ -92,7 +93,12 @@ class AdapterDirectory(ModelDirectory, OverBase):
             )
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype: as stored, or for NF4 codes made from kernels of the base, as made."""
+        """Leaf path -> shape and dtype: as stored, or for NF4 codes made from kernels of the base, as made.
+
+        Raises:
+          InputError: if metadata is damaged, or the leaves are not those of the config; all problems are listed.
+        """
+        check_leaves(leaf_specs(self.config), {**self._reader.specs, **self._leaves.specs}, str(self.path))
         return self._leaves.specs
 
     def own_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -130,6 +136,7 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
         tokenizer_files: Sequence[Path],
         lineage: Sequence[Mapping[str, Any]],
         trained: Iterable[str] = (),
+        resume: bool = False,
     ):
         """Checks base and target; nothing is written yet.
 
@@ -137,7 +144,7 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
           dst: where the directory appears.
           config: of the tuned model.
           base: its base, which the directory refers to.
-          tokenizer_files, lineage: see `ModelDirectoryWriter`.
+          tokenizer_files, lineage, resume: see `ModelDirectoryWriter`.
           trained: leaves of the base that were trained, and are stored here with their new values. Besides these, all
             leaves must be written that the base does not have.
 
@@ -156,6 +163,7 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
             config,
             tokenizer_files=tokenizer_files,
             lineage=lineage,
+            resume=resume,
             leaves=own_leaves(config) | frozenset(trained),
             documents={BASE_FILE: {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(reference)}},
         )

@@ -6,6 +6,7 @@ training run needs to go on.
 
 import contextlib
 import errno
+import glob
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils.epath.gpath import PosixGPath
 
 # Orbax makes the name of its v1 API when it is imported, and takes more than its annotations say.
 # pyright: reportMissingImports=none, reportArgumentType=none
@@ -29,7 +31,6 @@ from moe_jax.errors import InputError, first_line
 from moe_jax.processes import is_first_process
 from moe_jax.staging import remove_directory
 
-STATE = "state"  # Orbax's name for the only item of a checkpoint
 PARTIAL = ".partial_save"  # Orbax's suffix for a checkpoint that is not finalized
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
@@ -72,7 +73,8 @@ def read_specs(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
       InputError: if it is not a complete Orbax checkpoint.
     """
     try:
-        tree = ocp.metadata(directory).metadata
+        with _context():
+            tree = ocp.metadata(directory).metadata
     except Exception as error:
         raise InputError(f"{directory} is not a complete Orbax checkpoint: {first_line(error)}") from error
     return {
@@ -90,7 +92,7 @@ def read_leaf(directory: Path, path: str) -> np.ndarray:
     tree: Any = np.ndarray
     for name in reversed(path.split("/")):
         tree = {name: tree}
-    context = ocp.Context()
+    context = _context()
     context.pytree.loading.partial_load = True
     try:
         with context:
@@ -101,13 +103,28 @@ def read_leaf(directory: Path, path: str) -> np.ndarray:
 
 def _raw_files() -> ocp.Context:
     """Settings with which a leaf becomes a file that holds nothing but its bytes."""
-    context = ocp.Context()
-    context.array.saving.use_compression = False
+    context = _context()
     # Plain Zarr v2 files instead of Orbax's database: written without a copy, and a leaf is one file that can be
     # read without going through the metadata of all the others.
     context.array.saving.use_ocdbt = False
     context.array.saving.use_zarr3 = False
     return context
+
+
+def _context() -> ocp.Context:
+    """The settings of everything that goes through Orbax."""
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    context.file.path_class = _LiteralPath
+    return context
+
+
+class _LiteralPath(PosixGPath):
+    """A path that is not a pattern itself: below `run[1]`, Etils would look for `*` in a folder called `run1`."""
+
+    def glob(self, pattern: str) -> Iterator["_LiteralPath"]:
+        for found in glob.glob(pattern, root_dir=self):
+            yield self / found
 
 
 class _Lent(np.ndarray):
@@ -145,8 +162,7 @@ class TrainingCheckpoints:
         if keep < 1:
             raise InputError(f"keep={keep} must be at least 1: the run could not resume")
         self._directory = Path(directory).absolute()
-        context = ocp.Context()
-        context.array.saving.use_compression = False
+        context = _context()
 
         def pieces(path: tuple, leaf: Any) -> Any:
             if np.ndim(leaf) < 2 or not in_slices(jax.tree_util.keystr(path, simple=True, separator=".")):
@@ -156,7 +172,7 @@ class TrainingCheckpoints:
         context.array.saving.scoped_storage_options_creator = pieces
         with _writing(self._directory):
             self._checkpointer = ocp.training.Checkpointer(
-                self._directory,
+                _LiteralPath(self._directory),
                 context=context,
                 preservation_policy=ocp.training.preservation_policies.LatestN(keep),
             )

@@ -9,8 +9,11 @@ import importlib.util
 import io
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,13 @@ COMMANDS = {
     "generate": "continue a prompt",
     "inspect": "what a model consists of, and how it came to be",
     "plan": "parameters and bytes of a model, from its config alone",
+    "clean": "what interrupted commands left, removed",
     "demo": "the whole job on a small model, offline, in minutes",
 }
 
-# Exit codes: 2 for errors that the user can correct (as in argparse), 130 for Ctrl-C (as in shells).
+# Exit codes: 2 for errors that the user can correct (as in argparse), 128 + N for signal N (as in shells).
 USER_ERROR = 2
-INTERRUPTED = 130
+SIGNALLED = 128
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,19 +53,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        _run(arguments)
+        with _interruptions():
+            _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output went away (`| head`). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (InputError, OSError) as error:
-        print(f"moe-jax: error: {_message(error)}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("moe-jax: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _end(USER_ERROR, f"error: {_message(error)}{_notes(error)}")
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+        return _end(SIGNALLED + number, f"interrupted by {signal.Signals(number).name}{_notes(error)}")
+    except BaseException:
+        if _others_wait():
+            _end(1, traceback.format_exc())
+        raise
     return 0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that asks the process to end; `number` says which. What is open is closed, as after Ctrl-C."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _interruptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP interrupt the block as SIGINT does."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise Interrupted(number)
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+                previous[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end(code: int, message: str) -> int:
+    """Says why the command ended and returns its exit code; does not return where other processes wait for this one."""
+    print(f"moe-jax: {message}", file=sys.stderr)
+    if _others_wait():
+        # They would wait for minutes, each for all. Where one is gone, the runtime ends the others.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _others_wait() -> bool:
+    processes = sys.modules.get("moe_jax.processes")
+    return processes is not None and processes.has_joined()
+
+
+def _notes(error: BaseException) -> str:
+    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def _run(arguments: list[str]) -> None:

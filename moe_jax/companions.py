@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from moe_jax.errors import InputError
+
 TOKENIZER = "tokenizer.json"
 _OF_TOKENIZER = frozenset(
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
@@ -11,8 +13,31 @@ _OF_TOKENIZER = frozenset(
 _OTHERS = frozenset({"generation_config.json"})
 
 
-def is_companion(name: str) -> bool:
-    """Whether a file of this name is copied unchanged with the model."""
+def companions_in(directory: Path) -> tuple[Path, ...]:
+    """The files in the directory of a model that are copied unchanged with it, sorted. Whatever else lies there stays.
+
+    Raises:
+      InputError: see `refuse_links_out`.
+    """
+    files = sorted(file for file in directory.iterdir() if _is_companion(file.name) and file.is_file())
+    refuse_links_out(directory, files)
+    return tuple(files)
+
+
+def refuse_links_out(directory: Path, files: Iterable[Path]) -> None:
+    """Raises `InputError` for a link to a file elsewhere: what is nobody's business would be published under its name.
+
+    In the cache of the Hugging Face hub, the files of a snapshot are links into the folder `blobs` beside `snapshots`.
+    """
+    home = directory.resolve()
+    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    for file in files:
+        target = file.resolve()
+        if not any(target.is_relative_to(home) for home in homes):
+            raise InputError(f"{file} is a link to {target}, outside of {directory}; put a copy there, or remove it")
+
+
+def _is_companion(name: str) -> bool:
     return name in _OTHERS or is_of_tokenizer(name)
 
 
@@ -22,9 +47,14 @@ def is_of_tokenizer(name: str) -> bool:
 
 
 def tokenizer_files(file: Path) -> dict[str, Path]:
-    """The files of a tokenizer by their standard names: the file itself, whatever it is called, and those beside it."""
-    beside = {path.name: path for path in sorted(file.parent.iterdir()) if is_of_tokenizer(path.name)}
-    return {name: path for name, path in beside.items() if path.is_file()} | {TOKENIZER: file}
+    """The files of a tokenizer by their standard names: the file itself, whatever it is called, and those beside it.
+
+    Raises:
+      InputError: see `refuse_links_out`.
+    """
+    beside = [path for path in sorted(file.parent.iterdir()) if is_of_tokenizer(path.name) and path.is_file()]
+    refuse_links_out(file.parent, [path for path in beside if path != file])
+    return {path.name: path for path in beside} | {TOKENIZER: file}
 
 
 def with_tokenizer(files: Iterable[Path], tokenizer: Path) -> dict[str, Path]:

@@ -1,8 +1,10 @@
 """Fingerprints of files and weights, fast enough for checkpoints of any size."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 import numpy as np
@@ -13,14 +15,18 @@ _PIECES = 16
 
 def sample_file(file: Path) -> bytes:
     """The size of a file and its content: all of it up to 1 MiB, 16 evenly spread pieces of 64 KiB if it is larger."""
-    size = file.stat().st_size
     with open(file, "rb") as handle:
+        return sample_open(handle)
 
-        def read(start: int, length: int) -> bytes:
-            handle.seek(start)
-            return handle.read(length)
 
-        return _sample(size, read)
+def sample_open(file: BinaryIO) -> bytes:
+    """What `sample_file` returns, of a file that is open."""
+
+    def read(start: int, length: int) -> bytes:
+        file.seek(start)
+        return file.read(length)
+
+    return _sample(os.fstat(file.fileno()).st_size, read)
 
 
 def sample_array(array: np.ndarray) -> bytes:

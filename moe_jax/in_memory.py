@@ -186,7 +186,7 @@ def open_writer(
         raise InputError(f"{dst} would refer to a model that is in memory only; save it first, and give its path")
     if base is None:
         return ModelDirectoryWriter(dst, config, resume=resume, **given)
-    return AdapterDirectoryWriter(dst, config, base=base, trained=trained, **given)
+    return AdapterDirectoryWriter(dst, config, base=base, trained=trained, resume=resume, **given)
 
 
 class _MemoryWriter:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.errors import InputError, shown
-from moe_jax.regular_files import read_regular
+from moe_jax.regular_files import HeldDirectory, read_regular
 
 MAX_BYTES = 32 << 20
 MAX_VALUES = 1_000_000
@@ -30,24 +30,36 @@ ANYTHING: tuple[Unusual, ...] = ("nonfinite", "large integers", "surrogates")
 
 
 def read_json(
-    file: Path, *, allow: Collection[Unusual] = (), max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES
+    file: Path,
+    *,
+    allow: Collection[Unusual] = (),
+    max_bytes: int = MAX_BYTES,
+    max_values: int = MAX_VALUES,
+    inside: HeldDirectory | None = None,
 ) -> Any:
-    """The content of a JSON file; see `parse_json`.
+    """The content of a JSON file; see `parse_json`, and for `inside` see `open_regular`.
 
     Raises:
       FileNotFoundError: if there is no such file.
       InputError: if it is not a regular file, larger than `max_bytes`, or not JSON within the limits.
     """
-    return parse_json(_content(file, max_bytes), where=str(file), allow=allow, max_values=max_values)
+    where = str(inside.path / file if inside else file)
+    return parse_json(_content(file, max_bytes, inside), where=where, allow=allow, max_values=max_values)
 
 
 def read_json_object(
-    file: Path, *, allow: Collection[Unusual] = (), max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES
+    file: Path,
+    *,
+    allow: Collection[Unusual] = (),
+    max_bytes: int = MAX_BYTES,
+    max_values: int = MAX_VALUES,
+    inside: HeldDirectory | None = None,
 ) -> dict[str, Any]:
     """The content of a JSON file that must hold one object; see `read_json`."""
-    data = read_json(file, allow=allow, max_bytes=max_bytes, max_values=max_values)
+    data = read_json(file, allow=allow, max_bytes=max_bytes, max_values=max_values, inside=inside)
     if not isinstance(data, dict):
-        raise InputError(f"{file} holds a JSON {type(data).__name__}, expected an object")
+        where = inside.path / file if inside else file
+        raise InputError(f"{where} holds a JSON {type(data).__name__}, expected an object")
     return data
 
 
@@ -147,11 +159,11 @@ _STRING_OR_COMMENT = re.compile(
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}")
 
 
-def _content(file: Path, max_bytes: int) -> bytes:
+def _content(file: Path, max_bytes: int, inside: HeldDirectory | None = None) -> bytes:
     try:
-        return read_regular(file, max_bytes=max_bytes)
+        return read_regular(file, max_bytes=max_bytes, inside=inside)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{file} does not exist") from None
+        raise FileNotFoundError(f"{inside.path / file if inside else file} does not exist") from None
 
 
 def _check_depth(value: Any, where: str) -> None:

@@ -3,7 +3,6 @@
 They form an Orbax checkpoint, which `checkpoint.py` makes; each leaf is a file of its own that is read without Orbax.
 """
 
-import json
 import math
 import shutil
 from collections.abc import Iterable, Mapping
@@ -12,10 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from moe_jax.checkpoint import PARTIAL, STATE, finalize_groups, read_leaf, read_specs, save_group
+from moe_jax.checkpoint import PARTIAL, finalize_groups, read_leaf, read_specs, save_group
 from moe_jax.errors import InputError
-from moe_jax.fingerprint import fingerprint_leaves, sample_file
-from moe_jax.processes import is_first_process, wait_for_all
+from moe_jax.fingerprint import fingerprint_leaves
+from moe_jax.processes import first_decides
+from moe_jax.regular_files import HeldDirectory
+from moe_jax.zarr_arrays import STATE, ZarrArray, read_zarr_arrays
 
 # Leaves are gathered until a group is this large: each group costs some 50 ms and a directory, whatever its size,
 # and memory grows by no more than this. A larger leaf is a group of its own and is not copied.
@@ -49,13 +50,10 @@ class LeafWriter:
         if self._directory.exists():
             raise FileExistsError(f"{self._directory} already exists")
         self._partial = self._directory.with_name(self._directory.name + PARTIAL)
-        if is_first_process():
-            self._remove_stale(resume)
-        wait_for_all(f"checkpoint {self._directory} begun")
         self._pending: dict[str, np.ndarray] = {}
         self._names: set[str] = set()
         self._inner: set[str] = set()
-        self.done = self._leaves_of_interrupted()
+        self.done = set(first_decides(lambda: self._take_up(resume)))
         for path in self.done:
             self._register(path)
 
@@ -90,21 +88,22 @@ class LeafWriter:
         self._flush()
         finalize_groups(self._directory)
 
-    def _remove_stale(self, resume: bool) -> None:
-        """Removes what an interrupted writer left; when resuming, keeps its complete groups."""
+    def _take_up(self, resume: bool) -> list[str]:
+        """Removes what an interrupted writer left; when resuming, keeps its complete groups and returns their leaves.
+
+        For the first process.
+        """
         # An incomplete group has this name. Orbax moves a group into `_partial` when all of it is on disk.
         for stale in self._directory.parent.glob(f"{self._partial.name}.*"):
             shutil.rmtree(stale)
         if not self._partial.exists():
-            return
+            return []
         # It was interrupted while Orbax merged the groups, which cannot be resumed.
         merging = any(not group.name.startswith(f"{self._partial.name}.pending") for group in self._partial.iterdir())
         if merging or not resume:
             shutil.rmtree(self._partial)
-
-    def _leaves_of_interrupted(self) -> set[str]:
-        groups = self._partial.iterdir() if self._partial.exists() else ()
-        return {path for group in groups for path in LeafReader(group).specs}
+            return []
+        return [path for group in self._partial.iterdir() for path in LeafReader(group).specs]
 
     def _register(self, path: str) -> None:
         parts = path.split("/")
@@ -132,23 +131,37 @@ class LeafWriter:
 class LeafReader:
     """Reads leaves of a checkpoint by path, each on its own.
 
+    All is read through one open directory: of leaves that `LeafWriter` wrote, none can be of another checkpoint that
+    takes this one's place in the meantime.
+
     Attributes:
       specs: shape and dtype of every leaf, by path; layers/2 comes before layers/10.
     """
 
     specs: dict[str, jax.ShapeDtypeStruct]
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, *, inside: HeldDirectory | None = None):
         """Opens the checkpoint at `directory`; no weights are read.
+
+        Args:
+          directory: of the checkpoint.
+          inside: the directory that a relative path begins at; None: the current one.
 
         Raises:
           FileNotFoundError: if there is no directory.
-          InputError: if it is not a complete Orbax checkpoint.
+          InputError: if it is not a complete Orbax checkpoint, or a file with the shape of a leaf is damaged.
         """
-        self._directory = Path(directory).absolute()
-        if not self._directory.is_dir():
-            raise FileNotFoundError(f"no checkpoint at {directory}")
-        self.specs = dict(sorted(read_specs(self._directory).items(), key=lambda item: _natural(item[0])))
+        try:
+            held = HeldDirectory(directory, inside=inside)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(f"no checkpoint at {inside.path / directory if inside else directory}") from None
+        self._directory = held.path.absolute()
+        self._arrays = read_zarr_arrays(held)
+        if self._arrays is None:
+            specs = read_specs(self._directory)
+        else:
+            specs = {path: array.spec for path, array in self._arrays.items()}
+        self.specs = dict(sorted(specs.items(), key=lambda item: _natural(item[0])))
 
     def read(self, path: str) -> np.ndarray:
         """Reads one leaf, and no bytes but its own.
@@ -158,25 +171,27 @@ class LeafReader:
         """
         if path not in self.specs:
             raise InputError(f"{self._directory} has no leaf {path!r}")
-        file = self._raw_file(path)
-        if file is None:
-            return read_leaf(self._directory, path)
-        spec = self.specs[path]
-        dtype = np.dtype(spec.dtype)
-        array = np.fromfile(file, dtype=np.uint8)
-        expected = math.prod(spec.shape) * dtype.itemsize
-        if array.nbytes != expected:
-            raise InputError(f"{file} has {array.nbytes} bytes, {expected} expected: it is truncated or corrupt")
-        return array.view(dtype).reshape(spec.shape)
+        array = self._array(path)
+        return array.read() if array else read_leaf(self._directory, path)
 
     def read_many(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
         """Reads several leaves, all into memory."""
         return {path: self.read(path) for path in paths}
 
+    def check_sizes(self) -> None:
+        """Raises `InputError` for a leaf whose file is missing, or does not have the size that its shape says."""
+        for path in self.specs:
+            array = self._array(path)
+            if array is not None:
+                array.check_size()
+
     def stored_bytes(self, path: str) -> int:
         """Bytes of a leaf on disk: its file and a few hundred bytes of Zarr metadata."""
-        array = self._directory / STATE / path.replace("/", ".")
-        files = [file.stat().st_size for file in array.rglob("*") if file.is_file()]
+        array = self._array(path)
+        if array is not None:
+            return array.stored_bytes()
+        folder = self._directory / STATE / path.replace("/", ".")
+        files = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
         # Orbax's database keeps many leaves in one file.
         return sum(files) if files else math.prod(self.specs[path].shape) * self.specs[path].dtype.itemsize
 
@@ -184,32 +199,19 @@ class LeafReader:
         """Identity of the weights: a SHA-256 over names, shapes, dtypes, and samples of the content."""
 
         def sample(path: str) -> bytes:
-            file = self._raw_file(path)
-            return self.read(path).tobytes() if file is None else sample_file(file)
+            array = self._array(path)
+            return array.sample() if array else self.read(path).tobytes()
 
         return fingerprint_leaves(self.specs, sample)
 
-    def _raw_file(self, path: str) -> Path | None:
+    def _array(self, path: str) -> ZarrArray | None:
         """The file that holds the bytes of a leaf and nothing else, if the leaf was written by `LeafWriter`.
 
         Orbax reads the metadata of all leaves in every call (0.2 s for 1,500 leaves) and holds a large leaf twice in
-        memory; reading the file itself avoids both. In Zarr v2, the file of a chunk is the array if there is one chunk,
-        in C order, without compressor and filters.
+        memory; reading the file itself avoids both. See `zarr_arrays`.
         """
-        array = self._directory / STATE / path.replace("/", ".")
-        try:
-            zarr = json.loads((array / ".zarray").read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        shape = list(self.specs[path].shape)
-        one_raw_chunk = (
-            zarr["shape"] == zarr["chunks"] == shape
-            and zarr["order"] == "C"
-            and not zarr["compressor"]
-            and not zarr["filters"]
-            and not zarr["dtype"].startswith(">")
-        )
-        return array / ".".join("0" for _ in shape or [1]) if one_raw_chunk else None
+        array = None if self._arrays is None else self._arrays[path]
+        return array if array is not None and array.is_raw else None
 
 
 def _natural(path: str) -> list[tuple[bool, int, str]]:

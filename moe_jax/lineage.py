@@ -3,7 +3,7 @@
 import datetime
 import importlib.metadata
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_files
 from moe_jax.json_toml import ANYTHING, read_json
 from moe_jax.model_source import ModelSource
+from moe_jax.regular_files import HeldDirectory
 
 LINEAGE_FILE = "lineage.json"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -44,18 +45,27 @@ def new_lineage_entry(
     }
 
 
-def read_lineage(path: Path) -> list[dict[str, Any]]:
+def identity_of(lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What identifies the work that a lineage describes; date, versions and measurements are not part of it."""
+    return [{name: entry.get(name) for name in ("command", "options", "sources")} for entry in lineage]
+
+
+def read_lineage(path: Path, *, inside: HeldDirectory | None = None) -> list[dict[str, Any]]:
     """The entries of a model directory; none for a directory without lineage, such as Hugging Face's.
+
+    Args:
+      path: of the directory.
+      inside: the directory itself, where it is open already.
 
     Raises:
       InputError: if lineage.json is not a list of entries.
     """
-    file = Path(path) / LINEAGE_FILE
-    if not file.is_file():
+    held = inside or HeldDirectory(path)
+    if not held.is_file(LINEAGE_FILE):
         return []
-    entries = read_json(file, allow=ANYTHING)
+    entries = read_json(Path(LINEAGE_FILE), allow=ANYTHING, inside=held)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "command" in entry for entry in entries):
-        raise InputError(f"{file} is not a list of entries, each with a 'command'")
+        raise InputError(f"{held.path / LINEAGE_FILE} is not a list of entries, each with a 'command'")
     return entries
 
 

@@ -3,16 +3,15 @@
     config.json      versioned `ModelConfig`; the tree of the model can be built from it alone
     params/          Orbax checkpoint, one leaf per parameter per layer
     lineage.json     how the model was made
-    tokenizer files  anything else, copied through unchanged
+    tokenizer files  copied through unchanged; see `companions`
 
 A directory is written beside its target and renamed when it is complete. `adapter_dir.py` holds what is different for
 adapter directories.
 """
 
+import contextlib
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,33 +21,25 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from moe_jax.companions import companions_in
 from moe_jax.errors import InputError, raise_if_any
 from moe_jax.json_toml import read_json_object
 from moe_jax.leaf_files import LeafReader, LeafWriter
-from moe_jax.lineage import LINEAGE_FILE
+from moe_jax.lineage import LINEAGE_FILE, identity_of
 from moe_jax.lineage import new_lineage_entry as new_lineage_entry
 from moe_jax.lineage import read_lineage as read_lineage
-from moe_jax.loading import leaf_specs
+from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.models.serialize import FORMAT
-from moe_jax.processes import is_first_process, wait_for_all
-from moe_jax.staging import (
-    lock_directory,
-    partial_of,
-    refuse_existing,
-    remove_content,
-    remove_directory,
-    rename_durably,
-    replace_file,
-    write_durably,
-)
+from moe_jax.processes import first_decides, is_first_process
+from moe_jax.regular_files import HeldDirectory
+from moe_jax.resume import Workplace
+from moe_jax.staging import refuse_existing, remove_directory, write_durably
 
 BASE_FILE = "base.json"
 _CONFIG = "config.json"
 _PARAMS = "params"
-_JOB = "job.sha256"
-_NOTES = "notes"
 
 
 def is_model_directory(path: Path) -> bool:
@@ -61,7 +52,10 @@ def is_model_directory(path: Path) -> bool:
 
 
 class ModelDirectory:
-    """A model directory to read from; a `ModelSource`."""
+    """A model directory to read from; a `ModelSource`.
+
+    Another directory that takes its place while it is read is not noticed: this one is held open.
+    """
 
     base: ModelSource | None = None
     _folder = _PARAMS
@@ -74,28 +68,34 @@ class ModelDirectory:
           InputError: if it is not a complete, valid config.
         """
         self.path = Path(path)
-        file = self.path / _CONFIG
-        if not file.is_file():
+        if not (self.path / _CONFIG).is_file():
             raise FileNotFoundError(f"no model directory at {path}: there is no {_CONFIG}")
-        self.config = config_from_json(read_json_object(file, allow=("nonfinite",)), where=str(file))
+        self._held = HeldDirectory(self.path)
+        fields = read_json_object(Path(_CONFIG), allow=("nonfinite",), inside=self._held)
+        self.config = config_from_json(fields, where=str(self.path / _CONFIG))
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """Files that are copied with the model: all except those that this library writes."""
-        ours = (_CONFIG, LINEAGE_FILE, BASE_FILE)
-        return tuple(sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in ours))
+        """Files that are copied with the model; see `companions_in`."""
+        self._held.check_in_place()
+        return companions_in(self.path)
 
     @property
     def lineage(self) -> list[dict[str, Any]]:
         """How the model was made, one entry per command."""
-        return read_lineage(self.path)
+        return read_lineage(self.path, inside=self._held)
 
     @cached_property
     def _reader(self) -> LeafReader:
-        return LeafReader(self.path / self._folder)
+        return LeafReader(Path(self._folder), inside=self._held)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype as stored."""
+        """Leaf path -> shape and dtype as stored.
+
+        Raises:
+          InputError: if metadata is damaged, or the leaves are not those of the config; all problems are listed.
+        """
+        check_leaves(leaf_specs(self.config), self._reader.specs, str(self.path))
         return self._reader.specs
 
     def read(self, path: str) -> np.ndarray:
@@ -129,7 +129,7 @@ class ExpectedLeaves:
         """Of all of them."""
         return tuple(self._specs)
 
-    def check(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
+    def check(self, leaves: Mapping[str, np.ndarray | jax.Array | jax.ShapeDtypeStruct]) -> None:
         """Raises `ValueError` for a leaf that is not expected, or has another shape."""
         for path, leaf in leaves.items():
             if path not in self._specs:
@@ -187,16 +187,13 @@ class ModelDirectoryWriter:
           InputError: if `dst` exists, or a file to copy does not.
         """
         self._dst = Path(dst).absolute()
-        self._partial = partial_of(self._dst)
         self._config = config
         self._files = tuple(Path(file) for file in tokenizer_files)
-        self._resume = resume
         self.lineage = [dict(entry) for entry in lineage]
-        refuse_existing(self._dst)
-        raise_if_any([f"{file} is not there" for file in self._files if not file.is_file()], f"cannot write {dst}")
+        self._work = Workplace(self._dst, self._job() if resume else None)
+        first_decides(self._check_files)
         self._expected = ExpectedLeaves(config, leaves)
         self._documents = dict(documents or {})
-        self._written: set[str] = set()
 
     @property
     def expected(self) -> tuple[str, ...]:
@@ -206,33 +203,25 @@ class ModelDirectoryWriter:
     @property
     def done(self) -> frozenset[str]:
         """Leaves that are written already; in a resumed job, also those of the interrupted one."""
-        return frozenset(self._leaves.done)
+        return frozenset(self._done)
 
     def note(self, name: str, data: Any) -> None:
         """Stores JSON-able data for a resumed job, until the directory is complete."""
         if is_first_process():
-            (self._partial / _NOTES).mkdir(exist_ok=True)
-            replace_file(self._partial / _NOTES / f"{name}.json", json.dumps(data).encode())
+            self._work.note(name, data)
 
     def notes(self) -> dict[str, Any]:
         """The data stored by `note`, by name; in a resumed job, also that of the interrupted one."""
-        return {file.stem: json.loads(file.read_bytes()) for file in (self._partial / _NOTES).glob("*.json")}
+        return self._work.notes()
 
     def __enter__(self) -> Self:
-        if is_first_process():
-            self._dst.parent.mkdir(parents=True, exist_ok=True)
-            self._partial.mkdir(exist_ok=True)
-            self._lock = lock_directory(self._partial, self._dst)
+        whole = first_decides(self._begin)
         try:
-            if is_first_process() and not (self._resume and self._is_same_job()):
-                remove_content(self._partial)
-                write_durably(self._partial / _JOB, self._job().encode())
-            wait_for_all(f"{self._partial} begun")
-            self._leaves = LeafWriter(self._partial / self._folder, resume=self._resume)
-        except BaseException:
-            self._abandon()
+            self._leaves = None if whole else LeafWriter(self._params, resume=True)
+        except BaseException as error:
+            self._leave(error)
             raise
-        self._written |= self._leaves.done
+        self._done = set(self._expected.paths if self._leaves is None else self._leaves.done)
         return self
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
@@ -243,8 +232,12 @@ class ModelDirectoryWriter:
           ValueError: for a leaf that the config does not describe, or written before.
         """
         self._expected.check(leaves)
-        self._leaves.write(leaves)
-        self._written |= leaves.keys()
+        again = sorted(leaves.keys() & self._done)
+        if again:
+            raise ValueError(f"leaf {again[0]} was written already")
+        if self._leaves is not None:
+            self._leaves.write(leaves)
+            self._done |= leaves.keys()
 
     def read_back(self) -> LeafReader:
         """Finishes writing leaves and opens them, so that they can be checked before the target appears.
@@ -253,60 +246,76 @@ class ModelDirectoryWriter:
           OSError: if the disk is full or cannot be written.
           ValueError: if leaves are missing.
         """
-        self._complete_leaves()
-        return LeafReader(self._partial / self._folder)
+        self._finish_leaves()
+        return LeafReader(self._params)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._abandon(resumable=not isinstance(error, InputError))
-            return
-        try:
-            self._complete()
-        except BaseException:
-            self._abandon()
-            raise
-        self._unlock()
+        if error is None:
+            try:
+                self._finish_leaves()
+                first_decides(self._complete)
+            except BaseException as failed:
+                self._leave(failed)
+                raise
+        self._leave(error)
 
-    def _complete_leaves(self) -> None:
-        if (self._partial / self._folder).exists():
-            return
-        self._expected.check_all(self._written)
-        self._leaves.close()
+    @property
+    def _params(self) -> Path:
+        return self._work.folder / self._folder
+
+    def _check_files(self) -> None:
+        refuse_existing(self._dst)
+        missing = [f"{file} is not there" for file in self._files if not file.is_file()]
+        raise_if_any(missing, f"cannot write {self._dst}")
+
+    def _begin(self) -> bool:
+        """Prepares the folder, and returns whether all leaves are in it already. For the first process."""
+        self._work.__enter__()
+        try:
+            # Before the weights, so that nothing that is copied can take their place.
+            for file in self._files:
+                write_durably(self._work.folder / file.name, file.read_bytes())
+            if not self._params.exists():
+                return False
+            with contextlib.suppress(ValueError):
+                self._check_leaves()
+                return True
+            remove_directory(self._params)
+            return False
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _finish_leaves(self) -> None:
+        if self._leaves is not None:
+            self._expected.check_all(self._done)
+            self._leaves.close()
+            self._leaves = None
+            first_decides(self._check_leaves)
+
+    def _check_leaves(self) -> None:
+        """Raises `ValueError` unless what is on the disk are the leaves of the config, all of them and whole."""
+        written = LeafReader(self._params)
+        self._expected.check(written.specs)
+        self._expected.check_all(written.specs)
+        written.check_sizes()
 
     def _complete(self) -> None:
-        self._complete_leaves()
+        documents = {LINEAGE_FILE: self.lineage, _CONFIG: config_to_json(self._config), **self._documents}
+        for name, content in documents.items():
+            write_durably(self._work.folder / name, json.dumps(content, indent=2).encode())
+        ModelDirectory(self._work.folder)
+        self._work.complete()
+
+    def _leave(self, error: BaseException | None) -> None:
         if is_first_process():
-            for file in self._files:
-                write_durably(self._partial / file.name, file.read_bytes())
-            documents = {LINEAGE_FILE: self.lineage, _CONFIG: config_to_json(self._config), **self._documents}
-            for name, content in documents.items():
-                write_durably(self._partial / name, json.dumps(content, indent=2).encode())
-            (self._partial / _JOB).unlink()
-            shutil.rmtree(self._partial / _NOTES, ignore_errors=True)
-            rename_durably(self._partial, self._dst)
-        wait_for_all(f"{self._dst} written")
+            self._work.__exit__(type(error) if error else None, error, None)
 
-    def _abandon(self, *, resumable: bool = True) -> None:
-        if is_first_process() and not (self._resume and resumable):
-            remove_directory(self._partial)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if is_first_process():
-            os.close(self._lock)
-
-    def _job(self) -> str:
-        """A SHA-256 that identifies the job; date, versions and measurements are not part of it."""
-        names = ("command", "options", "sources")
-        entries = [{name: entry.get(name) for name in names} for entry in self.lineage]
-        return hashlib.sha256(_identity([config_to_json(self._config), entries])).hexdigest()
-
-    def _is_same_job(self) -> bool:
-        job = self._partial / _JOB
-        # If the leaves are complete only the rename was missing; that is too rare to be treated separately.
-        return job.is_file() and job.read_text() == self._job() and not (self._partial / self._folder).exists()
+    def _job(self) -> list[Any]:
+        """What identifies the job."""
+        return [config_to_json(self._config), identity_of(self.lineage)]
 
 
 def _identity(data: Any) -> bytes:

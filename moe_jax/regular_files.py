@@ -5,6 +5,7 @@ A path that somebody else wrote may be a pipe, which waits for ever, a device wi
 
 import os
 import stat
+import weakref
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,35 +20,96 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path | str) -> BinaryIO:
+class HeldDirectory:
+    """A directory that is held open: what is read through it is of one directory, even if another takes its path.
+
+    Attributes:
+      path: where the directory was when it was opened; for messages.
+      descriptor: of the open directory.
+    """
+
+    def __init__(self, path: Path | str, *, inside: "HeldDirectory | None" = None):
+        """Opens the directory.
+
+        Args:
+          path: of the directory.
+          inside: the directory that a relative path begins at; None: the current one.
+
+        Raises:
+          FileNotFoundError, NotADirectoryError: if there is none.
+        """
+        self.path = inside.path / path if inside else Path(path)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        try:
+            self.descriptor = os.open(path, flags, dir_fd=inside.descriptor if inside else None)
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def check_in_place(self) -> None:
+        """Raises `InputError` if there is another directory at `path` by now, or none."""
+        try:
+            same = os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise InputError(f"{self.path} was replaced while it was read; start again")
+
+    def is_file(self, name: str) -> bool:
+        """Whether it has a regular file of this name, relative to it, or a link to one."""
+        try:
+            return stat.S_ISREG(os.stat(name, dir_fd=self.descriptor).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        return os.stat(name, dir_fd=self.descriptor).st_size
+
+
+def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> BinaryIO:
     """Opens a file to read its bytes; links are followed.
+
+    Args:
+      path: of the file.
+      inside: the directory that a relative path begins at; None: the current one.
 
     Raises:
       FileNotFoundError: if there is none.
       InputError: if it is not a regular file, which may never end or never begin.
     """
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        raise InputError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, expected a regular file")
-    # If it has become a pipe since then, this does not wait for somebody to write into it.
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    directory = inside.descriptor if inside else None
+    shown = inside.path / path if inside else path
+    try:
+        mode = os.stat(path, dir_fd=directory).st_mode
+        if not stat.S_ISREG(mode):
+            raise InputError(f"{shown} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, expected a regular file")
+        # If it has become a pipe since then, this does not wait for somebody to write into it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    except OSError as error:
+        error.filename = str(shown)
+        raise
+    return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: Path | str, *, max_bytes: int) -> bytes:
+def read_regular(path: Path | str, *, max_bytes: int, inside: HeldDirectory | None = None) -> bytes:
     """The whole content of a file.
 
     Args:
       path: of the file; links are followed.
       max_bytes: what is larger is refused before it is read.
+      inside: see `open_regular`.
 
     Raises:
       FileNotFoundError: if there is none.
       InputError: if it is not a regular file, or larger.
     """
-    with open_regular(path) as file:
+    with open_regular(path, inside=inside) as file:
         size = os.fstat(file.fileno()).st_size
         # Files of the system (`/proc`) say that they have no bytes.
         content = file.read(max_bytes + 1) if size <= max_bytes else b""
     if max(size, len(content)) > max_bytes:
-        raise InputError(f"{path} has more than {max_bytes:,} bytes, which is more than it can need")
+        shown = inside.path / path if inside else path
+        raise InputError(f"{shown} has more than {max_bytes:,} bytes, which is more than it can need")
     return content

@@ -1,4 +1,4 @@
-"""Atomic writing of files and directories: written beside their target and renamed at the end."""
+"""Atomic writing of files and directories: written beside their target and renamed at the end. See also `resume`."""
 
 import contextlib
 import fcntl
@@ -10,54 +10,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moe_jax.errors import InputError
-from moe_jax.formatting import show_bytes
 
 
 def refuse_existing(target: Path) -> None:
     """Raises `InputError` if there is anything at `target` already."""
     if target.exists() or target.is_symlink():
         raise InputError(f"{target} already exists; choose another name or remove it")
-
-
-def require_space(target: Path, needed: int) -> None:
-    """Raises `InputError` if the disk that `target` would lie on has fewer than `needed` bytes free."""
-    existing = next(parent for parent in Path(target).absolute().parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise InputError(
-            f"{target} takes {show_bytes(needed)}, but {existing} has {show_bytes(free)} free; "
-            "free some or choose another disk"
-        )
-
-
-@contextlib.contextmanager
-def staged_directory(target: Path) -> Iterator[Path]:
-    """Yields `.NAME.partial` beside the target, which is renamed if the block ends without an error, else removed.
-
-    The remains of a killed command are removed first.
-
-    Raises:
-      InputError: if the target exists, or another command is writing it.
-    """
-    target = Path(target).absolute()
-    refuse_existing(target)
-    partial = partial_of(target)
-    partial.mkdir(parents=True, exist_ok=True)
-    descriptor = lock_directory(partial, target)
-    try:
-        remove_content(partial)
-        yield partial
-        rename_durably(partial, target)
-    except BaseException:
-        remove_directory(partial)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def partial_of(target: Path) -> Path:
-    """The path at which a directory is written until it is complete."""
-    return target.with_name(f".{target.name}.partial")
 
 
 def rename_durably(directory: Path, target: Path) -> None:

@@ -148,7 +148,7 @@ class ByteProgress:
         self._console = console
         self._what = what
         self._total = total
-        self._done = 0
+        self._done = self._skipped = 0
         self._start = time.perf_counter()
         self._lock = threading.Lock()
         self._bar = contextlib.ExitStack()
@@ -167,13 +167,19 @@ class ByteProgress:
             self._done += count
             self._progress(self._what, self._done / GB, self._total / GB)
 
+    def skip(self, count: int) -> None:
+        """`count` bytes were done before: they are on the bar, and not in the figures."""
+        self._skipped += count
+        self.advance(count)
+
     def measured(self) -> dict[str, float]:
         """Bytes, seconds since the start, their ratio, and peak memory."""
         seconds = time.perf_counter() - self._start
+        count = self._total - self._skipped
         return {
-            "bytes": self._total,
+            "bytes": count,
             "seconds": round(seconds, 3),
-            "gb_per_s": round(self._total / GB / seconds, 3),
+            "gb_per_s": round(count / GB / seconds, 3),
             "peak_memory_bytes": peak_memory_bytes(),
         }
 
@@ -181,6 +187,6 @@ class ByteProgress:
         """The measured figures in one line."""
         measured = self.measured()
         return (
-            f"{self._total / GB:.2f} GB in {measured['seconds']:.1f} s ({measured['gb_per_s']:.2f} GB/s), "
+            f"{measured['bytes'] / GB:.2f} GB in {measured['seconds']:.1f} s ({measured['gb_per_s']:.2f} GB/s), "
             f"peak memory {measured['peak_memory_bytes'] / GB:.2f} GB"
         )

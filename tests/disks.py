@@ -1,6 +1,7 @@
 """Disks that are full, and programs that are killed, for tests."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,27 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import COMPILER_FLAGS, ROOT
+
+
+def content_of(directory: Path) -> dict[str, object]:
+    """All that a command must write in the same way every time: path of a file -> its bytes, or of JSON, its value.
+
+    Lineages and Orbax's own records have dates, measured figures and places; leaves may be listed in another order.
+    """
+    found: dict[str, object] = {}
+    for file in sorted(Path(directory).rglob("*")):
+        if file.is_file():
+            found[str(file.relative_to(directory))] = _without_dates(file)
+    return found
+
+
+def _without_dates(file: Path) -> object:
+    if file.name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        return None
+    if file.name == "lineage.json":
+        kept = ("command", "options", "sources", "versions")
+        return [{name: entry.get(name) for name in kept} for entry in json.loads(file.read_bytes())]
+    return json.loads(file.read_bytes()) if file.name == "_METADATA" else file.read_bytes()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,10 @@
+import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Annotated
@@ -122,10 +125,29 @@ def test_bugs_keep_their_traceback(convert):
         cli.main(["convert", "a"])
 
 
-def test_ctrl_c_ends_with_130(convert, capsys):
-    convert.do = fail(KeyboardInterrupt())
-    assert cli.main(["convert", "a"]) == 130
-    assert capsys.readouterr().err == "moe-jax: interrupted\n"
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_signals_say_and_do_the_same(convert, capsys, name):
+    closed = []
+
+    def interrupted(options):
+        with contextlib.ExitStack() as stack:
+            stack.callback(closed.append, name)
+            os.kill(os.getpid(), getattr(signal, name))
+            time.sleep(10)
+
+    convert.do = interrupted
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    assert cli.main(["convert", "a"]) == 128 + getattr(signal, name)
+    assert capsys.readouterr().err == f"moe-jax: interrupted by {name}\n" and closed == [name]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_what_an_error_notes_is_said(convert, capsys):
+    error = OSError(28, "No space left on device", "out")
+    error.add_note("what is done of it is kept")
+    convert.do = fail(error)
+    assert cli.main(["convert", "a"]) == 2
+    assert capsys.readouterr().err == "moe-jax: error: out: No space left on device; what is done of it is kept\n"
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):

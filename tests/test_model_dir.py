@@ -253,3 +253,102 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, leaves, monkeypatch):
         with pytest.raises(OSError, match="No space left on device"):
             write(disk / "model", large, config=config)
         assert not os.listdir(disk)
+
+
+@pytest.mark.parametrize("name", ["run[1]", "a*b", "[!x]?"])
+def test_paths_are_no_patterns(tmp_path, leaves, name, monkeypatch):
+    """Etils takes the path before a pattern for a part of it; groups of leaves were then never merged."""
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    write("model", leaves)
+    assert ModelDirectory("model").specs().keys() == leaves.keys()
+    write(tmp_path / name / name, leaves)
+    model = ModelDirectory(tmp_path / name / name)
+    assert all(model.read(path).tobytes() == leaf.tobytes() for path, leaf in leaves.items())
+    assert sorted(os.listdir()) == sorted([name, "model"])
+
+
+def test_what_was_written_is_opened_before_it_appears(tmp_path, leaves, monkeypatch):
+    finalize = leaf_files.finalize_groups
+
+    def lose_a_leaf(directory):
+        finalize(directory)
+        file = directory / "state" / "layers.0.mlp.up.kernel" / "0.0"
+        file.write_bytes(file.read_bytes()[:-1])
+
+    monkeypatch.setattr(leaf_files, "finalize_groups", lose_a_leaf)
+    with pytest.raises(InputError, match=r"layers.0.mlp.up.kernel/0.0 has .* bytes, .* expected"):
+        write(tmp_path / "model", leaves)
+    assert not os.listdir(tmp_path)
+
+
+def test_when_all_leaves_are_there_none_is_written_again(tmp_path, leaves, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_jax.resume.Workplace.complete", lambda *_: (_ for _ in ()).throw(OSError(5, "gone")))
+        with pytest.raises(OSError, match="gone") as failed:
+            write(tmp_path / "model", leaves, resume=True)
+    assert failed.value.__notes__ == [
+        f"what is done of it is kept: the same command goes on, moe-jax clean {tmp_path / 'model'} removes it"
+    ]
+    monkeypatch.setattr(leaf_files, "save_group", lambda *_: pytest.fail("written again"))
+    write(tmp_path / "model", leaves, resume=True)
+    model = ModelDirectory(tmp_path / "model")
+    assert all(model.read(path).tobytes() == leaf.tobytes() for path, leaf in leaves.items())
+
+
+def test_only_known_files_go_with_a_model(tmp_path, leaves):
+    write(tmp_path / "model", leaves)
+    (tmp_path / "secret").write_text("of nobody's business")
+    for name in ("notes", "model.safetensors", "README.md"):
+        (tmp_path / "model" / name).symlink_to(tmp_path / "secret")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "vocab.json").symlink_to("tokenizer.json")
+    model = ModelDirectory(tmp_path / "model")
+    assert [file.name for file in model.tokenizer_files] == ["tokenizer.json", "vocab.json"]
+    (tmp_path / "model" / "merges.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match=r"merges.txt is a link to .*secret, outside of .*model; put a copy there"):
+        _ = model.tokenizer_files
+
+
+def _broken_metadata():
+    yield ".zarray", lambda content: b"", "is not valid JSON"
+    yield ".zarray", lambda content: content[: len(content) // 2], "is not valid JSON"
+    yield ".zarray", lambda content: b"[]", "expected an object"
+    yield ".zarray", lambda content: content.replace(b"32,", b"-32,"), "is damaged"
+    yield ".zarray", lambda content: content.replace(b"32,", b"1e300,"), "is damaged"
+    yield ".zarray", lambda content: content.replace(b'"<f4"', b'"|O"'), "is damaged"
+    yield ".zarray", lambda content: content.replace(b"32,", b"31,"), r"has shape \(31, 48\), config.json says"
+    yield ".zarray", None, "is missing"
+    yield "_METADATA", lambda content: content.replace(b"key_metadata", b"key_metadat0"), "is damaged"
+    yield "_METADATA", lambda content: content.replace(b'"up"', b'"../up"'), "is damaged"
+    yield "_METADATA", None, "is not a complete Orbax checkpoint"
+
+
+@pytest.mark.parametrize("file, change, message", list(_broken_metadata()))
+def test_damaged_metadata_names_the_file(tmp_path, leaves, file, change, message):
+    write(tmp_path / "model", leaves)
+    state = tmp_path / "model" / "params" / "state"
+    path = state / "layers.0.mlp.up.kernel" / file if file == ".zarray" else state / file
+    if change is None:
+        path.unlink()
+    else:
+        changed = change(path.read_bytes())
+        assert changed != path.read_bytes()
+        path.write_bytes(changed)
+    with pytest.raises(InputError, match=message) as refused:
+        ModelDirectory(tmp_path / "model").specs()
+    assert file in str(refused.value) or "layers/0/mlp/up/kernel" in str(refused.value)
+
+
+def test_a_directory_that_is_replaced_while_it_is_read_is_still_read_whole(tmp_path, leaves):
+    write(tmp_path / "model", leaves)
+    write(tmp_path / "other", {path: np.zeros_like(leaf) for path, leaf in leaves.items()}, lineage=[])
+    model, opened = ModelDirectory(tmp_path / "model"), ModelDirectory(tmp_path / "model")
+    assert opened.specs()  # one has begun with the weights, the other has not
+    (tmp_path / "model").rename(tmp_path / "gone")
+    (tmp_path / "other").rename(tmp_path / "model")
+    for one in (model, opened):
+        assert all(one.read(path).tobytes() == leaf.tobytes() for path, leaf in leaves.items())
+        assert one.lineage == [ENTRY] and one.fingerprint() == ModelDirectory(tmp_path / "gone").fingerprint()
+        with pytest.raises(InputError, match="was replaced while it was read"):
+            _ = one.tokenizer_files

@@ -1,15 +1,13 @@
 """Files and directories that appear whole or not at all."""
 
+import os
+
 import pytest
 
+from moe_jax import cli, resume
 from moe_jax.errors import InputError
-from moe_jax.staging import (
-    remove_replaced,
-    replace_directory,
-    replace_file,
-    replacing,
-    staged_directory,
-)
+from moe_jax.resume import Workplace, staged_directory
+from moe_jax.staging import remove_replaced, replace_directory, replace_file, replacing
 
 
 def folder(path, content: str):
@@ -73,3 +71,41 @@ def test_killed_while_a_directory_is_replaced_one_of_the_two_is_left(tmp_path, m
     remove_replaced(target)
     expected = {"rename_durably": ("old", ["fresh", "model"]), "shutil.rmtree": ("new", ["model"])}[step]
     assert ((target / "file").read_text(), names(tmp_path)) == expected
+
+
+def test_what_interrupted_commands_left_is_cleaned(tmp_path, capsys):
+    for target in ("model", "run/model.new"):
+        with pytest.raises(OSError), Workplace(tmp_path / target, job=1) as work:
+            (work.folder / "file").write_bytes(bytes(1000))
+            raise OSError(28, "No space left on device")
+    folder(tmp_path / ".notes.partial", "of the user: no command has written this")
+    assert cli.main(["clean", str(tmp_path / "run")]) == 0
+    assert names(tmp_path / "run") == [] and ".model.partial" in names(tmp_path)
+    with Workplace(tmp_path / "model", job=1):
+        assert cli.main(["clean", str(tmp_path / "model")]) == 2
+    assert "another command is writing" in capsys.readouterr().err
+    with pytest.raises(OSError), Workplace(tmp_path / "model", job=1) as work:
+        raise OSError(28, "No space left on device")
+    assert cli.main(["clean", str(tmp_path / "model")]) == 0
+    assert names(tmp_path) == [".notes.partial", "run"] and "removed" in capsys.readouterr().out
+    assert cli.main(["clean", str(tmp_path / "model")]) == 0
+    assert capsys.readouterr().out.startswith("nothing to remove")
+
+
+def test_a_folder_that_was_renamed_before_it_was_locked_is_left_alone(tmp_path, monkeypatch):
+    """Two commands with one target: the first completes while the second waits between opening and locking."""
+    first = Workplace(tmp_path / "out")
+    lock = resume.lock_directory
+
+    def complete_first(folder, target):
+        monkeypatch.setattr(resume, "lock_directory", lock)
+        descriptor = os.open(folder, os.O_RDONLY)
+        first.complete()
+        return descriptor
+
+    with first:
+        (first.folder / "file").write_text("whole")
+        monkeypatch.setattr(resume, "lock_directory", complete_first)
+        with pytest.raises(InputError, match="out already exists"), Workplace(tmp_path / "out"):
+            pass
+    assert (tmp_path / "out" / "file").read_text() == "whole" and names(tmp_path) == ["out"]

@@ -1,5 +1,6 @@
-"""SIGTERM and SIGINT as requests to stop after the current step."""
+"""SIGTERM, SIGINT and SIGHUP as requests to stop after the current step."""
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -13,7 +14,7 @@ class StopSignals:
     """Remembers that a signal arrived; a second one of the same kind has its usual effect. A context manager.
 
     With several processes, JAX's preemption service watches for SIGTERM and gives all processes the same step to stop
-    after.
+    after; the other signals are passed on as this one.
 
     Attributes:
       received: the signal, or None.
@@ -24,9 +25,11 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._remember)
+        if threading.current_thread() is threading.main_thread():
+            alone = jax.process_count() == 1
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if alone else (signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self._previous[number] = signal.signal(number, self._remember if alone else self._pass_on)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,6 +41,10 @@ class StopSignals:
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.received = signal.SIGTERM
         return self.received is not None
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, self._previous[number])
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = number

@@ -80,7 +80,13 @@ def train(
         if on_step is not None:
             raise InputError("on_step goes with batches; the steps of a whole run are in its metrics.jsonl")
         console = rich.console.Console(quiet=not verbose)
-        return Model.of_source(open_source(run_recipe(_parse(table, recipe), resume=resume, console=console)))
+        try:
+            path = run_recipe(_parse(table, recipe), resume=resume, console=console)
+        except Stopped as stopped:
+            if stopped.signal == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise
+        return Model.of_source(open_source(path))
     if resume or verbose:
         raise InputError("resume and verbose go with a whole run, and not with batches in memory")
     assert model is not None
@@ -95,11 +101,7 @@ def run_recipe(
     continue_command: str = "moe_jax.train(..., resume=True)",
     console: rich.console.Console | None = None,
 ) -> Path:
-    """Runs a recipe; see `moe_jax.train.run.train`.
-
-    Raises:
-      KeyboardInterrupt: after Ctrl-C, when a checkpoint is on the disk.
-    """
+    """Runs a recipe; see `moe_jax.train.run.train`."""
     if recipe.model.path is None and recipe.model.init == "checkpoint":
         raise InputError('model.config has no weights: give model.path, or model.init = "random" to draw new ones')
     source = open_source(recipe.model.path, base=recipe.model.base) if recipe.model.path is not None else None
@@ -108,12 +110,7 @@ def run_recipe(
     else:
         assert recipe.model.config is not None
         config = read_config(recipe.model.config)
-    try:
-        return _train(recipe, config, source, resume=resume, continue_command=continue_command, console=console)
-    except Stopped as stopped:
-        if stopped.signal == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise
+    return _train(recipe, config, source, resume=resume, continue_command=continue_command, console=console)
 
 
 def _table(recipe: RecipeOrPath, overrides: Sequence[str]) -> dict[str, Any]:

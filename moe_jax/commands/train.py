@@ -34,7 +34,6 @@ def run(options: Options) -> None:
 
     Raises:
       InputError, FileNotFoundError: bad input, in one message.
-      KeyboardInterrupt: after Ctrl-C, when a checkpoint is on disk.
     """
     from moe_jax.errors import InputError
     from moe_jax.open_source import read_config

@@ -82,11 +82,13 @@ def merge(
     result = Merged(len(folded), len(dequantized), tuple(kept))
     lineage = [*source.lineage, new_lineage_entry("merge", {"partly": partly}, [source])]
     lineage[-1]["measured"] = {"folded_kernels": result.folded, "dequantized_kernels": result.dequantized}
-    with open_writer(out, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
+    files = source.tokenizer_files
+    with open_writer(out, config, tokenizer_files=files, lineage=lineage, resume=True) as writer:
         progress("merging", 0, len(expected))
         for done, path in enumerate(expected, 1):
             unchanged = path in stored and path not in folded
-            writer.write({path: source.read(path) if unchanged else _folded_kernel(source, path)})
+            if path not in writer.done:
+                writer.write({path: source.read(path) if unchanged else _folded_kernel(source, path)})
             progress("merging", done, len(expected))
     return result
 

@@ -80,6 +80,7 @@ def upcycle(
     Raises:
       InputError: if the source is an MoE, the options do not fit it, `dst` exists, the check does not fit into this
         machine's memory, or the logits differ. Nothing is left behind.
+      OSError: if the disk is full. The same call goes on with what is done.
     """
     config = upcycled_config(source.config, options)
     if seed < 0:
@@ -89,7 +90,8 @@ def upcycle(
     specs = upcycled_specs(config, source.specs())
     lineage = [*source.lineage, new_lineage_entry("upcycle", described, [source])]
     base = source if config.frozen_base else None
-    writer = open_writer(dst, config, base=base, tokenizer_files=source.tokenizer_files, lineage=lineage)
+    files = source.tokenizer_files
+    writer = open_writer(dst, config, base=base, tokenizer_files=files, lineage=lineage, resume=True)
     probe = Probe(source, config, specs, seed) if check else None
     result = Upcycled(config, *_sizes(source, config, specs))
     with writer:
@@ -147,20 +149,24 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
 def _write_layers(
     source: ModelSource, config: ModelConfig, writer: ModelWriter, seed: int, progress: Progress
 ) -> None:
-    by_layer = _by_layer(leaf_specs(source.config))
-    for path in by_layer.pop(""):
-        writer.write({path: source.read(path)})
+    by_layer, new = _by_layer(leaf_specs(source.config)), _by_layer(writer.expected)
+
+    def copy(paths: Iterable[str]) -> None:
+        for path in paths:
+            if path not in writer.done:
+                writer.write({path: source.read(path)})
+
+    copy(by_layer.pop(""))
     upcycled = {str(i) for i in config.moe_layers}
     for done, (layer, paths) in enumerate(by_layer.items(), start=1):
         prefix = f"layers/{layer}/mlp/"
         replaced = [path for path in paths if path.startswith(prefix)] if layer in upcycled else []
-        for path in paths:
-            if path not in replaced:
-                writer.write({path: source.read(path)})
-        if replaced:
+        copy(path for path in paths if path not in replaced)
+        if replaced and not writer.done.issuperset(new[layer]):
             ffn = {path.removeprefix(prefix): source.read(path) for path in replaced}
             for name, leaf in moe_leaves(ffn, config.moe(int(layer)), seed=seed, layer=int(layer)):
-                writer.write({prefix + name: leaf})
+                if prefix + name not in writer.done:
+                    writer.write({prefix + name: leaf})
         progress("writing layers", done, len(by_layer))
 
 
@@ -172,6 +178,8 @@ def _write_adapter_experts(
     by_layer = _by_layer(path for path in specs if path in own or not config.frozen_base)
     for done, paths in enumerate(by_layer.values(), start=1):
         for path in paths:
+            if path in writer.done:
+                continue
             of_base = base_leaf(config, path)
             leaf = initial_leaf(path, specs[path], seed) if of_base is None else source.read(of_base)
             writer.write({path: leaf})

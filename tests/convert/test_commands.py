@@ -87,6 +87,9 @@ def test_a_full_disk(tmp_path: pathlib.Path, command: str):
     assert result.returncode == 2, result.stderr
     assert result.stderr.strip().splitlines()[-1].startswith("moe-jax: error: ")
     assert "File too large" in result.stderr and "Traceback" not in result.stderr
+    assert f"moe-jax clean {tmp_path / 'out'} removes it" in result.stderr
+    assert sorted(child.name for child in tmp_path.iterdir()) == [".out.partial", "source"]
+    assert main(["clean", str(tmp_path / "out")]) == 0
     assert [child.name for child in tmp_path.iterdir()] == ["source"]
 
 

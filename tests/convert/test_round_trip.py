@@ -170,25 +170,6 @@ def test_a_disk_that_is_full_from_the_start(tmp_path: pathlib.Path, monkeypatch:
     assert [child.name for child in tmp_path.iterdir()] == ["foreign"]
 
 
-def test_a_disk_that_fills_up_meanwhile(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    source = write_checkpoint(tmp_path / "foreign", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
-    before = {file.name: file.read_bytes() for file in source.iterdir()}
-    written = 0
-
-    def pwrite(descriptor: int, data: bytes, position: int) -> int:
-        nonlocal written
-        written += len(data)
-        if written > 50_000:
-            raise OSError(28, "No space left on device")
-        return len(data)
-
-    monkeypatch.setattr("os.pwrite", pwrite)
-    with pytest.raises(OSError, match="No space left on device"):
-        export(HuggingFaceDirectory(source), tmp_path / "out", console=QUIET)
-    assert [child.name for child in tmp_path.iterdir()] == ["foreign"]
-    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

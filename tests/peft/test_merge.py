@@ -5,7 +5,6 @@ import shutil
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from moe_jax import cli
@@ -142,16 +141,3 @@ def test_what_cannot_be_folded_is_refused_with_the_reason(tmp_path, capsys):
     assert merged.config.layers[0].mlp == dataclasses.replace(source.config.layers[0].mlp, expert=FFNConfig(dim=24))
     np.testing.assert_array_equal(merged.read(f"{path}/adapters/up"), source.read(f"{path}/adapters/up"))
     assert not np.array_equal(merged.read(f"{path}/base/up/kernel"), source.read(f"{path}/base/up/kernel"))
-
-
-def test_nothing_half_written_is_left(tmp_path):
-    source = write_adapter(tmp_path, model(FFN))
-    before = names(tmp_path)
-
-    def fail(what, done, total):
-        if done == 5:
-            raise OSError("the disk is full")
-
-    with pytest.raises(OSError, match="the disk is full"):
-        merge(source, tmp_path / "out", progress=fail)
-    assert names(tmp_path) == before

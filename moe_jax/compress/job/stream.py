@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from moe_jax.compress.calibration.usage import Calibration
+from moe_jax.compress.job.analyses import AnalysisStore
 from moe_jax.compress.job.report import LayerReport, Report
-from moe_jax.compress.job.resume import AnalysisStore
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, check_base
 from moe_jax.compress.methods.interface import Analysis, Method

@@ -14,7 +14,8 @@ from moe_jax.compress.methods.interface import Method
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
-from moe_jax.staging import refuse_existing, remove_directory, staged_directory, write_durably
+from moe_jax.resume import staged_directory
+from moe_jax.staging import refuse_existing, remove_directory, write_durably
 from moe_jax.terminal import Progress, no_progress
 
 Score = Callable[[ModelSource], float]

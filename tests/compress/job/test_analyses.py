@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from moe_jax.compress.job.resume import AnalysisStore
+from moe_jax.compress.job.analyses import AnalysisStore
 from moe_jax.errors import InputError
 
 JOB = {"options": {"keep": 0.25}}

@@ -1,8 +1,5 @@
 """Analyses of layers, kept beside the target until the job is done, so that a resumed job need not repeat them."""
 
-import hashlib
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -11,17 +8,15 @@ from typing import Any, Self
 import numpy as np
 
 from moe_jax.compress.methods.interface import Analysis
-from moe_jax.errors import InputError
-from moe_jax.staging import lock_directory, remove_content, remove_directory, replacing, write_durably
-
-_JOB = "job.sha256"
+from moe_jax.resume import ANALYSIS, Workplace
+from moe_jax.staging import replacing
 
 
 class AnalysisStore:
     """A context manager for the folder `.NAME.analysis`, which has a file for every analysed layer.
 
-    The folder is removed when the block ends without an error, or with an `InputError`, which the same job would meet
-    again. Files of another job are removed at the start. Files are never unpickled.
+    The folder is removed when the block ends without an error, or with one that the same job would meet again; see
+    `Workplace`. Files are never unpickled.
     """
 
     def __init__(self, dst: Path, job: Mapping[str, Any]):
@@ -31,17 +26,10 @@ class AnalysisStore:
           dst: what the job writes.
           job: JSON-able, the same for the same job only.
         """
-        self._dst = Path(dst).absolute()
-        self._folder = self._dst.with_name(f".{self._dst.name}.analysis")
-        self._job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+        self._work = Workplace(dst, job, suffix=ANALYSIS)
 
     def __enter__(self) -> Self:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_directory(self._folder, self._dst)
-        job = self._folder / _JOB
-        if not (job.is_file() and job.read_text() == self._job):
-            remove_content(self._folder)
-            write_durably(job, self._job.encode())
+        self._work.__enter__()
         return self
 
     def get(self, layer: int) -> Analysis | None:
@@ -60,9 +48,7 @@ class AnalysisStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, InputError):
-            remove_directory(self._folder)
-        os.close(self._lock)
+        self._work.__exit__(kind, error, traceback)
 
     def _file(self, layer: int) -> Path:
-        return self._folder / f"{layer}.npz"
+        return self._work.folder / f"{layer}.npz"

@@ -1,0 +1,33 @@
+"""`moe-jax clean DIR`: removes what interrupted commands left."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Removes what commands left that were killed, or that found a full disk, and that will not be given again."""
+
+    target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """What the command was to make; or the folder in which it was to make something, such as a run directory."""
+
+
+def run(options: Options) -> None:
+    """Removes, and prints what.
+
+    Raises:
+      InputError: if a command is still working there.
+    """
+    from moe_jax.formatting import show_bytes
+    from moe_jax.resume import leftovers, remove_leftover
+
+    found = leftovers(options.target)
+    for folder in found:
+        freed = sum(file.lstat().st_size for file in folder.rglob("*"))
+        remove_leftover(folder)
+        print(f"removed {folder}: {show_bytes(freed)}")
+    if not found:
+        print(f"nothing to remove: no interrupted command has left anything of {options.target}, or in it")
