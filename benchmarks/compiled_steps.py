@@ -12,12 +12,13 @@ import json
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from evidence.layouts import COMPILED
 from evidence.results import RESULTS, Figures
-from evidence.stamp import ROOT
+from evidence.stamp import ROOT, current_stamp
 from moe_jax.models.serialize import VERSION
 
 RECIPES = ROOT / "train" / "recipes"
@@ -62,7 +63,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="RECIPE", choices=names, default=names, help="leave the others")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
-    figures = Figures("compiled_steps", options.out, writes=True)
+    # What a program takes is the compiler's doing.
+    figures = Figures("compiled_steps", options.out, writes=True, stamp=partial(current_stamp, also=("libtpu",)))
     failed = []
     for step in (step for step in STEPS if step.recipe in options.only):
         cells = row(step)

@@ -146,11 +146,13 @@ class Figures(ResultsFile):
 
     names_at: ClassVar[dict[str, int]] = {"tables": 1, "rows": 2}
 
-    def __init__(self, name: str, out: Path = RESULTS, *, writes: bool = False):
-        """Opens `OUT/NAME.json`; what is not there yet is made if the program `writes`."""
+    def __init__(
+        self, name: str, out: Path = RESULTS, *, writes: bool = False, stamp: Callable[[], Stamp] = current_stamp
+    ):
+        """Opens `OUT/NAME.json`; what is not there yet is made if the program `writes`, with the `stamp` of now."""
         if writes:
             out.mkdir(parents=True, exist_ok=True)
-        super().__init__(out / f"{name}.json", NoSettings() if writes else None)
+        super().__init__(out / f"{name}.json", NoSettings() if writes else None, stamp)
 
     def rows(self, table: str) -> list[list[Any]]:
         """The rows of a table."""

@@ -2,10 +2,10 @@
 
 import dataclasses
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,15 +53,15 @@ class Stamp:
         return f"{commit}, {self.date}"
 
 
-def current_stamp(root: Path = ROOT) -> Stamp:
-    """The stamp of what is measured now by the code of a checkout."""
+def current_stamp(root: Path = ROOT, *, also: tuple[str, ...] = ()) -> Stamp:
+    """The stamp of what is measured now by the code of a checkout; `also` are packages whose versions matter too."""
     commit = git("rev-parse", "HEAD", root=root)
     changed = git("status", "--porcelain", "--no-renames", "--", ".", *_NO_CODE, root=root) or ""
     return Stamp(
         commit=commit.strip() if commit else None,
         date=datetime.date.today().isoformat(),
         machine=f"{platform.machine()} with {os.cpu_count()} threads",
-        versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        versions={"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES + also},
         uncommitted=tuple(line[3:] for line in changed.splitlines()),
     )
 
