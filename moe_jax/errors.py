@@ -6,11 +6,18 @@ other exception keeps its traceback, because then the fault is in this library.
 
 import difflib
 import itertools
+import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 # What a message repeats of a file or an argument is never longer.
 MAX_SHOWN = 80
+
+# No size of anything is larger: what counts elements and tokens has 32 bits.
+MAX_SIZE = 2**31 - 1
+
+# Numbers of a config are computed with in float32, where what is larger is infinite.
+MAX_FLOAT32 = 3.4028235e38
 
 
 class InputError(ValueError):
@@ -84,18 +91,48 @@ def raise_if_any(problems: Sequence[str], headline: str, *, limit: int = 40) -> 
     raise InputError(f"{headline}: {len(problems)} problems\n" + "\n".join(f"  - {p}" for p in shown))
 
 
-def check_positive(config: Any, *names: str) -> None:
-    """Raises `InputError` unless every named attribute of `config` is a positive integer."""
+def check_positive(config: Any, *names: str, at_most: int = MAX_SIZE) -> None:
+    """Raises `InputError` unless every named attribute of `config` is a positive integer, and at most `at_most`.
+
+    An attribute that is None is not checked.
+    """
     for name in names:
         value = getattr(config, name)
+        if value is None:
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{name}={value!r} must be a positive integer")
+            raise InputError(f"{name}={shown(value)} must be a positive integer")
+        if value > at_most:
+            raise InputError(f"{name}={shown(value)} must be at most {at_most:,}")
+
+
+def check_number(config: Any, *names: str, above: float | None = None, at_least: float | None = None) -> None:
+    """Raises `InputError` unless every named attribute of `config` is a finite number in the range.
+
+    An attribute that is None is not checked.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if not is_finite(value):
+            raise InputError(f"{name}={shown(value)} must be a finite number")
+        if above is not None and not value > above:
+            raise InputError(f"{name}={shown(value)} must be above {above}")
+        if at_least is not None and not value >= at_least:
+            raise InputError(f"{name}={shown(value)} must be at least {at_least}")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a number that is finite in float32."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= MAX_FLOAT32
 
 
 def check_member(what: str, value: str, options: Collection[str]) -> None:
     """Raises `InputError`, with the nearest option, unless `value` is one of `options`."""
-    if value not in options:
-        raise InputError(f"unknown {what} {value!r}{nearest(str(value), options)}; known: {', '.join(options)}")
+    if not isinstance(value, str) or value not in options:
+        hint = nearest(value, options) if isinstance(value, str) else ""
+        raise InputError(f"unknown {what} {shown(value)}{hint}; known: {', '.join(options)}")
 
 
 def flag_of(option: str) -> str:

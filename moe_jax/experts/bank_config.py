@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms import ExpertForm, Full, ffn_matrices
 from moe_jax.experts.forms.by_name import form_named, kinds_with
+from moe_jax.experts.forms.positions import ENCODINGS
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -125,14 +126,17 @@ class BankConfig:
         Raises:
           InputError: if there is no form of this kind.
         """
-        options = {name: value for name, value in data.items() if value is not None}
+        always = ("kind", "base", "train_base")
+        options = {name: value for name, value in data.items() if value is not None or name in always}
         form, sharing = form_named(options.pop("kind", Full.kind)), {}
         for name in ("base", "train_base"):
             if name in options:
                 sharing[name] = options.pop(name)
-        encoding = options.pop("places", None)
-        if encoding is not None and "encoding" in {field.name for field in dataclasses.fields(form)}:
-            options.setdefault("encoding", encoding)
+        if "places" in options and "encoding" not in options:
+            check_member("places", options["places"], ENCODINGS)
+            encoding = options.pop("places")
+            if "encoding" in {field.name for field in dataclasses.fields(form)}:
+                options["encoding"] = encoding
         built, shared = build(form, options), build(_Sharing, sharing)
         return None if built is None or shared is None else cls(built, **dataclasses.asdict(shared))
 

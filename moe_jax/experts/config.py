@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Literal
 
-from moe_jax.errors import InputError, check_member, check_positive
+from moe_jax.errors import InputError, check_member, check_number, check_positive
 from moe_jax.functional.ffn import ACTIVATION_FUNCTIONS
 
 
-def _check_dropout(dropout: float) -> None:
-    if not 0.0 <= dropout < 1.0:
-        raise InputError(f"{dropout=} must lie in [0, 1)")
+def _check_strength(config: "AdapterConfig | LoRAConfig") -> None:
+    check_number(config, "scale", "dropout")
+    if not 0.0 <= config.dropout < 1.0:
+        raise InputError(f"dropout={config.dropout} must lie in [0, 1)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         check_positive(self, "rank")
         check_member("activation", self.activation, ("none", *ACTIVATION_FUNCTIONS))
-        _check_dropout(self.dropout)
+        _check_strength(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "rank")
-        _check_dropout(self.dropout)
+        _check_strength(self)
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise InputError(f"targets={list(self.targets)} must name at least one kernel, and each once")
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moe_jax.errors import InputError, check_member
+from moe_jax.errors import InputError, check_member, check_number, check_positive, is_finite
 
 ROPE_SCALINGS = ("none", "linear", "dynamic", "yarn", "longrope", "llama3")
 
@@ -55,10 +55,41 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_member("rope scaling", self.scaling, ROPE_SCALINGS)
-        if not 0.0 <= self.fraction <= 1.0:
+        check_number(self, "theta", "factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", above=0)
+        check_number(self, "fraction", "mscale", "mscale_all_dim", "high_freq_factor", at_least=0)
+        check_positive(self, "original_max_positions")
+        if self.fraction > 1.0:
             raise InputError(f"rope fraction={self.fraction} must lie in [0, 1]: it is the share that is rotated")
-        if self.scaling == "longrope" and (self.short_factor is None or self.long_factor is None):
+        if self.scaling == "yarn" and self.theta <= 1.0:
+            raise InputError(f"rope theta={self.theta} must be above 1 for scaling 'yarn', which divides by its logarithm")
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise InputError(
+                f"rope high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
+            )
+        if self.scaling == "longrope":
+            self._check_longrope()
+
+    def check_fits(self, head_dim: int, max_positions: int) -> None:
+        """Raises `InputError` unless heads of this width can be rotated so, in a model of this context length."""
+        rotated = rotated_width(self, head_dim)
+        if self.scaling == "dynamic" and rotated == 2:
+            raise InputError("rope scaling 'dynamic' needs more than one pair of dimensions that is rotated")
+        if self.scaling == "longrope" and (self.original_max_positions or max_positions) < 2:
+            raise InputError("rope scaling 'longrope' needs original_max_positions of at least 2")
+        for factors in (self.short_factor, self.long_factor):
+            if self.scaling == "longrope" and factors is not None and len(factors) != rotated // 2:
+                raise InputError(f"rope has {len(factors)} factors, expected {rotated // 2}, one per rotated pair")
+
+    def _check_longrope(self) -> None:
+        if self.short_factor is None or self.long_factor is None:
             raise InputError("rope scaling 'longrope' needs short_factor and long_factor")
+        if not all(is_finite(factor) and factor > 0 for factor in (*self.short_factor, *self.long_factor)):
+            raise InputError("rope short_factor and long_factor must be finite numbers above 0")
+
+
+def rotated_width(rope: RopeConfig, head_dim: int) -> int:
+    """How many dimensions of a head are rotated: an even number."""
+    return int(head_dim * rope.fraction) // 2 * 2
 
 
 def rope_tables(
@@ -82,7 +113,7 @@ def rope_tables(
       segments: document of every token; padding, which belongs to none of them, has a number of its own. All lie in
         [0, T]. None: every row is one document without padding.
     """
-    rotated = int(head_dim * rope.fraction) // 2 * 2
+    rotated = rotated_width(rope, head_dim)
     frequencies, scale = _frequencies(rope, rotated, max_positions, positions, segments)
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     angles = jnp.concatenate([angles, angles], axis=-1)

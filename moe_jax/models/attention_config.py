@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from moe_jax.errors import InputError, check_member, check_positive
+from moe_jax.errors import InputError, check_member, check_number, check_positive
 from moe_jax.experts.config import LoRAConfig
 from moe_jax.functional.attention import MASKS
 from moe_jax.functional.rope import RopeConfig
@@ -53,7 +53,8 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.lora is not None:
             self.lora.check_targets(PROJECTIONS)
-        check_positive(self, "num_heads", "num_kv_heads", "head_dim")
+        check_positive(self, "num_heads", "num_kv_heads", "head_dim", "sliding_window", "source_dim")
+        check_number(self, "clip_qkv", "scale", above=0)
         check_member("qk_norm", self.qk_norm, ("none", "projection", "head"))
         check_member("mask", self.mask, MASKS)
         for name in self.biases:
@@ -65,9 +66,5 @@ class AttentionConfig:
             raise InputError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise InputError(f"head_dim={self.head_dim} must be even for rotary embeddings")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise InputError(f"sliding_window={self.sliding_window} must be at least 1, or null for none")
         if self.sliding_window is not None and self.mask == "prefix":
             raise InputError(f"sliding_window={self.sliding_window} does not go with mask 'prefix'")
-        if self.source_dim is not None:
-            check_positive(self, "source_dim")

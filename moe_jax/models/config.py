@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from moe_jax.errors import InputError, check_member, check_positive
+from moe_jax.errors import InputError, shown, check_member, check_number, check_positive
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.gates import GATES, GROUP_SCORES, weights_are_constant
@@ -20,6 +20,10 @@ from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 
 NORM_POSITIONS = ("pre", "post", "output", "both")
 VARIANTS = ("routed", "embedded", "dense", "single")
+
+# Far above any model that is known, and low enough that a config of this size can be handled.
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 100_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,9 @@ class PerftConfig:
 
     def __post_init__(self) -> None:
         check_member("PERFT variant", self.variant, VARIANTS)
-        check_positive(self, "num_experts")
+        check_positive(self, "num_experts", at_most=MAX_EXPERTS)
+        check_positive(self, "top_k")
+        check_number(self, "balance_coef", "z_coef", at_least=0)
         check_member("gate", self.gate, GATES)
         if self.variant == "single" and self.num_experts != 1:
             raise InputError(f"PERFT-S is one adapter, num_experts={self.num_experts}")
@@ -151,15 +157,16 @@ class MoEConfig:
     router_lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_experts", "top_k")
+        check_positive(self, "num_experts", at_most=MAX_EXPERTS)
+        check_positive(self, "top_k", "universal_dim", "merged_experts")
+        check_number(self, "gate_scale", "capacity_factor", above=0)
+        check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
         check_member("gate", self.gate, GATES)
         if self.top_k > self.num_experts:
             raise InputError(f"top_k={self.top_k} is above num_experts={self.num_experts}")
         if self.gate == "top1" and self.top_k != 1:
             raise InputError(f"gate 'top1' routes to one expert, top_k={self.top_k}")
         self.selection.check_fits(self.num_experts, self.top_k)
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise InputError(f"capacity_factor={self.capacity_factor} must be above 0, or null for dropless")
         if self.merged_experts is not None and not 1 <= self.merged_experts <= self.num_experts:
             raise InputError(
                 f"merged_experts={self.merged_experts} must lie between 1 and num_experts={self.num_experts}, "
@@ -212,8 +219,6 @@ class MoEConfig:
             )
         if self.universal_dim is not None and not self.universal_beside:
             raise InputError(f"universal_dim={self.universal_dim} needs a universal FFN beside the bank")
-        if self.universal_dim is not None and self.universal_dim < 1:
-            raise InputError(f"universal_dim={self.universal_dim} must be at least 1")
 
     @property
     def weighting(self) -> str:
@@ -303,6 +308,14 @@ class LayerConfig:
                 raise InputError("cross-attention has neither NF4 kernels nor LoRA")
 
 
+def check_num_layers(count: int) -> None:
+    """Raises `InputError` unless a model can have so many layers. To be asked before they are made."""
+    if count < 1:
+        raise InputError("a model needs at least one layer")
+    if count > MAX_LAYERS:
+        raise InputError(f"a model of {shown(count)} layers is not one that can be: {MAX_LAYERS:,} are the most")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A model of three parts: embedding, stack of layers, head.
@@ -358,23 +371,27 @@ class ModelConfig:
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, hash=False)
 
     def __post_init__(self) -> None:
-        check_positive(self, "vocab_size", "d_model", "max_positions")
+        check_positive(self, "vocab_size", "d_model", "max_positions", "num_classes")
+        check_number(self, "embed_scale", "logit_scale", "logit_soft_cap", above=0)
+        check_number(self, "norm_eps", at_least=0)
         check_member("norm", self.norm, ("rms", "layer", "none"))
         check_member("dtype", self.dtype, ("float32", "bfloat16", "float16"))
-        if not self.layers:
-            raise InputError("a model needs at least one layer")
-        if self.logit_soft_cap is not None and self.logit_soft_cap <= 0:
-            raise InputError(f"logit_soft_cap={self.logit_soft_cap} must be above 0, or null for none")
-        if self.num_classes is not None:
-            check_positive(self, "num_classes")
-            if self.tie_embeddings:
-                raise InputError(f"a head for num_classes={self.num_classes} cannot be tied to the embedding")
+        if self.num_classes is not None and self.tie_embeddings:
+            raise InputError(f"a head for num_classes={self.num_classes} cannot be tied to the embedding")
+        for name, token in [("bos_id", self.bos_id), *(("eos_ids", token) for token in self.eos_ids)]:
+            if token is not None and not 0 <= token < self.vocab_size:
+                raise InputError(f"{name}: token {shown(token)} is outside the vocabulary of {self.vocab_size} tokens")
+        check_num_layers(len(self.layers))
         for i, layer in enumerate(self.layers):
-            if isinstance(layer.mlp, MoEConfig):
-                try:
-                    layer.mlp.bank.check_fits(layer.mlp.expert, self.d_model)
-                except InputError as error:
-                    raise InputError(f"layer {i}: {error}") from None
+            try:
+                self._check_layer(layer)
+            except InputError as error:
+                raise InputError(f"layer {i}: {error}") from None
+
+    def _check_layer(self, layer: LayerConfig) -> None:
+        self.rope_of(layer).check_fits(layer.attention.head_dim, self.max_positions)
+        if isinstance(layer.mlp, MoEConfig):
+            layer.mlp.bank.check_fits(layer.mlp.expert, self.d_model)
 
     @property
     def num_layers(self) -> int:

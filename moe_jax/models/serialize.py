@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from moe_jax import strict
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, check_positive
 from moe_jax.experts.config import FFNConfig
-from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, check_num_layers
 from moe_jax.models.segments import segments_of
 
 FORMAT = "moe_jax.model"
@@ -38,11 +38,17 @@ def config_from_json(data: Mapping[str, Any], *, where: str = "config.json") -> 
       InputError: if `data` is not what `config_to_json` writes, all problems listed; or if it is of version 1, which is
         read otherwise, and describes quantised experts.
     """
-    is_first = data.get("version") == 1
+    is_first = data.get("version") == 1 and data["version"] is not True
     fields = strict.without_format({**data, "version": VERSION} if is_first else data, FORMAT, VERSION, where=where)
     runs = {"segments": _with_biases(fields.pop("segments"))} if "segments" in fields else {}
+    if "layers" in fields:
+        raise InputError(f"{where}: unknown key 'layers'; layers are written as 'segments'")
     segments = strict.parse(_Segments, runs, where=where, language="JSON").segments
-    layers = tuple(layer.config() for run in segments for _ in range(run.repeats) for layer in run.pattern)
+    try:
+        check_num_layers(sum(run.repeats * len(run.pattern) for run in segments))
+        layers = tuple(layer for run in segments for layer in [one.config() for one in run.pattern] * run.repeats)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     if is_first and any(isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.form.has_codes for layer in layers):
         raise InputError(
             f"{where} has version 1, in which the codes of quantised experts stood for other levels than they do now; "
@@ -80,6 +86,11 @@ class _Run:
     repeats: int
     pattern: tuple[_Layer, ...]
 
+    def __post_init__(self) -> None:
+        check_positive(self, "repeats")
+        if not self.pattern:
+            raise InputError("a pattern needs at least one layer")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Segments:
@@ -101,7 +112,8 @@ def _with_biases(segments: Any) -> Any:
     if not isinstance(segments, Mapping):
         return segments
     fields = {key: _with_biases(value) if key in ("pattern", "attention") else value for key, value in segments.items()}
-    if "qkv_bias" in fields or "out_bias" in fields:
+    flags = [fields[name] for name in ("qkv_bias", "out_bias") if name in fields]
+    if flags and all(type(flag) is bool for flag in flags) and "biases" not in fields:
         biases = [*"qkv"] * bool(fields.pop("qkv_bias", False)) + ["o"] * bool(fields.pop("out_bias", False))
-        fields.setdefault("biases", biases)
+        fields["biases"] = biases
     return fields

@@ -35,7 +35,7 @@ CONFIG = ModelConfig(
     d_model=16,
     max_positions=64,
     layers=(LayerConfig(attention=ATTENTION, mlp=FFN), LayerConfig(attention=ATTENTION, mlp=MOE)) * 3,
-    rope=RopeConfig(scaling="longrope", factor=2.0, short_factor=(1.0, 1.5), long_factor=(2.0, 3.0)),
+    rope=RopeConfig(scaling="longrope", factor=2.0, short_factor=(1.0, 1.5) * 4, long_factor=(2.0, 3.0) * 4),
     eos_ids=(2, 3),
     foreign={"initializer_range": 0.02, "nested": {"kept": [1, None]}},
 )
@@ -142,7 +142,7 @@ def test_quantised_experts_of_the_first_version_are_refused(bank):
         (lambda: dataclasses.replace(MOE, universal="coder", selection=SelectionConfig(bias=True)), "leave selection"),
         (lambda: dataclasses.replace(MOE, universal="med", gate="top1", top_k=1), "does not go with universal 'med'"),
         (lambda: BankConfig(kind="low-rank"), "bank kind 'low-rank' lacks its rank"),
-        (lambda: BankConfig(kind="low-rank", rank=0), "rank=0 must be at least 1"),
+        (lambda: BankConfig(kind="low-rank", rank=0), "rank=0 must be a positive integer"),
         (lambda: BankConfig(kind="sparse", rate=1.0), r"must lie in \[0, 1\)"),
         (lambda: BankConfig(kind="full", rank=3), "rank=3 .* 'full': low-rank and joint-low-rank have one"),
         (lambda: dataclasses.replace(CONFIG, layers=()), "at least one layer"),

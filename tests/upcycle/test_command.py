@@ -130,7 +130,7 @@ def test_a_gate_over_all_experts_is_equal(dense_model, tmp_path):
         (("--every", 5), "every=5 must lie between 1 and the number of layers, 4"),
         (("--layers", 4), "layers 4 do not exist"),
         (("--delta", "low-rank:99"), "rank 99 is above min(d, f) = 16"),
-        (("--delta", "low-rank:0"), "rank=0 must be at least 1"),
+        (("--delta", "low-rank:0"), "rank=0 must be a positive integer"),
         (("--delta", "sparse:1"), "rate=1.0 must lie in [0, 1)"),
         (("--delta", "sparce:0.5"), "did you mean 'sparse'"),
         (("--freeze-base",), "--freeze-base needs a shared base"),

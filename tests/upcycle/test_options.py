@@ -33,7 +33,7 @@ def test_the_base_can_be_frozen():
         ("low-rank", "one of full, low-rank:R, sparse:RATE"),
         ("full:2", "one of full, low-rank:R, sparse:RATE"),
         ("low-rank:1.5", "expected a whole number"),
-        ("low-rank:0", "rank=0 must be at least 1"),
+        ("low-rank:0", "rank=0 must be a positive integer"),
         ("sparse:most", "expected a number"),
         ("sparse:1", r"rate=1.0 must lie in \[0, 1\)"),
         ("sparse:-0.1", r"rate=-0.1 must lie in \[0, 1\)"),

@@ -197,7 +197,7 @@ def test_med_needs_an_explicit_word(dense_model, tmp_path, failing, capsys):
         (("--universal", "coder", "--gate", "top1"), "--gate does not go with --universal coder"),
         (("--universal", "coder", "--gate", "topk_softmax"), "--gate does not go with --universal coder"),
         (("--universal", "coder", "--top-k", 9), "top_k=9 is above num_experts=8"),
-        (("--delta", "low-rank:0"), "rank=0 must be at least 1"),
+        (("--delta", "low-rank:0"), "rank=0 must be a positive integer"),
         (("--delta", "low-rank:17"), "rank 17 is above min(d, f) = 16"),
         (("--delta", "sparse:1"), "rate=1.0 must lie in [0, 1)"),
         (("--delta", "sparse:-0.5"), "rate=-0.5 must lie in [0, 1)"),

@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.errors import InputError, nearest
+from moe_jax.errors import InputError, check_member, nearest
 from moe_jax.experts.forms.matrix import Split
 from moe_jax.experts.forms.protocol import ExpertForm, KernelForm
 
@@ -49,8 +49,7 @@ def form_named(kind: str) -> type[ExpertForm]:
     Raises:
       InputError: if there is none.
     """
-    if kind not in _FORMS:
-        raise InputError(f"bank kind {kind!r}{nearest(kind, _FORMS)}; expected one of {', '.join(_FORMS)}")
+    check_member("bank kind", kind, _FORMS)
     return _FORMS[kind]
 
 

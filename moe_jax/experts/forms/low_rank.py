@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.draws import FACTOR, draw_factor
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, check_positive
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.fresh import uniform_factor
@@ -36,8 +36,7 @@ class LowRank(KernelForm):
     rank: int
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise InputError(f"rank={self.rank} must be at least 1")
+        check_positive(self, "rank")
 
     def check_fits(self, matrices: Mapping[str, Matrix]) -> None:
         """See `ExpertForm`."""
