@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax import strict
-from moe_jax.errors import InputError
+from moe_jax.errors import MAX_FLOAT32, MAX_SIZE, InputError, is_finite, shown
 from moe_jax.json_toml import read_toml
 from moe_jax.train import recipe_toml
 
 
 def at_least(section: object, least: int, *names: str) -> None:
-    """Raises `InputError` for the first of the fields that is below `least`."""
+    """Raises `InputError` for the first of the fields that is below `least`, or not finite; None is not checked."""
     for name in names:
-        if not getattr(section, name) >= least:
-            raise InputError(f"{name} = {getattr(section, name)} must be at least {least}")
+        value = getattr(section, name)
+        if value is None:
+            continue
+        most = MAX_SIZE if isinstance(value, int) else MAX_FLOAT32
+        if not value >= least:
+            raise InputError(f"{name} = {shown(value)} must be at least {least}")
+        if value > most:
+            raise InputError(f"{name} = {shown(value)} must be at most {most:,}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +83,7 @@ class SourceSection:
     separator: str | None = None
 
     def __post_init__(self) -> None:
-        if self.weight is not None and not 0 < self.weight < float("inf"):
+        if self.weight is not None and not (is_finite(self.weight) and self.weight > 0):
             raise InputError(f"weight = {self.weight} must be above 0; leave the source out instead")
         if self.separator == "":
             raise InputError("separator is empty; leave the key out for none")
@@ -118,10 +124,8 @@ class DataSection:
     prefetch: int = 2
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "seq_len", "piece_kib")
+        at_least(self, 1, "seq_len", "piece_kib", "epochs")
         at_least(self, 0, "prefetch")
-        if self.epochs is not None:
-            at_least(self, 1, "epochs")
         if len({source.weight is None for source in self.sources}) > 1:
             raise InputError("some sources have a weight and some have none; give all of them one, or none")
 
@@ -164,8 +168,9 @@ class OptimizerSection:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name} = {getattr(self, name)} must be above 0")
+            value = getattr(self, name)
+            if not (is_finite(value) and value > 0):
+                raise InputError(f"{name} = {shown(value)} must be above 0 and finite")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} = {getattr(self, name)} must lie in [0, 1)")
@@ -191,8 +196,7 @@ class ScheduleSection:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "warmup_steps")
-        if self.steps is not None:
-            at_least(self, 1, "steps")
+        at_least(self, 1, "steps")
         if not 0 <= self.final_ratio <= 1:
             raise InputError(f"final_ratio = {self.final_ratio} must lie in [0, 1]")
 
@@ -226,6 +230,9 @@ class MeshSection:
     fsdp: int = -1
     expert: int = 1
     tensor: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(self, -1, "data", "fsdp", "expert", "tensor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,8 +268,7 @@ class EvalSection:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "every", "batch_size")
-        if self.seq_len is not None:
-            at_least(self, 2, "seq_len")
+        at_least(self, 2, "seq_len")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

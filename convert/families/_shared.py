@@ -160,9 +160,16 @@ def read_decoder(
     """
     config.require("vocab_size", "hidden_size", "max_position_embeddings", eps)
     max_positions = config.required_integer("max_position_embeddings")
+    vocab_size = config.required_integer("vocab_size")
+    bos, eos = config.integer("bos_token_id"), config.integers("eos_token_id")
+    # A default of the family that a smaller vocabulary does not have says nothing.
+    if not config.given("bos_token_id") and bos is not None and bos >= vocab_size:
+        bos = None
+    if not config.given("eos_token_id"):
+        eos = tuple(token for token in eos if token < vocab_size)
     return ModelConfig(
         family=family,
-        vocab_size=config.required_integer("vocab_size"),
+        vocab_size=vocab_size,
         d_model=config.required_integer("hidden_size"),
         max_positions=max_positions,
         layers=tuple(layers),
@@ -170,8 +177,8 @@ def read_decoder(
         norm=norm,
         norm_eps=config.required_number(eps),
         tie_embeddings=config.flag("tie_word_embeddings"),
-        bos_id=config.integer("bos_token_id"),
-        eos_ids=config.integers("eos_token_id"),
+        bos_id=bos,
+        eos_ids=eos,
         dtype=_read_dtype(config),
         foreign=config.foreign(),
     )

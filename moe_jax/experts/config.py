@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from moe_jax.errors import InputError, check_member, check_number, check_positive
+from moe_jax.errors import InputError, check_member, check_number, check_positive, clipped, shown
 from moe_jax.functional.ffn import ACTIVATION_FUNCTIONS
 
 
@@ -63,13 +63,13 @@ class LoRAConfig:
         check_positive(self, "rank")
         _check_strength(self)
         if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise InputError(f"targets={list(self.targets)} must name at least one kernel, and each once")
+            raise InputError(f"targets={shown(list(self.targets))} must name at least one kernel, and each once")
 
     def check_targets(self, known: tuple[str, ...]) -> None:
         """Raises `InputError` for a target that is none of `known`."""
-        unknown = [name for name in self.targets if name not in known]
+        unknown = ", ".join(name for name in self.targets if name not in known)
         if unknown:
-            raise InputError(f"LoRA targets {', '.join(unknown)} do not exist here; there are {', '.join(known)}")
+            raise InputError(f"LoRA targets {clipped(unknown)} do not exist here; there are {', '.join(known)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

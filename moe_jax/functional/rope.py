@@ -61,7 +61,7 @@ class RopeConfig:
         if self.fraction > 1.0:
             raise InputError(f"rope fraction={self.fraction} must lie in [0, 1]: it is the share that is rotated")
         if self.scaling == "yarn" and self.theta <= 1.0:
-            raise InputError(f"rope theta={self.theta} must be above 1 for scaling 'yarn', which divides by its logarithm")
+            raise InputError(f"rope theta={self.theta} must be above 1: scaling 'yarn' divides by its logarithm")
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise InputError(
                 f"rope high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"

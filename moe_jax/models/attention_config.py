@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from moe_jax.errors import InputError, check_member, check_number, check_positive
+from moe_jax.errors import InputError, check_member, check_number, check_positive, shown
 from moe_jax.experts.config import LoRAConfig
 from moe_jax.functional.attention import MASKS
 from moe_jax.functional.rope import RopeConfig
@@ -61,7 +61,8 @@ class AttentionConfig:
             check_member("bias", name, PROJECTIONS)
         if tuple(name for name in PROJECTIONS if name in self.biases) != self.biases:
             # One way to write each choice: layers are compared to find those that repeat.
-            raise InputError(f"biases={list(self.biases)} must name projections once each, in the order q, k, v, o")
+            given = shown(list(self.biases))
+            raise InputError(f"biases={given} must name projections once each, in the order q, k, v, o")
         if self.num_heads % self.num_kv_heads:
             raise InputError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:

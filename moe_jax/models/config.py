@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from moe_jax.errors import InputError, shown, check_member, check_number, check_positive
+from moe_jax.errors import InputError, check_member, check_number, check_positive, shown
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.gates import GATES, GROUP_SCORES, weights_are_constant

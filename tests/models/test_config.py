@@ -117,7 +117,7 @@ def test_quantised_experts_of_the_first_version_are_refused(bank):
     [
         (lambda: AttentionConfig(num_heads=4, num_kv_heads=3, head_dim=8), "not a multiple of num_kv_heads=3"),
         (lambda: AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=7), "must be even"),
-        (lambda: AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=0), "at least 1"),
+        (lambda: AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=0), "positive integer"),
         (lambda: dataclasses.replace(ATTENTION, biases=("k", "q")), "in the order q, k, v, o"),
         (lambda: dataclasses.replace(ATTENTION, biases=("w",)), "unknown bias 'w'"),
         (lambda: dataclasses.replace(ATTENTION, mask="prefix"), "does not go with mask 'prefix'"),

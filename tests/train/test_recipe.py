@@ -177,3 +177,25 @@ def test_what_would_exhaust_a_reader_is_refused_at_once(tmp_path):
         assert len(str(error.value)) < 300 and "\n" not in str(error.value)
     with pytest.raises(InputError, match=r"train.steps: expected an integer, got the string \"1\\ntrain.batch"):
         load_recipe(path, ["train.steps=1\ntrain.batch_size=2"])
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1e39", "-1.0"])
+@pytest.mark.parametrize(
+    "key",
+    ["optimizer.learning_rate", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.b1",
+     "optimizer.b2", "schedule.final_ratio"],
+)  # fmt: skip
+def test_numbers_are_finite_and_in_range(good, key, value):
+    with pytest.raises(InputError, match=key.split(".")[1]):
+        load_recipe(good, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["train.steps", "train.batch_size", "data.seq_len", "data.epochs", "data.prefetch", "mesh.fsdp", "seed",
+     "schedule.warmup_steps", "checkpoint.every", "log.every", "eval.batch_size", "eval.seq_len"],
+)  # fmt: skip
+def test_counts_have_a_size_that_can_be(good, key):
+    for value in (2**31 if key != "seed" else 2**32, 2**63, -2):
+        with pytest.raises(InputError, match=key.split(".")[-1]):
+            load_recipe(good, [f"{key}={value}"])

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from moe_jax.errors import InputError
+from moe_jax.errors import MAX_SIZE, InputError
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import Coder, KernelForm
@@ -116,5 +116,5 @@ class Quantized(KernelForm):
 
 def check_group_size(group_size: int | None) -> None:
     """Raises `InputError` unless the group size is a multiple of 8, so that groups begin at whole bytes."""
-    if group_size is not None and (group_size < 8 or group_size % 8):
+    if group_size is not None and (not 8 <= group_size <= MAX_SIZE or group_size % 8):
         raise InputError(f"group_size={group_size} must be a multiple of 8, or null for one per kernel")

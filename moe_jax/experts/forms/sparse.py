@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.draws import POSITIONS, draw_positions
-from moe_jax.errors import InputError, check_member
+from moe_jax.errors import InputError, check_member, shown
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, Window, ffn_matrices
@@ -65,7 +65,7 @@ class Sparse(KernelForm):
         if not 0.0 <= self.rate < 1.0:
             raise InputError(f"rate={self.rate} must lie in [0, 1): it is the share of entries left out")
         if self.entries is not None and min(self._counts(), default=0) < 1:
-            raise InputError(f"entries={self.entries} must be at least 1")
+            raise InputError(f"entries={shown(self.entries)} must be at least 1")
         if self.bits is not None and self.bits not in VALUE_BITS:
             raise InputError(f"bits={self.bits} must be one of {', '.join(map(str, VALUE_BITS))}")
         check_group_size(self.group_size)
@@ -89,12 +89,12 @@ class Sparse(KernelForm):
     def check_fits(self, matrices: Mapping[str, Matrix]) -> None:
         """See `ExpertForm`."""
         if isinstance(self.entries, tuple) and len(self.entries) != len(matrices):
-            raise InputError(f"entries={self.entries} is not one for each of {', '.join(matrices)}")
+            raise InputError(f"entries={shown(self.entries)} is not one for each of {', '.join(matrices)}")
         for name, matrix in matrices.items():
             if self.kept_entries(matrix) < 1:
                 raise InputError(f"rate {self.rate} leaves no entry of the {name} kernel {matrix.shape}; lower it")
             if self.kept_entries(matrix) > matrix.size:
-                raise InputError(f"entries={self.entries} is above the size of the {name} kernel {matrix.shape}")
+                raise InputError(f"entries={shown(self.entries)} is above the size of the {name} kernel {matrix.shape}")
 
     def _counts(self) -> tuple[int, ...]:
         return self.entries if isinstance(self.entries, tuple) else (self.entries or 0,)
