@@ -21,7 +21,7 @@ def describe(capsys, *arguments) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def config():
-    return dataclasses.replace(dense_config(num_layers=2, bos_id=BOS, eos_ids=(EOS,)), vocab_size=258, max_positions=64)
+    return dataclasses.replace(dense_config(num_layers=2, vocab_size=258, bos_id=BOS, eos_ids=(EOS,)), max_positions=64)
 
 
 @pytest.fixture(scope="module")

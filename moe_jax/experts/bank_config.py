@@ -127,7 +127,7 @@ class BankConfig:
           InputError: if there is no form of this kind.
         """
         always = ("kind", "base", "train_base")
-        options = {name: value for name, value in data.items() if value is not None or name in always}
+        options: dict[str, Any] = {name: value for name, value in data.items() if value is not None or name in always}
         form, sharing = form_named(options.pop("kind", Full.kind)), {}
         for name in ("base", "train_base"):
             if name in options:

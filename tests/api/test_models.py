@@ -1,6 +1,5 @@
 """Models in memory and in directories: loaded, saved, and made of each other with the same result either way."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -41,8 +40,7 @@ def equal_to_the_last_bit(one: ModelSource, other: ModelSource) -> bool:
 def dense(tmp_path_factory):
     """A model directory in bfloat16, with biases and a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("dense")
-    config = dense_config(num_layers=2, bias=True, dtype="bfloat16", bos_id=BOS, eos_ids=(EOS,))
-    config = dataclasses.replace(config, vocab_size=258)
+    config = dense_config(num_layers=2, bias=True, dtype="bfloat16", vocab_size=258, bos_id=BOS, eos_ids=(EOS,))
     tokenizer = byte_tokenizer(folder / "tokenizer.json", adds_bos=True)
     return write_model(folder / "model", config, random_leaves(config), (tokenizer,))
 

@@ -114,8 +114,7 @@ def test_recipes_and_arguments_that_do_not_go_together(tmp_path):
 
 def test_a_whole_run_from_keys_and_from_a_file_gives_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = dense_config(num_layers=1, bos_id=BOS, eos_ids=(EOS,))
-    config = type(config)(**{**vars(config), "vocab_size": 258})
+    config = dense_config(num_layers=1, vocab_size=258, bos_id=BOS, eos_ids=(EOS,))
     (tmp_path / "text.txt").write_text("Once upon a time there was a model of bytes. " * 40)
     tokenizer = byte_tokenizer(tmp_path / "tokenizer.json")
     write_model(tmp_path / "dense", config, random_leaves(config), (tokenizer,))

@@ -67,8 +67,7 @@ def scaled():
 def folder(tmp_path_factory, scaled):
     """A dense model, and the MoE that `moe-jax upcycle` makes of it."""
     folder = tmp_path_factory.mktemp("toy")
-    config = dense_config(num_layers=2, d_model=16, dim=32, bos_id=256, eos_ids=(257,))
-    config = dataclasses.replace(config, vocab_size=264)
+    config = dense_config(num_layers=2, d_model=16, dim=32, vocab_size=264, bos_id=256, eos_ids=(257,))
     tokenizer = byte_tokenizer(folder / "tokenizer.json")
     write_model(folder / "dense", config, random_leaves(config), (tokenizer,))
     options = ["--delta", "scaled", "--experts", str(EXPERTS), "--top-k", "2", "--every", "1"]

@@ -14,11 +14,13 @@ ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def dense_config(*, num_layers=4, d_model=16, dim=24, gated=True, bias=False, **kwargs) -> ModelConfig:
+def dense_config(*, num_layers=4, d_model=16, dim=24, gated=True, bias=False, vocab_size=40, **kwargs) -> ModelConfig:
     """A dense model with equal layers."""
     ffn = FFNConfig(dim=dim, gated=gated, bias=bias)
     layers = (LayerConfig(attention=ATTENTION, mlp=ffn),) * num_layers
-    return ModelConfig(family="llama", vocab_size=40, d_model=d_model, max_positions=48, layers=layers, **kwargs)
+    return ModelConfig(
+        family="llama", vocab_size=vocab_size, d_model=d_model, max_positions=48, layers=layers, **kwargs
+    )
 
 
 def random_leaves(config: ModelConfig, *, dtype: str | None = None) -> dict[str, np.ndarray]:
