@@ -44,7 +44,8 @@ def folder(tmp_path):
     """A recipe whose model is a config.json alone, and no data."""
     attention = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32)
     layer = LayerConfig(attention=attention, mlp=dataclasses.replace(moe(), expert=FFNConfig(dim=128)))
-    config = dataclasses.replace(config_of(FFN, d_model=128, vocab_size=256, bos_id=None, eos_ids=()), layers=(layer,) * 2)
+    config = config_of(FFN, d_model=128, vocab_size=256, bos_id=None, eos_ids=())
+    config = dataclasses.replace(config, layers=(layer,) * 2)
     write_config(tmp_path / "config.json", config)
     (tmp_path / "recipe.toml").write_text(
         'run_dir = "run"\n[model]\nconfig = "config.json"\ncompute_dtype = "bfloat16"\nremat = "full"\n'
