@@ -16,13 +16,22 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
 from moe_jax.processes import is_first_process, wait_for_all
-from moe_jax.train.continuation import check_continues, check_same, make_record, read_record, with_horizon
+from moe_jax.train.continuation import (
+    Restart,
+    check_continues,
+    check_restarts,
+    check_same,
+    make_record,
+    read_record,
+    with_horizon,
+)
 from moe_jax.train.data import open_data
 from moe_jax.train.evaluation import Evaluator, read_text
 from moe_jax.train.loop import Loop
 from moe_jax.train.placement import local_rows
 from moe_jax.train.program import Program, first_state, initial_states, make_program
 from moe_jax.train.recipe import Recipe
+from moe_jax.train.restart import Origin, find_origin, write_restart
 from moe_jax.train.run_directory import (
     CHECKPOINTS,
     RunLock,
@@ -44,6 +53,8 @@ def train(
     source: ModelSource | None,
     *,
     resume: bool = False,
+    restart: Path | None = None,
+    skip_batches: int = 0,
     continue_command: str = "moe-jax train RECIPE.toml --resume",
     console: rich.console.Console | None = None,
 ) -> Path:
@@ -54,6 +65,8 @@ def train(
       config: of the model.
       source: the model that the recipe names; None if it names a config alone and new weights.
       resume: continue the run in the run directory; where there is none, a new run starts.
+      restart: begin with this checkpoint of another run, `RUN@STEP`; optimizer and schedule may differ from that run's.
+      skip_batches: with `restart`: leave out this many batches after the checkpoint.
       continue_command: the command that continues the run, printed when a signal stops it.
       console: for everything that is printed.
 
@@ -68,9 +81,20 @@ def train(
     if not is_first_process():
         console = rich.console.Console(quiet=True)
     with RunLock(Path(recipe.run_dir)) as lock:
-        if Path(recipe.run_dir).is_dir():
+        if resume and Path(recipe.run_dir).is_dir():
             lock.take()
-        return _train(recipe, config, source, lock, console, resume=resume, continue_command=continue_command)
+        origin = None if restart is None else find_origin(restart, Path(recipe.run_dir))
+        return _train(
+            recipe,
+            config,
+            source,
+            lock,
+            console,
+            resume=resume,
+            origin=origin,
+            skip_batches=skip_batches,
+            continue_command=continue_command,
+        )
 
 
 def _train(
@@ -81,13 +105,20 @@ def _train(
     console: rich.console.Console,
     *,
     resume: bool,
+    origin: Origin | None,
+    skip_batches: int,
     continue_command: str,
 ) -> Path:
     run_dir = Path(recipe.run_dir)
-    before = read_run(run_dir, resume=resume)
-    recipe = with_horizon(recipe, before)
-    if before is not None:
-        check_continues(with_horizon(before), recipe)
+    if origin is not None:
+        before, begun = origin.recipe, origin.record
+        recipe = with_horizon(recipe, before)
+        check_restarts(before, recipe)
+    else:
+        before, begun = read_run(run_dir, resume=resume), read_record(run_dir)
+        recipe = with_horizon(recipe, before)
+        if before is not None:
+            check_continues(with_horizon(before), recipe)
     program = make_program(recipe, config)
     _print_trained_parameters(console, program)
     _print_horizon(console, recipe)
@@ -101,20 +132,23 @@ def _train(
         rows=local_rows(program.mesh, recipe.train.batch_size),
     )
     evaluator = _evaluator(recipe, program, tokenizer)
-    record, begun = make_record(recipe, config, source, tokenizer), read_record(run_dir)
+    record = make_record(recipe, config, source, tokenizer)
     if begun is not None:
         check_same(begun, record, recipe)
     # All processes have checked the directory before the first one writes to it.
     wait_for_all("run directory checked")
     if is_first_process():
+        if origin is not None:
+            write_restart(origin, run_dir, recipe, record, skip_batches=skip_batches)
         lock.take()
         if before is None:
             read_run(run_dir, resume=False)  # Another process may have begun and ended a run there by now.
         if begun is None:
             write_beginning(run_dir, recipe, record, _files(recipe, source, tokenizer))
-        else:
+        elif origin is None:
             write_recipe(run_dir, recipe)
     wait_for_all("run directory written")
+    restarts = () if (written := read_record(run_dir)) is None else written.restarts
     checkpoints = TrainingCheckpoints(
         run_dir / CHECKPOINTS, keep=recipe.checkpoint.keep, in_slices=is_saved_by_layer
     )
@@ -127,6 +161,8 @@ def _train(
         else:
             console.print(f"continuing after step {step}", highlight=False)
             state, frozen = _restore(recipe, program, source, data, checkpoints, step)
+            if restarts and restarts[-1].step == step:
+                _skip(data, restarts[-1], console)
         loop = Loop(
             recipe,
             program,
@@ -141,7 +177,7 @@ def _train(
     model = nnx.merge(program.graphdef, state.params, frozen)
     model.config = trained_config(config, recipe)
     measured = {"steps": int(state.step)} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
-    path = write_model(model, recipe, source, files_of_run(run_dir), measured, program.trainable)
+    path = write_model(model, recipe, source, files_of_run(run_dir), measured, program.trainable, restarts=restarts)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return path
 
@@ -178,6 +214,14 @@ def _restore(
             _, frozen = initial_states(program, recipe, source)
     data.set_state(extra["data"])
     return state, frozen
+
+
+def _skip(data: grain.DatasetIterator, restart: Restart, console: rich.console.Console) -> None:
+    """Leaves out the batches that the restart leaves out; called where it begins, also when it begins again."""
+    if restart.skipped_batches:
+        console.print(f"skipping {restart.skipped_batches} batches", highlight=False)
+    for _ in range(restart.skipped_batches):
+        next(data)
 
 
 def _tokenizer_path(recipe: Recipe, source: ModelSource | None) -> Path:
