@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_jax.errors import InputError
-from moe_jax.staging import require_space, staged_directory, sync
+from moe_jax.resume import require_space, staged_directory
+from moe_jax.staging import sync
 from moe_jax.train.continuation import Restart, RunRecord, changed_keys, with_horizon
 from moe_jax.train.recipe import Recipe, load_recipe
 from moe_jax.train.run_directory import (
@@ -55,24 +56,33 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
     return Origin(*parts, with_horizon(load_recipe(parts[0] / RECIPE)), record)
 
 
-def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> None:
+def restarted(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> RunRecord:
+    """The record of a run that begins with a checkpoint.
+
+    Args:
+      origin: the checkpoint.
+      recipe: as resolved.
+      record: what the run stands on.
+      skip_batches: batches that will be left out.
+    """
+    changed = {key: list(pair) for key, pair in changed_keys(origin.recipe, recipe).items()}
+    place = str(origin.run_dir.resolve())
+    restart = Restart(run=place, step=origin.step, skipped_batches=skip_batches, changed=changed)
+    return dataclasses.replace(record, restarts=(*origin.record.restarts, restart))
+
+
+def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
     """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all.
 
     Args:
       origin: the checkpoint.
       run_dir: where the directory appears.
       recipe: as resolved.
-      record: what the run stands on.
-      skip_batches: batches that will be left out.
+      record: what `restarted` returned.
 
     Raises:
       InputError: if something has appeared at `run_dir`, or the disk has not enough space.
     """
-    changed = {key: list(pair) for key, pair in changed_keys(origin.recipe, recipe).items()}
-    restart = Restart(
-        run=str(origin.run_dir.resolve()), step=origin.step, skipped_batches=skip_batches, changed=changed
-    )
-    record = dataclasses.replace(record, restarts=(*origin.record.restarts, restart))
     saved = origin.run_dir / CHECKPOINTS / str(origin.step)
     require_space(run_dir, sum(file.stat().st_size for file in saved.rglob("*") if file.is_file()))
     with staged_directory(run_dir) as folder:

@@ -26,6 +26,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
+from moe_jax.companions import companions_in
 from moe_jax.errors import InputError
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import disk_paths, may_be_cast, model_leaves
@@ -73,7 +74,7 @@ class RunLock:
         Raises:
           InputError: if another process holds the lock; the message says which.
         """
-        if self._descriptor is not None or not is_first_process():
+        if self._descriptor is not None:
             return
         self._run_dir.mkdir(parents=True, exist_ok=True)
         holder = self._run_dir / _HOLDER
@@ -150,9 +151,10 @@ def check_saved(run_dir: Path, step: int) -> RunRecord:
     return record
 
 
-def write_recipe(run_dir: Path, recipe: Recipe) -> None:
-    """Writes the resolved recipe into the run directory."""
+def update_run(run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
+    """Writes the resolved recipe of a continued run, and where its model is now."""
     replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
+    write_record(run_dir, record)
 
 
 def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Mapping[str, Path]) -> None:
@@ -164,7 +166,7 @@ def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Map
       record: what the run stands on.
       files: what goes with the model, by name.
     """
-    write_recipe(run_dir, recipe)
+    replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
     folder = run_dir / _TOKENIZER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -175,7 +177,7 @@ def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Map
 
 def files_of_run(run_dir: Path) -> tuple[Path, ...]:
     """The files that go with the model of a run: its tokenizer's, and others."""
-    return tuple(sorted((run_dir / _TOKENIZER).iterdir()))
+    return companions_in(run_dir / _TOKENIZER)
 
 
 def write_model(

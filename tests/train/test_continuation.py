@@ -70,6 +70,10 @@ def test_model_data_and_run_can_be_moved(folder, capsys):
     assert "continuing after step 4" in capsys.readouterr().out
     one, other = ModelDirectory(Path("other/run/model")), ModelDirectory(Path("whole/model"))
     assert one.fingerprint() == other.fingerprint()
+    # The run knows now where its model is.
+    reference = json.loads(Path("other/run/run.json").read_text())["source"]
+    assert (reference["path"], reference["absolute"]) == ("../model", str(folder / "other" / "model"))
+    assert open_source(Path("other/run@6")).fingerprint() == one.fingerprint()
 
 
 def change_model(folder):

@@ -34,6 +34,7 @@ def test_without_changes_it_gives_the_same_curve_to_the_last_bit(folder):
     assert content(folder / "run") == before
     assert losses("again") == losses("run") and len(losses("again")) == 4
     assert ModelDirectory(Path("again/model")).fingerprint() == ModelDirectory(Path("run/model")).fingerprint()
+    assert json.loads(Path("again/run.json").read_text())["source"]["absolute"] == str(folder / "model")
     assert restarts("again") == [{"run": str(folder / "run"), "step": 2, "skipped_batches": 0, "changed": {}}]
 
 
