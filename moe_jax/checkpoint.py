@@ -28,7 +28,7 @@ except ImportError:  # Orbax 0.12 still keeps its v1 API here.
     import orbax.checkpoint.experimental.v1 as ocp
 
 from moe_jax.errors import InputError, first_line
-from moe_jax.processes import is_first_process
+from moe_jax.processes import first_decides, is_first_process
 from moe_jax.staging import remove_directory
 
 PARTIAL = ".partial_save"  # Orbax's suffix for a checkpoint that is not finalized
@@ -219,7 +219,7 @@ class TrainingCheckpoints:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
         self.wait()
-        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+        return first_decides(lambda: [checkpoint.step for checkpoint in self._checkpointer.checkpoints])
 
     def latest_step(self) -> int | None:
         """Step of the last complete checkpoint; None if there is none."""

@@ -51,3 +51,17 @@ ATTACKS = Table(
     ),
     ("{}", *["{:,}"] * 10),
 )  # fmt: skip
+KILLS = Table(
+    "kills",
+    ("command, killed at random times", "kills", "given again until done", "found work to go on with", "bit-identical",
+     "anything else"),
+    ("{}", *["{:,}"] * 5),
+)  # fmt: skip
+FULL_DISKS = Table(
+    "full disks",
+    ("command, on a full disk", "sizes", "kept work to go on with", "one line, then bit-identical", "anything else"),
+    ("{}", *["{:,}"] * 4),
+)
+TWO_AT_A_TIME = Table(
+    "two at a time", ("two processes on", "trials", "as it should be", "anything else"), ("{}", *["{:,}"] * 3)
+)

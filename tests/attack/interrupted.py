@@ -1,0 +1,251 @@
+"""Commands that are killed, that find a full disk, or that are given twice at a time; and what became of their results.
+
+Every command runs in a process of its own, forked from one that has imported the library but done nothing yet: a kill
+then falls into the command's work and not into seconds of imports. Leaves are written in small groups, so that a model
+of 260,000 parameters is written in as many steps as a large one.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from tests.attack.forked import Ended
+from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.disks import content_of
+
+PAGE = 4096
+ENOUGH = 256 << 20
+OUT = "disk/out"
+RECIPE = f"""
+run_dir = "{OUT}"
+[model]
+path = "dense"
+[data]
+seq_len = 64
+[[data.sources]]
+path = "text.txt"
+[optimizer]
+learning_rate = 1e-3
+[schedule]
+warmup_steps = 2
+[train]
+steps = 24
+batch_size = 2
+[checkpoint]
+every = 6
+"""
+
+MOE = ("--experts", "4", "--top-k", "2")
+LORA = ("--method", "lora", "--adapter", "lora:4", "--targets", "q,v,up")
+COMMANDS: Mapping[str, Sequence[str]] = {
+    "convert": ("convert", "foreign", OUT),
+    "upcycle": ("upcycle", "dense", OUT, *MOE, "--delta", "low-rank:4"),
+    "adapt": ("adapt", "dense", OUT, *LORA),
+    "merge": ("merge", "adapter", OUT),
+    "compress": ("compress", "moe", OUT, "--method", "resmoe", "--keep", "0.5"),
+    "export": ("export", "dense", OUT, "--max-shard-size", "200kB"),
+    "train": ("train", "recipe.toml", "--resume"),
+}
+COMPILING = frozenset({"upcycle", "adapt", "compress"})  # and they are given their target as an argument
+# What makes what they are given.
+BEFORE: Sequence[Sequence[str]] = (
+    ("convert", "foreign", "dense"),
+    ("upcycle", "dense", "moe", *MOE, "--delta", "full"),
+    ("adapt", "dense", "adapter", *LORA),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What became of a command that was disturbed.
+
+    Attributes:
+      kills: how often it was killed.
+      went_on: whether it found work of the one before.
+      fault: what is wrong; None: the result is bit for bit that of an undisturbed command, and nothing else is there.
+    """
+
+    kills: int
+    went_on: bool
+    fault: str | None
+
+
+class Workshop:
+    """A folder with small models, in which commands are run. A context manager."""
+
+    def __init__(self, folder: Path, data: Path):
+        """Makes the folder.
+
+        Args:
+          folder: must not exist.
+          data: folder of real weights and texts.
+        """
+        self._folder = folder.absolute()
+        self._disk = self._folder / OUT.split("/")[0]
+        self._out = self._folder / OUT
+        self._disk.mkdir(parents=True)
+        (self._folder / "foreign").symlink_to((data / "weights" / "stories260K" / "hf").resolve())
+        text = data / "text" / "tinystories" / "tinystories_sample_2MiB.txt"
+        (self._folder / "text.txt").write_bytes(text.read_bytes()[:60_000])
+        (self._folder / "recipe.toml").write_text(RECIPE)
+        self._expected: dict[str, dict[str, object]] = {}
+        self._seconds: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 {COMPILER_FLAGS}",
+            "PYTHONPATH": str(ROOT),
+            "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(self._folder / "compiled")),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self._parent = subprocess.Popen(
+            [sys.executable, "-m", "tests.attack.forked"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=self._folder,
+        )
+        for arguments in BEFORE:
+            (ended,) = self._run([arguments])
+            assert ended.code == 0, ended.errors
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._parent.stdin is not None
+        self._parent.stdin.close()
+        self._parent.wait()
+
+    def kill(self, name: str, draws: random.Random, *, kills: int) -> Trial:
+        """Kills a command at random times, up to so often, and gives it again until it is done."""
+        self._know(name)
+        self._clear()
+        killed, went_on = 0, False
+        while True:
+            left = killed < kills
+            after = draws.uniform(0, self._seconds[name]) if left else None
+            (ended,) = self._run([COMMANDS[name]], kill_after=after)
+            if ended.code != -signal.SIGKILL:
+                return Trial(killed, went_on, self._fault(name, ended))
+            killed += 1
+            went_on = went_on or any(self._disk.iterdir())
+            if self._out.exists() and name != "train":  # it was killed between the rename and its end
+                return Trial(killed, went_on, self._fault(name, dataclasses.replace(ended, code=0)))
+
+    def fill_disk(self, name: str, share: float) -> Trial:
+        """Gives a command a disk that is full after a share of its result, and once more when there is room.
+
+        The first one must end with one line and exit code 2, and leave nothing that looks whole.
+        """
+        self._know(name)
+        self._clear()
+        with _mounted(self._disk, max(PAGE, int(self._sizes[name] * share))) as grow:
+            (ended,) = self._run([COMMANDS[name]], hide_full_disk=True)
+            faults = [] if _is_one_line(ended, "") else [f"exit code {ended.code}: {ended.errors[-400:]}"]
+            if self._out.exists() and (name != "train" or (self._out / "model").exists()):
+                faults.append("a half result looks whole")
+            went_on = any(self._disk.iterdir())
+            grow()
+            (ended,) = self._run([COMMANDS[name]], hide_full_disk=True)
+            fault = self._fault(name, ended)
+        return Trial(0, went_on, "; ".join([*faults, *([fault] if fault else [])]) or None)
+
+    def twice(self, name: str) -> Trial:
+        """Gives a command twice at the same time: one does the work, the other says who does."""
+        self._know(name)
+        self._clear()
+        both = sorted(self._run([COMMANDS[name]] * 2), key=lambda ended: ended.code)
+        says = ("another command is writing", "is in use by", "already exists")
+        if not any(_is_one_line(both[1], word) for word in says):
+            return Trial(0, False, f"exit codes {[one.code for one in both]}: {both[1].errors[-400:]}")
+        return Trial(0, False, self._fault(name, both[0]))
+
+    def share_cache(self, name: str) -> Trial:
+        """Gives a command of `COMPILING` twice, with two targets and one empty cache of compiled programs."""
+        self._know(name)
+        self._clear()
+        other = self._disk / "other"
+        commands = [COMMANDS[name], [word.replace(OUT, "disk/other") for word in COMMANDS[name]]]
+        cache = self._folder / "cache"
+        ended = self._run(commands, cache=str(cache))
+        shutil.rmtree(cache)
+        fault = next((f"exit code {one.code}: {one.errors[-400:]}" for one in ended if one.code), None)
+        fault = fault or self._differing(self._result(other), self._expected[name])
+        shutil.rmtree(other, ignore_errors=True)
+        return Trial(0, False, fault or self._fault(name, ended[0]))
+
+    def _run(self, commands: Sequence[Sequence[str]], **options: Any) -> list[Ended]:
+        """Runs commands at the same time; see `forked.run`."""
+        assert self._parent.stdin is not None and self._parent.stdout is not None
+        self._parent.stdin.write(json.dumps({"commands": commands, **options}) + "\n")
+        self._parent.stdin.flush()
+        return [Ended(**ended) for ended in json.loads(self._parent.stdout.readline())]
+
+    def _know(self, name: str) -> None:
+        """Runs a command undisturbed, twice so that all is compiled: what must come out, and how long it takes."""
+        if name in self._expected:
+            return
+        for _ in range(2):
+            self._clear()
+            (ended,) = self._run([COMMANDS[name]])
+            assert ended.code == 0, ended.errors
+        self._expected[name], self._seconds[name] = self._result(self._out), ended.seconds
+        self._sizes[name] = sum(-(-file.stat().st_size // PAGE) * PAGE for file in self._out.rglob("*"))
+
+    def _result(self, out: Path) -> dict[str, object]:
+        """What is the same every time."""
+        if not (out / "recipe.toml").is_file():
+            return content_of(out)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        steps = [{key: value for key, value in line.items() if "second" not in key} for line in lines]
+        return {**content_of(out / "model"), "metrics.jsonl": steps}
+
+    def _fault(self, name: str, ended: Ended) -> str | None:
+        """What is wrong after the last command of a trial."""
+        if ended.code != 0:
+            return f"exit code {ended.code}: {ended.errors[-400:]}"
+        left = [str(path) for path in (*self._disk.glob("*"), *self._out.glob(".*")) if path != self._out]
+        return f"left over: {left}" if left else self._differing(self._result(self._out), self._expected[name])
+
+    def _differing(self, result: Mapping[str, object], expected: Mapping[str, object]) -> str | None:
+        differ = sorted(key for key in result.keys() | expected.keys() if result.get(key) != expected.get(key))
+        return f"{len(differ)} files differ, the first is {differ[0]}" if differ else None
+
+    def _clear(self) -> None:
+        for path in self._disk.iterdir():
+            shutil.rmtree(path)
+
+
+def _is_one_line(ended: Ended, word: str) -> bool:
+    """Whether a command refused as it should."""
+    lines = ended.errors.rstrip().splitlines()
+    return ended.code == 2 and "Traceback" not in ended.errors and lines[-1].startswith("moe-jax: error: ") and (
+        word in lines[-1]
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _mounted(folder: Path, size: int) -> Iterator[Any]:
+    """Puts a file system of so many bytes on an empty folder, and yields a function that makes it large.
+
+    Raises:
+      PermissionError: where mounting is not permitted.
+    """
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        raise PermissionError("mounting a small disk takes the rights of root")
+    try:
+        yield lambda: subprocess.run(["mount", "-o", f"remount,size={ENOUGH}", str(folder)], check=True)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
