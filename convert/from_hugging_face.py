@@ -20,6 +20,7 @@ from moe_jax.lineage import new_lineage_entry
 from moe_jax.resume import require_space
 from moe_jax.staging import refuse_existing
 from moe_jax.terminal import ByteProgress, console_for_tables
+from moe_jax.zero_experts import ZeroExperts, zero_experts_line
 
 
 def convert(
@@ -27,6 +28,7 @@ def convert(
     dst: Path | str | InMemory,
     *,
     dtype: str | None = None,
+    allow_nonfinite: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
 ) -> None:
@@ -36,11 +38,13 @@ def convert(
       src: Hugging Face directory.
       dst: where the model directory appears, which must not exist; or memory.
       dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit.
+      allow_nonfinite: go on where weights are not finite.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
 
     Raises:
-      InputError: if the checkpoint is damaged or does not fit its config, or `dst` exists.
+      InputError: if the checkpoint is damaged or does not fit its config, weights are not finite or too large for
+        `dtype`, or `dst` exists.
       OSError: if the disk is full. Nothing is at `dst` then, and the same call goes on with what is done.
     """
     console = console or console_for_tables(stderr=not dry_run)
@@ -65,20 +69,34 @@ def convert(
         return
 
     config = replace(source.config, dtype=dtype) if dtype else source.config
+    options = {"dtype": dtype, "allow_nonfinite": allow_nonfinite}
     # An exported directory brings its own history.
-    lineage = [*source.lineage, new_lineage_entry("convert", {"dtype": dtype}, [source])]
+    lineage = [*source.lineage, new_lineage_entry("convert", options, [source])]
     total = _bytes_of(specs)
     if isinstance(dst, Path):
         require_space(dst, total)
+    zero = ZeroExperts()
     with ByteProgress(console, "converting", total) as progress:
-        files = source.tokenizer_files
-        with open_writer(dst, config, tokenizer_files=files, lineage=lineage, resume=True) as writer:
+        with open_writer(
+            dst,
+            config,
+            tokenizer_files=source.tokenizer_files,
+            lineage=lineage,
+            resume=True,
+            allow_nonfinite=allow_nonfinite,
+        ) as writer:
+            for path in filter(ZeroExperts.concerns, writer.done):
+                zero.add(path, source.read(path))
             missing = {path: spec for path, spec in specs.items() if path not in writer.done}
             progress.skip(total - _bytes_of(missing))
             for path, leaf in _read_ahead(source, missing):
                 writer.write({path: leaf})
+                zero.add(path, leaf)
                 progress.advance(leaf.nbytes)
-            writer.lineage[-1]["measured"] = progress.measured()
+            found = {"zero_experts": zero.by_layer} if zero.by_layer else {}
+            writer.lineage[-1]["measured"] = {**progress.measured(), **found}
+    if zero.by_layer:
+        console.print(f"note: {zero_experts_line(zero.by_layer)}", markup=False, soft_wrap=True)
     where = f"wrote {dst}" if isinstance(dst, Path) else f"read {src}"
     console.print(f"{where}: {progress.summary()}", markup=False)
 

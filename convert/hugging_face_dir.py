@@ -13,13 +13,14 @@ import numpy as np
 
 from moe_jax.companions import companions_in
 from moe_jax.convert.checkpoint_files import CheckpointFiles, open_checkpoint
-from moe_jax.convert.copying import as_bits, cast, copy_transposed
+from moe_jax.convert.copying import as_bits, copy_transposed
 from moe_jax.convert.hf_config import read_hf_config
 from moe_jax.convert.table import Piece
 from moe_jax.convert.tensors import DTYPES, TensorEntry, TensorFiles
 from moe_jax.convert.weights import Weights, match_weights
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_files
+from moe_jax.finite import DoesNotFit, cast, check_fits
 from moe_jax.json_toml import read_json_object
 from moe_jax.lineage import read_lineage
 from moe_jax.model_source import ModelSource
@@ -117,8 +118,9 @@ class HuggingFaceDirectory:
         out = buffer[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
         try:
             list(self._pool.map(lambda chunk: self._fill(out, *chunk), self._chunks(pieces)))
-        except OverflowError as error:
-            raise InputError(f"{path}: {error}; choose bfloat16 or float32") from None
+        except DoesNotFit:  # found in one chunk; said of the whole leaf
+            check_fits(path, self.read(path), dtype)
+            raise
         return out
 
     def stored_bytes(self, path: str) -> int:
@@ -148,7 +150,7 @@ class HuggingFaceDirectory:
         if not piece.transpose and target.dtype == DTYPES[entry.dtype] and entry.strides is None:
             self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), target[start:stop])
             return
-        rows = cast(self._rows(entry, piece, start, stop), target.dtype)
+        rows = cast(piece.leaf, self._rows(entry, piece, start, stop), target.dtype)
         if piece.transpose:
             copy_transposed(rows, target[:, start:stop])
         else:

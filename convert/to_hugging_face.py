@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from moe_jax.convert.copying import DTYPES_BY_NAME, cast, copy_transposed
+from moe_jax.convert.copying import DTYPES_BY_NAME, copy_transposed
 from moe_jax.convert.families import family_named
 from moe_jax.convert.foreign_view import MergedModel, merged_config
 from moe_jax.convert.hf_config import write_hf_config
@@ -21,6 +21,7 @@ from moe_jax.convert.safetensors_writer import PlannedTensor, ShardWriter
 from moe_jax.convert.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_table
 from moe_jax.convert.tensors import DTYPE_NAMES
 from moe_jax.errors import InputError, check_member
+from moe_jax.finite import REMEDY, check_finite, check_fits
 from moe_jax.formatting import GB, parse_bytes
 from moe_jax.lineage import LINEAGE_FILE, identity_of, new_lineage_entry
 from moe_jax.model_source import ModelSource
@@ -41,6 +42,7 @@ def export(
     expert_layout: str = PER_EXPERT,
     dense_layers: str = "replicate",
     dtype: str | None = None,
+    allow_nonfinite: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
 ) -> None:
@@ -55,11 +57,12 @@ def export(
       dense_layers: what to do with dense layers if the format needs an MoE in every layer: `replicate` their FFN as
         equal experts, or `refuse`.
       dtype: `float32`, `bfloat16` or `float16` for all tensors; None keeps every one bit for bit.
+      allow_nonfinite: go on where weights are not finite.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
 
     Raises:
-      InputError: if no format can hold the model, or `dst` exists.
+      InputError: if no format can hold the model, weights are not finite or too large for `dtype`, or `dst` exists.
       OSError: if the disk is full. Nothing is at `dst` then, and the same call goes on with what is done.
     """
     console = console or console_for_tables(stderr=not dry_run)
@@ -100,6 +103,7 @@ def export(
         "expert_layout": expert_layout,
         "dense_layers": dense_layers,
         "dtype": dtype,
+        "allow_nonfinite": allow_nonfinite,
     }
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with ByteProgress(console, "exporting", total) as progress:
@@ -109,7 +113,7 @@ def export(
             for file in source.tokenizer_files:
                 write_durably(folder / file.name, file.read_bytes())
             with ShardWriter(folder, tensors, max_bytes) as writer:
-                _write_layers(model, mapped, specs, writer, work, progress)
+                _write_layers(model, mapped, specs, writer, work, progress, allow_nonfinite=allow_nonfinite)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
             lineage[-1]["measured"] = progress.measured()
@@ -126,6 +130,8 @@ def _write_layers(
     writer: ShardWriter,
     work: Workplace,
     progress: ByteProgress,
+    *,
+    allow_nonfinite: bool,
 ) -> None:
     """Writes the layers that no interrupted command has written, and notes each when it is on disk."""
     by_layer: dict[str, list[str]] = {}
@@ -137,7 +143,8 @@ def _write_layers(
             progress.skip(written[layer]["bytes"])
             continue
         for path in paths:
-            _write_leaf(model, path, mapped.pieces[path], specs[path].dtype, writer, progress)
+            pieces, dtype = mapped.pieces[path], specs[path].dtype
+            _write_leaf(model, path, pieces, dtype, writer, progress, allow_nonfinite=allow_nonfinite)
         writer.sync()
         sizes = (math.prod(piece.shape) * specs[path].dtype.itemsize for path in paths for piece in mapped.pieces[path])
         work.note(layer, {"bytes": sum(sizes)})
@@ -150,29 +157,31 @@ def _write_leaf(
     dtype: np.dtype,
     writer: ShardWriter,
     progress: ByteProgress,
+    *,
+    allow_nonfinite: bool,
 ) -> None:
     """Writes the pieces of one leaf. The next expert is made while the previous one is written; two are in memory."""
     with ThreadPoolExecutor(WORKERS) as pool:
         before: list[Future[None]] = []
         waiting = {piece.expert: piece for piece in pieces}
         for expert, part in model.parts(path):
-            piece = waiting.pop(expert)
+            piece, name = waiting.pop(expert), path if expert is None else f"{path}[{expert}]"
+            if not allow_nonfinite:
+                check_finite(name, part, REMEDY)
+            check_fits(name, part, dtype)
             writing = [
                 pool.submit(_write_rows, part, piece, rows, dtype, writer, progress)
                 for rows in row_chunks(piece.shape, dtype.itemsize)
             ]
-            _finish(before, path)
+            _finish(before)
             before = writing
-        _finish(before, path)
+        _finish(before)
         assert not waiting, (path, waiting)
 
 
-def _finish(writing: Iterable[Future[None]], path: str) -> None:
-    try:
-        for future in writing:
-            future.result()
-    except OverflowError as error:
-        raise InputError(f"{path}: {error}; choose bfloat16 or float32") from None
+def _finish(writing: Iterable[Future[None]]) -> None:
+    for future in writing:
+        future.result()
 
 
 def _write_rows(
@@ -185,12 +194,13 @@ def _write_rows(
 ) -> None:
     """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
     start, stop = rows
+    with np.errstate(all="ignore"):  # what is not finite was found before, or is meant
+        cut = (part[:, start:stop] if piece.transpose else part[start:stop]).astype(dtype, copy=False)
     if piece.transpose:
-        columns = cast(part[:, start:stop], dtype)
-        values = np.empty(columns.shape[::-1], dtype)
-        copy_transposed(columns, values)
+        values = np.empty(cut.shape[::-1], dtype)
+        copy_transposed(cut, values)
     else:
-        values = np.ascontiguousarray(cast(part[start:stop], dtype))
+        values = np.ascontiguousarray(cut)
     writer.write(piece.tensor, piece.offset + start * math.prod(piece.shape[1:]), values)
     progress.advance(values.nbytes)
 

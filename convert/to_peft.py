@@ -21,6 +21,7 @@ from moe_jax.convert.table import PER_EXPERT, apply_table
 from moe_jax.convert.tensors import DTYPE_NAMES
 from moe_jax.errors import InputError, raise_if_any
 from moe_jax.experts.config import LoRAConfig
+from moe_jax.finite import REMEDY, check_finite
 from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry
 from moe_jax.loading import leaf_specs
 from moe_jax.model_source import ModelSource, OverBase
@@ -42,16 +43,20 @@ class Module(NamedTuple):
     lora: LoRAConfig
 
 
-def export_peft(source: ModelSource, dst: Path | str, *, console: Console | None = None) -> None:
+def export_peft(
+    source: ModelSource, dst: Path | str, *, allow_nonfinite: bool = False, console: Console | None = None
+) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors`, which `peft.PeftModel.from_pretrained` loads.
 
     Args:
       source: an adapter directory with LoRA on attention, or on dense FFNs, and nothing else.
       dst: where the directory appears; must not exist.
+      allow_nonfinite: go on where the adapters are not finite.
       console: where to print; default standard error.
 
     Raises:
-      InputError: if `source` is no adapter directory, PEFT cannot express its adapters, or `dst` exists.
+      InputError: if `source` is no adapter directory, PEFT cannot express its adapters, these are not finite, or `dst`
+        exists.
     """
     console = console or console_for_tables(stderr=True)
     dst = Path(dst)
@@ -60,10 +65,11 @@ def export_peft(source: ModelSource, dst: Path | str, *, console: Console | None
         raise InputError(f"{source.path} is not an adapter directory; PEFT's format holds adapters without their base")
     raise_if_any(_inexpressible(source.config, source.own_specs()), f"PEFT's format cannot hold {source.path}")
     modules = _modules(source.config)
-    tensors = dict(_tensors(source, modules))
+    tensors = dict(_tensors(source, modules, allow_nonfinite=allow_nonfinite))
     base = source.base.path if isinstance(source.base, HuggingFaceDirectory) else None
     config = peft_config(modules, num_layers=source.config.num_layers, base=base)
-    lineage = [*source.lineage, new_lineage_entry("export", {"format": "peft"}, [source])]
+    options = {"format": "peft", "allow_nonfinite": allow_nonfinite}
+    lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with staged_directory(dst) as folder:
         write_durably(folder / WEIGHTS_FILE, _safetensors(tensors))
         write_durably(folder / CONFIG_FILE, _json(config))
@@ -178,10 +184,14 @@ def _modules(config: ModelConfig) -> list[Module]:
     return modules
 
 
-def _tensors(source: ModelSource, modules: Iterable[Module]) -> Iterable[tuple[str, np.ndarray]]:
+def _tensors(
+    source: ModelSource, modules: Iterable[Module], *, allow_nonfinite: bool
+) -> Iterable[tuple[str, np.ndarray]]:
     for module in modules:
         for ours, theirs in (("a", "lora_A"), ("b", "lora_B")):
             factor = source.read(f"{module.path}/lora/{ours}")
+            if not allow_nonfinite:
+                check_finite(f"{module.path}/lora/{ours}", factor, REMEDY)
             yield f"base_model.model.{module.name}.{theirs}.weight", np.ascontiguousarray(factor.T)
 
 

@@ -137,6 +137,7 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
         lineage: Sequence[Mapping[str, Any]],
         trained: Iterable[str] = (),
         resume: bool = False,
+        allow_nonfinite: bool = False,
     ):
         """Checks base and target; nothing is written yet.
 
@@ -144,7 +145,7 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
           dst: where the directory appears.
           config: of the tuned model.
           base: its base, which the directory refers to.
-          tokenizer_files, lineage, resume: see `ModelDirectoryWriter`.
+          tokenizer_files, lineage, resume, allow_nonfinite: see `ModelDirectoryWriter`.
           trained: leaves of the base that were trained, and are stored here with their new values. Besides these, all
             leaves must be written that the base does not have.
 
@@ -165,6 +166,7 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
             lineage=lineage,
             resume=resume,
             leaves=own_leaves(config) | frozenset(trained),
+            allow_nonfinite=allow_nonfinite,
             documents={BASE_FILE: {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(reference)}},
         )
 

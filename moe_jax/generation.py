@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from moe_jax.errors import InputError
 from moe_jax.functional.sampling import sample
 from moe_jax.nn import Caches, Decoder, init_cache
+
+
+class NonFiniteLogits(InputError):
+    """Logits are NaN or infinite: no token can be chosen by them."""
 
 
 def generate(
@@ -43,6 +47,7 @@ def generate(
 
     Raises:
       InputError: for an empty prompt, ids outside the vocabulary, or bad sampling options.
+      NonFiniteLogits: if logits are not finite.
     """
     finished = [False] * len(prompts)
     results: list[list[int]] = [[] for _ in prompts]
@@ -82,9 +87,17 @@ def stream(
     logits, caches = _prefill(graphdef, state, jnp.asarray(padded), jnp.asarray(lengths), caches)
     for step in range(max_new_tokens):
         tokens = choose(logits, jax.random.fold_in(key, step))
+        finite = np.asarray(_finite_rows(logits))
+        if not finite.all():
+            raise NonFiniteLogits(f"prompt {np.argmin(finite) + 1} has logits that are not finite at token {step + 1}")
         yield np.asarray(tokens)
         if step + 1 < max_new_tokens:
             logits, caches = _decode(graphdef, state, tokens, jnp.asarray(lengths + step), caches)
+
+
+@jax.jit
+def _finite_rows(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
+    return jnp.all(jnp.isfinite(logits), axis=-1)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=4)

@@ -164,13 +164,15 @@ def open_writer(
     base: ModelSource | None = None,
     trained: Iterable[str] = (),
     resume: bool = False,
+    allow_nonfinite: bool = False,
 ) -> ModelWriter:
     """Opens a writer of a model directory, of an adapter directory if there is a base, or of either in memory.
 
     Args:
       dst: where the model goes.
       config: of the model.
-      tokenizer_files, lineage, resume: see `ModelDirectoryWriter`; in memory there is nothing to resume.
+      tokenizer_files, lineage, resume, allow_nonfinite: see `ModelDirectoryWriter`; in memory there is nothing to
+        resume.
       base: the base of the model's adapters. Then only the leaves that it does not have are written, and those in
         `trained`.
       trained: leaves of the base whose values have changed.
@@ -178,7 +180,7 @@ def open_writer(
     Raises:
       InputError: if the directory exists, or `config` does not describe adapters over `base`.
     """
-    given = {"tokenizer_files": tokenizer_files, "lineage": lineage}
+    given: Any = {"tokenizer_files": tokenizer_files, "lineage": lineage, "allow_nonfinite": allow_nonfinite}
     if isinstance(dst, InMemory):
         assert not trained, "what was trained in memory is in memory already"
         return _MemoryWriter(dst, config, base=base, **given)
@@ -200,12 +202,14 @@ class _MemoryWriter:
         base: ModelSource | None,
         tokenizer_files: Sequence[Path],
         lineage: Sequence[Mapping[str, Any]],
+        allow_nonfinite: bool,
     ):
         self._dst = dst
         self._config = config
         self._base = base
         self._files = tokenizer_files
-        self._expected = ExpectedLeaves(config, None if base is None else own_leaves(config))
+        own = None if base is None else own_leaves(config)
+        self._expected = ExpectedLeaves(config, own, allow_nonfinite=allow_nonfinite)
         self._leaves: dict[str, np.ndarray] = {}
         self._notes: dict[str, Any] = {}
         self.lineage = [dict(entry) for entry in lineage]
@@ -226,6 +230,7 @@ class _MemoryWriter:
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
         self._expected.check(leaves)
+        self._expected.check_numbers(leaves)
         # Copied, because the caller may reuse the buffer, and a view may repeat its elements.
         self._leaves |= {path: np.array(leaf, order="C") for path, leaf in leaves.items()}
 

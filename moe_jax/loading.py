@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from moe_jax.errors import raise_if_any
+from moe_jax.finite import cast, check_finite
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, segments_of
 from moe_jax.nn import Decoder
@@ -68,6 +69,7 @@ def load_model(
     compute_dtype: str = "float32",
     remat: str = "none",
     mesh: Mesh | None = None,
+    finite: bool = False,
 ) -> Decoder:
     """Reads a model, leaf by leaf; layers are stacked on the device, so the host holds one leaf at a time.
 
@@ -78,9 +80,11 @@ def load_model(
       compute_dtype: dtype of the activations.
       remat: see `Decoder`.
       mesh: shards by the rule table; None: one device.
+      finite: refuse weights that are not finite.
 
     Raises:
-      InputError: if the source lacks leaves, has others, or they have other shapes; all are listed.
+      InputError: if the source lacks leaves, has others, or they have other shapes (all are listed), or weights are too
+        large for `param_dtype`.
     """
     model = abstract_model(source.config, compute_dtype=compute_dtype, remat=remat)
     graphdef, state = nnx.split(model)
@@ -91,6 +95,12 @@ def load_model(
     else:
         shardings = state_shardings(state, mesh)
 
+    def read(name: str, dtype: jnp.dtype) -> np.ndarray:
+        leaf = source.read(name)
+        if finite:
+            check_finite(name, leaf, "mend the model")
+        return cast(name, leaf, dtype)
+
     def load(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
         names = disk_paths(source.config, path_name(path))
         dtype = jnp.result_type(*(specs[name].dtype for name in names))
@@ -98,11 +108,11 @@ def load_model(
         if wanted and may_be_cast(names[0], dtype):
             dtype = jnp.dtype(wanted)
         if leaf.shape == specs[names[0]].shape:
-            return _put(source.read(names[0]), dtype, sharding)
+            return _put(read(names[0], dtype), sharding)
         stacked = _zeros_program(leaf.shape, dtype, sharding)()
         layer_sharding = _without_leading_axis(sharding)
         for index, name in enumerate(names):
-            stacked = _set_layer(stacked, _put(source.read(name), dtype, layer_sharding), index)
+            stacked = _set_layer(stacked, _put(read(name, dtype), layer_sharding), index)
         return stacked
 
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(load, state, shardings))
@@ -158,9 +168,7 @@ def _by_layer(path: str) -> tuple[int, int, str]:
     return (1, int(match[1]), path) if match else (0 if path.startswith("embed/") else 2, 0, path)
 
 
-def _put(leaf: np.ndarray, dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    if leaf.dtype != dtype:
-        leaf = leaf.astype(dtype)
+def _put(leaf: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     # From a callback and not device_put: every process of a pod then cuts its own shards out of the leaf.
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 

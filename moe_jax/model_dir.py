@@ -23,6 +23,7 @@ import numpy as np
 
 from moe_jax.companions import companions_in
 from moe_jax.errors import InputError, raise_if_any
+from moe_jax.finite import REMEDY, check_finite
 from moe_jax.json_toml import read_json_object
 from moe_jax.leaf_files import LeafReader, LeafWriter
 from moe_jax.lineage import LINEAGE_FILE, identity_of
@@ -119,10 +120,17 @@ def fingerprint_model(config: ModelConfig, leaves: str) -> str:
 class ExpectedLeaves:
     """The leaves that must be written, to check against."""
 
-    def __init__(self, config: ModelConfig, only: Iterable[str] | None = None):
-        """Expects all leaves that the config describes, or some of them."""
+    def __init__(self, config: ModelConfig, only: Iterable[str] | None = None, *, allow_nonfinite: bool = False):
+        """Expects all leaves that the config describes, or some of them.
+
+        Args:
+          config: of the model.
+          only: paths of those expected; None: all.
+          allow_nonfinite: whether they may hold NaN and infinity.
+        """
         specs = leaf_specs(config)
         self._specs = specs if only is None else {path: specs[path] for path in only}
+        self._allow_nonfinite = allow_nonfinite
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -136,6 +144,12 @@ class ExpectedLeaves:
                 raise ValueError(f"leaf {path} is not part of the model that the config describes, or not stored here")
             if tuple(leaf.shape) != tuple(self._specs[path].shape):
                 raise ValueError(f"leaf {path} has shape {leaf.shape}, the config says {self._specs[path].shape}")
+
+    def check_numbers(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
+        """Raises `InputError` for a number that is not finite, unless they are allowed."""
+        if not self._allow_nonfinite:
+            for path, leaf in leaves.items():
+                check_finite(path, np.asarray(leaf), REMEDY)
 
     def check_all(self, written: Collection[str]) -> None:
         """Raises `ValueError` unless all of them are among the leaves `written`."""
@@ -171,6 +185,7 @@ class ModelDirectoryWriter:
         resume: bool = False,
         leaves: Iterable[str] | None = None,
         documents: Mapping[str, Any] | None = None,
+        allow_nonfinite: bool = False,
     ):
         """Checks the target; nothing is written yet.
 
@@ -182,6 +197,7 @@ class ModelDirectoryWriter:
           resume: continue after what the same job (config, command, options, sources) wrote before an interruption.
           leaves: paths of the leaves that must be written; default all that the config describes.
           documents: JSON-able content of further files, by name.
+          allow_nonfinite: whether leaves may hold NaN and infinity.
 
         Raises:
           InputError: if `dst` exists, or a file to copy does not.
@@ -192,7 +208,7 @@ class ModelDirectoryWriter:
         self.lineage = [dict(entry) for entry in lineage]
         self._work = Workplace(self._dst, self._job() if resume else None)
         first_decides(self._check_files)
-        self._expected = ExpectedLeaves(config, leaves)
+        self._expected = ExpectedLeaves(config, leaves, allow_nonfinite=allow_nonfinite)
         self._documents = dict(documents or {})
 
     @property
@@ -230,8 +246,10 @@ class ModelDirectoryWriter:
         Raises:
           OSError: if the disk is full or cannot be written.
           ValueError: for a leaf that the config does not describe, or written before.
+          InputError: for one with numbers that are not finite, unless they are allowed.
         """
         self._expected.check(leaves)
+        self._expected.check_numbers(leaves)
         again = sorted(leaves.keys() & self._done)
         if again:
             raise ValueError(f"leaf {again[0]} was written already")

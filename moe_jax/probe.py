@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from moe_jax.errors import InputError
+from moe_jax.finite import REMEDY, check_finite
 from moe_jax.formatting import show_bytes
 from moe_jax.memory import available_memory
 from moe_jax.model_source import ModelSource
@@ -28,7 +29,13 @@ class Probe:
     """The source and the new model, compiled before anything is written; with NF4 kernels, the source with NF4 too."""
 
     def __init__(
-        self, source: ModelSource, config: ModelConfig, specs: Mapping[str, jax.ShapeDtypeStruct], seed: int
+        self,
+        source: ModelSource,
+        config: ModelConfig,
+        specs: Mapping[str, jax.ShapeDtypeStruct],
+        seed: int,
+        *,
+        allow_nonfinite: bool = False,
     ):
         """Compiles; no weights are read.
 
@@ -37,12 +44,14 @@ class Probe:
           config: of the new model.
           specs: leaf path -> shape and dtype, of the new model.
           seed: of the tokens.
+          allow_nonfinite: whether the source's weights may be NaN or infinite.
 
         Raises:
           InputError: if the largest layer does not fit into this machine's memory.
         """
         tokens = probe_tokens(source.config, seed)
         self._source = source
+        self._allow_nonfinite = allow_nonfinite
         self._before = StreamedModel(source.config, source.specs(), tokens)
         self._after = StreamedModel(config, specs, tokens, like=self._before)
         models = [self._before, self._after]
@@ -64,7 +73,7 @@ class Probe:
         """Compares the new model that `read` reads with the source.
 
         Raises:
-          InputError: if they are not equal.
+          InputError: if they are not equal, or the source has weights or logits that are not finite.
         """
         done = 0
 
@@ -74,7 +83,12 @@ class Probe:
             progress("checking step 0", done, self._total)
 
         num_layers, quantization = self._source.config.num_layers, None
-        expected = before = self._before.logits(self._source.read, on_layer)
+        expected = before = self._before.logits(self._read_source, on_layer)
+        if not np.isfinite(before).all():
+            raise InputError(
+                "step-0 check: the source's logits are not finite, so that none can be compared with them; mend the "
+                "source, or use --no-step0-check"
+            )
         if self._nf4 is not None:
             model, leaves = self._nf4
             expected = model.logits(leaves.read, on_layer)
@@ -83,7 +97,12 @@ class Probe:
         if not step0.equal:
             raise InputError(
                 f"step-0 check: the new model's logits differ from the source's by {step0.difference:.3g} "
-                f"(largest logit {step0.largest:.3g}, allowed {step0.allowed:.3g}); nothing was kept. Are all weights "
-                "of the source finite?"
+                f"(largest logit {step0.largest:.3g}, allowed {step0.allowed:.3g}); nothing was kept"
             )
         return Compared(step0, quantization)
+
+    def _read_source(self, path: str) -> np.ndarray:
+        leaf = self._source.read(path)
+        if not self._allow_nonfinite:
+            check_finite(path, leaf, REMEDY)
+        return leaf

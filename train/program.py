@@ -98,7 +98,7 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
     """Parameters before the first step, `(trained, frozen)`: from the source, or drawn with the recipe's seed.
 
     Raises:
-      InputError: if the source is incomplete.
+      InputError: if the source is incomplete, or its weights are not finite or too large for the recipe's dtypes.
     """
     if recipe.model.init == "checkpoint":
         assert source is not None
@@ -107,7 +107,7 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
         def param_dtype(path: str) -> str | None:
             return dtypes.param_dtype if path in program.trainable else dtypes.frozen_dtype
 
-        loaded = load_model(source, param_dtype=param_dtype, mesh=program.mesh)
+        loaded = load_model(source, param_dtype=param_dtype, mesh=program.mesh, finite=True)
         _, params, frozen = split_model(loaded, program.trainable)
         return params, frozen
 

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.errors import InputError
+from moe_jax.finite import cast
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import disk_paths, may_be_cast, model_leaves
 from moe_jax.model_dir import ModelDirectoryWriter
@@ -180,6 +182,9 @@ def write_model(
       files: what goes with the model, copied.
       measured: measurements for the lineage.
       trainable: paths in memory of the trained parameters.
+
+    Raises:
+      InputError: if parameters are not finite, or too large for the recipe's `output_dtype`.
     """
     target = Path(recipe.run_dir) / MODEL
     started_from = source if recipe.model.init == "checkpoint" else None
@@ -228,8 +233,7 @@ def _gathered(model: Decoder, dtype: str | None, only: Collection[str] | None) -
     for path, leaf in model_leaves(model):
         if only is not None and path not in only:
             continue
-        if dtype and may_be_cast(path, leaf.dtype):
-            leaf = leaf.astype(dtype)
         if jax.process_count() > 1:
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
-        yield path, np.asarray(leaf)
+        leaf = np.asarray(leaf)
+        yield path, cast(path, leaf, jnp.dtype(dtype)) if dtype and may_be_cast(path, leaf.dtype) else leaf

@@ -22,6 +22,7 @@ from moe_jax.compress.methods.delta_base import Base
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig, ExpertBank, make_bank
+from moe_jax.finite import check_finite
 from moe_jax.formatting import parse_bytes
 from moe_jax.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
@@ -194,7 +195,12 @@ def compress_experts(
     analysis = made.analyse(layer)
     target = made.plan([layer], {0: analysis})[0]
     written: dict[str, np.ndarray] = {}
-    figures = made.compress(layer, Base(layer, dense), target, written.__setitem__, analysis)
+
+    def write(path: str, leaf: np.ndarray) -> None:
+        check_finite(path, leaf, "the kernels are too large for this method and their dtype")
+        written[path] = leaf
+
+    figures = made.compress(layer, Base(layer, dense), target, write, analysis)
     compressed = _make_bank(target, d_model, {**leaves, **written})
     return CompressedExperts(compressed, target, figures, written.get("groups"))
 

@@ -192,7 +192,7 @@ def load(
     return loaded
 
 
-def save(model: Model, path: str | os.PathLike[str]) -> Path:
+def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> Path:
     """Writes a model directory. It appears whole or not at all.
 
     Of a model with adapters over a base on the disk it writes an adapter directory: the adapters, whatever of the base
@@ -204,12 +204,13 @@ def save(model: Model, path: str | os.PathLike[str]) -> Path:
     Args:
       model: what to write.
       path: where the directory appears; must not exist.
+      allow_nonfinite: go on where weights are NaN or infinite.
 
     Returns:
       `path`.
 
     Raises:
-      InputError: if there is something at `path`, or a tokenizer file is gone.
+      InputError: if there is something at `path`, a tokenizer file is gone, or weights are not finite.
       OSError: if the disk is full. Nothing is left at `path` then.
     """
     path = Path(path)
@@ -223,6 +224,7 @@ def save(model: Model, path: str | os.PathLike[str]) -> Path:
         trained=changed,
         tokenizer_files=source.tokenizer_files,
         lineage=source.lineage,
+        allow_nonfinite=allow_nonfinite,
     )
     with writer:
         for leaf in writer.expected:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from flax import nnx
 
 from moe_jax.api.model import Model, ModelOrPath, open_model
 from moe_jax.errors import InputError
+from moe_jax.finite import is_floating, largest_magnitude
+from moe_jax.generation import NonFiniteLogits
 from moe_jax.generation import generate as _generate
 from moe_jax.models import ModelConfig
 from moe_jax.open_source import read_config
@@ -52,8 +55,20 @@ def evaluate(model: ModelOrPath, text: Text, *, seq_len: int | None = None, batc
 
     Raises:
       FileNotFoundError: if there is nothing at a path.
-      InputError: if the text is not UTF-8 or too short, ids are not the model's, or it has no tokenizer for a file.
+      InputError: if the text is not UTF-8 or too short, ids are not the model's, it has no tokenizer for a file, or the
+        perplexity is not finite.
     """
+    found = score(model, text, seq_len=seq_len, batch_size=batch_size)
+    if not math.isfinite(found.perplexity):
+        why = "the model predicts nothing of this text"
+        if not math.isfinite(found.nll):
+            why = _why_not_finite(_opened(model))
+        raise InputError(f"the perplexity is not finite (nll {found.nll:.6g}): {why}")
+    return found
+
+
+def score(model: ModelOrPath, text: Text, *, seq_len: int | None = None, batch_size: int = 8) -> Evaluation:
+    """What `evaluate` returns, whether it is finite or not: for comparing models some of which may be destroyed."""
     if batch_size < 1:
         raise InputError(f"{batch_size=} must be at least 1")
     model = _opened(model)
@@ -156,7 +171,8 @@ def generate(
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
-      InputError: for an empty prompt, bad sampling options, or a text for a model without tokenizer.
+      InputError: for an empty prompt, bad sampling options, a text for a model without tokenizer, or logits that are
+        not finite.
     """
     model = _opened(model)
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer))
@@ -164,16 +180,19 @@ def generate(
     ids = [_prompt_ids(one, model) for one in prompts]
     if not ids:
         raise InputError("nothing to continue: there is no prompt")
-    added = _generate(
-        model.decoder,
-        ids,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        key=jax.random.key(seed),
-        eos_ids=(*_eos_ids(model), *stop_ids),
-    )
+    try:
+        added = _generate(
+            model.decoder,
+            ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            key=jax.random.key(seed),
+            eos_ids=(*_eos_ids(model), *stop_ids),
+        )
+    except NonFiniteLogits as error:
+        raise InputError(f"{error}: {_why_not_finite(model)}") from None
     results = [
         _continuation(model.tokenizer, before, after, stopped=len(after) < max_new_tokens)
         for before, after in zip(ids, added, strict=True)
@@ -248,6 +267,15 @@ def _read_options(read: Any, options: Mapping[str, Any]) -> Any:
 def _opened(model: ModelOrPath) -> Model:
     """A model whose weights are not read yet if it is a path: what is wrong with other input is said first."""
     return model if isinstance(model, Model) else Model.of_source(open_model(model))
+
+
+def _why_not_finite(model: Model) -> str:
+    """What is wrong with a model whose results are not finite, as far as its weights say."""
+    for path, spec in model.source.specs().items():
+        if is_floating(spec.dtype) and not math.isfinite(largest_magnitude(model.source.read(path))):
+            return f"{path} of {model.source.path} holds numbers that are not finite"
+    compute_dtype = model.loading.compute_dtype
+    return f"all weights of {model.source.path} are finite, so its activations are too large for {compute_dtype}"
 
 
 def _tokenizer(model: Model, what: str, instead: str) -> Tokenizer:

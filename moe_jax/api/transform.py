@@ -27,7 +27,9 @@ from moe_jax.upcycle.dense_to_moe import upcycle as _upcycle
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-def convert(src: str | os.PathLike[str], out: OutPath = None, *, dtype: Dtype | None = None) -> Model:
+def convert(
+    src: str | os.PathLike[str], out: OutPath = None, *, dtype: Dtype | None = None, allow_nonfinite: bool = False
+) -> Model:
     """Reads a Hugging Face checkpoint, tensor by tensor.
 
         >>> checkpoint = moe_jax.export(moe_jax.tiny_model(), folder / "checkpoint")
@@ -40,17 +42,18 @@ def convert(src: str | os.PathLike[str], out: OutPath = None, *, dtype: Dtype | 
       src: Hugging Face directory: config.json, and safetensors or PyTorch files.
       out: where a model directory appears, which must not exist; None: the model stays in memory.
       dtype: of all parameters; None: every one is kept bit for bit.
+      allow_nonfinite: go on where weights are NaN or infinite.
 
     Returns:
       The model.
 
     Raises:
       FileNotFoundError: if there is nothing at `src`.
-      InputError: if the checkpoint is damaged or does not fit its config, or `out` exists.
+      InputError: if the checkpoint is damaged or does not fit its config, weights are not finite, or `out` exists.
       OSError: if the disk is full. Nothing is left at `out` then.
     """
     target = destination(out)
-    _convert(Path(src), target, dtype=dtype, console=Console(quiet=True))
+    _convert(Path(src), target, dtype=dtype, allow_nonfinite=allow_nonfinite, console=Console(quiet=True))
     return result(target, src)
 
 
@@ -62,6 +65,7 @@ def export(
     expert_layout: Literal["per-expert", "fused"] = "per-expert",
     dense_layers: Literal["replicate", "refuse"] = "replicate",
     dtype: Dtype | None = None,
+    allow_nonfinite: bool = False,
     format: Literal["checkpoint", "peft"] = "checkpoint",
 ) -> Path:
     """Writes a model as a Hugging Face checkpoint. Deltas of experts are merged into full experts.
@@ -77,18 +81,19 @@ def export(
       expert_layout: one tensor per expert, as on the hub; or the fused tensors of Transformers 5.
       dense_layers: where the format needs an MoE in every layer, store a dense layer as equal experts, or stop.
       dtype: of all tensors; None: every one is kept bit for bit.
+      allow_nonfinite: go on where weights are NaN or infinite.
       format: a checkpoint of the whole model; or, of the path of an adapter directory, its LoRA for the PEFT library.
-        That has no other options.
+        That has no other options but `allow_nonfinite`.
 
     Returns:
       `out`.
 
     Raises:
-      InputError: if no Hugging Face format can hold the model, or `out` exists.
+      InputError: if no Hugging Face format can hold the model, weights are not finite, or `out` exists.
       OSError: if the disk is full. Nothing is left at `out` then.
     """
     if format == "peft":
-        _export_peft(open_model(model), Path(out), console=Console(quiet=True))
+        _export_peft(open_model(model), Path(out), allow_nonfinite=allow_nonfinite, console=Console(quiet=True))
         return Path(out)
     _export(
         open_model(model),
@@ -97,6 +102,7 @@ def export(
         expert_layout=expert_layout,
         dense_layers=dense_layers,
         dtype=dtype,
+        allow_nonfinite=allow_nonfinite,
         console=Console(quiet=True),
     )
     return Path(out)
@@ -124,6 +130,7 @@ def upcycle(
     cv_coef: float | None = None,
     seed: int = 0,
     step0_check: bool = True,
+    allow_nonfinite: bool = False,
 ) -> Model:
     """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained.
 
@@ -156,14 +163,15 @@ def upcycle(
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; by default 0.01, 0 and 0.
       seed: of routers, low-rank factors and sparse positions.
       step0_check: compare the logits of both models. It also refuses gates that cannot equal the dense model.
+      allow_nonfinite: go on where weights are NaN or infinite.
 
     Returns:
       The MoE.
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
-      InputError: if the model is an MoE already, the options do not go with it or each other, the logits differ, or
-        `out` exists. Nothing is left behind.
+      InputError: if the model is an MoE already, the options do not go with it or each other, weights are not
+        finite, the logits differ, or `out` exists. Nothing is left behind.
     """
     given = {
         "method": method,
@@ -187,7 +195,15 @@ def upcycle(
     }
     options, target = _upcycle_options(**given), destination(out)
     described = _describe_upcycling(options, **given)
-    _upcycle(open_model(model), target, options, seed=seed, check=step0_check, described=described)
+    _upcycle(
+        open_model(model),
+        target,
+        options,
+        seed=seed,
+        check=step0_check,
+        allow_nonfinite=allow_nonfinite,
+        described=described,
+    )
     return result(target, model)
 
 
@@ -208,6 +224,7 @@ def adapt(
     z_coef: float | None = None,
     seed: int = 0,
     step0_check: bool = True,
+    allow_nonfinite: bool = False,
 ) -> Model:
     """Puts fresh adapters beside a model, to be trained while the model is frozen: PERFT beside the MoEs, or LoRA.
 
@@ -233,14 +250,15 @@ def adapt(
       balance_coef, z_coef: of `perft-r`, of the losses of the adapters' router; by default 0.01 and 0.
       seed: of the adapters and their routers.
       step0_check: compare the logits with the untouched model's.
+      allow_nonfinite: go on where weights of the model are NaN or infinite.
 
     Returns:
       The model with its adapters.
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
-      InputError: if the model has adapters already, the options do not go with it or each other, the logits differ, or
-        `out` exists. Nothing is left behind.
+      InputError: if the model has adapters already, the options do not go with it or each other, weights are not
+        finite, the logits differ, or `out` exists. Nothing is left behind.
     """
     options = _adapt_options(
         method=method,
@@ -257,7 +275,15 @@ def adapt(
     )
     target = destination(out)
     described = {**dataclasses.asdict(options), "seed": seed, "step0_check": step0_check}
-    _adapt(open_model(model), target, options, seed=seed, check=step0_check, described=described)
+    _adapt(
+        open_model(model),
+        target,
+        options,
+        seed=seed,
+        check=step0_check,
+        allow_nonfinite=allow_nonfinite,
+        described=described,
+    )
     return result(target, model)
 
 
@@ -267,6 +293,7 @@ def merge(
     *,
     base: str | os.PathLike[str] | None = None,
     partly: bool = False,
+    allow_nonfinite: bool = False,
 ) -> Model:
     """Folds LoRA into the kernels that it stands beside; the model then needs no base.
 
@@ -282,14 +309,16 @@ def merge(
       out: where a model directory appears, which must not exist; None: the model stays in memory.
       base: where the base of an adapter directory is now; by default where the directory says.
       partly: keep what cannot be folded, adapter experts (PESC) and PERFT, instead of refusing.
+      allow_nonfinite: go on where weights are NaN or infinite.
 
     Returns:
       The merged model.
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
-      InputError: if there is nothing to fold, something cannot be folded and `partly` is not said, or `out` exists.
+      InputError: if there is nothing to fold, something cannot be folded and `partly` is not said, weights are
+        not finite, or `out` exists.
     """
     target = destination(out)
-    _merge(open_model(model, base), target, partly=partly)
+    _merge(open_model(model, base), target, partly=partly, allow_nonfinite=allow_nonfinite)
     return result(target, model)

@@ -65,6 +65,8 @@ class Options(AdaptFlags):
     """A model directory or a Hugging Face directory."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Where the adapter directory appears; must not exist."""
+    allow_nonfinite: bool = False
+    """Goes on where weights are NaN or infinite, instead of refusing."""
 
 
 def run(options: Options) -> None:
@@ -91,6 +93,7 @@ def run(options: Options) -> None:
             chosen,
             seed=seed,
             check=not options.no_step0_check,
+            allow_nonfinite=options.allow_nonfinite,
             described=described,
             progress=progress,
         )

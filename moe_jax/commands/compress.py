@@ -156,11 +156,11 @@ def _calibration(source: "ModelSource", options: _Job) -> "Calibration | None":
 
 def _scorer(source: "ModelSource", options: _Job) -> "Score":
     """Scores models by the text, as `moe-jax eval` does."""
-    from moe_jax.api.run import evaluate, read_ids
+    from moe_jax.api.run import read_ids, score
 
     assert options.text is not None
     ids, windows = read_ids(_over_devices(source), options.text), _windows(source, options)
-    return lambda model: evaluate(_over_devices(model), ids, **windows).nll
+    return lambda model: score(_over_devices(model), ids, **windows).nll
 
 
 def _over_devices(source: "ModelSource") -> "Model":

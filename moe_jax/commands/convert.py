@@ -17,6 +17,8 @@ class Options:
     """Where the model directory appears; must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of all parameters; by default each keeps its own, bit for bit."""
+    allow_nonfinite: bool = False
+    """Goes on where weights are NaN or infinite, instead of refusing."""
     dry_run: bool = False
     """Prints the mapping and sizes, and writes nothing."""
 
@@ -25,8 +27,14 @@ def run(options: Options) -> None:
     """Converts the checkpoint.
 
     Raises:
-      InputError: if the checkpoint is damaged or does not fit its config, or DST exists.
+      InputError: if the checkpoint is damaged or does not fit its config, weights are not finite, or DST exists.
     """
     from moe_jax.convert import convert
 
-    convert(options.src, options.dst, dtype=options.dtype, dry_run=options.dry_run)
+    convert(
+        options.src,
+        options.dst,
+        dtype=options.dtype,
+        allow_nonfinite=options.allow_nonfinite,
+        dry_run=options.dry_run,
+    )

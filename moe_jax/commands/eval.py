@@ -39,7 +39,7 @@ def run(options: Options) -> None:
     """Scores the text and prints the result.
 
     Raises:
-      FileNotFoundError, InputError: bad input.
+      FileNotFoundError, InputError: bad input, or a perplexity that is not finite.
     """
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import default_seq_len, evaluate

@@ -28,6 +28,8 @@ class Options(BaseFlag):
     """A checkpoint of the whole model; or the LoRA of an adapter directory, for the PEFT library."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""
+    allow_nonfinite: bool = False
+    """Goes on where weights are NaN or infinite, instead of refusing."""
     dry_run: bool = False
     """Prints the mapping and sizes, and writes nothing."""
 
@@ -36,13 +38,13 @@ def run(options: Options) -> None:
     """Exports the model.
 
     Raises:
-      InputError: if no Hugging Face format can hold the model, or DST exists.
+      InputError: if no Hugging Face format can hold the model, weights are not finite, or DST exists.
     """
     from moe_jax.convert import export, export_peft
 
     if options.format == "peft":
         _check_only_format(options)
-        export_peft(options.open(options.src), options.dst)
+        export_peft(options.open(options.src), options.dst, allow_nonfinite=options.allow_nonfinite)
         return
     export(
         options.open(options.src),
@@ -51,13 +53,14 @@ def run(options: Options) -> None:
         expert_layout=options.expert_layout,
         dense_layers=options.dense_layers,
         dtype=options.dtype,
+        allow_nonfinite=options.allow_nonfinite,
         dry_run=options.dry_run,
     )
 
 
 def _check_only_format(options: Options) -> None:
     fields = {field.name: field.default for field in dataclasses.fields(options)}
-    known = ("src", "dst", "base", "format")
+    known = ("src", "dst", "base", "format", "allow_nonfinite")
     given = [name for name, default in fields.items() if name not in known and getattr(options, name) != default]
     if given:
         names = ", ".join(map(flag_of, given))

@@ -22,6 +22,8 @@ class Options(BaseFlag):
     """Where the model directory appears; must not exist."""
     partly: bool = False
     """Keeps adapters that cannot be merged (PESC, PERFT) as they are, instead of refusing."""
+    allow_nonfinite: bool = False
+    """Goes on where weights are NaN or infinite, instead of refusing."""
 
 
 def run(options: Options) -> None:
@@ -38,7 +40,9 @@ def run(options: Options) -> None:
     refuse_existing(options.out)
     source = options.open(options.adapter)
     with progress_bars() as progress:
-        merged = merge(source, options.out, partly=options.partly, progress=progress)
+        merged = merge(
+            source, options.out, partly=options.partly, allow_nonfinite=options.allow_nonfinite, progress=progress
+        )
     print(f"wrote {options.out}: LoRA folded into {merged.folded} kernels")
     if merged.dequantized:
         print(f"{merged.dequantized} kernels are those that their NF4 codes stand for, as they were in training")

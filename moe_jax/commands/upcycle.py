@@ -105,6 +105,8 @@ class Options(BaseFlag, UpcycleFlags):
     """A dense model: a model directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
+    allow_nonfinite: bool = False
+    """Goes on where weights are NaN or infinite, instead of refusing."""
 
 
 def run(options: Options) -> None:
@@ -126,6 +128,7 @@ def run(options: Options) -> None:
             chosen,
             seed=seed,
             check=not options.no_step0_check,
+            allow_nonfinite=options.allow_nonfinite,
             described=options.described(chosen),
             progress=progress,
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ class LayerFigures:
       seconds: spent on the layer.
       choice: in words, what was chosen for this layer; layers may differ in it.
       uniform_usage: whether, for want of a text, experts were taken to be used alike.
+      zero_experts: those whose weights were all zero before compression.
     """
 
     relative_error: float
@@ -39,6 +41,7 @@ class LayerFigures:
     seconds: float | None = None
     choice: str | None = None
     uniform_usage: bool | None = None
+    zero_experts: Sequence[int] = ()
 
 
 class Measure:
@@ -70,8 +73,8 @@ class Measure:
         if base is None:
             self._has_base = False
             base = np.zeros((1, 1), np.float32)
-        columns = np.asarray(_column_sums(kernel, base, approximation), np.float64)
-        self._sums[expert] += columns.sum(axis=1)
+        columns, unit = _column_sums(kernel, base, approximation)
+        self._sums[expert] += np.asarray(columns, np.float64).sum(axis=1) * float(unit) ** 2
 
     def figures(self, **others: Any) -> LayerFigures:
         """The figures of everything that was added, and `others`, which are passed on."""
@@ -79,6 +82,7 @@ class Measure:
         figures = LayerFigures(
             relative_error=_ratio(error.sum(), weight.sum()) or 0.0,
             error_per_neuron=float(error.mean()) / self._num_neurons,
+            zero_experts=np.flatnonzero(weight == 0).tolist(),
             **others,
         )
         if not self._has_base:
@@ -97,13 +101,20 @@ class Measure:
 @jax.jit
 def _column_sums(
     kernel: Float[Array, "i o"], base: Float[Array, "#i #o"], approximation: Float[Array, "i o"]
-) -> Float[Array, "5 o"]:
-    """Sums over rows in float32; the host adds them up in float64, for float32 would lose most of 10^8 terms."""
+) -> tuple[Float[Array, "5 o"], Float[Array, ""]]:
+    """Sums over rows, and the unit of the numbers of which they are the squares.
+
+    In float32, for which the unit is a power of two near the largest number: else squares of small numbers would be
+    zero, and of large ones infinite. The host adds the sums up in float64, for float32 would lose most of 10^8 terms.
+    """
     kernel, base = kernel.astype(jnp.float32), base.astype(jnp.float32)
-    base = jnp.broadcast_to(base, kernel.shape)
+    largest = jnp.maximum(jnp.max(jnp.abs(kernel)), jnp.max(jnp.abs(base)))
+    unit = jnp.ldexp(jnp.float32(1), jnp.clip(jnp.frexp(largest)[1], -100, 100))
+    kernel, approximation = kernel / unit, approximation / unit
+    base = jnp.broadcast_to(base / unit, kernel.shape)
     delta = kernel - base
     terms = (kernel * kernel, base * base, kernel * base, delta * delta, (approximation - delta) ** 2)
-    return jnp.stack([jnp.sum(term, axis=0) for term in terms])
+    return jnp.stack([jnp.sum(term, axis=0) for term in terms]), unit
 
 
 def _ratio(error: float, norm: float) -> float | None:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from moe_jax.errors import InputError
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
+from moe_jax.finite import cast, check_finite, largest_magnitude
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig
 from moe_jax.nn.router_stats import RouterStatistics
@@ -14,9 +16,14 @@ from moe_jax.nn.router_stats import RouterStatistics
 Write = Callable[[str, np.ndarray], None]
 """Takes a leaf: its path below the layer's `mlp`, and the array."""
 
+LARGEST_WEIGHT = 2.0**50
+"""Methods compute in float32, in which the sum over a kernel of the squares of larger numbers could be infinite."""
+
 
 class SourceLayer:
-    """The experts of a layer, as methods read them.
+    """The experts of a layer, as methods read them: finite, and none larger than `LARGEST_WEIGHT`.
+
+    Methods that read another weight raise `InputError`.
 
     Attributes:
       index: of the layer.
@@ -77,7 +84,7 @@ class SourceLayer:
 
     def base(self, name: str) -> np.ndarray:
         """The bank's own base, [in, out]."""
-        return self._read(self._path(f"experts/base/{name}/kernel"))
+        return self.leaf(f"experts/base/{name}/kernel")
 
     def kernels(self, name: str) -> Iterator[np.ndarray]:
         """One matrix of all experts, [in, out] each; the universal FFN comes last if it counts as one.
@@ -85,10 +92,8 @@ class SourceLayer:
         Full kernels have the dtype they are stored in. Those made of a base and a delta are float32: rounded to a
         bfloat16 base, most of a small delta would be lost.
         """
-        path, matrix = self._path("experts"), self.matrices[name]
-        yield from expert_kernels(self._read, self.moe.bank, path, matrix, dtype=np.dtype(np.float32))
-        if self._with_universal:
-            yield self._read(self._path(f"universal/{name}/kernel"))
+        for expert, kernel in enumerate(self._kernels(name)):
+            yield check_weights(f"the {name} kernel of expert {expert} in layer {self.index}", kernel)
 
     def biases(self, name: str) -> np.ndarray | None:
         """Biases of all experts, [E, out]; None where the FFN has none."""
@@ -97,16 +102,30 @@ class SourceLayer:
         biases = self._read(self._path(f"experts/{name}/bias"))
         if self._with_universal:
             universal = self._read(self._path(f"universal/{name}/bias"))
-            biases = np.concatenate([biases, universal[None].astype(biases.dtype)])
-        return biases
+            biases = np.concatenate([biases, cast(f"universal/{name}/bias", universal[None], biases.dtype)])
+        return check_weights(f"the {name} biases of layer {self.index}", biases)
 
     def leaf(self, below: str) -> np.ndarray:
         """A leaf beside the experts, by its path below `mlp`."""
-        return self._read(self._path(below))
+        return check_weights(self._path(below), self._read(self._path(below)))
+
+    def stored(self, name: str, array: np.ndarray) -> np.ndarray:
+        """A kernel, or part of one, in the dtype in which those of a matrix are stored.
+
+        Raises:
+          InputError: if a number is too large for it.
+        """
+        return cast(f"the {name} kernels of layer {self.index}", array, self.dtype(name))
 
     def forget(self) -> None:
         """Frees the leaf that was read last."""
         self._last = None
+
+    def _kernels(self, name: str) -> Iterator[np.ndarray]:
+        path, matrix = self._path("experts"), self.matrices[name]
+        yield from expert_kernels(self._read, self.moe.bank, path, matrix, dtype=np.dtype(np.float32))
+        if self._with_universal:
+            yield self._read(self._path(f"universal/{name}/kernel"))
 
     def _read(self, path: str) -> np.ndarray:
         """Reads a leaf, and keeps it until the next one: the kernels of a full bank are gone through twice."""
@@ -117,3 +136,19 @@ class SourceLayer:
 
     def _path(self, below: str) -> str:
         return f"layers/{self.index}/mlp/{below}"
+
+
+def check_weights(what: str, weights: np.ndarray) -> np.ndarray:
+    """The weights that it was given.
+
+    Raises:
+      InputError: if one is not finite, or larger than `LARGEST_WEIGHT`.
+    """
+    check_finite(what, weights, "they cannot be compressed; mend the model")
+    largest = largest_magnitude(weights)
+    if largest > LARGEST_WEIGHT:
+        raise InputError(
+            f"{what}: {largest:.3g} is too large to be compressed: squares are summed up in float32, which holds those "
+            f"of weights up to {LARGEST_WEIGHT:.2g}"
+        )
+    return weights

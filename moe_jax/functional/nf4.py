@@ -78,7 +78,8 @@ def nf4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
 def quantize_nf4(kernel: Float[Array, "... i o"]) -> Leaves:
     """The arrays of a kernel, or of stacked ones, of any floating-point dtype.
 
-    Entries and scales are rounded to the nearest level. A block of zeros remains a block of zeros.
+    Entries and scales are rounded to the nearest level. A block of zeros remains a block of zeros. Codes stand for
+    finite numbers only, which the caller has to make sure of: a compiled program cannot raise an error.
     """
     if kernel.ndim > 2:
         return lax.map(quantize_nf4, kernel)

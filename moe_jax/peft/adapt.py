@@ -45,6 +45,7 @@ def adapt(
     *,
     seed: int = 0,
     check: bool = True,
+    allow_nonfinite: bool = False,
     described: Mapping[str, Any],
     progress: Progress = no_progress,
 ) -> Adapted:
@@ -56,28 +57,34 @@ def adapt(
       options: the adapters.
       seed: of adapters and routers.
       check: whether to compare the logits of the written model with the source's before it appears at `dst`.
+        Without it no weights of the source are read.
+      allow_nonfinite: go on where weights of the model are not finite.
       described: the options as the user gave them, for the lineage.
       progress: called after every leaf and layer.
 
     Raises:
       InputError: if the options do not fit the model, it has adapters already, the seed is negative, `dst` exists,
-        the check cannot be made in this machine's memory, or the logits differ. Nothing is left behind.
+        weights are found not to be finite, the check cannot be made in this machine's memory, or the logits differ.
+        Nothing is left behind.
     """
     config = adapted_config(source.config, options)
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")
     leaves, own, sizes = initial_leaves(config, seed), own_leaves(config), parameter_sizes(config)
+    described = {**described, "allow_nonfinite": allow_nonfinite}
     writer = open_writer(
         dst,
         config,
         base=source,
         tokenizer_files=source.tokenizer_files,
         lineage=[*source.lineage, new_lineage_entry("adapt", described, [source])],
+        allow_nonfinite=allow_nonfinite,
     )
     specs = leaf_specs(config)
     result = Adapted(config, sum(sizes[path] for path in own), count_bytes(specs[path] for path in own))
     below = LeavesOverBase(config, source).specs
-    probe = Probe(source, config, below | {path: specs[path] for path in own}, seed) if check else None
+    stored = below | {path: specs[path] for path in own}
+    probe = Probe(source, config, stored, seed, allow_nonfinite=allow_nonfinite) if check else None
     with writer:
         for done, (path, leaf) in enumerate(leaves, start=1):
             writer.write({path: leaf})

@@ -14,6 +14,7 @@ import numpy as np
 
 from moe_jax.errors import InputError, raise_if_any
 from moe_jax.experts.config import FFNConfig, LoRAConfig
+from moe_jax.finite import cast
 from moe_jax.functional.nf4 import dequantize_nf4
 from moe_jax.in_memory import Destination, open_writer
 from moe_jax.lineage import new_lineage_entry
@@ -47,6 +48,7 @@ def merge(
     out: Destination,
     *,
     partly: bool = False,
+    allow_nonfinite: bool = False,
     progress: Progress = no_progress,
 ) -> Merged:
     """Writes a tuned model as a model directory that needs no base, leaf by leaf.
@@ -57,13 +59,15 @@ def merge(
       source: an adapter directory, or another tuned model.
       out: where the model directory appears, which must not exist; or memory.
       partly: whether to keep adapters that cannot be merged, instead of refusing.
+      allow_nonfinite: go on where weights are not finite.
       progress: called with ("merging", leaves done, leaves).
 
     Returns:
       Counts of what was merged, and what was kept.
 
     Raises:
-      InputError: if there is nothing to merge, something cannot be merged and `partly` is false, or `out` exists.
+      InputError: if there is nothing to merge, something cannot be merged and `partly` is false, weights are not
+        finite or become too large for their dtype, or `out` exists.
     """
     kept = unmergeable(source.config)
     if kept and not partly:
@@ -80,10 +84,17 @@ def merge(
     check_leaves(leaf_specs(source.config), stored, str(source.path))
 
     result = Merged(len(folded), len(dequantized), tuple(kept))
-    lineage = [*source.lineage, new_lineage_entry("merge", {"partly": partly}, [source])]
+    options = {"partly": partly, "allow_nonfinite": allow_nonfinite}
+    lineage = [*source.lineage, new_lineage_entry("merge", options, [source])]
     lineage[-1]["measured"] = {"folded_kernels": result.folded, "dequantized_kernels": result.dequantized}
-    files = source.tokenizer_files
-    with open_writer(out, config, tokenizer_files=files, lineage=lineage, resume=True) as writer:
+    with open_writer(
+        out,
+        config,
+        tokenizer_files=source.tokenizer_files,
+        lineage=lineage,
+        resume=True,
+        allow_nonfinite=allow_nonfinite,
+    ) as writer:
         progress("merging", 0, len(expected))
         for done, path in enumerate(expected, 1):
             unchanged = path in stored and path not in folded
@@ -149,7 +160,7 @@ def _folded_kernel(source: ModelSource, path: str) -> np.ndarray:
         if lora is not None and factors is not None:
             a, b = (factor.reshape(-1, *factor.shape[-2:])[index].astype(np.float32) for factor in factors)
             kernel = kernel + np.float32(lora.scale) * (a @ b)
-        result.reshape(-1, *shape[-2:])[index] = kernel.astype(result.dtype)
+        result.reshape(-1, *shape[-2:])[index] = cast(path, kernel, result.dtype)
     return result
 
 

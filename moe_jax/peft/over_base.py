@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from moe_jax.finite import check_finite
 from moe_jax.functional.nf4 import quantize_nf4
 from moe_jax.loading import leaf_specs
 from moe_jax.model_source import ModelSource
@@ -67,7 +68,7 @@ class LeavesOverBase:
         """Reads one leaf.
 
         Raises:
-          InputError: if neither side has it.
+          InputError: if neither side has it, or it has to be quantised and is not finite.
         """
         own = self._own_leaves(path)
         if own is not None:
@@ -96,8 +97,17 @@ class LeavesOverBase:
         return self._own if self._own is not None and path in self._own.specs else None
 
     def _quantize(self, kernel: str, folder: str) -> None:
+        """Quantises a kernel of the base.
+
+        Raises:
+          InputError: if it is not finite, or so large that the mean of its blocks' scales is not.
+        """
+        values = self._base.read(kernel)
+        check_finite(kernel, values, "NF4 has no code for them; mend the base, or leave it as it is stored")
         with jax.default_device(_host()):
-            leaves = quantize_nf4(self._base.read(kernel))
+            leaves = quantize_nf4(values)
+        for name, leaf in leaves.items():
+            check_finite(f"{folder}/{name}", np.asarray(leaf), f"the numbers of {kernel} are too large for NF4")
         # Codes are large, so those of only one kernel are kept.
         waiting = {path: leaf for path, leaf in self._waiting.items() if not path.endswith("/codes")}
         self._waiting = waiting | {f"{folder}/{name}": np.asarray(leaf) for name, leaf in leaves.items()}

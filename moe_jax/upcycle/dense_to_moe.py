@@ -60,6 +60,7 @@ def upcycle(
     *,
     seed: int = 0,
     check: bool = True,
+    allow_nonfinite: bool = False,
     described: Mapping[str, Any],
     progress: Progress = no_progress,
 ) -> Upcycled:
@@ -74,12 +75,13 @@ def upcycle(
       options: the MoE to make.
       seed: of routers, factors and positions; the same seed gives the same weights.
       check: whether to compare the logits of the written model with the source's before it appears at `dst`.
+      allow_nonfinite: go on where weights are not finite.
       described: the options as the user gave them, for the lineage.
       progress: called after every layer.
 
     Raises:
-      InputError: if the source is an MoE, the options do not fit it, `dst` exists, the check does not fit into this
-        machine's memory, or the logits differ. Nothing is left behind.
+      InputError: if the source is an MoE, the options do not fit it, `dst` exists, weights are not finite, the check
+        does not fit into this machine's memory, or the logits differ. Nothing is left behind.
       OSError: if the disk is full. The same call goes on with what is done.
     """
     config = upcycled_config(source.config, options)
@@ -88,11 +90,19 @@ def upcycle(
     if check and not keeps_the_function(options):
         raise InputError(_why_not_equal(options))
     specs = upcycled_specs(config, source.specs())
+    described = {**described, "allow_nonfinite": allow_nonfinite}
     lineage = [*source.lineage, new_lineage_entry("upcycle", described, [source])]
     base = source if config.frozen_base else None
-    files = source.tokenizer_files
-    writer = open_writer(dst, config, base=base, tokenizer_files=files, lineage=lineage, resume=True)
-    probe = Probe(source, config, specs, seed) if check else None
+    writer = open_writer(
+        dst,
+        config,
+        base=base,
+        tokenizer_files=source.tokenizer_files,
+        lineage=lineage,
+        resume=True,
+        allow_nonfinite=allow_nonfinite,
+    )
+    probe = Probe(source, config, specs, seed, allow_nonfinite=allow_nonfinite) if check else None
     result = Upcycled(config, *_sizes(source, config, specs))
     with writer:
         if options.bank.form.beside_base_model:

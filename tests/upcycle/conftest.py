@@ -40,7 +40,7 @@ def random_leaves(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
 def write_model(dst: Path, config: ModelConfig, leaves: dict[str, np.ndarray], files: tuple[Path, ...] = ()) -> Path:
     """Writes a model directory."""
     entry = {"command": "test", "options": {}, "sources": []}
-    with ModelDirectoryWriter(dst, config, tokenizer_files=files, lineage=[entry]) as writer:
+    with ModelDirectoryWriter(dst, config, tokenizer_files=files, lineage=[entry], allow_nonfinite=True) as writer:
         writer.write(leaves)
     return dst
 

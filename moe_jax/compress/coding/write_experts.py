@@ -76,7 +76,7 @@ def _write_matrix(
         pruned = prune(lambda: kernels, start, count, refit=refit and has_base)
         masks = pruned.masks
         centre = pruned.centre if has_base else centre
-    stored = centre.astype(dtype)
+    stored = layer.stored(name, centre)
     if has_base:
         write(f"experts/base/{name}/kernel", stored)
 
@@ -101,7 +101,7 @@ def _write_jointly(
     """One expert after another, all of its matrices at once."""
     centres: dict[str, np.ndarray] = {}
     for name in layer.shapes if has_base else ():
-        centres[name] = mean_kernel(aligned_kernels(layer, name, permutations)).astype(layer.dtype(name))
+        centres[name] = layer.stored(name, mean_kernel(aligned_kernels(layer, name, permutations)))
         write(f"experts/base/{name}/kernel", centres[name])
     stacked: dict[str, np.ndarray] = {}
     for expert, aligned in enumerate(aligned_experts(layer, permutations)):

@@ -5,6 +5,7 @@ from typing import Any
 
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import DENSE, MEAN, OWN
+from moe_jax.zero_experts import zero_experts_line
 
 # Measured on stories260K, upcycled and trained for 300 steps: 0.995 at a learning rate of 1e-3, 0.89 at 6e-3.
 # Independent experts have 1/sqrt(E) to their own mean, at most 0.71, and 0 to a base that is not theirs.
@@ -54,6 +55,9 @@ class Report:
     def warnings(self) -> tuple[str, ...]:
         """Warnings to the user, one line each."""
         found = []
+        zero = {layer.layer: layer.zero_experts for layer in self.layers if layer.zero_experts}
+        if zero:
+            found.append(zero_experts_line(zero))
         cosines = {layer: layer.cosine_mean for layer in self.layers if layer.base in (DENSE, OWN, MEAN)}
         low = {layer: cosine for layer, cosine in cosines.items() if cosine is not None and cosine < LOW_COSINE}
         if low:
@@ -100,7 +104,7 @@ class Point:
       expert_bytes: of the compressed layers' experts on the disk.
       kept: their share of what they took before.
       relative_error: of all layers together, ||W^ - W|| / ||W|| averaged over layers.
-      nll, perplexity: of the text.
+      nll, perplexity: of the text; at most `sweep.WORST_NLL`, and that where they are not finite.
     """
 
     method: str

@@ -11,6 +11,7 @@ from moe_jax.compress.job.report import Point, Sweep
 from moe_jax.compress.job.stream import compress
 from moe_jax.compress.job.sweep_plot import plot_sweep
 from moe_jax.compress.methods.interface import Method
+from moe_jax.errors import InputError
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
@@ -19,7 +20,10 @@ from moe_jax.staging import refuse_existing, remove_directory, write_durably
 from moe_jax.terminal import Progress, no_progress
 
 Score = Callable[[ModelSource], float]
-"""Mean negative log-likelihood per token of a text, natural log."""
+"""Mean negative log-likelihood per token of a text, natural log; not finite for a model that is destroyed."""
+
+WORST_NLL = math.log(1e30)
+"""Of a point at most, and of one that is destroyed: it must still fit a picture."""
 
 
 def sweep(
@@ -46,9 +50,12 @@ def sweep(
       **options: of `compress`: base, extended, layers, statistics.
 
     Raises:
-      InputError: see `compress`. Nothing is left behind.
+      InputError: see `compress`, or the model itself has no finite score. Nothing is left behind.
     """
     refuse_existing(dst)
+    nll = score(source)
+    if not math.isfinite(nll):
+        raise InputError(f"the perplexity of the model itself is not finite (nll {nll}): there is nothing to compare")
     points: list[Point] = []
     warnings: dict[str, None] = {}
     progress("compressing and scoring", 0, len(methods))
@@ -56,7 +63,8 @@ def sweep(
         for done, (name, method) in enumerate(methods, start=1):
             report = compress(source, folder / "model", method, described={}, **options)
             warnings |= dict.fromkeys(report.warnings)
-            option, nll = method.swept[0], score(ModelDirectory(folder / "model"))
+            option, found = method.swept[0], score(ModelDirectory(folder / "model"))
+            found = min(found, WORST_NLL) if math.isfinite(found) else WORST_NLL
             remove_directory(folder / "model")
             points.append(
                 Point(
@@ -66,15 +74,14 @@ def sweep(
                     expert_bytes=report.expert_bytes_after,
                     kept=report.expert_bytes_after / report.expert_bytes_before,
                     relative_error=sum(layer.relative_error for layer in report.layers) / len(report.layers),
-                    nll=nll,
-                    perplexity=perplexity(nll),
+                    nll=found,
+                    perplexity=math.exp(found),
                 )
             )
             progress("compressing and scoring", done, len(methods))
-        nll = score(source)
         result = Sweep(
             nll=nll,
-            perplexity=perplexity(nll),
+            perplexity=math.exp(min(nll, WORST_NLL)),
             expert_bytes=report.expert_bytes_before,
             points=tuple(points),
             warnings=tuple(warnings),
@@ -83,8 +90,3 @@ def sweep(
         write_durably(folder / "sweep.json", json.dumps(entry, indent=2).encode())
         plot_sweep(result, folder / "sweep.png", title=str(source.path))
     return result
-
-
-def perplexity(nll: float) -> float:
-    """exp(nll), at most 1e30, and that for what is not a number: a model that is destroyed must still fit a picture."""
-    return math.exp(min(nll, math.log(1e30))) if math.isfinite(nll) else 1e30

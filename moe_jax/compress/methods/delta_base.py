@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from moe_jax.compress.alignment.design_matrix import mean_kernel
 from moe_jax.compress.layer_figures import LayerFigures, Measure
-from moe_jax.compress.source_layer import SourceLayer, Write
+from moe_jax.compress.source_layer import SourceLayer, Write, check_weights
 from moe_jax.convert.families import FAMILIES
 from moe_jax.errors import InputError
 from moe_jax.model_source import ModelSource
@@ -42,12 +42,13 @@ class Base:
     def kernel(self, name: str) -> np.ndarray:
         """The base of one matrix, [in, out], in the dtype in which the experts are stored."""
         if self._dense is not None:
-            kernel = self._dense.read(f"layers/{self._layer.index}/mlp/{name}/kernel")
+            path = f"layers/{self._layer.index}/mlp/{name}/kernel"
+            kernel = check_weights(f"{path} of --base", self._dense.read(path))
         elif self.origin == OWN:
             kernel = self._layer.base(name)
         else:
             kernel = mean_kernel(self._layer.kernels(name))
-        return kernel.astype(self._layer.dtype(name), copy=False)
+        return self._layer.stored(name, kernel)
 
 
 def check_base(base: ModelConfig, model: ModelConfig, layers: Iterable[int]) -> None:
@@ -92,7 +93,6 @@ def _compress_matrix(
     stacked: dict[str, np.ndarray] = {}
     for expert, kernel in enumerate(layer.kernels(name)):
         delta = kernel.astype(np.float32, copy=False) - base.astype(np.float32, copy=False)
-        _check_finite(delta, layer, name, expert)
         leaves, approximation = encode(name, expert, delta)
         for leaf, array in leaves.items():
             if leaf not in stacked:
@@ -101,10 +101,3 @@ def _compress_matrix(
         measure.add(expert, kernel, base, approximation)
     for leaf, array in stacked.items():
         write(f"experts/delta/{name}/{leaf}", array)
-
-
-def _check_finite(delta: np.ndarray, layer: SourceLayer, name: str, expert: int) -> None:
-    if not np.isfinite(delta).all():
-        raise InputError(
-            f"the {name} kernel of expert {expert} in layer {layer.index}, or its base, has entries that are not finite"
-        )

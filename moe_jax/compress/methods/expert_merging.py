@@ -33,6 +33,7 @@ from moe_jax.compress.methods.full_experts import (
 )
 from moe_jax.compress.methods.interface import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
+from moe_jax.finite import cast
 from moe_jax.models import MoEConfig
 from moe_jax.nn.router_stats import RouterStatistics
 
@@ -161,7 +162,7 @@ def _merge_matrix(
     merged = np.zeros((len(groups.dominant), *layer.shapes[name]), np.float32)
     for expert, kernel in enumerate(aligned()):
         merged[groups.of[expert]] += np.float32(weights[expert]) * kernel
-    stored = merged.astype(layer.dtype(name))
+    stored = layer.stored(name, merged)
     del merged
     for expert, kernel in enumerate(aligned()):
         measure.add(expert, kernel, None, stored[groups.of[expert]].astype(np.float32))
@@ -173,7 +174,7 @@ def _merge_matrix(
         moved = biases if name == "down" else np.take_along_axis(biases, permutations, axis=1)
         sums = np.zeros((len(groups.dominant), moved.shape[1]))
         np.add.at(sums, groups.of, weights[:, None] * moved.astype(np.float64))
-        write(f"experts/{name}/bias", sums.astype(biases.dtype))
+        write(f"experts/{name}/bias", cast(f"the {name} biases of layer {layer.index}", sums, biases.dtype))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

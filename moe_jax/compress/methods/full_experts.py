@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.compress.alignment.design_matrix import check_finite
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
 from moe_jax.models import BankConfig, MoEConfig
@@ -42,7 +41,6 @@ def routed_kernels(layer: SourceLayer, name: str) -> Iterator[np.ndarray]:
     for expert, kernel in enumerate(layer.kernels(name)):
         if expert == layer.moe.routed_experts:
             return  # the universal FFN
-        check_finite(kernel, layer, name, expert)
         yield kernel.astype(np.float32, copy=False)
 
 
@@ -58,8 +56,7 @@ def write_universal(layer: SourceLayer, write: Write) -> None:
         return
     for name in layer.shapes:
         *_, last = layer.kernels(name)
-        check_finite(last, layer, name, layer.num_experts - 1)
-        write(f"universal/{name}/kernel", last.astype(layer.dtype(name)))
+        write(f"universal/{name}/kernel", layer.stored(name, last))
         biases = layer.biases(name)
         if biases is not None:
             write(f"universal/{name}/bias", biases[-1])

@@ -106,7 +106,7 @@ class MLPFusion(Method):
             rows = slice(start, start + d_model)
             centroids = sums[:, rows] / np.maximum(sizes, 1)[:, None]
             made = sums[:, rows] if name == "down" else centroids
-            kernels[expert] = neuron_rows(name, made)
+            kernels[expert] = layer.stored(name, neuron_rows(name, made))
             means = np.ascontiguousarray(neuron_rows(name, centroids[labels]))
             measure.add(expert, np.ascontiguousarray(neuron_rows(name, design[:, rows])), None, means)
             start = rows.stop

@@ -121,9 +121,9 @@ def _write_matrix(
     for expert, kernel in enumerate(routed_kernels(layer, name)):
         count = len(neurons[expert])
         places = slice(count) if name == "down" else (slice(None), slice(count))
-        kernels[expert][places] = neurons_of(name, kernel, neurons[expert])
-        rounded = kernel.astype(dtype).astype(np.float32)
-        pruned = rounded * (kept[expert][:, None] if name == "down" else kept[expert])
+        rounded = layer.stored(name, kernel)
+        kernels[expert][places] = neurons_of(name, rounded, neurons[expert])
+        pruned = rounded.astype(np.float32) * (kept[expert][:, None] if name == "down" else kept[expert])
         measure.add(expert, kernel, None, pruned)
     write(f"experts/{name}/kernel", kernels)
     biases = routed_biases(layer, name)

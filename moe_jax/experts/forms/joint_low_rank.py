@@ -16,6 +16,7 @@ from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.low_rank import LowRank
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, ffn_matrices
 from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
+from moe_jax.finite import cast
 
 NEURONS = "neurons/factor"
 
@@ -81,7 +82,7 @@ class JointLowRank(LowRank):
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """See `KernelForm`. Factorises the design matrix."""
         design = np.concatenate([_neuron_rows(residuals[name], matrix) for name, matrix in matrices.items()], axis=1)
-        neurons, weights = (factor.astype(dtype) for factor in coder.factors(design, self.rank))
+        neurons, weights = (cast("a low-rank factor", factor, dtype) for factor in coder.factors(design, self.rank))
         del design
         leaves, products, start = {NEURONS: neurons}, {}, 0
         for name, matrix in matrices.items():

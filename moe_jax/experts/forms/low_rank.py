@@ -18,6 +18,7 @@ from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, Window, ffn_matrices
 from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
 from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
+from moe_jax.finite import cast
 from moe_jax.functional.grouped import grouped_matmul
 
 
@@ -133,7 +134,7 @@ class LowRank(KernelForm):
         kept: Bool[np.ndarray, "i o"] | None = None,
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """See `KernelForm`."""
-        left, right = (factor.astype(dtype) for factor in coder.factors(residual, self.rank))
+        left, right = (cast("a low-rank factor", factor, dtype) for factor in coder.factors(residual, self.rank))
         product = left.astype(np.float32) @ right.astype(np.float32).T
         return {"a": left, "b": np.ascontiguousarray(right.T)}, product
 

@@ -28,6 +28,7 @@ from moe_jax.experts.forms.positions import (
 from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
 from moe_jax.experts.forms.quantized import check_group_size
 from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
+from moe_jax.finite import cast
 from moe_jax.functional.packing import SCALE_DTYPE, dequantize, pack, scales_shape
 from moe_jax.functional.sparse_product import grouped_sparse_matmul
 from moe_jax.functional.sparse_tile import bitmap_tile, entry_coordinates, scatter_tile
@@ -223,7 +224,7 @@ class Sparse(KernelForm):
         values = residual.reshape(-1)[positions]
         leaves = encode_positions(positions, residual.shape, self.encoding)
         if self.bits is None:
-            leaves["values"] = values.astype(dtype)
+            leaves["values"] = cast("the values that sparse residuals keep", values, dtype)
             read_back = leaves["values"].astype(np.float32)
         else:
             made = coder.quantize(values[:, None], bits=self.bits, group_size=self.group_size)
