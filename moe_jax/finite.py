@@ -65,8 +65,8 @@ def check_finite(leaf: str, array: np.ndarray, remedy: str) -> None:
     wrong = ~np.isfinite(array)
     first = np.unravel_index(int(np.argmax(wrong)), array.shape)
     at = ", ".join(map(str, first))
-    count = f"{np.count_nonzero(wrong):,} of {array.size:,} numbers are not finite"
-    raise InputError(f"{leaf}: {count}, the first is {array[first]} at [{at}]; {remedy}")
+    count = f"{np.count_nonzero(wrong):,} of {array.size:,} numbers not finite"
+    raise InputError(f"{leaf}: {count}, the first {array[first]} at [{at}]; {remedy}")
 
 
 def check_fits(leaf: str, array: np.ndarray, dtype: npt.DTypeLike) -> None:

@@ -49,7 +49,7 @@ def test_the_error_says_which_number_and_where():
     array[1, 2], array[2, 0] = -np.inf, np.nan
     with pytest.raises(InputError) as error:
         check_finite("layers/0/mlp/up/kernel", array, "mend it")
-    expected = "layers/0/mlp/up/kernel: 2 of 12 numbers are not finite, the first is -inf at [1, 2]; mend it"
+    expected = "layers/0/mlp/up/kernel: 2 of 12 numbers not finite, the first -inf at [1, 2]; mend it"
     assert str(error.value) == expected
     check_finite("codes", np.arange(3), "mend it")
 

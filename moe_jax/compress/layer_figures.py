@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,12 @@ class LayerFigures:
     seconds: float | None = None
     choice: str | None = None
     uniform_usage: bool | None = None
-    zero_experts: Sequence[int] = ()
+    zero_experts: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Figures that were stored as JSON, which has lists for tuples."""
+        return cls(**{**fields, "zero_experts": tuple(fields["zero_experts"])})
 
 
 class Measure:
@@ -82,7 +87,7 @@ class Measure:
         figures = LayerFigures(
             relative_error=_ratio(error.sum(), weight.sum()) or 0.0,
             error_per_neuron=float(error.mean()) / self._num_neurons,
-            zero_experts=np.flatnonzero(weight == 0).tolist(),
+            zero_experts=tuple(np.flatnonzero(weight == 0).tolist()),
             **others,
         )
         if not self._has_base:

@@ -37,10 +37,10 @@ _RUNS = {
     "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn",
     "socket.connect", "webbrowser.open",
 }  # fmt: skip
-# Which argument of an event is the path that is changed.
+# Which argument of an event is the path that is changed, and which the descriptor of the folder that it is relative to.
 _CHANGES = {
-    "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.truncate": 0, "os.chmod": 0, "os.rename": 1, "os.link": 1,
-    "os.symlink": 1, "shutil.rmtree": 0,
+    "os.mkdir": (0, 2), "os.remove": (0, 1), "os.rmdir": (0, 1), "os.truncate": (0, None), "os.chmod": (0, 2),
+    "os.rename": (1, 3), "os.link": (1, 3), "os.symlink": (1, 2), "shutil.rmtree": (0, 1),
 }  # fmt: skip
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -269,13 +269,16 @@ class _FileWatch:
         elif event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITING:
             self._changed(arguments[0])
         elif event in _CHANGES:
-            self._changed(arguments[_CHANGES[event]])
+            path, folder = _CHANGES[event]
+            self._changed(arguments[path], None if folder is None else arguments[folder])
 
-    def _changed(self, path: Any) -> None:
+    def _changed(self, path: Any, folder: int | None = None) -> None:
         if isinstance(path, bytes):
             path = os.fsdecode(path)
         if not isinstance(path, str | os.PathLike) or os.fspath(path) == os.devnull:
             return  # a descriptor, which was opened before
+        if folder is not None and folder >= 0:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
         allowed, watching = self.allowed, os.path.realpath(path)
         if allowed is None or os.path.commonpath([os.path.realpath(allowed), watching]) != os.path.realpath(allowed):
             self.escapes.append(watching)

@@ -59,6 +59,7 @@ def truncated_svd(matrix: Float[np.ndarray, "i o"], rank: int) -> TruncatedSVD:
 
 
 def _decomposition(u: np.ndarray, weighted: np.ndarray, values: np.ndarray) -> TruncatedSVD:
+    values = np.where(values < np.finfo(values.dtype).tiny, 0, values)  # what has no reciprocal
     inverse = np.divide(1, values, out=np.zeros_like(values), where=values > 0)
     weighted *= inverse
     return TruncatedSVD(u, values, weighted)
