@@ -273,9 +273,8 @@ def _why_not_finite(model: Model) -> str:
     """What is wrong with a model whose results are not finite, as far as its weights say."""
     for path, spec in model.source.specs().items():
         if is_floating(spec.dtype) and not math.isfinite(largest_magnitude(model.source.read(path))):
-            return f"{path} of {model.source.path} holds numbers that are not finite"
-    compute_dtype = model.loading.compute_dtype
-    return f"all weights of {model.source.path} are finite, so its activations are too large for {compute_dtype}"
+            return f"{path} holds numbers that are not finite"
+    return f"all weights are finite, so it is activations that are too large for {model.loading.compute_dtype}"
 
 
 def _tokenizer(model: Model, what: str, instead: str) -> Tokenizer:

@@ -205,7 +205,7 @@ def _not_finite(tree: Any, where: str = "") -> Iterator[str]:
 
 
 ATTACKS = (
-    attack_on("odd weights, written", WRITTEN, 50),
-    attack_on("odd weights, compressed", COMPRESSED, 50),
-    attack_on("odd weights, run", RUN, 15),
+    attack_on("odd weights, written", WRITTEN, 40),
+    attack_on("odd weights, compressed", COMPRESSED, 40),
+    attack_on("odd weights, run", RUN, 8),
 )
