@@ -57,7 +57,8 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
 
 def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSource":
     """Opens a checkpoint of a run."""
-    from moe_jax.train.saved_model import check_saved, open_saved
+    from moe_jax.train.run_directory import check_saved
+    from moe_jax.train.saved_model import open_saved
 
     record = check_saved(run_dir, step)
     if record.source is None:

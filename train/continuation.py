@@ -1,4 +1,4 @@
-"""What must stay the same when a run is continued: the keys of its recipe, and the contents of its files.
+"""What must stay the same when a run is continued or restarted: keys of its recipe, and the contents of its files.
 
 `run.json` in the run directory says what the run stands on, by content, so that the run, its model and its data can be
 moved.
@@ -30,6 +30,9 @@ CHANGEABLE = ("train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefe
 # Paths may differ too: `RunRecord` compares what is there.
 _PLACES = ("run_dir", "model.path", "model.base", "model.config", "data.tokenizer")
 
+# What a restart may change besides.
+_RESTARTABLE = ("optimizer.", "schedule.")
+
 RECORD = "run.json"
 _FORMAT = "moe_jax.run"
 _VERSION = 1
@@ -56,12 +59,39 @@ def changed_keys(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
 
 def check_continues(before: Recipe, now: Recipe) -> None:
     """Raises `InputError` if `now` differs from the run it continues in keys that must not change; names them."""
-    changed = [f"{key} (was {old!r}, is {new!r})" for key, (old, new) in changed_keys(before, now).items()]
+    changed = changed_keys(before, now)
+    if changed:
+        restartable = all(key.startswith(_RESTARTABLE) for key in changed)
+        instead = "begin a new run with --restart" if restartable else "choose another run_dir"
+        raise InputError(
+            f"cannot continue {now.run_dir} with a changed recipe: {_in_words(changed)}; undo the change, or {instead}"
+        )
+
+
+def check_restarts(before: Recipe, now: Recipe) -> None:
+    """Raises `InputError` if `now` differs from the run it restarts in other keys than those of the optimizer."""
+    changed = {key: pair for key, pair in changed_keys(before, now).items() if not key.startswith(_RESTARTABLE)}
     if changed:
         raise InputError(
-            f"cannot continue {now.run_dir} with a changed recipe: {', '.join(changed)}; "
-            "undo the change, or choose another run_dir"
+            f"cannot restart with a changed recipe: {_in_words(changed)}; a restart may change optimizer and schedule"
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restart:
+    """That a run began with a checkpoint of another run.
+
+    Attributes:
+      run: where the other run was.
+      step: of the checkpoint.
+      skipped_batches: batches that were left out after it.
+      changed: key of the recipe -> value before and after.
+    """
+
+    run: str
+    step: int
+    skipped_batches: int
+    changed: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,12 +103,14 @@ class RunRecord:
       config: of the model, as `config_to_json` gives it.
       tokenizer: a SHA-256 of the tokenizer.
       data: SHA-256s of the files of every source, sampled as in `fingerprint`.
+      restarts: the last one is this run's, the others are those of the run that it began with.
     """
 
     source: ModelReference | None
     config: Mapping[str, Any]
     tokenizer: str
     data: tuple[str, ...]
+    restarts: tuple[Restart, ...] = ()
 
 
 def make_record(recipe: Recipe, config: ModelConfig, source: ModelSource | None, tokenizer: Path) -> RunRecord:
@@ -125,6 +157,10 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
     """Writes the record into a run directory."""
     content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(record)}
     replace_file(Path(run_dir) / RECORD, json.dumps(content, indent=2).encode())
+
+
+def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} (was {old!r}, is {new!r})" for key, (old, new) in changed.items())
 
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:

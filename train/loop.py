@@ -17,6 +17,7 @@ from moe_jax.train.metrics import MetricsWriter, Record, StepLine, is_finite, to
 from moe_jax.train.placement import any_process, local_rows, merge_positions, place
 from moe_jax.train.program import Program
 from moe_jax.train.recipe import Recipe
+from moe_jax.train.run_directory import CHECKPOINTS
 from moe_jax.train.signals import StopSignals
 from moe_jax.train.step import StepMetrics, TrainState
 
@@ -175,8 +176,14 @@ class Loop:
 
     def _divergence(self, record: Record) -> str:
         last = self._checkpoints.latest_step()
-        good = Path(self._recipe.run_dir) / "checkpoints" / str(last)
         return (
             f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}; "
-            + (f"the last good checkpoint is {good}" if last is not None else "no checkpoint had been saved yet")
+            + (_go_on(Path(self._recipe.run_dir), last) if last is not None else "no checkpoint had been saved yet")
         )
+
+
+def _go_on(run_dir: Path, step: int) -> str:
+    return (
+        f"the last good checkpoint is {run_dir / CHECKPOINTS / str(step)}; go on from it, or from an earlier one, with "
+        f"--restart {run_dir}@{step}, another run_dir, and a lower optimizer.learning_rate or --skip-batches"
+    )

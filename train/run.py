@@ -1,7 +1,9 @@
 """A training run, from the beginning or from its last checkpoint."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -15,23 +17,35 @@ from moe_jax.loading import disk_paths
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
-from moe_jax.processes import is_first_process, wait_for_all
-from moe_jax.train.continuation import check_continues, check_same, make_record, read_record, with_horizon
+from moe_jax.processes import first_decides, is_first_process, wait_for_all
+from moe_jax.strict import parse
+from moe_jax.train import recipe_toml
+from moe_jax.train.continuation import (
+    Restart,
+    RunRecord,
+    check_continues,
+    check_restarts,
+    check_same,
+    make_record,
+    read_record,
+    with_horizon,
+)
 from moe_jax.train.data import open_data
 from moe_jax.train.evaluation import Evaluator, read_text
 from moe_jax.train.loop import Loop
 from moe_jax.train.placement import local_rows
 from moe_jax.train.program import Program, first_state, initial_states, make_program
 from moe_jax.train.recipe import Recipe
+from moe_jax.train.restart import Origin, find_origin, restarted, write_restart
 from moe_jax.train.run_directory import (
     CHECKPOINTS,
     RunLock,
     files_of_run,
     read_run,
     trained_config,
+    update_run,
     write_beginning,
     write_model,
-    write_recipe,
 )
 from moe_jax.train.saved_model import is_saved_by_layer
 from moe_jax.train.step import TrainState
@@ -44,6 +58,8 @@ def train(
     source: ModelSource | None,
     *,
     resume: bool = False,
+    restart: Path | None = None,
+    skip_batches: int = 0,
     continue_command: str = "moe-jax train RECIPE.toml --resume",
     console: rich.console.Console | None = None,
 ) -> Path:
@@ -54,6 +70,8 @@ def train(
       config: of the model.
       source: the model that the recipe names; None if it names a config alone and new weights.
       resume: continue the run in the run directory; where there is none, a new run starts.
+      restart: begin with this checkpoint of another run, `RUN@STEP`; optimizer and schedule may differ from that run's.
+      skip_batches: with `restart`: leave out this many batches after the checkpoint.
       continue_command: the command that continues the run, printed when a signal stops it.
       console: for everything that is printed.
 
@@ -68,9 +86,51 @@ def train(
     if not is_first_process():
         console = rich.console.Console(quiet=True)
     with RunLock(Path(recipe.run_dir)) as lock:
-        if Path(recipe.run_dir).is_dir():
+        begun = _read_run(recipe, lock, resume=resume, restart=restart)
+        return _train(
+            recipe, config, source, lock, console, begun, skip_batches=skip_batches, continue_command=continue_command
+        )
+
+
+class _Begun(NamedTuple):
+    """A run that is to be continued, or restarted.
+
+    Attributes:
+      recipe: of the run.
+      record: what it stands on; None if it was interrupted before that was written.
+      origin: the checkpoint of it to restart from; None: the run is continued.
+    """
+
+    recipe: Recipe
+    record: RunRecord | None
+    origin: Origin | None = None
+
+
+def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None) -> _Begun | None:
+    """What there is to continue or to restart, as the first process sees it; None: the run is a new one."""
+    run_dir = Path(recipe.run_dir)
+    if restart is not None:
+        first_decides(lambda: find_origin(restart, run_dir) and None)
+        origin = find_origin(restart, run_dir)
+        return _Begun(origin.recipe, origin.record, origin)
+
+    def read() -> list[Any]:
+        if resume and run_dir.is_dir():
             lock.take()
-        return _train(recipe, config, source, lock, console, resume=resume, continue_command=continue_command)
+        before, record = read_run(run_dir, resume=resume), read_record(run_dir)
+        return [
+            None if before is None else recipe_toml.to_table(before),
+            None if record is None else dataclasses.asdict(record),
+        ]
+
+    before, record = first_decides(read)
+    if before is None:
+        return None
+    where = str(run_dir)
+    return _Begun(
+        with_horizon(parse(Recipe, before, where=where, language="TOML")),
+        None if record is None else parse(RunRecord, record, where=where, language="JSON"),
+    )
 
 
 def _train(
@@ -79,15 +139,17 @@ def _train(
     source: ModelSource | None,
     lock: RunLock,
     console: rich.console.Console,
+    begun: _Begun | None,
     *,
-    resume: bool,
+    skip_batches: int,
     continue_command: str,
 ) -> Path:
     run_dir = Path(recipe.run_dir)
-    before = read_run(run_dir, resume=resume)
-    recipe = with_horizon(recipe, before)
-    if before is not None:
-        check_continues(with_horizon(before), recipe)
+    if begun is not None:
+        recipe = with_horizon(recipe, begun.recipe)
+        check = check_continues if begun.origin is None else check_restarts
+        check(begun.recipe, recipe)
+    recipe = with_horizon(recipe)
     program = make_program(recipe, config)
     _print_trained_parameters(console, program)
     _print_horizon(console, recipe)
@@ -101,25 +163,32 @@ def _train(
         rows=local_rows(program.mesh, recipe.train.batch_size),
     )
     evaluator = _evaluator(recipe, program, tokenizer)
-    record, begun = make_record(recipe, config, source, tokenizer), read_record(run_dir)
-    if begun is not None:
-        check_same(begun, record, recipe)
-    # All processes have checked the directory before the first one writes to it.
-    wait_for_all("run directory checked")
-    if is_first_process():
+    record = make_record(recipe, config, source, tokenizer)
+    if begun is not None and begun.record is not None:
+        check_same(begun.record, record, recipe)
+        record = dataclasses.replace(record, restarts=begun.record.restarts)
+        if begun.origin is not None:
+            record = restarted(begun.origin, recipe, record, skip_batches=skip_batches)
+
+    def write() -> None:
+        if begun is not None and begun.origin is not None:
+            write_restart(begun.origin, run_dir, recipe, record)
         lock.take()
-        if before is None:
-            read_run(run_dir, resume=False)  # Another process may have begun and ended a run there by now.
         if begun is None:
+            read_run(run_dir, resume=False)  # Another process may have begun and ended a run there by now.
+        if begun is None or begun.record is None:
             write_beginning(run_dir, recipe, record, _files(recipe, source, tokenizer))
-        else:
-            write_recipe(run_dir, recipe)
-    wait_for_all("run directory written")
+        elif begun.origin is None:
+            update_run(run_dir, recipe, record)
+
+    # All processes have checked everything before the first one writes.
+    wait_for_all("run directory checked")
+    first_decides(write)
     checkpoints = TrainingCheckpoints(
         run_dir / CHECKPOINTS, keep=recipe.checkpoint.keep, in_slices=is_saved_by_layer
     )
     with contextlib.closing(data), contextlib.closing(checkpoints):
-        step = checkpoints.latest_step() if begun is not None else None
+        step = checkpoints.latest_step() if begun is not None and begun.record is not None else None
         if step is None:
             with jax.set_mesh(program.mesh):
                 params, frozen = initial_states(program, recipe, source)
@@ -127,6 +196,8 @@ def _train(
         else:
             console.print(f"continuing after step {step}", highlight=False)
             state, frozen = _restore(recipe, program, source, data, checkpoints, step)
+            if record.restarts and record.restarts[-1].step == step:
+                _skip(data, record.restarts[-1], console)
         loop = Loop(
             recipe,
             program,
@@ -141,7 +212,8 @@ def _train(
     model = nnx.merge(program.graphdef, state.params, frozen)
     model.config = trained_config(config, recipe)
     measured = {"steps": int(state.step)} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
-    path = write_model(model, recipe, source, files_of_run(run_dir), measured, program.trainable)
+    files = files_of_run(run_dir)
+    path = write_model(model, recipe, source, files, measured, program.trainable, restarts=record.restarts)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return path
 
@@ -178,6 +250,14 @@ def _restore(
             _, frozen = initial_states(program, recipe, source)
     data.set_state(extra["data"])
     return state, frozen
+
+
+def _skip(data: grain.DatasetIterator, restart: Restart, console: rich.console.Console) -> None:
+    """Leaves out the batches that the restart leaves out; called where it begins, also when it begins again."""
+    if restart.skipped_batches:
+        console.print(f"skipping {restart.skipped_batches} batches", highlight=False)
+    for _ in range(restart.skipped_batches):
+        next(data)
 
 
 def _tokenizer_path(recipe: Recipe, source: ModelSource | None) -> Path:

@@ -27,6 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
+from moe_jax.companions import companions_in
 from moe_jax.errors import InputError
 from moe_jax.finite import cast
 from moe_jax.lineage import new_lineage_entry
@@ -45,10 +46,11 @@ from moe_jax.staging import (
     write_durably,
 )
 from moe_jax.train import recipe_toml
-from moe_jax.train.continuation import RECORD, RunRecord, write_record
+from moe_jax.train.continuation import RECORD, Restart, RunRecord, read_record, write_record
 from moe_jax.train.recipe import Recipe, load_recipe
 
 RECIPE = "recipe.toml"
+METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 _TOKENIZER = "tokenizer"
@@ -74,7 +76,7 @@ class RunLock:
         Raises:
           InputError: if another process holds the lock; the message says which.
         """
-        if self._descriptor is not None or not is_first_process():
+        if self._descriptor is not None:
             return
         self._run_dir.mkdir(parents=True, exist_ok=True)
         holder = self._run_dir / _HOLDER
@@ -134,9 +136,27 @@ def describe_run(path: Path) -> str | None:
     return f"{path} is a training run and not a model; give {path / MODEL}{listed}"
 
 
-def write_recipe(run_dir: Path, recipe: Recipe) -> None:
-    """Writes the resolved recipe into the run directory."""
+def check_saved(run_dir: Path, step: int) -> RunRecord:
+    """The record of a run.
+
+    Raises:
+      FileNotFoundError: if there is no run.
+      InputError: if it has no checkpoint of the step, or its record cannot be read.
+    """
+    record = read_record(run_dir)
+    if record is None:
+        raise FileNotFoundError(f"no training run at {run_dir}: there is no {RECORD}")
+    steps = saved_steps(run_dir)
+    if step not in steps:
+        listed = ", ".join(map(str, steps)) or "none"
+        raise InputError(f"{run_dir} has no checkpoint of step {step}; it has {listed}")
+    return record
+
+
+def update_run(run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
+    """Writes the resolved recipe of a continued run, and where its model is now."""
     replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
+    write_record(run_dir, record)
 
 
 def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Mapping[str, Path]) -> None:
@@ -148,7 +168,7 @@ def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Map
       record: what the run stands on.
       files: what goes with the model, by name.
     """
-    write_recipe(run_dir, recipe)
+    replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
     folder = run_dir / _TOKENIZER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -159,7 +179,7 @@ def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Map
 
 def files_of_run(run_dir: Path) -> tuple[Path, ...]:
     """The files that go with the model of a run: its tokenizer's, and others."""
-    return tuple(sorted((run_dir / _TOKENIZER).iterdir()))
+    return companions_in(run_dir / _TOKENIZER)
 
 
 def write_model(
@@ -169,6 +189,8 @@ def write_model(
     files: Sequence[Path],
     measured: dict[str, Any],
     trainable: Collection[str],
+    *,
+    restarts: Sequence[Restart] = (),
 ) -> Path:
     """Writes `run_dir/model` and returns its path; an earlier one of the same run is replaced.
 
@@ -182,13 +204,14 @@ def write_model(
       files: what goes with the model, copied.
       measured: measurements for the lineage.
       trainable: paths in memory of the trained parameters.
+      restarts: of the run, for the lineage.
 
     Raises:
       InputError: if parameters are not finite, or too large for the recipe's `output_dtype`.
     """
     target = Path(recipe.run_dir) / MODEL
     started_from = source if recipe.model.init == "checkpoint" else None
-    lineage = lineage_of(recipe, source, measured)
+    lineage = lineage_of(recipe, source, measured, restarts)
     fresh = target.with_name("model.new")
     if is_first_process():
         remove_replaced(target)
@@ -214,10 +237,14 @@ def write_model(
     return target
 
 
-def lineage_of(recipe: Recipe, source: ModelSource | None, measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+def lineage_of(
+    recipe: Recipe, source: ModelSource | None, measured: Mapping[str, Any], restarts: Sequence[Restart]
+) -> list[dict[str, Any]]:
     """The lineage of a trained model; see `write_model`."""
     options = {key: value for key, value in recipe_toml.flatten(recipe).items() if value is not None}
     options["data.sources"] = [recipe_toml.flatten(section) for section in recipe.data.sources]
+    if restarts:
+        options["restarts"] = [dataclasses.asdict(restart) for restart in restarts]
     if source is None or recipe.model.init != "checkpoint":
         return [new_lineage_entry("train", options, [], measured)]
     return [*source.lineage, new_lineage_entry("train", options, [source], measured)]

@@ -21,27 +21,10 @@ from moe_jax.nn import Decoder
 from moe_jax.peft import trainable_paths
 from moe_jax.saved_state import SavedState
 from moe_jax.sharding import path_name
-from moe_jax.train.continuation import RECORD, RunRecord, read_record
+from moe_jax.train.continuation import RECORD, RunRecord
 from moe_jax.train.program import draw_model
 from moe_jax.train.recipe import Recipe, load_recipe
-from moe_jax.train.run_directory import CHECKPOINTS, RECIPE, files_of_run, lineage_of, saved_steps, trained_config
-
-
-def check_saved(run_dir: Path, step: int) -> RunRecord:
-    """The record of a run.
-
-    Raises:
-      FileNotFoundError: if there is no run.
-      InputError: if it has no checkpoint of the step, or its record cannot be read.
-    """
-    record = read_record(run_dir)
-    if record is None:
-        raise FileNotFoundError(f"no training run at {run_dir}: there is no {RECORD}")
-    steps = saved_steps(run_dir)
-    if step not in steps:
-        listed = ", ".join(map(str, steps)) or "none"
-        raise InputError(f"{run_dir} has no checkpoint of step {step}; it has {listed}")
-    return record
+from moe_jax.train.run_directory import CHECKPOINTS, RECIPE, check_saved, files_of_run, lineage_of, trained_config
 
 
 def saved_config(run_dir: Path, step: int) -> ModelConfig:
@@ -75,6 +58,7 @@ class SavedModel:
         self._recipe: Recipe = load_recipe(run_dir / RECIPE)
         self._config_at_first = _config_of(record, run_dir)
         self.config = trained_config(self._config_at_first, self._recipe)
+        self._restarts = record.restarts
         self.path = run_dir.with_name(f"{run_dir.name}@{step}")
         self._run_dir, self._step, self._source = run_dir, step, source
         self._state = SavedState(run_dir / CHECKPOINTS / str(step))
@@ -87,7 +71,7 @@ class SavedModel:
     @property
     def lineage(self) -> list[dict[str, Any]]:
         """That of the model that the run was begun with, and the run so far."""
-        return lineage_of(self._recipe, self._source, {"steps": self._step})
+        return lineage_of(self._recipe, self._source, {"steps": self._step}, self._restarts)
 
     @property
     def base(self) -> ModelSource | None:

@@ -36,6 +36,8 @@ def train(
     *,
     overrides: Sequence[str] = (),
     resume: bool = False,
+    restart: str | os.PathLike[str] | None = None,
+    skip_batches: int = 0,
     on_step: Callable[[Record], object] | None = None,
     verbose: bool = False,
 ) -> Model:
@@ -61,6 +63,8 @@ def train(
         All have one shape. Training ends with the batches or after `train.steps`.
       overrides: of a recipe, as in `["train.steps=100"]`.
       resume: continue the run in the recipe's run directory; where there is none, a new one starts.
+      restart: begin a new run with a checkpoint of another one, `RUN@STEP`. Optimizer and schedule may differ.
+      skip_batches: with `restart`: leave out this many batches after the checkpoint.
       on_step: with batches: called with `step`, `loss`, `aux_loss`, `grad_norm`, `expert_load` and more of every step,
         which of a whole run are in `metrics.jsonl`.
       verbose: of a whole run: print what `moe-jax train` prints.
@@ -81,14 +85,16 @@ def train(
             raise InputError("on_step goes with batches; the steps of a whole run are in its metrics.jsonl")
         console = rich.console.Console(quiet=not verbose)
         try:
-            path = run_recipe(_parse(table, recipe), resume=resume, console=console)
+            path = run_recipe(
+                _parse(table, recipe), resume=resume, restart=restart, skip_batches=skip_batches, console=console
+            )
         except Stopped as stopped:
             if stopped.signal == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise
         return Model.of_source(open_source(path))
-    if resume or verbose:
-        raise InputError("resume and verbose go with a whole run, and not with batches in memory")
+    if resume or verbose or restart is not None or skip_batches:
+        raise InputError("resume, restart and verbose go with a whole run, and not with batches in memory")
     assert model is not None
     given = model if isinstance(model, Model) else Model.of_source(open_model(model))
     return _train_in_memory(table, given, batches, on_step or (lambda record: None))
@@ -98,10 +104,16 @@ def run_recipe(
     recipe: Recipe,
     *,
     resume: bool = False,
+    restart: str | os.PathLike[str] | None = None,
+    skip_batches: int = 0,
     continue_command: str = "moe_jax.train(..., resume=True)",
     console: rich.console.Console | None = None,
 ) -> Path:
     """Runs a recipe; see `moe_jax.train.run.train`."""
+    if restart is not None and resume:
+        raise InputError("restart begins a new run, and resume continues one: give one of the two")
+    if skip_batches < 0 or (skip_batches and restart is None):
+        raise InputError(f"skip_batches = {skip_batches}: expected a number of batches from 0, and restart with it")
     if recipe.model.path is None and recipe.model.init == "checkpoint":
         raise InputError('model.config has no weights: give model.path, or model.init = "random" to draw new ones')
     source = open_source(recipe.model.path, base=recipe.model.base) if recipe.model.path is not None else None
@@ -110,7 +122,16 @@ def run_recipe(
     else:
         assert recipe.model.config is not None
         config = read_config(recipe.model.config)
-    return _train(recipe, config, source, resume=resume, continue_command=continue_command, console=console)
+    return _train(
+        recipe,
+        config,
+        source,
+        resume=resume,
+        restart=None if restart is None else Path(restart),
+        skip_batches=skip_batches,
+        continue_command=continue_command,
+        console=console,
+    )
 
 
 def _table(recipe: RecipeOrPath, overrides: Sequence[str]) -> dict[str, Any]:

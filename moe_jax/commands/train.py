@@ -19,6 +19,11 @@ class Options:
     """Overrides keys of the recipe, as in --set train.steps=100 optimizer.learning_rate=1e-4."""
     resume: bool = False
     """Continues the run in the run directory after its last checkpoint; starts it where there is none."""
+    restart: Annotated[str | None, tyro.conf.arg(metavar="RUN@STEP")] = None
+    """Begins a new run with a checkpoint of another one, which stays as it is: after a divergence, or to try other
+    settings. The recipe names another run_dir; optimizer and schedule may differ, and lineage.json says how."""
+    skip_batches: int = 0
+    """With --restart: leaves out this many batches after the checkpoint."""
     compile_only: bool = False
     """Compiles the training step for --topology and prints bytes per chip and collectives; needs no weights."""
     topology: str | None = None
@@ -63,4 +68,10 @@ def run(options: Options) -> None:
     join_processes()
     command = ["moe-jax", "train", str(options.recipe), *(["--set", *overrides] if overrides else []), "--resume"]
     with contextlib.suppress(Stopped):  # a signal ended it as was wished
-        run_recipe(recipe, resume=options.resume, continue_command=shlex.join(command))
+        run_recipe(
+            recipe,
+            resume=options.resume,
+            restart=options.restart,
+            skip_batches=options.skip_batches,
+            continue_command=shlex.join(command),
+        )

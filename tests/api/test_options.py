@@ -10,14 +10,16 @@ import pytest
 import moe_jax
 from moe_jax.commands import adapt, compress, convert, eval, export, generate, merge, upcycle
 
-# What differs on purpose: a verb returns what a command prints, and computes with a model as it was loaded.
+# What differs on purpose: a verb returns what a command prints, and computes with a model as it was loaded: `load` has
+# `base`.
 RENAMED = {"no_step0_check": "step0_check", "dst": "out", "src": "model"}
 OF_COMMANDS = {
     "convert": {"dry_run"},
-    "export": {"dry_run"},
-    "compress": {"json", "sweep", "text"},
-    "evaluate": {"json", "compute_dtype", "split"},
-    "generate": {"json", "compute_dtype", "prompts_file", "ids"},
+    "export": {"base", "dry_run"},
+    "upcycle": {"base"},
+    "compress": {"model_base", "json", "sweep", "text"},
+    "evaluate": {"base", "json", "compute_dtype", "split"},
+    "generate": {"base", "json", "compute_dtype", "prompts_file", "ids"},
 }
 COMMANDS = {
     "convert": convert.Options,

@@ -106,7 +106,7 @@ def test_recipes_and_arguments_that_do_not_go_together(tmp_path):
         moe_jax.train(RECIPE)
     with pytest.raises(InputError, match="on_step goes with batches"):
         moe_jax.train(RECIPE, on_step=print)
-    with pytest.raises(InputError, match="resume and verbose"):
+    with pytest.raises(InputError, match="resume, restart and verbose"):
         moe_jax.train(RECIPE, model, [batch()], resume=True)
     with pytest.raises(FileNotFoundError, match="no recipe at"):
         moe_jax.train(tmp_path / "recipe.toml")

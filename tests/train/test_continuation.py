@@ -51,7 +51,7 @@ def test_a_continuation_keeps_the_schedule(folder, capsys):
 
 def test_a_run_that_is_to_be_continued_names_its_horizon(folder, failing):
     line = failing("--resume", "--set", "train.steps=6", "schedule.steps=6")
-    assert "cannot continue run with a changed recipe: schedule.steps (was 4, is 6); undo the change" in line
+    assert "cannot continue run with a changed recipe: schedule.steps (was 4, is 6); undo the change, or begin " in line
     first = ["train", "recipe.toml", "--set", "run_dir=long", "schedule.steps=6"]
     assert cli.main(first) == 0 and cli.main([*first, "train.steps=6", "--resume"]) == 0
     assert cli.main(["train", "recipe.toml", "--set", "run_dir=whole", "train.steps=6"]) == 0
@@ -70,6 +70,10 @@ def test_model_data_and_run_can_be_moved(folder, capsys):
     assert "continuing after step 4" in capsys.readouterr().out
     one, other = ModelDirectory(Path("other/run/model")), ModelDirectory(Path("whole/model"))
     assert one.fingerprint() == other.fingerprint()
+    # The run knows now where its model is.
+    reference = json.loads(Path("other/run/run.json").read_text())["source"]
+    assert (reference["path"], reference["absolute"]) == ("../model", str(folder / "other" / "model"))
+    assert open_source(Path("other/run@6")).fingerprint() == one.fingerprint()
 
 
 def change_model(folder):

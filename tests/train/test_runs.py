@@ -180,7 +180,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     arguments = ("--set", "run_dir=diverged", "optimizer.learning_rate=1e30", "optimizer.clip_norm=0")
     assert cli.main(["train", "recipe.toml", *arguments, "checkpoint.every=1", "schedule.warmup_steps=0"]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moe-jax: error:")]
-    message = r"moe-jax: error: step (\d+): loss is \S+ and .*; the last good checkpoint is diverged/checkpoints/(\d+)"
+    message = r"moe-jax: error: step (\d+): loss is .*; the last good checkpoint is diverged/checkpoints/(\d+); "
+    message += r"go on from it, .* with --restart diverged@\2, .*"
     found = re.fullmatch(message, error[0])
     assert found, error
     assert int(found[2]) == int(found[1]) - 1 == len(metrics(workplace, "diverged"))

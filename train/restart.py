@@ -1,0 +1,95 @@
+"""Restarting a run from one of its checkpoints, with other settings of the optimizer or without some of its batches.
+
+A restart is a run of its own: its directory begins with the checkpoint, and the run that it came from stays as it is.
+"""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_jax.errors import InputError
+from moe_jax.resume import require_space, staged_directory
+from moe_jax.staging import sync
+from moe_jax.train.continuation import Restart, RunRecord, changed_keys, with_horizon
+from moe_jax.train.recipe import Recipe, load_recipe
+from moe_jax.train.run_directory import (
+    CHECKPOINTS,
+    METRICS,
+    RECIPE,
+    check_saved,
+    files_of_run,
+    split_step,
+    write_beginning,
+)
+
+
+class Origin(NamedTuple):
+    """The checkpoint that a run begins with.
+
+    Attributes:
+      run_dir: of the run that it belongs to.
+      step: of the checkpoint.
+      recipe: of that run.
+      record: of that run.
+    """
+
+    run_dir: Path
+    step: int
+    recipe: Recipe
+    record: RunRecord
+
+
+def find_origin(saved: Path, run_dir: Path) -> Origin:
+    """Finds the checkpoint `RUN@STEP`, for a run that is to be written at `run_dir`.
+
+    Raises:
+      FileNotFoundError: if there is no run.
+      InputError: if it has no such checkpoint, `saved` has another form, or there is something at `run_dir`.
+    """
+    parts = split_step(saved)
+    if parts is None:
+        raise InputError(f"cannot restart from {saved}: expected RUN@STEP, as in run@500")
+    record = check_saved(*parts)
+    if run_dir.exists() or run_dir.is_symlink():
+        raise InputError(f"{run_dir} already exists, and a restart is a new run; choose another run_dir")
+    return Origin(*parts, with_horizon(load_recipe(parts[0] / RECIPE)), record)
+
+
+def restarted(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> RunRecord:
+    """The record of a run that begins with a checkpoint.
+
+    Args:
+      origin: the checkpoint.
+      recipe: as resolved.
+      record: what the run stands on.
+      skip_batches: batches that will be left out.
+    """
+    changed = {key: list(pair) for key, pair in changed_keys(origin.recipe, recipe).items()}
+    place = str(origin.run_dir.resolve())
+    restart = Restart(run=place, step=origin.step, skipped_batches=skip_batches, changed=changed)
+    return dataclasses.replace(record, restarts=(*origin.record.restarts, restart))
+
+
+def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
+    """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all.
+
+    Args:
+      origin: the checkpoint.
+      run_dir: where the directory appears.
+      recipe: as resolved.
+      record: what `restarted` returned.
+
+    Raises:
+      InputError: if something has appeared at `run_dir`, or the disk has not enough space.
+    """
+    saved = origin.run_dir / CHECKPOINTS / str(origin.step)
+    require_space(run_dir, sum(file.stat().st_size for file in saved.rglob("*") if file.is_file()))
+    with staged_directory(run_dir) as folder:
+        write_beginning(folder, recipe, record, {file.name: file for file in files_of_run(origin.run_dir)})
+        if (origin.run_dir / METRICS).is_file():
+            # The loop removes the records of later steps.
+            shutil.copyfile(origin.run_dir / METRICS, folder / METRICS)
+        copy = Path(shutil.copytree(saved, folder / CHECKPOINTS / saved.name))
+        for path in (*copy.rglob("*"), copy, copy.parent):
+            sync(path)
