@@ -24,6 +24,7 @@ from moe_jax.errors import InputError, check_member
 from moe_jax.finite import REMEDY, check_finite, check_fits
 from moe_jax.formatting import GB, parse_bytes
 from moe_jax.lineage import LINEAGE_FILE, identity_of, new_lineage_entry
+from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import is_tuned
@@ -73,6 +74,7 @@ def export(
     max_bytes = parse_bytes(max_shard_size, flag="--max-shard-size")
     dst = Path(dst)
     refuse_existing(dst)
+    check_beside(dst, [source.path])
     if is_tuned(source.config):
         raise InputError(
             f"{source.path} has adapters, LoRA or NF4 kernels, which no Hugging Face checkpoint holds; fold them first "

@@ -24,6 +24,7 @@ from moe_jax.experts.config import LoRAConfig
 from moe_jax.finite import REMEDY, check_finite
 from moe_jax.lineage import LINEAGE_FILE, new_lineage_entry
 from moe_jax.loading import leaf_specs
+from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource, OverBase
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import base_config, own_leaves
@@ -61,6 +62,7 @@ def export_peft(
     console = console or console_for_tables(stderr=True)
     dst = Path(dst)
     refuse_existing(dst)
+    check_beside(dst, [source.path])
     if not isinstance(source, OverBase) or source.base is None:
         raise InputError(f"{source.path} is not an adapter directory; PEFT's format holds adapters without their base")
     raise_if_any(_inexpressible(source.config, source.own_specs()), f"PEFT's format cannot hold {source.path}")

@@ -6,9 +6,7 @@ Nothing here imports JAX; a command's module is imported when the command is cho
 import contextlib
 import importlib
 import importlib.util
-import io
 import os
-import re
 import signal
 import sys
 import threading
@@ -18,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import moe_jax
-from moe_jax.errors import InputError, nearest
+from moe_jax.arguments import parse_arguments
+from moe_jax.errors import InputError, nearest, printable, shown
 from moe_jax.open_source import open_source as open_source
 
 COMMANDS = {
@@ -128,10 +127,10 @@ def _run(arguments: list[str]) -> None:
         print(f"moe-jax {moe_jax.__version__}")
         return
     if command not in COMMANDS:
-        raise InputError(f"unknown command {command!r}{nearest(command, COMMANDS)}; see moe-jax --help")
+        raise InputError(f"unknown command {shown(command)}{nearest(command, COMMANDS)}; see moe-jax --help")
     _avoid_absent_tpu()
     module = importlib.import_module(f"moe_jax.commands.{command}")
-    options = _parse(command, module.Options, rest)
+    options = parse_arguments(module.Options, rest, command=command)
     if options is not None:
         module.run(options)
 
@@ -146,42 +145,11 @@ def _overview() -> str:
     )
 
 
-def _parse(command: str, options: type, arguments: list[str]) -> Any:
-    """The options of a command, or None if its help was asked for and printed."""
-    import tyro
-
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            return tyro.cli(options, args=arguments, prog=f"moe-jax {command}", config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit as stop:
-        if not stop.code:
-            return None
-    raise InputError(_one_line(printed.getvalue(), command))
-
-
-def _one_line(box: str, command: str) -> str:
-    """The first section of the box that tyro draws around an error, and the option that it suggests.
-
-    If the terminal has box characters the title is part of the border; otherwise it is a section of its own.
-    """
-    sections: list[list[str]] = [[]]
-    for line in box.splitlines():
-        if re.fullmatch(r"[╭╰│ ]*[─-]{3,}[╮╯│ ]*", line):
-            sections.append([])
-        elif not line.startswith("╭"):
-            sections[-1].append(line.strip("│ "))
-    said = [" ".join(" ".join(section).split()) for section in sections]
-    message = said[0] if box.startswith("╭") else said[1]
-    suggested = re.search(r"Perhaps you meant: (--[\w-]+)", " ".join(said))
-    hint = f" (did you mean {suggested[1]}?)" if suggested else ""
-    return f"{message}{hint}; see moe-jax {command} --help"
-
-
 def _message(error: Exception) -> str:
+    text = str(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return printable(text)
 
 
 def _avoid_absent_tpu() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 # What a message repeats of a file or an argument is never longer.
 MAX_SHOWN = 80
+MAX_LINE = 1000
 
 # No size of anything is larger: what counts elements and tokens has 32 bits.
 MAX_SIZE = 2**31 - 1
@@ -40,6 +41,17 @@ def shown(value: Any) -> str:
 def clipped(text: str) -> str:
     """The text, or its beginning and `...` if it has more than `MAX_SHOWN` characters."""
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def printable(text: str) -> str:
+    """The text for a terminal: control characters escaped, and no line longer than a screen can hold.
+
+    Messages should not need it. But names of files may hold anything, and what libraries say has any length.
+    """
+    lines = (line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}..." for line in text.split("\n"))
+    return "\n".join(
+        line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines
+    )
 
 
 def _beginning(value: Any, levels: int) -> str:

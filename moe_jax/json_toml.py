@@ -153,6 +153,11 @@ def fits_64_bits(value: int) -> bool:
     return -(1 << 63) <= value < 1 << 63
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a string can be written as UTF-8: it holds no half of a character in UTF-16."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 _STRING_OR_COMMENT = re.compile(
     r'"""(?:[^\\]|\\.)*?"""|' r"'''.*?'''|" r'"(?:[^"\\\n]|\\.)*"|' r"'[^'\n]*'|#[^\n]*", re.DOTALL
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_jax
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.fingerprint import fingerprint_files
 from moe_jax.json_toml import ANYTHING, read_json
 from moe_jax.model_source import ModelSource
@@ -66,7 +66,21 @@ def read_lineage(path: Path, *, inside: HeldDirectory | None = None) -> list[dic
     entries = read_json(Path(LINEAGE_FILE), allow=ANYTHING, inside=held)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "command" in entry for entry in entries):
         raise InputError(f"{held.path / LINEAGE_FILE} is not a list of entries, each with a 'command'")
+    for i, entry in enumerate(entries):
+        _check_entry(entry, f"{held.path / LINEAGE_FILE}, entry {i}")
     return entries
+
+
+_TYPES = {"command": str, "options": dict, "sources": list, "versions": dict, "date": str, "measured": dict}
+
+
+def _check_entry(entry: Mapping[str, Any], where: str) -> None:
+    """Raises `InputError` unless what an entry holds is of the types that `new_lineage_entry` writes."""
+    wrong = [name for name, kind in _TYPES.items() if name in entry and type(entry[name]) is not kind]
+    raise_if_any([f"{name} is {shown(entry[name])}" for name in wrong], where)
+    for source in entry.get("sources", ()):
+        if not isinstance(source, dict) or not all(type(source.get(key)) is str for key in ("path", "fingerprint")):
+            raise InputError(f"{where}: a source is {shown(source)}, expected an object with 'path' and 'fingerprint'")
 
 
 def _describe(source: ModelSource | Path) -> dict[str, str]:

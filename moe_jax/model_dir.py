@@ -30,6 +30,7 @@ from moe_jax.lineage import LINEAGE_FILE, identity_of
 from moe_jax.lineage import new_lineage_entry as new_lineage_entry
 from moe_jax.lineage import read_lineage as read_lineage
 from moe_jax.loading import check_leaves, leaf_specs
+from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.models.serialize import FORMAT
@@ -285,6 +286,8 @@ class ModelDirectoryWriter:
 
     def _check_files(self) -> None:
         refuse_existing(self._dst)
+        sources = [source for entry in self.lineage[-1:] for source in entry.get("sources", ())]
+        check_beside(self._dst, [Path(source["path"]) for source in sources])
         missing = [f"{file} is not there" for file in self._files if not file.is_file()]
         raise_if_any(missing, f"cannot write {self._dst}")
 

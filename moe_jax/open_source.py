@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, clipped
 from moe_jax.json_toml import read_json_object
+from moe_jax.local_paths import check_model_path, hub_hint
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_source import ModelSource
@@ -31,12 +32,13 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     from moe_jax.model_dir import ModelDirectory, is_model_directory
     from moe_jax.train.run_directory import describe_run, split_step
 
+    check_model_path(path)
     path = Path(path)
     saved = split_step(path)
     if saved is not None:
         return _open_saved(*saved, base)
     if not path.exists():
-        raise FileNotFoundError(f"no model at {path}")
+        raise FileNotFoundError(f"no model at {path}{hub_hint(path)}")
     expected = "expected a model directory, or a Hugging Face directory with config.json and weights"
     if not path.is_dir():
         raise InputError(f"{path} is a file; {expected}")
@@ -52,7 +54,7 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
         raise InputError(run)
     names = sorted(child.name for child in path.iterdir())
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    raise InputError(f"{path} is not a model: it holds {listed or 'nothing'}; {expected}")
+    raise InputError(f"{path} is not a model: it holds {clipped(listed) or 'nothing'}; {expected}")
 
 
 def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSource":
@@ -105,6 +107,7 @@ def read_config(path: Path | str) -> "ModelConfig":
     from moe_jax.models.serialize import FORMAT
     from moe_jax.train.run_directory import split_step
 
+    check_model_path(path)
     path = Path(path)
     if (saved := split_step(path)) is not None:
         from moe_jax.train.saved_model import saved_config
@@ -112,7 +115,7 @@ def read_config(path: Path | str) -> "ModelConfig":
         return saved_config(*saved)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"no config at {file}")
+        raise FileNotFoundError(f"no config at {file}{hub_hint(path)}")
     data = read_json_object(file, allow=("nonfinite",))
     if data.get("format") == FORMAT:
         return config_from_json(data, where=str(file))

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moe_jax.errors import InputError
+from moe_jax.local_paths import check_model_path
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises `InputError` if there is anything at `target` already."""
+    """Raises `InputError` if there is anything at `target` already, or nothing can be written there."""
+    check_model_path(target)
     if target.exists() or target.is_symlink():
         raise InputError(f"{target} already exists; choose another name or remove it")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from moe_jax.errors import MAX_SHOWN, InputError, clipped, nearest, raise_if_any, shown
-from moe_jax.json_toml import fits_64_bits
+from moe_jax.json_toml import fits_64_bits, is_unicode
 
 T = TypeVar("T")
 
@@ -181,7 +181,7 @@ def _needed_besides(value: Any) -> str | None:
         return "an integer of at most 64 bits"
     if type(value) is float and not math.isfinite(value):
         return "a finite number"
-    if type(value) is str and not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+    if type(value) is str and not is_unicode(value):
         return "text in Unicode"
     return None
 

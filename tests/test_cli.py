@@ -7,7 +7,7 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
 import tyro
@@ -26,6 +26,10 @@ class Options:
     """Where from."""
     top_k: int = 2
     """Experts per token."""
+    rate: float | None = None
+    """A rate."""
+    kind: Literal["full", "none"] = "full"
+    """A kind."""
     dry_run: bool = False
     """Writes nothing."""
 
@@ -48,7 +52,7 @@ def fail(error):
 
 def test_options_reach_the_command(convert):
     assert cli.main(["convert", "a/b", "--top-k", "3", "--dry-run"]) == 0
-    assert convert.seen == [Options(Path("a/b"), 3, True)]
+    assert convert.seen == [Options(Path("a/b"), 3, dry_run=True)]
 
 
 def test_overview_names_every_command(capsys):
@@ -80,17 +84,30 @@ assert "jax" not in sys.modules and "orbax" not in sys.modules
     ("arguments", "message"),
     [
         (["convrt"], "unknown command 'convrt' (did you mean 'convert'?); see moe-jax --help"),
-        (["convert", "a", "--topk"], "Unrecognized options: --topk (did you mean --top-k?); see"),
+        (["convert", "a", "--topk"], "unknown: --topk (did you mean '--top-k'?); see"),
         (["convert", "a", "--top-k", "x"], "--top-k: invalid literal for int() with base 10: 'x'; see"),
-        (["convert"], "Missing from moe-jax convert: SRC Where from. (required); see"),
-        (["convert", "a", "b"], "Unrecognized options: b; see moe-jax convert --help"),
+        (["convert", "a", "--top-k", "9" * 5000], "--top-k: Exceeds the limit (4300 digits)"),
+        (["convert", "a", "--top-k", str(2**63)], "--top-k: 9223372036854775808 does not fit into 64 bits; see"),
+        (["convert", "a", "--top-k"], "--top-k needs a value; see"),
+        (["convert", "a", "--rate", "nan"], "--rate: expected a finite number, got nan; see"),
+        (["convert", "a", "--rate", "-inf"], "--rate: expected a finite number, got -inf; see"),
+        (["convert", "a", "--kind", "flll"], "--kind: expected one of full, none, got 'flll' (did you mean 'full'?)"),
+        (["convert"], "missing: SRC; see moe-jax convert --help"),
+        (["convert", "a", "b"], "unknown: b; see moe-jax convert --help"),
+        (["convert", "--topk"], "missing: SRC; see"),
+        (["convert", "a", *["b"] * 5000], "unknown: b b b"),
+        (["convert", "a", "--kind", "x" * 100_000], "got 'xxxx"),
+        (["x" * 100_000], "unknown command 'xxxx"),
+        (["convert", "gs://bucket/model"], "'gs:/bucket/model' is an address and not a path"),
+        (["convert", "https://huggingface.co/a/b"], "'https:/huggingface.co/a/b' is an address and not a path"),
+        (["convert", "a\0b"], "'a\\x00b' holds a zero byte"),
     ],
 )
 def test_usage_errors_are_one_line(convert, capsys, arguments, message):
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert err.startswith("moe-jax: error: ") and message in err
-    assert err.count("\n") == 1 and not out and not convert.seen
+    assert err.count("\n") == 1 and len(err) < 300 and not out and not convert.seen
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -98,7 +115,7 @@ def test_usage_errors_read_the_same_on_every_terminal(encoding):
     program = "import sys; from moe_jax import cli; sys.exit(cli.main(['inspect', 'a', '--jsn']))"
     ran = run_python(program, encoding=encoding)
     assert ran.returncode == 2
-    expected = "Unrecognized options: --jsn (did you mean --json?); see moe-jax inspect --help"
+    expected = "unknown: --jsn (did you mean '--json'?); see moe-jax inspect --help"
     assert ran.stderr == f"moe-jax: error: {expected}\n"
 
 
@@ -117,6 +134,24 @@ def test_errors_of_the_user_are_one_line(convert, capsys, error, message):
     convert.do = fail(error)
     assert cli.main(["convert", "a"]) == 2
     assert capsys.readouterr().err == f"moe-jax: error: {message}\n"
+
+
+def test_what_the_parser_does_not_report_is_taken_from_its_words(convert, capsys, monkeypatch):
+    """A later tyro may have other reports, or none."""
+    monkeypatch.setattr("moe_jax.arguments._PROBLEMS", {})
+    for absent in (False, True):
+        if absent:
+            monkeypatch.setattr("moe_jax.arguments._parser_reports_to", lambda _: contextlib.nullcontext())
+        assert cli.main(["convert", "a", "--topk"]) == 2
+        err = capsys.readouterr().err
+        assert "--topk" in err and err.isascii() and err.count("\n") == 1
+        assert err.endswith("see moe-jax convert --help\n")
+
+
+def test_whatever_a_message_holds_a_terminal_shows_it(convert, capsys):
+    convert.do = fail(InputError("a\x1b[2Jb \udcff\n" + "x" * 5000))
+    assert cli.main(["convert", "a"]) == 2
+    assert capsys.readouterr().err == "moe-jax: error: a\\x1b[2Jb \\udcff\n" + "x" * 997 + "...\n"
 
 
 def test_bugs_keep_their_traceback(convert):

@@ -146,8 +146,18 @@ def test_bad_files_of_prompts_are_refused(content, model, tmp_path, capsys):
     assert "prompts.txt" in err and err.count("\n") == 1
 
 
-def test_a_broken_generation_config_is_refused(config, tmp_path, capsys):
-    (tmp_path / "generation_config.json").write_text("[1")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1", "generation_config.json is not valid JSON"),
+        ("[1]", "generation_config.json holds a JSON list, expected an object"),
+        ('{"eos_token_id": "x"}', "eos_token_id 'x' is no token of the vocabulary"),
+        ('{"eos_token_id": [1, 258]}', "eos_token_id 258 is no token of the vocabulary"),
+        ('{"eos_token_id": true}', "eos_token_id True is no token of the vocabulary"),
+    ],
+)
+def test_a_broken_generation_config_is_refused(config, tmp_path, capsys, content, message):
+    (tmp_path / "generation_config.json").write_text(content)
     path = write_model(tmp_path / "model", config, random_leaves(config), (tmp_path / "generation_config.json",))
     assert cli.main(["generate", str(path), "--ids", "1"]) == 2
-    assert "generation_config.json is not a JSON object" in capsys.readouterr().err
+    assert message in capsys.readouterr().err

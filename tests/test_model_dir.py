@@ -352,3 +352,26 @@ def test_a_directory_that_is_replaced_while_it_is_read_is_still_read_whole(tmp_p
         assert one.lineage == [ENTRY] and one.fingerprint() == ModelDirectory(tmp_path / "gone").fingerprint()
         with pytest.raises(InputError, match="was replaced while it was read"):
             _ = one.tokenizer_files
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "is not a list of entries"),
+        ('[{"command": 5}]', "lineage.json, entry 0: command is 5"),
+        ('[{"command": "a"}, {"command": "a", "options": [], "measured": 1}]', "entry 1: 2 problems"),
+        ('[{"command": "a", "sources": [{"path": 1, "fingerprint": "x"}]}]', "entry 0: a source is {'path': 1"),
+        ('[{"command": "a", "sources": ["' + "x" * 100_000 + '"]}]', "entry 0: a source is 'xxx"),
+        ("[" * 50_000, "lineage.json is nested more than 100 levels deep"),
+    ],
+)
+def test_a_lineage_that_is_none_is_refused(tmp_path, content, message):
+    (tmp_path / "lineage.json").write_text(content)
+    with pytest.raises(InputError) as error:
+        read_lineage(tmp_path)
+    assert message in str(error.value) and len(str(error.value)) < 400
+
+
+def test_a_lineage_may_hold_figures_that_are_not_finite(tmp_path):
+    (tmp_path / "lineage.json").write_text('[{"command": "a", "measured": {"x": NaN, "y": 1000000000000000000000}}]')
+    assert read_lineage(tmp_path)[0]["measured"]["y"] == 10**21

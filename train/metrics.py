@@ -11,7 +11,9 @@ import jax
 import numpy as np
 import rich.console
 
+from moe_jax.errors import InputError
 from moe_jax.formatting import show_duration
+from moe_jax.json_toml import ANYTHING, parse_json
 from moe_jax.models import ModelConfig
 from moe_jax.nn.router_stats import stats_per_layer
 from moe_jax.processes import is_first_process
@@ -99,10 +101,10 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics.jsonl; an unfinished last line of a killed run is ignored."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            records.append(parse_json(line, where=str(path), allow=ANYTHING))
+        except InputError:
             break
     return records
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from moe_jax import strict
 from moe_jax.errors import MAX_FLOAT32, MAX_SIZE, InputError, is_finite, shown
 from moe_jax.json_toml import read_toml
+from moe_jax.local_paths import check_local, check_model_path
 from moe_jax.train import recipe_toml
 
 
@@ -298,6 +299,13 @@ class Recipe:
             raise InputError(f"seed = {self.seed} must lie in [0, 2**32)")
         if not self.run_dir:
             raise InputError("run_dir is empty")
+        model, data = self.model, self.data
+        check_model_path(self.run_dir)
+        held_out = None if self.eval is None else self.eval.text
+        sources = (source.path for source in data.sources)
+        for path in (model.path, model.base, model.config, data.tokenizer, held_out, *sources):
+            if path is not None:
+                check_local(path)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

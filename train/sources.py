@@ -6,14 +6,14 @@ Records are what is shuffled: a record is a piece of a text file, or a line of a
 import bisect
 import glob
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, clipped, shown
+from moe_jax.json_toml import ANYTHING, is_unicode, parse_json
 
 # This much of every file is checked before training starts; the rest is checked when it is read.
 CHECKED_BYTES = 64 << 20
@@ -128,17 +128,20 @@ class JsonLines:
 
     def _example(self, line: bytes, index: int) -> Example:
         try:
-            value = json.loads(line)
-        except ValueError:
-            raise self._wrong(index, "text that is not JSON") from None
+            # A text may have any number of commas.
+            value = parse_json(line, where="a line that", allow=ANYTHING, max_values=len(line))
+        except InputError as error:
+            raise self._wrong(index, str(error)) from None
         if not isinstance(value, dict):
             raise self._wrong(index, f"a JSON {type(value).__name__}")
         keys = {"text", "prompt", "response"} & value.keys()
         if keys not in ({"text"}, {"prompt", "response"}):
-            raise self._wrong(index, f"an object with the keys {', '.join(map(repr, value)) or '(none)'}")
+            raise self._wrong(index, f"an object with the keys {clipped(', '.join(map(shown, value))) or '(none)'}")
         for key in sorted(keys):
             if not isinstance(value[key], str):
                 raise self._wrong(index, f"{key!r} holding a {type(value[key]).__name__} that should be a string")
+            if not is_unicode(value[key]):
+                raise self._wrong(index, f"{key!r} holding one half of a character in UTF-16")
         if keys == {"text"}:
             return Example(value["text"])
         return Example(value["prompt"] + value["response"], len(value["prompt"]), is_response=True)

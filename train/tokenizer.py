@@ -1,6 +1,5 @@
 """Converts examples to token ids with a Hugging Face `tokenizer.json`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -9,6 +8,7 @@ import numpy as np
 import tokenizers
 
 from moe_jax.errors import InputError
+from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
 from moe_jax.train.sources import Example
 
@@ -119,11 +119,8 @@ class Tokenizer:
 
     def _settings(self) -> dict[str, Any]:
         """tokenizer_config.json beside the file: some tokenizers (DeepSeek-Coder's) name their BOS only there."""
-        try:
-            settings = json.loads(self.path.with_name("tokenizer_config.json").read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return settings if isinstance(settings, dict) else {}
+        file = self.path.with_name("tokenizer_config.json")
+        return read_json_object(file, allow=ANYTHING) if file.exists() else {}
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         array = np.asarray(ids, np.int32)

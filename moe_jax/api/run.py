@@ -1,7 +1,6 @@
 """Verbs that run a model or count it: evaluate, generate, plan."""
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,11 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.api.model import Model, ModelOrPath, open_model
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, shown
 from moe_jax.finite import is_floating, largest_magnitude
 from moe_jax.generation import NonFiniteLogits
 from moe_jax.generation import generate as _generate
+from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
 from moe_jax.open_source import read_config
 from moe_jax.peft.options import adapted_config
@@ -307,12 +307,12 @@ def _eos_ids(model: Model) -> tuple[int, ...]:
     file = next((file for file in model.tokenizer_files if file.name == "generation_config.json"), None)
     if file is None:
         return model.config.eos_ids
-    try:
-        eos = json.loads(file.read_bytes()).get("eos_token_id")
-    except (ValueError, AttributeError):
-        raise InputError(f"{file} is not a JSON object; mend or remove it") from None
-    more = eos if isinstance(eos, list) else [eos]
-    return (*model.config.eos_ids, *(token for token in more if isinstance(token, int)))
+    eos = read_json_object(file, allow=ANYTHING).get("eos_token_id")
+    more = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    for token in more:
+        if type(token) is not int or not 0 <= token < model.config.vocab_size:
+            raise InputError(f"{file}: eos_token_id {shown(token)} is no token of the vocabulary; mend or remove it")
+    return (*model.config.eos_ids, *more)
 
 
 def _continuation(

@@ -1,0 +1,143 @@
+"""The arguments of a command as an object of its `Options`, by tyro; what is wrong with them in one line."""
+
+import contextlib
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moe_jax.errors import InputError, clipped, flag_of, nearest, shown
+from moe_jax.json_toml import fits_64_bits
+from moe_jax.local_paths import check_local
+
+T = TypeVar("T")
+
+
+def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str) -> T | None:
+    """Reads the arguments of a command.
+
+    Args:
+      options: a dataclass that tyro understands.
+      arguments: what follows the command.
+      command: its name, as in `moe-jax train`.
+
+    Returns:
+      The options; None if help was asked for, which is then printed.
+
+    Raises:
+      InputError: for arguments that are unknown, missing or cannot be read, numbers that are not finite or have more
+        than 64 bits, and paths that are not on a local disk.
+    """
+    import tyro
+
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed), _parser_reports_to(options):
+            parsed = tyro.cli(
+                options, args=list(arguments), prog=f"moe-jax {command}", config=(tyro.conf.FlagCreatePairsOff,)
+            )
+        _check_values(parsed)
+        return parsed
+    except SystemExit as stop:
+        if not stop.code:
+            return None
+        raise _usage_error(_words(printed.getvalue()), command) from None
+    except _Rejected as rejected:
+        raise _usage_error(str(rejected), command) from None
+
+
+class _Rejected(Exception):
+    """What is wrong with the arguments, in words."""
+
+
+def _usage_error(problem: str, command: str) -> InputError:
+    return InputError(f"{problem}; see moe-jax {command} --help")
+
+
+@contextlib.contextmanager
+def _parser_reports_to(options: type) -> Any:
+    """What tyro's parser finds wrong, and would draw a box around, is raised as `_Rejected`.
+
+    The hook is not part of tyro's public interface. Where it is absent, or reports something that it did not when this
+    was written, tyro draws its box and exits, and the words in the box have to do.
+    """
+    try:
+        from tyro._errors import on_parse_error
+    except ImportError:
+        yield
+        return
+
+    def report(event: Any) -> None:
+        with contextlib.suppress(AttributeError, KeyError):
+            raise _Rejected(_PROBLEMS[type(event).__name__](event, options))
+
+    with on_parse_error(report):
+        yield
+
+
+def _missing(event: Any, options: type) -> str:
+    if event.unrecognized_tokens:
+        return _unknown(event.unrecognized_tokens, options)
+    return f"missing: {', '.join(_name(context.arg) for context in event.missing_arguments)}"
+
+
+def _unknown(tokens: Sequence[str], options: type) -> str:
+    flags = [flag_of(field.name) for field in dataclasses.fields(options)]
+    hint = nearest(tokens[0], flags) if tokens[0].startswith("-") else ""
+    return f"unknown: {clipped(' '.join(tokens))}{hint}"
+
+
+def _bad_value(event: Any, options: type) -> str:
+    name = _name(event.argument)
+    if event.offending_value is not None:
+        return f"{name} takes no value, got {shown(event.offending_value)}"
+    return f"missing: {name}" if event.argument.is_positional() else f"{name} needs a value"
+
+
+def _not_chosen(event: Any, options: type) -> str:
+    choices = [choice for choice in event.choices if choice != "None"]
+    hint = nearest(event.value, choices)
+    return f"{_name(event.argument)}: expected one of {', '.join(choices)}, got {shown(event.value)}{hint}"
+
+
+def _not_built(event: Any, options: type) -> str:
+    message = clipped(str(event.message))
+    return message if event.argument is None else f"{_name(event.argument)}: {message}"
+
+
+_PROBLEMS = {
+    "MissingArgs": _missing,
+    "UnrecognizedArgs": lambda event, options: _unknown(event.tokens, options),
+    "BadValue": _bad_value,
+    "InvalidChoice": _not_chosen,
+    "InstantiationFailure": _not_built,
+}
+
+
+def _name(argument: Any) -> str:
+    """An option as it is given, such as `--top-k`; of an argument without a name, what help calls it."""
+    return argument.lowered.metavar if argument.is_positional() else argument.display_name()
+
+
+def _words(box: str) -> str:
+    """What is said in a box that tyro drew, however it was drawn."""
+    return clipped(" ".join(re.sub(r"[^\x20-\x7e]|-{3,}", " ", box).split()))
+
+
+def _check_values(options: Any) -> None:
+    """Raises `_Rejected` or `InputError` for a value that no option can have."""
+    for field in dataclasses.fields(options):
+        for value in _single(getattr(options, field.name)):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _Rejected(f"{flag_of(field.name)}: expected a finite number, got {value}")
+            if isinstance(value, int) and not fits_64_bits(value):
+                raise _Rejected(f"{flag_of(field.name)}: {shown(value)} does not fit into 64 bits")
+            if isinstance(value, Path):
+                check_local(value)
+
+
+def _single(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,74 @@
+"""Paths: what is no path of a local disk, what no model can lie at, what lies inside its source, what is on the Hub."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moe_jax.errors import InputError
+from moe_jax.local_paths import check_beside, check_local, check_model_path, hub_hint
+from moe_jax.model_dir import ModelDirectoryWriter
+from moe_jax.open_source import open_source, read_config
+from moe_jax.staging import refuse_existing
+from moe_jax.train.recipe import load_recipe
+from tests.upcycle.conftest import dense_config, random_leaves, write_model
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/a", "s3://a", "https://host/a", "file:///a", "hf://a/b", "a\0b"])
+def test_what_is_not_local_is_refused_wherever_a_model_is_read_or_written(path):
+    for use in (check_local, check_model_path, open_source, read_config, lambda p: refuse_existing(Path(p))):
+        with pytest.raises(InputError, match="is an address and not a path|holds a zero byte"):
+            use(path)
+        with pytest.raises(InputError, match="is an address and not a path|holds a zero byte"):
+            use(Path(path))
+
+
+@pytest.mark.parametrize("path", ["/a/b", "a", "C:/models/a", "c:a", "a:b", "dir/a:/b", "runs/x@100"])
+def test_paths(path):
+    check_model_path(path)
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    bad = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    for use in (open_source, refuse_existing):
+        with pytest.raises(InputError, match=r"udcff' is not UTF-8, as paths of models must be; rename it"):
+            use(bad)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["run_dir", "model.path", "model.base", "data.tokenizer", "eval.text", "data.sources"],
+)
+def test_recipes_name_local_paths(tmp_path, key):
+    (tmp_path / "a.toml").write_text('run_dir = "r"\nmodel.path = "m"\neval.text = "t"\n')
+    value = '[{path="gs://b/x"}]' if key == "data.sources" else "gs://b/x"
+    with pytest.raises(InputError, match="'gs://b/x' is an address and not a path"):
+        load_recipe(tmp_path / "a.toml", [f"{key}={value}"])
+
+
+def test_a_target_inside_its_source_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "model" / "below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "model" / "below")
+    for target in ("model/out", "model/below/out", "link/out", "model/../model/out"):
+        with pytest.raises(InputError, match="lies inside .*model, which it is made from"):
+            check_beside(tmp_path / target, [tmp_path / "model"])
+    for target in ("out", "modelling", "model-2/out"):
+        check_beside(tmp_path / target, [tmp_path / "model"])
+    config = dense_config(num_layers=1)
+    write_model(tmp_path / "dense", config, random_leaves(config))
+    entry = {"command": "test", "options": {}, "sources": [{"path": str(tmp_path / "dense"), "fingerprint": "x"}]}
+    before = sorted((tmp_path / "dense").rglob("*"))
+    with pytest.raises(InputError, match="dense/out lies inside .*dense"):
+        ModelDirectoryWriter(tmp_path / "dense" / "out", config, tokenizer_files=(), lineage=[entry])
+    assert sorted((tmp_path / "dense").rglob("*")) == before
+
+
+def test_names_of_the_hub_are_told_from_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="hf download mistralai/Mixtral-8x7B-v0.1 --local-dir DIR$"):
+        open_source("mistralai/Mixtral-8x7B-v0.1")
+    with pytest.raises(FileNotFoundError, match="no config at .* hf download allenai/OLMoE-1B --local-dir DIR$"):
+        read_config("allenai/OLMoE-1B")
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/model", "model", "/a/b", "../a/b", "./a"):
+        assert not hub_hint(path)
