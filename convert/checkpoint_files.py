@@ -1,18 +1,19 @@
 """Finds the weight files of a Hugging Face directory, and the tensors in each."""
 
-import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
 from moe_jax.convert.safetensors_file import read_header
 from moe_jax.convert.tensors import TensorEntry
 from moe_jax.convert.torch_file import read_torch_file
-from moe_jax.errors import InputError, raise_if_any
+from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.json_toml import read_json_object
 
 # In the order in which Transformers looks for them.
 SINGLE_SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 SINGLE_TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+MAX_SHARDS = 10_000
+_MAX_NAME = 255  # bytes, of most file systems
 
 
 class CheckpointFiles(NamedTuple):
@@ -47,10 +48,13 @@ def _open_sharded(index: Path) -> CheckpointFiles:
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise InputError(f"{index} has no weight_map from names of tensors to names of files; fetch it again")
     shards = sorted(set(weight_map.values()))
+    if len(shards) > MAX_SHARDS:
+        raise InputError(f"{index} names {len(shards):,} files, at most {MAX_SHARDS:,} are read")
     raise_if_any(
-        [f"it names {name!r}, which is not inside its folder" for name in shards if not _is_inside(name)], str(index)
+        [f"it names {shown(name)}, which is not inside its folder" for name in shards if not _is_inside(name)],
+        str(index),
     )
-    missing = [f"{name!r} is missing; fetch it" for name in shards if not (index.parent / name).is_file()]
+    missing = [f"{shown(name)} is missing; fetch it" for name in shards if not (index.parent / name).is_file()]
     raise_if_any(missing, f"{index} names files that are not there")
 
     tensors: dict[str, TensorEntry] = {}
@@ -58,13 +62,14 @@ def _open_sharded(index: Path) -> CheckpointFiles:
     for shard in shards:
         for name, entry in _read_file(index.parent / shard).items():
             if name in tensors:
-                problems.append(f"{name!r} is in two files, {tensors[name].file.name!r} and {shard!r}")
+                first = tensors[name].file.name
+                problems.append(f"{shown(name)} is in two files, {shown(first)} and {shown(shard)}")
             elif weight_map.get(name) != shard:
-                says = f"says it is in {weight_map[name]!r}" if name in weight_map else "does not name it"
-                problems.append(f"{name!r} is in {shard!r}, but the index {says}")
+                says = f"says it is in {shown(weight_map[name])}" if name in weight_map else "does not name it"
+                problems.append(f"{shown(name)} is in {shown(shard)}, but the index {says}")
             tensors[name] = entry
     absent = [name for name in weight_map if name not in tensors]
-    problems += [f"{name!r} should be in {weight_map[name]!r}, but is not" for name in absent]
+    problems += [f"{shown(name)} should be in {shown(weight_map[name])}, but is not" for name in absent]
     raise_if_any(problems, f"{index} and its files disagree")
     return CheckpointFiles((index, *(index.parent / shard for shard in shards)), tensors)
 
@@ -78,4 +83,5 @@ def _is_inside(name: str) -> bool:
     hub's caches consist of links."""
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
     is_relative = not posix.is_absolute() and not windows.anchor and not windows.is_absolute()
-    return is_relative and ".." not in windows.parts and bool(re.fullmatch(r"[^\0]+", name)) and name != "."
+    is_name = name.isprintable() and len(name.encode()) <= _MAX_NAME and name not in ("", ".")
+    return is_name and is_relative and ".." not in windows.parts

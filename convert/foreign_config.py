@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moe_jax.errors import InputError, raise_if_any
+from moe_jax.errors import InputError, is_finite, raise_if_any, shown
+from moe_jax.json_toml import fits_64_bits
 
 
 class ForeignConfig:
@@ -29,8 +30,8 @@ class ForeignConfig:
         return self._data.get(key) is not None
 
     def integer(self, key: str) -> int | None:
-        """Takes an integer, or None."""
-        return self._take(key, "an integer", lambda v: isinstance(v, int) and not isinstance(v, bool))
+        """Takes an integer of 64 bits, or None."""
+        return self._take(key, "an integer", is_integer)
 
     def required_integer(self, key: str) -> int:
         """Takes an integer that must be there; raises as `require` does."""
@@ -40,8 +41,8 @@ class ForeignConfig:
         return value
 
     def number(self, key: str) -> float | None:
-        """Takes a number as a float, or None."""
-        value = self._take(key, "a number", lambda v: isinstance(v, int | float) and not isinstance(v, bool))
+        """Takes a number, finite in float32, as a float, or None."""
+        value = self._take(key, "a number", is_finite)
         return None if value is None else float(value)
 
     def required_number(self, key: str) -> float:
@@ -89,10 +90,14 @@ class ForeignConfig:
         self._taken.add(key)
         value = self._data.get(key, self._defaults.get(key))
         if value is not None and not is_valid(value):
-            raise InputError(f"config.json: {key!r} is {value!r}, expected {expected}")
+            raise InputError(f"config.json: {key!r} is {shown(value)}, expected {expected}")
         return value
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a JSON value is an integer of 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and fits_64_bits(value)
+
+
 def _is_integers(value: Any) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+    return all(map(is_integer, value if isinstance(value, list) else [value]))

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_jax.convert.families import FAMILIES, family_named
 from moe_jax.convert.foreign_config import ForeignConfig
-from moe_jax.errors import InputError, raise_if_any
+from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.models import ModelConfig
 
 # Settings of training and storage, which foreign formats do not store and which do not change the logits.
@@ -54,13 +54,15 @@ def _family_name(data: Mapping[str, Any]) -> str:
     if name is None:
         by_architecture = {family.architecture: family.name for family in FAMILIES.values()}
         architectures = data.get("architectures") or []
-        name = next((by_architecture[a] for a in architectures if a in by_architecture), None)
+        names = [one for one in architectures if isinstance(one, str)] if isinstance(architectures, list) else []
+        name = next((by_architecture[one] for one in names if one in by_architecture), None)
         if name is None:
             raise InputError(
-                f"config.json has no model_type and architectures {architectures}; known: {', '.join(by_architecture)}"
+                f"config.json has no model_type and architectures {shown(architectures)}; "
+                f"known: {', '.join(by_architecture)}"
             )
-    if name not in FAMILIES:
-        raise InputError(f"config.json: unknown model_type {name!r}; known families: {', '.join(FAMILIES)}")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise InputError(f"config.json: unknown model_type {shown(name)}; known families: {', '.join(FAMILIES)}")
     return name
 
 
@@ -102,5 +104,5 @@ def _fields_that_differ(prefix: str, ours: Any, theirs: Any) -> list[str]:
         if dataclasses.is_dataclass(a):
             found += _fields_that_differ(f"{prefix}{field.name}.", a, b)
         else:
-            found.append(f"{prefix}{field.name} is {a!r}, the format can only say {b!r}")
+            found.append(f"{prefix}{field.name} is {shown(a)}, the format can only say {shown(b)}")
     return found

@@ -8,7 +8,7 @@ every release that reads a family at all reads it.
 from typing import Any
 
 from moe_jax.convert.foreign_config import ForeignConfig
-from moe_jax.errors import InputError, nearest
+from moe_jax.errors import InputError, is_finite, nearest, shown
 from moe_jax.models import RopeConfig
 
 # Foreign name -> our name. `su` is what LongRoPE was called in the first Phi-3 checkpoints.
@@ -76,10 +76,12 @@ def read_rope(config: ForeignConfig, *, max_positions: int, head_dim: int) -> Ro
     if theta is None:
         theta = top_theta
     elif config.given("rope_theta") and theta != top_theta:
-        raise InputError(f"config.json: rope_theta is {top_theta}, but its rope parameters say {theta}; keep one")
+        raise InputError(
+            f"config.json: rope_theta is {top_theta}, but its rope parameters say {shown(theta)}; keep one"
+        )
     fraction = values.pop("partial_rotary_factor", None)
-    top_fraction = config.number("partial_rotary_factor")
-    fraction = fraction if fraction is not None else top_fraction if top_fraction is not None else 1.0
+    fraction = config.number("partial_rotary_factor") if fraction is None else fraction
+    fraction = 1.0 if fraction is None else _checked("partial_rotary_factor", fraction)
 
     scaling = _scaling(values)
     fields: dict[str, Any] = {}
@@ -95,9 +97,11 @@ def read_rope(config: ForeignConfig, *, max_positions: int, head_dim: int) -> Ro
     if scaling in _WITH_ORIGINAL_LENGTH:
         # Phi-3 style configs hold the original length beside the rope parameters, and it wins.
         top = config.integer("original_max_position_embeddings")
-        original = fields["original_max_positions"] = top or fields.get("original_max_positions", max_positions)
+        original = fields.get("original_max_positions", max_positions)
+        original = original if top is None else _checked("original_max_position_embeddings", top)
+        fields["original_max_positions"] = original
         fields.setdefault("factor", max_positions / original)
-    rotated_pairs = int(head_dim * float(fraction)) // 2
+    rotated_pairs = int(head_dim * fraction) // 2
     for key in _LISTS:
         if key in fields and len(fields[key]) != rotated_pairs:
             raise InputError(
@@ -109,7 +113,7 @@ def read_rope(config: ForeignConfig, *, max_positions: int, head_dim: int) -> Ro
             f"config.json: rope high_freq_factor={fields['high_freq_factor']} must be above "
             f"low_freq_factor={fields['low_freq_factor']}"
         )
-    return RopeConfig(theta=_checked("rope_theta", theta), fraction=float(fraction), scaling=scaling, **fields)
+    return RopeConfig(theta=_checked("rope_theta", theta), fraction=fraction, scaling=scaling, **fields)
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
@@ -144,36 +148,44 @@ def _one_dict(config: ForeignConfig) -> dict[str, Any]:
     for key in scaling.keys() & parameters.keys():
         if scaling[key] != parameters[key]:
             raise InputError(
-                f"config.json: rope_scaling says {key}={scaling[key]!r}, rope_parameters say {parameters[key]!r}; "
-                "keep one of the two"
+                f"config.json: rope_scaling says {shown(key)[1:-1]}={shown(scaling[key])}, rope_parameters say "
+                f"{shown(parameters[key])}; keep one of the two"
             )
     return {**parameters, **scaling}
 
 
 def _scaling(values: dict[str, Any]) -> Any:
-    names = {values.pop(key) for key in ("rope_type", "type") if isinstance(values.get(key), str)} or {"default"}
-    if len(names) > 1:
+    given = [values.pop(key, None) for key in ("rope_type", "type")]
+    names = [name for name in given if name is not None] or ["default"]
+    for name in names:
+        if not isinstance(name, str) or name not in SCALINGS:
+            hint = nearest(name, SCALINGS) if isinstance(name, str) else ""
+            known = ", ".join(SCALINGS)
+            raise InputError(f"config.json: unknown rope type {shown(name)}{hint}; known: {known}")
+    if len(set(names)) > 1:
         raise InputError(f"config.json: rope parameters name two types, {' and '.join(sorted(names))}; keep one")
-    name = names.pop()
-    if name not in SCALINGS:
-        known = ", ".join(SCALINGS)
-        raise InputError(f"config.json: unknown rope type {name!r}{nearest(name, SCALINGS)}; known: {known}")
-    return SCALINGS[name]
+    return SCALINGS[names[0]]
 
 
 def _checked(key: str, value: Any) -> Any:
+    """The value of a key in the type that `RopeConfig` has for it."""
     if key == "truncate":
-        if not isinstance(value, bool):
-            raise InputError(f"config.json: rope {key} is {value!r}, expected true or false")
-        return value
+        expected, fits = "true or false", isinstance(value, bool)
+    elif key in _LISTS:
+        expected, fits = "a list of numbers above 0", isinstance(value, list) and all(map(_is_positive, value))
+    elif key == "partial_rotary_factor":
+        expected, fits = "a number", is_finite(value)
+    elif key == "original_max_position_embeddings":
+        # Some configs write it as 8192.0.
+        expected, fits = "a number of positions", _is_positive(value) and value == int(value)
+    else:
+        expected, fits = "a number above 0", _is_positive(value)
+    if not fits:
+        raise InputError(f"config.json: rope {key} is {shown(value)}, expected {expected}")
     if key in _LISTS:
-        if not isinstance(value, list) or not all(_is_positive(item) for item in value):
-            raise InputError(f"config.json: rope {key} is {value!r}, expected a list of numbers above 0")
-        return tuple(float(item) for item in value)
-    if not _is_positive(value):
-        raise InputError(f"config.json: rope {key} is {value!r}, expected a number above 0")
-    return int(value) if key == "original_max_position_embeddings" else float(value)
+        return tuple(map(float, value))
+    return value if key == "truncate" else int(value) if expected == "a number of positions" else float(value)
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return is_finite(value) and value > 0

@@ -8,7 +8,7 @@ from moe_jax.convert.checkpoint_files import CheckpointFiles
 from moe_jax.convert.families import family_named
 from moe_jax.convert.table import Ignored, Mapped, Piece, Tied, apply_table, detect_layout
 from moe_jax.convert.tensors import DTYPES, TensorEntry
-from moe_jax.errors import raise_if_any
+from moe_jax.errors import clipped, raise_if_any, shown
 from moe_jax.models import ModelConfig
 
 
@@ -54,7 +54,7 @@ def match_weights(checkpoint: CheckpointFiles, config: ModelConfig, leaves: Mapp
             elif isinstance(entry, Ignored):
                 ignored[name] = entry.why
             else:
-                unexpected.append(f"{name} is unexpected")
+                unexpected.append(f"{clipped(name)} is unexpected")
 
     problems = [f"{name} is missing" for name in mapped.tensors if name not in checkpoint.tensors] + unexpected
     problems += _unlike(checkpoint, {**mapped.tensors, **{name: mapped.tensors[o] for name, o in duplicates.items()}})
@@ -80,7 +80,7 @@ def _unlike(checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]]
     for name, shape in expected.items():
         found = checkpoint.tensors.get(name)
         if found is not None and found.shape != shape:
-            problems.append(f"{name} has shape {list(found.shape)}, config.json says {list(shape)}")
+            problems.append(f"{name} has shape {shown(list(found.shape))}, config.json says {list(shape)}")
         elif found is not None and found.dtype not in DTYPES:
             problems.append(f"{name} has dtype {found.dtype}, expected one of {', '.join(DTYPES)}")
     return problems

@@ -109,6 +109,8 @@ def read_regular(path: Path | str, *, max_bytes: int, inside: HeldDirectory | No
         size = os.fstat(file.fileno()).st_size
         # Files of the system (`/proc`) say that they have no bytes.
         content = file.read(max_bytes + 1) if size <= max_bytes else b""
+    if content is None:
+        raise InputError(f"{path} is a file of the system that has nothing to read until something happens")
     if max(size, len(content)) > max_bytes:
         shown = inside.path / path if inside else path
         raise InputError(f"{shown} has more than {max_bytes:,} bytes, which is more than it can need")

@@ -1,18 +1,21 @@
 """Converts examples to token ids with a Hugging Face `tokenizer.json`."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tokenizers
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, clipped, first_line, shown
 from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
+from moe_jax.regular_files import read_regular
 from moe_jax.train.sources import Example
 
 Edge = Literal["auto", "always", "never"]
+MAX_BYTES = 64 << 20  # of a tokenizer.json; those of 250,000 tokens have half
 
 
 class Pairs(NamedTuple):
@@ -46,14 +49,13 @@ class Tokenizer:
     def __init__(self, path: Path, config: ModelConfig, *, bos: Edge = "auto", eos: Edge = "auto"):
         if not path.is_file():
             raise FileNotFoundError(f"no tokenizer at {path}")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise InputError(f"{path} is not a tokenizer.json: {error}") from None
+        content = read_regular(path, max_bytes=MAX_BYTES)
+        self.path = path
+        with self._faults():
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         # The file may contain truncation and padding settings from its last use.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.path = path
         self._vocab_size = config.vocab_size
         own_bos = self._own_bos(config)
         known_bos = config.bos_id if own_bos is None else own_bos
@@ -67,16 +69,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Int32[n] ids of `text`, whole and without special tokens."""
-        return self._checked(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._checked(self._encoded(text).ids)
 
     def prompt(self, text: str) -> np.ndarray:
         """Int32[n] ids of `text` as the beginning of a document, with BOS before it where documents begin with one."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._encoded(text).ids
         return self._checked(ids if self._bos is None else [self._bos, *ids])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with self._faults():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def pairs(self, examples: Sequence[Example]) -> Pairs:
         """Tokenises the examples of a record, each a document of its own.
@@ -96,7 +99,7 @@ class Tokenizer:
         )
 
     def _document(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
-        encoding = self._tokenizer.encode(example.text, add_special_tokens=False)
+        encoding = self._encoded(example.text)
         ids = list(encoding.ids)
         # A token that spans the boundary between prompt and response belongs to the response.
         scored = [float(end > example.prompt_chars) for _, end in encoding.offsets]
@@ -109,10 +112,24 @@ class Tokenizer:
             scored = [1.0] * len(ids)
         return self._checked(ids), np.asarray(scored, np.float32)
 
+    def _encoded(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+        with self._faults():
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Makes errors of what the library does with the file ours."""
+        try:
+            yield
+        except BaseException as error:
+            # The library raises bare `Exception`; a panic of its Rust code is not even that, and has no public name.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise InputError(f"{self.path} is not a tokenizer.json: {clipped(first_line(error))}") from None
+
     def _own_bos(self, config: ModelConfig) -> int | None:
         """The BOS token that the tokenizer itself adds, if it adds one."""
-        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
-        special = self._tokenizer.encode("a", add_special_tokens=True).ids
+        plain, special = self._encoded("a").ids, self._encoded("a", add_special_tokens=True).ids
         if len(special) > len(plain) and special[0] != plain[0]:
             return special[0]
         return config.bos_id if self._settings().get("add_bos_token") is True else None
@@ -123,14 +140,14 @@ class Tokenizer:
         return read_json_object(file, allow=ANYTHING) if file.exists() else {}
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
-        array = np.asarray(ids, np.int32)
+        array = np.asarray(ids, np.int64)  # some are too large for the type that is returned
         if array.size and array.max() >= self._vocab_size:
             worst = int(array.max())
             raise InputError(
-                f"{self.path} gives token id {worst} ({self._tokenizer.id_to_token(worst)!r}), but the model's "
+                f"{self.path} gives token id {worst} ({shown(self._tokenizer.id_to_token(worst))}), but the model's "
                 f"vocabulary has {self._vocab_size} entries: the tokenizer is not this model's"
             )
-        return array
+        return array.astype(np.int32)
 
 
 def find_tokenizer(files: Sequence[Path], where: object) -> Path:

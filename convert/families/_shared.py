@@ -7,8 +7,9 @@ from typing import Any, Literal, TypeVar
 from moe_jax.convert.foreign_config import ForeignConfig
 from moe_jax.convert.hf_rope import read_rope, write_rope
 from moe_jax.convert.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
-from moe_jax.errors import InputError, nearest
+from moe_jax.errors import InputError, nearest, shown
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models.config import check_num_layers
 
 T = TypeVar("T")
 Projection = Literal["q", "k", "v", "o"]
@@ -137,7 +138,7 @@ def read_gated_ffn(config: ForeignConfig, *, dim: str = "intermediate_size", bia
     name = config.text("hidden_act") or ""
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise InputError(f"config.json: unknown hidden_act {name!r}{nearest(name, ACTIVATIONS)}; known: {known}")
+        raise InputError(f"config.json: unknown hidden_act {shown(name)}{nearest(name, ACTIVATIONS)}; known: {known}")
     return FFNConfig(dim=config.required_integer(dim), gated=True, activation=ACTIVATIONS[name], bias=bias)
 
 
@@ -190,10 +191,11 @@ def repeat_layers(config: ForeignConfig, attention: AttentionConfig, mlp: FFNCon
 
 
 def num_layers(config: ForeignConfig) -> int:
-    """Reads the number of layers, at least 1."""
+    """Reads the number of layers, at least 1 and no more than there can be."""
     count = config.required_integer("num_hidden_layers")
     if count < 1:
         raise InputError(f"config.json: num_hidden_layers={count} must be at least 1")
+    check_num_layers(count)
     return count
 
 

@@ -17,7 +17,7 @@ from moe_jax.convert.families._shared import (
     write_decoder,
 )
 from moe_jax.convert.foreign_config import ForeignConfig
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, shown
 from moe_jax.models import LayerConfig, ModelConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -45,7 +45,7 @@ def _read_windows(config: ForeignConfig) -> list[int | None]:
         types = tuple(SLIDING if i >= first else FULL for i in range(count))
     if len(types) != count or not set(types) <= {FULL, SLIDING}:
         raise InputError(
-            f"config.json: layer_types has {len(types)} entries {sorted(set(types))}, "
+            f"config.json: layer_types has {len(types)} entries {shown(sorted(set(types)))}, "
             f"expected {count} (num_hidden_layers), each {FULL!r} or {SLIDING!r}"
         )
     return [window if kind == SLIDING else None for kind in types]

@@ -382,6 +382,9 @@ class ModelConfig:
             if token is not None and not 0 <= token < self.vocab_size:
                 raise InputError(f"{name}: token {shown(token)} is outside the vocabulary of {self.vocab_size} tokens")
         check_num_layers(len(self.layers))
+        experts = sum(self.moe(i).num_experts for i in self.moe_layers)
+        if experts > MAX_EXPERTS:
+            raise InputError(f"{experts:,} experts in all layers are not what can be: {MAX_EXPERTS:,} are the most")
         for i, layer in enumerate(self.layers):
             try:
                 self._check_layer(layer)

@@ -179,6 +179,29 @@ def test_dtype_in_both_styles(style: str):
     [
         ({"model_type": "gpt9"}, "unknown model_type 'gpt9'; known families: llama, mistral, mixtral, olmoe, qwen2"),
         ({"model_type": None}, "has no model_type and architectures []; known: LlamaForCausalLM"),
+        ({"model_type": ["llama"]}, "unknown model_type ['llama']; known families"),
+        ({"model_type": None, "architectures": 5}, "has no model_type and architectures 5; known"),
+        ({"model_type": None, "architectures": [["LlamaForCausalLM"]]}, "architectures [['LlamaForCausalLM']]; known"),
+        ({"num_hidden_layers": 10**10}, "a model of 10000000000 layers is not one that can be: 10,000 are the most"),
+        ({"num_hidden_layers": 10**400}, "'num_hidden_layers' is an integer of 1329 bits, expected an integer"),
+        ({"rope_theta": 10**400}, "'rope_theta' is an integer of 1329 bits, expected a number"),
+        ({"rope_theta": float("inf")}, "'rope_theta' is inf, expected a number"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan, expected a number"),
+        ({"rms_norm_eps": -1.0}, "norm_eps=-1.0 must be at least 0"),
+        ({"eos_token_id": [1, 64]}, "eos_ids: token 64 is outside the vocabulary of 64 tokens"),
+        ({"partial_rotary_factor": "half"}, "'partial_rotary_factor' is 'half', expected a number"),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "rope factor is an integer of 1329 bits, expected"),
+        ({"rope_scaling": {"type": ["linear"], "factor": 2.0}}, "unknown rope type ['linear']"),
+        ({"rope_parameters": {"partial_rotary_factor": [1]}}, "rope partial_rotary_factor is [1], expected a number"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0.5}},
+            "rope original_max_position_embeddings is 0.5, expected a number of positions",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "original_max_position_embeddings": -1},
+            "rope original_max_position_embeddings is -1, expected a number of positions",
+        ),
+        ({"hidden_act": "x" * 100_000}, "unknown hidden_act 'xxxxxxxx"),
         ({"hidden_size": None}, "it has no 'hidden_size', which cannot be guessed"),
         ({"hidden_size": "32"}, "'hidden_size' is '32', expected an integer"),
         ({"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4, and there is no head_dim"),
@@ -221,7 +244,7 @@ def test_dtype_in_both_styles(style: str):
 )
 def test_bad_configs(change: dict, expected: str):
     message = complaint({**LLAMA, **change})
-    assert expected in message and "\n" not in message
+    assert expected in message and "\n" not in message and len(message) < 500
 
 
 def test_missing_keys_are_listed_together():
@@ -231,6 +254,9 @@ def test_missing_keys_are_listed_together():
 
 
 def test_bad_configs_of_single_families():
+    assert "num_experts=10000000 must be at most" in complaint({**CONFIGS["mixtral"], "num_local_experts": 10**7})
+    many = complaint({**CONFIGS["mixtral"], "num_hidden_layers": 1000, "num_local_experts": 2000})
+    assert "2,000,000 experts in all layers are not what can be: 100,000 are the most" in many
     assert "top_k=9 is above num_experts=4" in complaint({**CONFIGS["mixtral"], "num_experts_per_tok": 9})
     types = {"use_sliding_window": True, "layer_types": ["full_attention"]}
     assert "layer_types has 1 entries" in complaint({**BASE, "model_type": "qwen2", **types})

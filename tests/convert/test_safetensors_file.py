@@ -1,6 +1,7 @@
 """Damaged safetensors files: one clear line each, and never wrong data."""
 
 import json
+import os
 import pathlib
 
 import ml_dtypes
@@ -52,11 +53,26 @@ def test_finds_every_tensor_that_the_library_wrote(tmp_path: pathlib.Path):
         ((100).to_bytes(8, "little") + b"{}", "its header should take 100 bytes"),
         (raw(b'{"a": '), "not valid JSON"),
         (raw(b"\xff\xfe"), "not valid JSON"),
-        (raw(b"[" * 5000), "not valid JSON"),
+        (raw(b"[" * 5000), "its header is nested more than 100 levels deep"),
+        (raw(b"[" * 30_000_000), "its header has more than 1,000,000 values"),
+        (raw(b'{"a":[' + b"{}," * 6_000_000 + b"{}]}"), "its header has more than 1,000,000 values"),
         (raw([1]), "is a JSON list, expected an object"),
-        (raw(b'{"a": 1, "a": 2}'), "names 'a' twice"),
+        (raw(b'{"a": 1, "a": 2}'), "the key 'a' is given more than once"),
+        (raw(b"\xef\xbb\xbf{}"), "not an object from its first byte on"),
+        (raw({"__metadata__": {"format": 1}}), "its __metadata__ are not strings"),
+        (raw({"__metadata__": None}), "its __metadata__ are not strings"),
         (raw({"a": 3}), "the entry of 'a' in its header is not a dtype, a shape and data_offsets"),
         (raw({"a": entry(0, 4, "F33", [1])}, b"0" * 4), "'a' has the unknown dtype 'F33' (did you mean 'F32'?)"),
+        (raw({"a": entry(0, 4, ["F32"], [1])}, b"0" * 4), "'a' has the unknown dtype ['F32']"),
+        (raw({"a": entry(0, 4, "F32", [1] * 65)}, b"0" * 4), "expected counts"),
+        (raw({"a": entry(0, 4, "F32", [1] * 900_000)}, b"0" * 4), "expected counts"),
+        (raw({"a": entry(0, 4, "F32", [10**30])}, b"0" * 4), "does not fit into 64 bits"),
+        (
+            raw(b'{"a":{"dtype":"F32","shape":[' + b"9" * 4500 + b'],"data_offsets":[0,4]}}'),
+            "does not fit into 64 bits",
+        ),
+        (raw({"a": entry(0, 4, "F32", [2**62] * 64)}, b"0" * 4), "takes an integer of 3971 bits bytes, but"),
+        (raw({"a": entry(0, 4, "F4", [7])}, b"0" * 4), "takes 28 bits, but its data_offsets [0, 4] span 4"),
         (raw({"a": entry(0, 4, "F32", [-1])}, b"0" * 4), "expected counts"),
         (raw({"a": entry(0, 4, "F32", [1.0])}, b"0" * 4), "expected counts"),
         (raw({"a": entry(0, 4, "F32", [2])}, b"0" * 4), "takes 8 bytes, but its data_offsets [0, 4] span 4"),
@@ -83,8 +99,22 @@ def test_a_huge_header_is_refused_before_it_is_read(tmp_path: pathlib.Path):
     with open(file, "wb") as handle:
         handle.write((200_000_000).to_bytes(8, "little"))
         handle.truncate(300_000_000)  # sparse: takes no room
-    with pytest.raises(InputError, match="its header claims 200000000 bytes, at most 100000000"):
+    with pytest.raises(InputError, match="its header claims 200,000,000 bytes, at most 33,554,432"):
         read_header(file)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\0", "x" * 5000])
+def test_names_that_no_message_can_hold(tmp_path: pathlib.Path, name: str):
+    (tmp_path / "x.safetensors").write_bytes(raw({name: entry(0, 4)}, b"0" * 4))
+    with pytest.raises(InputError, match="which is no name that a model's tensors have") as error:
+        read_header(tmp_path / "x.safetensors")
+    assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: pathlib.Path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(InputError, match="is a pipe, expected a regular file"):
+        read_header(tmp_path / "x.safetensors")
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: pathlib.Path):

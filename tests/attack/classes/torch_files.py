@@ -255,5 +255,5 @@ ATTACKS = () if torch is None else (
     _attack("bits of weights", _mutate_data, _differs_from_original),
     _attack("zip", _mutate_zip, _differs_from_torch),
     _attack("pickle", _mutate_pickle, _differs_from_torch),
-    _attack("exhausting", _exhaust, _differs_from_torch, quick=10),
+    _attack("exhausting", _exhaust, _differs_from_torch, quick=6),
 )  # fmt: skip
