@@ -5,17 +5,17 @@ Patterns are written against the leaf paths of a model directory, one per parame
 trained or frozen by accident.
 """
 
-import re
 from collections.abc import Sequence
 
 import jax
 from flax import nnx
 
-from moe_jax.errors import InputError, nearest, raise_if_any
+from moe_jax.errors import InputError, clipped, nearest, raise_if_any, shown
 from moe_jax.experts import ExpertBank
 from moe_jax.loading import disk_paths
 from moe_jax.nn import Decoder
 from moe_jax.peft.base import own_leaves
+from moe_jax.peft.patterns import full_matches
 from moe_jax.sharding import path_name
 
 
@@ -33,23 +33,21 @@ def trainable_paths(
         of a model with a frozen base, only those that the base does not have: adapters, LoRA, and adapters' routers.
 
     Raises:
-      InputError: for a pattern that is not a regular expression, matches nothing, or matches only some of the layers
-        that are stacked into one array; or if nothing is left to train.
+      InputError: for a pattern that is not a regular expression, takes too long, matches nothing, or matches only some
+        of the layers that are stacked into one array; or if nothing is left to train.
     """
     leaves = {path: disk_paths(model.config, path) for path in _paths(nnx.state(model, nnx.Param))}
     every = [name for names in leaves.values() for name in names]
     problems: list[str] = []
 
     def matching(patterns: Sequence[str]) -> set[str]:
-        matched = set()
-        for pattern in patterns:
-            try:
-                hits = {name for name in every if re.fullmatch(pattern, name)}
-            except re.error as error:
-                problems.append(f"{pattern!r} is not a regular expression: {error}")
+        matched: set[str] = set()
+        for pattern, hits in zip(patterns, full_matches(patterns, every), strict=False):
+            if isinstance(hits, str):
+                problems.append(f"{shown(pattern)} {clipped(hits)}")
                 continue
             if not hits:
-                problems.append(f"{pattern!r} matches no parameter{nearest(pattern, every)}")
+                problems.append(f"{shown(pattern)} matches no parameter{nearest(pattern, every)}")
             matched |= hits
         return matched
 
