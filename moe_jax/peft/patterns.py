@@ -47,10 +47,11 @@ def full_matches(patterns: Sequence[str], names: Sequence[str]) -> list[set[str]
         printed = ran.stdout
     except subprocess.TimeoutExpired as expired:
         printed = expired.output or b""
-    answers = [json.loads(line) for line in printed.splitlines(keepends=True) if line.endswith(b"\n")]
-    found: list[set[str] | str] = [
-        answer if isinstance(answer, str) else {names[i] for i in answer} for answer in answers
-    ]
+    found: list[set[str] | str] = []
+    for line in printed.splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            answer = json.loads(line)
+            found.append(answer if isinstance(answer, str) else {str(names[i]) for i in answer})
     if len(found) < len(patterns):
         found.append("takes too long to match; write it without repetitions inside repetitions")
     return found
