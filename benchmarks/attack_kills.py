@@ -48,7 +48,7 @@ def main() -> None:
                 most = min(draws.randint(1, 3), kills - sum(trial.kills for trial in trials))
                 trials.append(workshop.kill(name, draws, kills=most))
             faults += _put(figures, KILLS, name, trials, sum(trial.kills for trial in trials))
-            shares = [(point + draws.random()) / points for point in range(points)]
+            shares = [0.95 * (point + draws.random()) / points for point in range(points)]
             faults += _put(figures, FULL_DISKS, name, [workshop.fill_disk(name, share) for share in shares])
             faults += _put(figures, TWO_AT_A_TIME, f"one target: {name}", [workshop.twice(name)])
         for name in sorted(COMPILING & set(names)):

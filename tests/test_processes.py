@@ -4,6 +4,9 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from moe_jax.model_dir import ModelDirectory
 from tests.conftest import COMPILER_FLAGS, ROOT
@@ -47,14 +50,15 @@ print("done")
 """
 
 
-def test_two_processes_write_one_model_and_one_checkpoint(tmp_path):
+def run_two(program: str, folder: Path) -> list[tuple[int, str, str]]:
+    """Runs a program in two processes, with a folder, a port and its index; exit code, output and errors of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": COMPILER_FLAGS, "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path), str(port), str(index)],
+            [sys.executable, "-c", program, str(folder), str(port), str(index)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -62,9 +66,90 @@ def test_two_processes_write_one_model_and_one_checkpoint(tmp_path):
         )
         for index in range(2)
     ]
-    for process in processes:
-        out, err = process.communicate()
-        assert process.returncode == 0 and out.splitlines()[-1] == "done", err
+    ended = [process.communicate() for process in processes]
+    return [(process.returncode, *said) for process, said in zip(processes, ended, strict=True)]
+
+
+def test_two_processes_write_one_model_and_one_checkpoint(tmp_path):
+    for code, out, err in run_two(PROGRAM, tmp_path):
+        assert code == 0 and out.splitlines()[-1] == "done", err
     model = ModelDirectory(tmp_path / "model")
     assert all((model.read(path) == 3).all() for path in model.specs())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+
+
+FIRST_DECIDES = """
+import faulthandler, sys
+faulthandler.dump_traceback_later(120, exit=True)
+import jax
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[3]))
+from pathlib import Path
+from moe_jax.errors import InputError
+from moe_jax.model_dir import ModelDirectoryWriter
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
+from moe_jax.processes import first_decides, is_first_process
+
+mine = is_first_process()
+print(first_decides(lambda: {"step": 3 if mine else 4, "of": [None, "é"]}))
+
+def fail(error):
+    raise error
+
+for error in (InputError("no"), OSError(28, "No space left on device"), FileNotFoundError("gone"), KeyError("bug")):
+    try:
+        first_decides(lambda: fail(error) if mine else "fine")
+    except Exception as heard:
+        kind = type(heard).__name__ if not isinstance(error, KeyError) else "any"
+        print(kind, getattr(heard, "errno", None), str(error) in str(heard))
+
+# A target that only one process sees is seen by all, or by none: here the first one sees it.
+layer = LayerConfig(attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8), mlp=FFNConfig(dim=24))
+config = ModelConfig(family="llama", vocab_size=32, d_model=16, max_positions=64, layers=(layer,))
+for seer in range(2):
+    target = Path(sys.argv[1]) / f"seen{seer}" / sys.argv[3] / "model"
+    if int(sys.argv[3]) == seer:
+        target.mkdir(parents=True)
+    try:
+        ModelDirectoryWriter(target, config, tokenizer_files=[], lineage=[])
+        print("goes on")
+    except InputError as error:
+        print("already exists" in str(error))
+"""
+
+
+def test_the_first_process_decides_and_all_hear(tmp_path):
+    ended = run_two(FIRST_DECIDES, tmp_path)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    heard = ["{'step': 3, 'of': [None, 'é']}", "InputError None True", "OSError 28 True", "FileNotFoundError None True"]
+    heard += ["any None True", "True", "goes on"]
+    for _, out, _ in ended:
+        assert [line for line in out.splitlines() if "[Gloo]" not in line] == heard
+
+
+ONE_FAILS = """
+import faulthandler, sys, types
+faulthandler.dump_traceback_later(120, exit=True)
+import jax
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[3]))
+from moe_jax import cli, processes
+from moe_jax.errors import InputError
+
+def run(options):
+    processes.wait_for_all("begun")
+    if int(sys.argv[3]) == 1:
+        raise ERROR
+    processes.wait_for_all("which never comes")
+
+command = types.SimpleNamespace(Options=type("Options", (), {}), run=run)
+sys.modules["moe_jax.commands.demo"] = command
+cli._parse = lambda *given: command.Options()
+sys.exit(cli.main(["demo"]))
+"""
+
+
+@pytest.mark.parametrize(("error", "code"), [('InputError("bad line 3")', 2), ('KeyError("a bug")', 1)])
+def test_an_error_in_one_process_ends_the_others(tmp_path, error, code):
+    """They would wait in a barrier for minutes. (The limit of the program is longer than this takes by far.)"""
+    (first, _, _), (second, _, said) = run_two(ONE_FAILS.replace("ERROR", error), tmp_path)
+    assert second == code and first != 0
+    assert ("bad line 3" in said) if code == 2 else ("Traceback" in said and "a bug" in said)

@@ -104,11 +104,11 @@ def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
     written: list[str] = []
     write = to_hugging_face._write_leaf
 
-    def write_leaf(model, path, *rest):
+    def write_leaf(model, path, *rest, **named):
         if path.startswith("layers/1/"):
             raise OSError(28, "No space left on device", "out")
         written.append(path)
-        write(model, path, *rest)
+        write(model, path, *rest, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(to_hugging_face, "_write_leaf", write_leaf)
@@ -117,7 +117,9 @@ def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
     assert "moe-jax clean" in stopped.value.__notes__[0]
     again: list[str] = []
     monkeypatch.setattr(
-        to_hugging_face, "_write_leaf", lambda model, path, *rest: (again.append(path), write(model, path, *rest))
+        to_hugging_face,
+        "_write_leaf",
+        lambda model, path, *rest, **named: (again.append(path), write(model, path, *rest, **named)),
     )
     export(HuggingFaceDirectory(source), tmp_path / "out", max_shard_size="40kB", console=QUIET)
     assert not set(again) & set(written) and {path.split("/")[0] for path in written} > {"layers"}
@@ -129,8 +131,8 @@ def test_an_export_of_other_options_begins_anew(tmp_path, monkeypatch):
     source = HuggingFaceDirectory(write_checkpoint(tmp_path / "m", CONFIGS["llama"], random_tensors(CONFIGS["llama"])))
     write = to_hugging_face._write_leaf
 
-    def stop(model, path, *rest):
-        write(model, path, *rest)
+    def stop(model, path, *rest, **named):
+        write(model, path, *rest, **named)
         if path.startswith("layers/1/"):
             raise KeyboardInterrupt
 

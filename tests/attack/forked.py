@@ -71,12 +71,13 @@ def run(
 
 
 def _fork(arguments: Sequence[str], errors: Path, *, hide_full_disk: bool, cache: str | None) -> int:
+    errors.touch()  # it may be killed before it has opened it
     process = os.fork()
     if process:
         return process
     code = 1
     try:
-        descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT)
+        descriptor = os.open(errors, os.O_WRONLY)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(descriptor, 2)

@@ -201,7 +201,8 @@ class Workshop:
             (ended,) = self._run([COMMANDS[name]])
             assert ended.code == 0, ended.errors
         self._expected[name], self._seconds[name] = self._result(self._out), ended.seconds
-        self._sizes[name] = sum(-(-file.stat().st_size // PAGE) * PAGE for file in self._out.rglob("*"))
+        sizes = (-(-file.stat().st_size // PAGE) * PAGE for file in self._out.rglob("*") if file.is_file())
+        self._sizes[name] = sum(sizes)
 
     def _result(self, out: Path) -> dict[str, object]:
         """What is the same every time."""

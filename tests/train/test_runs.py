@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from moe_jax import cli
+from moe_jax.train.signals import StopSignals
 from tests.conftest import COMPILER_FLAGS, ROOT
 from tests.disks import small_disk
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
@@ -113,6 +114,16 @@ def undisturbed(workplace) -> list[dict]:
     assert re.search(r"trained: [\d,]+ of [\d,]+ parameters", done.stdout)
     assert "the router is among them: yes" in done.stdout
     return metrics(workplace, "undisturbed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_every_signal_asks_to_stop_after_the_step_and_the_second_one_has_its_usual_effect(number):
+    before = signal.getsignal(number)
+    with StopSignals() as signals:
+        assert not signals.stop_after(1)
+        os.kill(os.getpid(), number)
+        assert signals.stop_after(2) and signals.received == number and signal.getsignal(number) is before
+    assert signal.getsignal(number) is before
 
 
 def test_a_run_leaves_metrics_of_every_step_and_a_model(workplace, undisturbed):
