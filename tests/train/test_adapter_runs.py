@@ -79,6 +79,9 @@ def test_a_run_and_its_continuation_leave_an_adapter_directory(workplace, monkey
     saved = open_source(Path("run@3"))
     assert saved.own_specs().keys() == after.own_specs().keys() and saved.base.path == after.base.path
     assert all(saved.read(path).tobytes() == after.read(path).tobytes() for path in after.specs())
+    for model, out in (("run@3", "merged"), ("run/model", "merged-model")):
+        assert cli.main(["merge", model, out]) == 0
+    assert ModelDirectory(Path("merged")).fingerprint() == ModelDirectory(Path("merged-model")).fingerprint()
     entries = json.loads(Path("run/model/lineage.json").read_text())
     assert [entry["command"] for entry in entries] == ["adapt", "train"]
     assert entries[-1]["sources"] == [{"path": "tuned", "fingerprint": before.fingerprint()}]

@@ -69,6 +69,8 @@ def test_stacked_layers_and_drawn_frozen_parameters_are_as_the_run_writes_them(f
     assert_same_model(saved, ModelDirectory(Path("stacked/model")))
     kernels = [saved.read(f"layers/{layer}/attention/q/kernel") for layer in (0, 1)]
     assert kernels[0].dtype == np.float16 and (kernels[0] != kernels[1]).any()
+    assert cli.main(["compress", "stacked@2", "small", "--method", "resmoe", "--keep", "0.5"]) == 0
+    assert open_source(Path("small")).lineage[-1]["sources"][0]["fingerprint"] == saved.fingerprint()
     # A layer is read without the others: it lies in a piece of its own.
     state = SavedState(folder / "stacked/checkpoints/2")
     stored = state._opened("params.stack.segments.0.blocks.0.attention.q.kernel.value")
