@@ -50,10 +50,22 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
     parts = split_step(saved)
     if parts is None:
         raise InputError(f"cannot restart from {saved}: expected RUN@STEP, as in run@500")
-    record = check_saved(*parts)
     if run_dir.exists() or run_dir.is_symlink():
         raise InputError(f"{run_dir} already exists, and a restart is a new run; choose another run_dir")
+    record = check_saved(*parts)
     return Origin(*parts, with_horizon(load_recipe(parts[0] / RECIPE)), record)
+
+
+def check_restarted(run_dir: Path, record: RunRecord | None, saved: Path, *, skip_batches: int) -> None:
+    """Raises `InputError` unless the run at `run_dir` began with the checkpoint `RUN@STEP`, without those batches."""
+    parts, last = split_step(saved), None if record is None or not record.restarts else record.restarts[-1]
+    if last is None:
+        raise InputError(f"{run_dir} was not begun with {saved}; leave out --restart, or choose another run_dir")
+    if parts is None or (last.step, last.skipped_batches) != (parts[1], skip_batches):
+        raise InputError(
+            f"{run_dir} was begun with {last.run}@{last.step} without {last.skipped_batches} batches, and not with "
+            f"{saved} without {skip_batches}; leave out --restart, or choose another run_dir"
+        )
 
 
 def restarted(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> RunRecord:

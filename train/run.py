@@ -36,7 +36,7 @@ from moe_jax.train.loop import Loop
 from moe_jax.train.placement import local_rows
 from moe_jax.train.program import Program, first_state, initial_states, make_program
 from moe_jax.train.recipe import Recipe
-from moe_jax.train.restart import Origin, find_origin, restarted, write_restart
+from moe_jax.train.restart import Origin, check_restarted, find_origin, restarted, write_restart
 from moe_jax.train.run_directory import (
     CHECKPOINTS,
     RunLock,
@@ -71,6 +71,7 @@ def train(
       source: the model that the recipe names; None if it names a config alone and new weights.
       resume: continue the run in the run directory; where there is none, a new run starts.
       restart: begin with this checkpoint of another run, `RUN@STEP`; optimizer and schedule may differ from that run's.
+        With `resume`, a run that was begun so goes on.
       skip_batches: with `restart`: leave out this many batches after the checkpoint.
       continue_command: the command that continues the run, printed when a signal stops it.
       console: for everything that is printed.
@@ -86,7 +87,7 @@ def train(
     if not is_first_process():
         console = rich.console.Console(quiet=True)
     with RunLock(Path(recipe.run_dir)) as lock:
-        begun = _read_run(recipe, lock, resume=resume, restart=restart)
+        begun = _read_run(recipe, lock, resume=resume, restart=restart, skip_batches=skip_batches)
         return _train(
             recipe, config, source, lock, console, begun, skip_batches=skip_batches, continue_command=continue_command
         )
@@ -106,31 +107,35 @@ class _Begun(NamedTuple):
     origin: Origin | None = None
 
 
-def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None) -> _Begun | None:
+def _read_run(
+    recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None, skip_batches: int
+) -> _Begun | None:
     """What there is to continue or to restart, as the first process sees it; None: the run is a new one."""
     run_dir = Path(recipe.run_dir)
-    if restart is not None:
+
+    def read() -> list[Any] | None:
+        if resume and run_dir.is_dir():
+            lock.take()
+        if restart is not None and not resume:
+            find_origin(restart, run_dir)
+        before, record = read_run(run_dir, resume=resume), read_record(run_dir)
+        if before is None:
+            return None
+        return [recipe_toml.to_table(before), None if record is None else dataclasses.asdict(record)]
+
+    found = first_decides(read)
+    if found is None:
+        if restart is None:
+            return None
         first_decides(lambda: find_origin(restart, run_dir) and None)
         origin = find_origin(restart, run_dir)
         return _Begun(origin.recipe, origin.record, origin)
-
-    def read() -> list[Any]:
-        if resume and run_dir.is_dir():
-            lock.take()
-        before, record = read_run(run_dir, resume=resume), read_record(run_dir)
-        return [
-            None if before is None else recipe_toml.to_table(before),
-            None if record is None else dataclasses.asdict(record),
-        ]
-
-    before, record = first_decides(read)
-    if before is None:
-        return None
-    where = str(run_dir)
-    return _Begun(
-        with_horizon(parse(Recipe, before, where=where, language="TOML")),
-        None if record is None else parse(RunRecord, record, where=where, language="JSON"),
-    )
+    where, (table, record) = str(run_dir), found
+    before = with_horizon(parse(Recipe, table, where=where, language="TOML"))
+    begun = _Begun(before, None if record is None else parse(RunRecord, record, where=where, language="JSON"))
+    if restart is not None:
+        check_restarted(run_dir, begun.record, restart, skip_batches=skip_batches)
+    return begun
 
 
 def _train(

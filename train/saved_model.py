@@ -12,6 +12,7 @@ from flax import nnx
 
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_leaves, sample_array
+from moe_jax.finite import cast
 from moe_jax.in_memory import DecoderLeaves
 from moe_jax.loading import abstract_model, disk_paths, leaf_specs, may_be_cast
 from moe_jax.model_dir import fingerprint_model
@@ -83,12 +84,16 @@ class SavedModel:
         return self._specs
 
     def read(self, path: str) -> np.ndarray:
-        """Reads one leaf, in the dtype in which the run would write it."""
+        """Reads one leaf, in the dtype in which the run would write it.
+
+        Raises:
+          InputError: if it cannot be read, or is too large for that dtype.
+        """
         if path in self._trained:
             leaf = self._state.read(*self._trained[path])
         else:
             leaf = self._frozen.read(path)
-        return leaf.astype(self._held[path]).astype(self._specs[path].dtype)
+        return cast(path, cast(path, leaf, self._held[path]), self._specs[path].dtype)
 
     def stored_bytes(self, path: str) -> int:
         """Bytes of one leaf, as the run would write it."""

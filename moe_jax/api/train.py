@@ -111,8 +111,6 @@ def run_recipe(
     console: rich.console.Console | None = None,
 ) -> Path:
     """Runs a recipe; see `moe_jax.train.run.train`."""
-    if restart is not None and resume:
-        raise InputError("restart begins a new run, and resume continues one: give one of the two")
     if skip_batches < 0 or (skip_batches and restart is None):
         raise InputError(f"skip_batches = {skip_batches}: expected a number of batches from 0, and restart with it")
     if recipe.model.path is None and recipe.model.init == "checkpoint":

@@ -58,6 +58,16 @@ def test_a_run_that_diverged_goes_on_with_another_learning_rate(folder, capsys):
     assert [restart["run"] for restart in (first, second)] == [str(folder / "run"), str(folder / "spoilt")]
 
 
+def test_with_resume_it_may_be_given_again(folder):
+    """As a script does that is started over after every interruption."""
+    again = [*TRAIN, "run_dir=again", "--resume", "--restart", "run@2", "--skip-batches", "1"]
+    assert cli.main(again) == 0
+    whole = losses("again")
+    shutil.rmtree(folder / "again/checkpoints/4")
+    assert cli.main(again) == 0 and losses("again") == whole
+    assert cli.main([*again[:-1], "2"]) == 2
+
+
 def test_skipped_batches_stay_skipped(folder, capsys):
     restart = [*TRAIN, "run_dir=skipping", "train.steps=5", "schedule.steps=4"]
     assert cli.main([*restart, "--restart", "run@2", "--skip-batches", "1"]) == 0
@@ -83,7 +93,7 @@ def test_skipped_batches_stay_skipped(folder, capsys):
         (["run_dir=new", "--restart", "run@3"], "run has no checkpoint of step 3; it has 2, 4"),
         (["run_dir=new", "--restart", "run"], "cannot restart from run: expected RUN@STEP, as in run@500"),
         (["run_dir=new", "--restart", "text@1"], "no training run at text: there is no run.json"),
-        (["run_dir=new", "--restart", "run@2", "--resume"], "give one of the two"),
+        (["--restart", "run@2", "--resume"], "run was not begun with run@2; leave out --restart"),
         (["run_dir=new", "--skip-batches", "3"], "skip_batches = 3: expected"),
         (["run_dir=new", "--restart", "run@2", "--skip-batches", "-1"], "skip_batches = -1: expected"),
         (
