@@ -132,6 +132,12 @@ def test_rope_in_both_styles(old: dict, new: dict, expected: RopeConfig):
     assert read_hf_config(write_hf_config(read_hf_config({**LLAMA, **old}))).rope == expected
 
 
+def test_one_head_is_enough_and_none_is_not():
+    one = read_hf_config({**LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None})
+    assert (one.layers[0].attention.num_heads, one.layers[0].attention.head_dim) == (1, one.d_model)
+    assert "num_attention_heads" in complaint({**LLAMA, "num_attention_heads": 0})
+
+
 def test_a_rope_parameter_that_is_null_is_not_given():
     parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0, "partial_rotary_factor": None}
     assert read_hf_config({**LLAMA, "rope_parameters": parameters}).rope == RopeConfig(
