@@ -1,6 +1,7 @@
 """Weights that are not finite, or do not fit, in what every verb makes, reads and reports."""
 
 import io
+import json
 import math
 import re
 
@@ -150,6 +151,23 @@ def test_experts_of_zeros_are_remarked_on(tmp_path):
     small = moe_jax.compress(tmp_path / "out", method="quantize", bits=4)
     assert "1 expert has only zeros as weights (layer 1: 2)" in small.lineage[-1]["measured"]["warnings"]
     assert all(math.isfinite(layer["relative_error"]) for layer in _layers(small))
+
+
+def test_inspection_of_weights(spoilt, dense, moe, tmp_path, capsys):
+    assert cli.main(["inspect", str(spoilt), "--weights"]) == 0
+    assert f"not finite: 1 numbers of {UP}\n" in capsys.readouterr().out
+    zero = moe_jax.save(changed(moe, EXPERTS_UP, 0.0, at=...), tmp_path / "one")
+    assert cli.main(["inspect", str(zero), "--weights"]) == 0
+    assert "weights: all are finite\n" in capsys.readouterr().out  # of one matrix alone nothing is said
+    leaves = {path: np.array(moe.source.read(path)) for path in moe.source.specs()}
+    for name in ("gate", "up", "down"):
+        leaves[f"layers/0/mlp/experts/{name}/kernel"][[0, 2]] = 0
+    moe_jax.save(Model.of_source(ModelInMemory(moe.config, LeavesInMemory(leaves))), tmp_path / "all")
+    assert cli.main(["inspect", str(tmp_path / "all"), "--weights"]) == 0
+    assert "2 experts have only zeros as weights (layer 0: 0, 2)\n" in capsys.readouterr().out
+    assert cli.main(["inspect", str(tmp_path / "all"), "--weights", "--json"]) == 0
+    weights = json.loads(capsys.readouterr().out)["weights"]
+    assert weights == {"not_finite": {}, "zero_experts": {"0": [0, 2]}}
 
 
 def _layers(model: Model) -> list[dict]:

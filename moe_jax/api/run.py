@@ -273,7 +273,7 @@ def _why_not_finite(model: Model) -> str:
     """What is wrong with a model whose results are not finite, as far as its weights say."""
     for path, spec in model.source.specs().items():
         if is_floating(spec.dtype) and not math.isfinite(largest_magnitude(model.source.read(path))):
-            return f"{path} holds numbers that are not finite"
+            return f"{path} holds numbers that are not finite (moe-jax inspect --weights lists all such leaves)"
     return f"all weights are finite, so it is activations that are too large for {model.loading.compute_dtype}"
 
 

@@ -1,7 +1,8 @@
-"""`moe-jax inspect MODEL`: what a model consists of, and how it was made. Only --plots reads weights."""
+"""`moe-jax inspect MODEL`: what a model consists of, and how it was made. Only --weights and --plots read weights."""
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from moe_jax.formatting import index_set, show_bytes
 if TYPE_CHECKING:
     import jax
 
+    from moe_jax.model_source import ModelSource
     from moe_jax.models import ModelConfig
 
 
@@ -26,6 +28,8 @@ class Options(BaseFlag):
     """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
     json: bool = False
     """Prints JSON and nothing else, with one entry per leaf."""
+    weights: bool = False
+    """Reads all weights, to tell which leaves hold NaN or infinity, and which experts nothing but zeros."""
     plots: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Makes a folder, which must not exist, with plots and their numbers as figures.json: how similar the experts of
     every layer are to each other and to their base, and with --text how often each expert is chosen."""
@@ -61,6 +65,7 @@ def run(options: Options) -> None:
     base = {}
     if isinstance(source, OverBase) and source.base is not None:
         base = described_base(source.base, source.own_specs(), sizes)
+    examined = examine(source) if options.weights else None
     lineage = source.lineage
     if options.json:
         described = {
@@ -72,6 +77,7 @@ def run(options: Options) -> None:
                 for path, spec in specs.items()
             ],
             "experts": describe_experts(source.config, specs, sizes),
+            **({} if examined is None else {"weights": examined}),
             **base,
             "config": config_to_json(source.config),
             "lineage": lineage,
@@ -80,10 +86,42 @@ def run(options: Options) -> None:
         print(json.dumps(described, indent=2))
         return
     _print(source.path, source.config, specs, sizes, base, lineage)
+    for line in _weight_lines(examined) if examined is not None else ():
+        print(line)
     for file in plots:
         print(f"wrote {file}")
     if plots and options.text is None:
         print("no load of the experts: that takes a text to run the model on; give --text FILE")
+
+
+def examine(source: "ModelSource") -> dict[str, Any]:
+    """Reads all weights, one leaf at a time.
+
+    Returns:
+      `not_finite`: how many numbers of a leaf are NaN or infinite, by path; `zero_experts`: experts with nothing but
+      zeros, by layer. Both without what has none.
+    """
+    import numpy as np
+
+    from moe_jax.finite import is_floating, largest_magnitude
+    from moe_jax.zero_experts import ZeroExperts
+
+    not_finite, zero = {}, ZeroExperts()
+    for path, spec in source.specs().items():
+        if is_floating(spec.dtype):
+            leaf = source.read(path)
+            zero.add(path, leaf)
+            if not math.isfinite(largest_magnitude(leaf)):
+                not_finite[path] = int(np.count_nonzero(~np.isfinite(leaf)))
+    return {"not_finite": not_finite, "zero_experts": zero.by_layer}
+
+
+def _weight_lines(examined: Mapping[str, Any]) -> list[str]:
+    from moe_jax.zero_experts import zero_experts_line
+
+    lines = [f"not finite: {count:,} numbers of {path}" for path, count in examined["not_finite"].items()]
+    lines = lines or ["weights: all are finite"]
+    return lines + ([zero_experts_line(examined["zero_experts"])] if examined["zero_experts"] else [])
 
 
 def nbytes(spec: "jax.ShapeDtypeStruct") -> int:

@@ -238,8 +238,10 @@ def _read(attack: Attack, folder: Path, out: Path) -> tuple[str, str, Any]:
 def _prepare_reader() -> None:
     """Nothing is compiled into a folder outside, and no reader can take the whole machine."""
     import jax
+    from jax.experimental.compilation_cache import compilation_cache
 
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # the original may have used it
     # What JAX needs to trace a model is no part of what an input costs.
     jax.eval_shape(lambda x: x, jax.ShapeDtypeStruct((1,), "float32"))
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
