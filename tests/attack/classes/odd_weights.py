@@ -58,8 +58,8 @@ METHODS = (
     "ders-sparsify --drop 0.5", "ders-sparsify --drop 0.5 --keep magnitude", "ders-quantize --bits 4",
     "ders-quantize --bits 1 --group-size 0", "resmoe --keep 0.5", "resmoe --keep 0.5 --residual svd",
     "resmoe --residual quantized:2", "resmoe --residual up --budget-bits 20", "up --keep 0.25",
-    "up --keep 0.25 --bits 4", "sp --keep 0.5", "svd --keep 0.5", "svd --keep 0.5 --design separate", "msmoe --keep 0.5", "meo --keep 0.5",
-    "git-rebasin --keep 0.5", "mlp-fusion --keep 0.5", "quantize --bits 3",
+    "up --keep 0.25 --bits 4", "sp --keep 0.5", "svd --keep 0.5", "svd --keep 0.5 --design separate",
+    "msmoe --keep 0.5", "meo --keep 0.5", "git-rebasin --keep 0.5", "mlp-fusion --keep 0.5", "quantize --bits 3",
 )  # fmt: skip
 COMPRESSED = {"moe": [[("compress", "MODEL", "OUT", "--json", "--method", *one.split())] for one in METHODS]}
 # Of what these report, the error can be computed from what they wrote.
