@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, shown
 
 GB = 1e9
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -23,7 +23,7 @@ def parse_bytes(text: str | int, *, flag: str = "") -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     count = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
     if count < 1:
-        raise InputError(f"{flag} {text!r}: expected bytes, such as 12GB, 800MB or 1.5GiB".lstrip())
+        raise InputError(f"{flag} {shown(text)}: expected bytes, such as 12GB, 800MB or 1.5GiB".lstrip())
     return count
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moe_jax.errors import InputError, shown
 
+_LONGEST = 4096
 # `Path` makes one slash of two. One letter before the colon is a drive of Windows.
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -14,6 +15,8 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 def check_local(path: Path | str) -> None:
     """Raises `InputError` for an address such as `gs://bucket/model`, and for what no path can hold."""
     text = os.fspath(path)
+    if len(text) > _LONGEST:
+        raise InputError(f"{shown(text)} has {len(text):,} characters, more than a path can have")
     if _ADDRESS.match(text):
         raise InputError(
             f"{shown(text)} is an address and not a path; models and data are read from and written to local or "

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Self
 
+from moe_jax.local_paths import check_model_path
 from moe_jax.model_source import ModelSource
 
 
@@ -21,6 +22,11 @@ class ModelReference:
     path: str
     fingerprint: str
     absolute: str | None = None
+
+    def __post_init__(self) -> None:
+        for path in (self.path, self.absolute):
+            if path is not None:
+                check_model_path(path)
 
     @classmethod
     def to(cls, source: ModelSource, directory: Path) -> Self:

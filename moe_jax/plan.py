@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from moe_jax.counting import count_bytes
-from moe_jax.errors import nearest, raise_if_any
+from moe_jax.errors import nearest, raise_if_any, shown
 from moe_jax.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import trainable_paths
@@ -149,7 +149,7 @@ def training_memory(config: ModelConfig, mesh: Mapping[str, int], param_dtype: s
     Raises:
       InputError: for unknown axes or sizes, or a dimension that its axes do not divide; all are listed.
     """
-    problems = [f"unknown mesh axis {name!r}{nearest(name, AXES)}" for name in mesh if name not in AXES]
+    problems = [f"unknown mesh axis {shown(name)}{nearest(name, AXES)}" for name in mesh if name not in AXES]
     problems += [f"{name}={size} must be at least 1" for name, size in mesh.items() if size < 1]
     raise_if_any(problems, f"mesh (axes are {', '.join(AXES)})")
     itemsize = jnp.dtype(param_dtype).itemsize

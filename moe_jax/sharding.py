@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.errors import InputError, nearest, raise_if_any
+from moe_jax.errors import InputError, nearest, raise_if_any, shown
 from moe_jax.experts.forms.by_name import delta_specs, shared_delta_specs
 from moe_jax.experts.forms.lora import whole_kernel_specs
 from moe_jax.experts.forms.matrix import Split
@@ -65,7 +65,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
       InputError: unknown axes, or sizes whose product is not the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    unknown = [f"unknown mesh axis {name!r}{nearest(name, AXES)}" for name in axes if name not in AXES]
+    unknown = [f"unknown mesh axis {shown(name)}{nearest(name, AXES)}" for name in axes if name not in AXES]
     raise_if_any(unknown, f"mesh (axes are {', '.join(AXES)})")
     sizes = {name: axes.get(name, 1) for name in AXES}
     wild = [name for name, size in sizes.items() if size == -1]

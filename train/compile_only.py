@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from moe_jax.errors import InputError, first_line
+from moe_jax.errors import InputError, first_line, shown
 from moe_jax.models import ModelConfig
 from moe_jax.train.recipe import Recipe
 
@@ -129,5 +129,6 @@ def _devices(topology: str) -> list[Any]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:  # libtpu's own errors have no common class
         raise InputError(
-            f"unknown topology {topology!r}, expected for example v5e:4x4, v5p:2x2x4 or v6e:8x8: {first_line(error)}"
+            f"unknown topology {shown(topology)}, expected for example v5e:4x4, v5p:2x2x4 or v6e:8x8: "
+            f"{first_line(error)}"
         ) from None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.companions import TOKENIZER, tokenizer_files
-from moe_jax.errors import InputError, raise_if_any
+from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.fingerprint import fingerprint_contents
 from moe_jax.json_toml import read_json_object
 from moe_jax.model_reference import ModelReference
@@ -160,7 +160,7 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
 
 
 def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{key} (was {old!r}, is {new!r})" for key, (old, new) in changed.items())
+    return ", ".join(f"{key} (was {shown(old)}, is {shown(new)})" for key, (old, new) in changed.items())
 
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def parse_layers(text: str, config: "ModelConfig") -> tuple[int, ...] | None:
     Raises:
       InputError: if it cannot be read, asks for more MoE layers than there are, or names a range without any.
     """
-    from moe_jax.errors import InputError
+    from moe_jax.errors import InputError, shown
 
     moe = config.moe_layers
     if text == "all":
@@ -35,7 +35,7 @@ def parse_layers(text: str, config: "ModelConfig") -> tuple[int, ...] | None:
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if ends is None:
-            raise InputError(f"--layers {text!r}: expected all, top:N, or layers such as 0,3,8-11")
+            raise InputError(f"--layers {shown(text)}: expected all, top:N, or layers such as 0,3,8-11")
         if ends[2] is None:
             layers.append(int(ends[1]))
             continue

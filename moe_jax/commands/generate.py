@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from moe_jax.commands import BaseFlag
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,4 +97,4 @@ def _parse_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise InputError(f"--ids {text!r}: expected token ids joined by commas, as in 1,15,7") from None
+        raise InputError(f"--ids {shown(text)}: expected token ids joined by commas, as in 1,15,7") from None

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from moe_jax.compress import METHODS, Method, make_method, make_swept_methods
-from moe_jax.errors import InputError, check_member, flag_of
+from moe_jax.errors import InputError, check_member, flag_of, shown
 from moe_jax.formatting import parse_bytes
 
 
@@ -147,7 +147,7 @@ def _values(option: _Option, text: str) -> tuple[Any, ...]:
         return tuple(_value(option, part) for part in text.split(","))
     except InputError:
         expected = {int: "whole numbers", float: "numbers"}.get(option.kind, option.metavar)
-        raise InputError(f"{flag_of(option.name)} {text!r}: expected {expected}, separated by commas") from None
+        raise InputError(f"{flag_of(option.name)} {shown(text)}: expected {expected}, separated by commas") from None
 
 
 def _value(option: _Option, text: str) -> Any:
@@ -161,7 +161,7 @@ def _value(option: _Option, text: str) -> Any:
         return option.kind(text)
     except ValueError:
         expected = "a whole number" if option.kind is int else "a number"
-        raise InputError(f"{flag_of(option.name)} {text!r}: expected {expected}") from None
+        raise InputError(f"{flag_of(option.name)} {shown(text)}: expected {expected}") from None
 
 
 def _options(name: str) -> list[_Option]:

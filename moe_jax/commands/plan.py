@@ -9,7 +9,7 @@ import tyro
 
 from moe_jax.commands.adapt import AdaptFlags, adapt_options
 from moe_jax.commands.upcycle import UpcycleFlags
-from moe_jax.errors import InputError, flag_of
+from moe_jax.errors import InputError, flag_of, shown
 
 if TYPE_CHECKING:
     from moe_jax.commands.planned_compression import PlannedCompression
@@ -137,7 +137,7 @@ def _mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, size = part.partition("=")
         if not size.strip().isdigit() or axis.strip() in mesh:
-            raise InputError(f"--mesh {text!r}: expected each axis once with its size, as in fsdp=8,tensor=2")
+            raise InputError(f"--mesh {shown(text)}: expected each axis once with its size, as in fsdp=8,tensor=2")
         mesh[axis.strip()] = int(size)
     return mesh
 

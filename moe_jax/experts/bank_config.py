@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from moe_jax.errors import InputError, check_member
+from moe_jax.errors import InputError, check_member, shown
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms import ExpertForm, Full, ffn_matrices
 from moe_jax.experts.forms.by_name import form_named, kinds_with
@@ -156,7 +156,7 @@ def _made(kind: str, options: Mapping[str, Any]) -> ExpertForm:
         if name not in fields:
             kinds = kinds_with(name)
             known = f"{' and '.join(kinds)} have one" if kinds else f"its options are {', '.join(fields) or 'none'}"
-            raise InputError(f"{name}={value} does not go with bank kind {kind!r}: {known}")
+            raise InputError(f"{name}={shown(value)} does not go with bank kind {kind!r}: {known}")
     for name, field in fields.items():
         if name not in options and field.default is dataclasses.MISSING:
             raise InputError(f"bank kind {kind!r} lacks its {name}")

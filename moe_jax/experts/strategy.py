@@ -14,7 +14,7 @@ import os
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from moe_jax.errors import InputError, nearest
+from moe_jax.errors import InputError, nearest, shown
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.matrix import Load, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm
@@ -92,5 +92,5 @@ def _choose(
 def check_strategy(name: str, where: str) -> str:
     """Returns the name; raises `InputError` if it is not one of `STRATEGIES`."""
     if name not in STRATEGIES:
-        raise InputError(f"{where} is {name!r}{nearest(name, STRATEGIES)}; it is one of {', '.join(STRATEGIES)}")
+        raise InputError(f"{where} is {shown(name)}{nearest(name, STRATEGIES)}; it is one of {', '.join(STRATEGIES)}")
     return name

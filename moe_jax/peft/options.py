@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from moe_jax.errors import InputError, check_member, flag_of, nearest, raise_if_any
+from moe_jax.errors import InputError, check_member, flag_of, nearest, raise_if_any, shown
 from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.models.config import PROJECTIONS, LayerConfig, ModelConfig, MoEConfig, PerftConfig
 from moe_jax.peft.base import as_base, is_tuned, with_nf4
@@ -142,14 +142,15 @@ def parse_adapter(options: AdaptOptions) -> AdapterConfig:
     kind, colon, number = options.adapter.partition(":")
     if kind not in ("lora", "parallel") or not colon:
         raise InputError(
-            f"unknown --adapter {options.adapter!r}{nearest(kind, ('lora', 'parallel'))}; it is lora:R or parallel:R"
+            f"unknown --adapter {shown(options.adapter)}{nearest(kind, ('lora', 'parallel'))}; "
+            "it is lora:R or parallel:R"
         )
     if options.method == "lora" and kind != "lora":
         raise InputError(f"--adapter {options.adapter} does not go with LoRA, whose adapters are lora:R")
     try:
         rank = int(number)
     except ValueError:
-        raise InputError(f"--adapter {options.adapter!r}: expected a whole number after the colon") from None
+        raise InputError(f"--adapter {shown(options.adapter)}: expected a whole number after the colon") from None
     if rank < 1:
         raise InputError(f"--adapter {options.adapter}: the rank must be at least 1")
     scale = _scale(options, kind, rank)

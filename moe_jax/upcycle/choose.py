@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from moe_jax.errors import InputError, raise_if_any
+from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.experts import AdapterExperts, BankConfig
 from moe_jax.experts.forms.by_name import delta_options, form_named, form_of_option
 from moe_jax.upcycle.options import PESC, UpcycleOptions, parse_delta
@@ -108,14 +108,14 @@ def _delta_problems(method: str | None, delta: str | None) -> list[str]:
         offered = [option for kind, option in delta_options().items() if form_named(kind).over_base]
         return [f"--delta is missing: {' or '.join(offered)}"]
     if method not in (None, "vanilla", "ders"):
-        return [f"unknown method {method!r}; it is one of vanilla, ders, pesc"]
+        return [f"unknown method {shown(method)}; it is one of vanilla, ders, pesc"]
     return []
 
 
 def _adapter_bank(bank: BankConfig, width: str | int | None, scale: float | None) -> BankConfig:
     """PESC's bank with the given width and scale of its adapters."""
     if width is not None and not str(width).isdigit():
-        raise InputError(f"--adapter {width!r}: of pesc it is the width of the adapters, a whole number such as 512")
+        raise InputError(f"--adapter {shown(width)}: of pesc it is the adapters' width, a whole number such as 512")
     assert isinstance(bank.form, AdapterExperts)
     changes = {"rank": None if width is None else int(width), "scale": scale}
     given = {key: value for key, value in changes.items() if value is not None}

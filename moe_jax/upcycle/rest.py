@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from moe_jax.errors import InputError, check_member, nearest
+from moe_jax.errors import InputError, check_member, nearest, shown
 from moe_jax.experts.config import FFNConfig, LoRAConfig
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.config import PROJECTIONS
@@ -62,13 +62,13 @@ def parse_rest(text: str) -> Rest:
     kind, colon, number = text.partition(":")
     hint = "" if kind in _KINDS else nearest(kind, _KINDS)
     if kind not in _KINDS or bool(colon) != (kind in ("qlora", "lora")):
-        raise InputError(f"unknown --rest {text!r}{hint}; it is one of {', '.join(RESTS)}")
+        raise InputError(f"unknown --rest {shown(text)}{hint}; it is one of {', '.join(RESTS)}")
     if not colon:
         return Rest(kind=kind)
     try:
         rank = int(number)
     except ValueError:
-        raise InputError(f"--rest {text!r}: expected a whole number after the colon") from None
+        raise InputError(f"--rest {shown(text)}: expected a whole number after the colon") from None
     return Rest(kind=kind, rank=rank)
 
 

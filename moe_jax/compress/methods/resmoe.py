@@ -37,7 +37,7 @@ from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import BARYCENTER, Base
 from moe_jax.compress.methods.interface import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
-from moe_jax.errors import InputError, check_member
+from moe_jax.errors import InputError, check_member, shown
 from moe_jax.models import MoEConfig
 
 # A solver that leaves the neurons in the order in which they are: the centre is the average expert.
@@ -121,7 +121,7 @@ class ResMoE(Method):
         kind, _, bits = self.residual.partition(":")
         if bits:
             if kind != "quantized" or self.bits is not None or not bits.isdigit():
-                raise InputError(f"residual {self.residual!r}: expected up, svd, quantized or quantized:BITS")
+                raise InputError(f"residual {shown(self.residual)}: expected up, svd, quantized or quantized:BITS")
             return Quantized, int(bits)
         check_member("residual", kind, tuple(SCHEMES))
         return SCHEMES[kind], self.bits

@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.errors import InputError, check_member, nearest
+from moe_jax.errors import InputError, check_member, nearest, shown
 from moe_jax.experts.forms.matrix import Split
 from moe_jax.experts.forms.protocol import ExpertForm, KernelForm
 
@@ -73,7 +73,7 @@ def form_of_option(text: str) -> ExpertForm:
     offered = delta_options()
     if kind not in offered or bool(colon) != (":" in offered[kind]) or bool(number) != bool(colon):
         hint = "" if kind in offered else nearest(kind, offered)
-        raise InputError(f"unknown --delta {text!r}{hint}; it is one of {', '.join(offered.values())}")
+        raise InputError(f"unknown --delta {shown(text)}{hint}; it is one of {', '.join(offered.values())}")
     form = _FORMS[kind]
     if form.delta_number is None:
         return form()
@@ -82,7 +82,7 @@ def form_of_option(text: str) -> ExpertForm:
         value = read(number)
     except ValueError:
         expected = "a whole number" if read is int else "a number"
-        raise InputError(f"--delta {text!r}: expected {expected} after the colon") from None
+        raise InputError(f"--delta {shown(text)}: expected {expected} after the colon") from None
     return form(**{name: value})
 
 
