@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from moe_jax.companions import read_companion
 from moe_jax.convert.copying import DTYPES_BY_NAME, copy_transposed
 from moe_jax.convert.families import family_named
 from moe_jax.convert.foreign_view import MergedModel, merged_config
@@ -113,7 +114,7 @@ def export(
             folder = work.folder
             # Before the weights, so that nothing that is copied can take their place.
             for file in source.tokenizer_files:
-                write_durably(folder / file.name, file.read_bytes())
+                write_durably(folder / file.name, read_companion(file))
             with ShardWriter(folder, tensors, max_bytes) as writer:
                 _write_layers(model, mapped, specs, writer, work, progress, allow_nonfinite=allow_nonfinite)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))

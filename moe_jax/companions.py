@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moe_jax.errors import InputError
+from moe_jax.regular_files import read_regular
 
 TOKENIZER = "tokenizer.json"
+MAX_BYTES = 256 << 20
 _OF_TOKENIZER = frozenset(
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
     "vocab.json vocab.txt merges.txt".split()
@@ -22,6 +24,15 @@ def companions_in(directory: Path) -> tuple[Path, ...]:
     files = sorted(file for file in directory.iterdir() if _is_companion(file.name) and file.is_file())
     refuse_links_out(directory, files)
     return tuple(files)
+
+
+def read_companion(file: Path) -> bytes:
+    """The content of a file that goes with a model, to be written beside another.
+
+    Raises:
+      InputError: if it is not a regular file, or larger than any of these are.
+    """
+    return read_regular(file, max_bytes=MAX_BYTES)
 
 
 def refuse_links_out(directory: Path, files: Iterable[Path]) -> None:

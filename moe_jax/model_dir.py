@@ -21,7 +21,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from moe_jax.companions import companions_in
+from moe_jax.companions import companions_in, read_companion
 from moe_jax.errors import InputError, raise_if_any
 from moe_jax.finite import REMEDY, check_finite
 from moe_jax.json_toml import read_json_object
@@ -297,7 +297,7 @@ class ModelDirectoryWriter:
         try:
             # Before the weights, so that nothing that is copied can take their place.
             for file in self._files:
-                write_durably(self._work.folder / file.name, file.read_bytes())
+                write_durably(self._work.folder / file.name, read_companion(file))
             if not self._params.exists():
                 return False
             with contextlib.suppress(ValueError):

@@ -52,6 +52,9 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
         return HuggingFaceDirectory(path)
     if (run := describe_run(path)) is not None:
         raise InputError(run)
+    if (path / "config.json").exists():
+        read_json_object(path / "config.json", allow=("nonfinite",))  # says why it could not be read, if that is so
+        raise InputError(f"{path / 'config.json'} has neither format nor model_type nor architectures; {expected}")
     names = sorted(child.name for child in path.iterdir())
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     raise InputError(f"{path} is not a model: it holds {clipped(listed) or 'nothing'}; {expected}")

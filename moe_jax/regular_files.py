@@ -77,7 +77,7 @@ def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> Bi
 
     Raises:
       FileNotFoundError: if there is none.
-      InputError: if it is not a regular file, which may never end or never begin.
+      InputError: if it is not a regular file, which may never end or never begin, or cannot be read.
     """
     directory = inside.descriptor if inside else None
     shown = inside.path / path if inside else path
@@ -90,6 +90,11 @@ def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> Bi
     except OSError as error:
         error.filename = str(shown)
         raise
+    try:
+        os.pread(descriptor, 1, 0)  # a file of the system (`/proc`) can be regular, and yet wait or give errors
+    except OSError as error:
+        os.close(descriptor)
+        raise InputError(f"{shown} cannot be read: {error.strerror}") from None
     return os.fdopen(descriptor, "rb")
 
 
@@ -109,8 +114,6 @@ def read_regular(path: Path | str, *, max_bytes: int, inside: HeldDirectory | No
         size = os.fstat(file.fileno()).st_size
         # Files of the system (`/proc`) say that they have no bytes.
         content = file.read(max_bytes + 1) if size <= max_bytes else b""
-    if content is None:
-        raise InputError(f"{path} is a file of the system that has nothing to read until something happens")
     if max(size, len(content)) > max_bytes:
         shown = inside.path / path if inside else path
         raise InputError(f"{shown} has more than {max_bytes:,} bytes, which is more than it can need")

@@ -216,3 +216,7 @@ def test_open_source_says_what_it_found(tmp_path):
         open_source(tmp_path / "file")
     with pytest.raises(InputError, match="is not a model: it holds file; expected"):
         open_source(tmp_path)
+    for content, complaint in [("{", "not valid JSON"), ("[]", "holds a JSON list"), ("{}", "has neither format nor")]:
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(InputError, match=f"config.json .*{complaint}"):
+            open_source(tmp_path)

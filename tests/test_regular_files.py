@@ -46,3 +46,10 @@ def test_refuses_a_file_of_the_system_that_says_it_is_empty():
     assert len(read_regular("/proc/self/maps", max_bytes=1 << 20)) > 1000
     with pytest.raises(InputError, match="maps has more than 1,000 bytes"):
         read_regular("/proc/self/maps", max_bytes=1000)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="Linux")
+def test_refuses_a_file_of_the_system_that_cannot_be_read():
+    for read in (open_regular, lambda path: read_regular(path, max_bytes=9)):
+        with pytest.raises(InputError, match="/proc/self/mem cannot be read: Input/output error"):
+            read("/proc/self/mem")

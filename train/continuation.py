@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_jax.companions import TOKENIZER, tokenizer_files
+from moe_jax.companions import TOKENIZER, read_companion, tokenizer_files
 from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.fingerprint import fingerprint_contents
 from moe_jax.json_toml import read_json_object
@@ -187,5 +187,5 @@ def _tokenizer_identity(tokenizer: Path) -> str:
     files = tokenizer_files(tokenizer)
     digest = hashlib.sha256()
     for name in (TOKENIZER, "tokenizer_config.json"):
-        digest.update(hashlib.sha256(files[name].read_bytes() if name in files else b"").digest())
+        digest.update(hashlib.sha256(read_companion(files[name]) if name in files else b"").digest())
     return digest.hexdigest()

@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
-from moe_jax.companions import companions_in
+from moe_jax.companions import companions_in, read_companion
 from moe_jax.errors import InputError
 from moe_jax.finite import cast
 from moe_jax.lineage import new_lineage_entry
@@ -173,7 +173,7 @@ def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Map
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, file in files.items():
-        write_durably(folder / name, file.read_bytes())
+        write_durably(folder / name, read_companion(file))
     write_record(run_dir, record)
 
 
