@@ -26,6 +26,7 @@ from moe_jax.lineage import read_lineage
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.models.serialize import FORMAT
+from moe_jax.regular_files import HeldDirectory
 
 # Bytes that each thread reads at a time.
 CHUNK_BYTES = 8 << 20
@@ -36,6 +37,7 @@ class HuggingFaceDirectory:
     """A directory with config.json and weights as safetensors or PyTorch files. A `ModelSource`.
 
     Weight files are opened when they are first needed: for `config`, a directory with just a config.json is enough.
+    If another directory takes this one's place in the meantime, reading is an error: the two must not be mixed.
     """
 
     base: ModelSource | None = None
@@ -50,7 +52,8 @@ class HuggingFaceDirectory:
         self.path = Path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"no Hugging Face directory at {path}")
-        data = read_json_object(self.path / "config.json", allow=("nonfinite",))
+        self._held = HeldDirectory(self.path)
+        data = read_json_object(Path("config.json"), allow=("nonfinite",), inside=self._held)
         if data.get("format") == FORMAT:
             raise InputError(f"{path} is a model directory, not a Hugging Face directory")
         try:
@@ -63,17 +66,20 @@ class HuggingFaceDirectory:
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
         """Files that are copied with the model: tokenizer, generation settings, chat templates."""
+        self._held.check_in_place()
         return companions_in(self.path)
 
     @property
     def lineage(self) -> list[dict[str, Any]]:
         """How the model came to be: of a directory that `export` wrote, one entry per command; of others nothing."""
-        return read_lineage(self.path)
+        return read_lineage(self.path, inside=self._held)
 
     @cached_property
     def checkpoint(self) -> CheckpointFiles:
         """The files with the weights and the tensors in them."""
-        return open_checkpoint(self.path)
+        found = open_checkpoint(self.path)
+        self._held.check_in_place()
+        return found
 
     @cached_property
     def weights(self) -> Weights:
@@ -104,7 +110,8 @@ class HuggingFaceDirectory:
           buffer: uint8 array, at least as large as the leaf, that may be used as the memory of the returned array.
 
         Raises:
-          InputError: if there is no such leaf, a tied tensor differs from its twin, or a cast overflows.
+          InputError: if there is no such leaf, a tied tensor differs from its twin, a cast overflows, or the directory
+            was replaced since it was opened.
         """
         pieces = self.weights.pieces.get(path)
         if pieces is None:
@@ -121,6 +128,7 @@ class HuggingFaceDirectory:
         except DoesNotFit:  # found in one chunk; said of the whole leaf
             check_fits(path, self.read(path), dtype)
             raise
+        self._held.check_in_place()
         return out
 
     def stored_bytes(self, path: str) -> int:

@@ -78,6 +78,20 @@ def assert_same_state(actual, expected) -> None:
         assert_same_bits(np.asarray(one), np.asarray(other))
 
 
+def test_the_path_of_a_run_is_no_pattern(tmp_path):
+    state = {"kernel": jnp.arange(8.0), "key": jax.random.key(3)}
+    checkpoints = TrainingCheckpoints(tmp_path / "run[1]" / "a*b", keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, state, {"position": step})
+    checkpoints.close()
+    checkpoints = TrainingCheckpoints(tmp_path / "run[1]" / "a*b", keep=2)
+    assert checkpoints.steps() == [1, 2]
+    restored, extra = checkpoints.restore(2, abstract(state))
+    assert_same_state(restored, state)
+    assert extra == {"position": 2}
+    checkpoints.close()
+
+
 def test_training_state_goes_from_8_devices_to_1_and_back(tmp_path):
     state = training_state(mesh_of(2, 4))
     extra = {"data": {"position": 12, "files": ["a", "b"]}, "loss": 0.1}

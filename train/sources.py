@@ -178,12 +178,17 @@ class Files:
 def find_files(pattern: str) -> list[Path]:
     """Files that match a path or glob pattern (`**` for any depth), sorted by name.
 
+    As much of its beginning as is the path of a folder is no pattern, whatever characters it has: `run[1]/*.txt`.
+
     Raises:
       FileNotFoundError: if there are none.
     """
     if Path(pattern).is_file():
         return [Path(pattern)]
-    paths = sorted(Path(found) for found in glob.glob(pattern, recursive=True) if Path(found).is_file())
+    folder = next(parent for parent in Path(pattern).parents if parent.is_dir())
+    below = str(Path(pattern).relative_to(folder))
+    found = (folder / name for name in glob.glob(below, root_dir=folder, recursive=True))
+    paths = sorted(path for path in found if path.is_file())
     if not paths:
         raise FileNotFoundError(f"no file matches {pattern} (looked from {Path.cwd()})")
     return paths

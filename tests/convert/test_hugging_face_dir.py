@@ -270,6 +270,34 @@ def test_the_fingerprint_is_of_the_content(llama: pathlib.Path):
     assert HuggingFaceDirectory(llama).fingerprint() != before
 
 
+@pytest.mark.parametrize("begun", ["config", "checkpoint", "leaf"])
+def test_a_directory_that_is_replaced_while_it_is_read_is_not_mixed_with_the_other(llama: pathlib.Path, begun: str):
+    other = write_checkpoint(llama.parent / "other", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
+    source = HuggingFaceDirectory(llama)
+    if begun != "config":
+        leaf = next(iter(source.specs()))
+        assert begun == "checkpoint" or source.read(leaf).size
+    llama.rename(llama.parent / "gone")
+    other.rename(llama)
+    with pytest.raises(InputError, match="was replaced while it was read"):
+        source.read("final_norm/scale")
+    with pytest.raises(InputError, match="was replaced while it was read"):
+        _ = source.tokenizer_files
+
+
+def test_the_cache_of_the_hub_consists_of_links(tmp_path: pathlib.Path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1", tmp_path / "models--a--b" / "blobs"
+    write_checkpoint(snapshot, CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
+    blobs.mkdir()
+    (blobs / "9f").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/9f")
+    assert [file.name for file in HuggingFaceDirectory(snapshot).tokenizer_files] == ["tokenizer.json"]
+    (tmp_path / "environ").write_text("SECRET=1")
+    (snapshot / "merges.txt").symlink_to(tmp_path / "environ")
+    with pytest.raises(InputError, match="merges.txt is a link to .*environ, outside"):
+        _ = HuggingFaceDirectory(snapshot).tokenizer_files
+
+
 def test_tokenizer_files_are_those_that_belong_to_the_model(llama: pathlib.Path):
     for name in ("tokenizer.json", "generation_config.json", "tokenizer.model", "chat_template.jinja", "README.md"):
         (llama / name).write_text("x")

@@ -101,3 +101,13 @@ def test_files_are_found_by_pattern_and_read_one_after_the_other(tmp_path):
     assert [records[i][0].text for i in range(len(records))] == ["this is a.txt", "this is b.txt"]
     with pytest.raises(FileNotFoundError, match="no file matches .*nothing"):
         find_files(str(tmp_path / "nothing*"))
+
+
+def test_the_folder_before_a_pattern_is_none(tmp_path, monkeypatch):
+    for folder in ("run[1]", "run1", "run[1]/a/b"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "x.txt").write_text(folder)
+    assert find_files(str(tmp_path / "run[1]" / "*.txt")) == [tmp_path / "run[1]" / "x.txt"]
+    assert len(find_files(str(tmp_path / "run[1]" / "**" / "*.txt"))) == 2
+    monkeypatch.chdir(tmp_path / "run[1]")
+    assert [str(path) for path in find_files("[w-z].txt")] == ["x.txt"]
