@@ -21,6 +21,7 @@ from moe_jax.processes import first_decides, is_first_process, wait_for_all
 from moe_jax.strict import parse
 from moe_jax.train import recipe_toml
 from moe_jax.train.continuation import (
+    RECORD,
     Restart,
     RunRecord,
     check_continues,
@@ -81,16 +82,21 @@ def train(
 
     Raises:
       InputError: bad input of any kind, found before anything is written; `loop.Diverged` during training.
-      loop.Stopped: after SIGTERM or SIGINT, when the checkpoint is on disk.
+      OSError: if a disk is full; it has a note that says how to continue.
+      loop.Stopped: after SIGTERM, SIGINT or SIGHUP, when the checkpoint is on disk.
     """
     console = console or rich.console.Console()
     if not is_first_process():
         console = rich.console.Console(quiet=True)
     with RunLock(Path(recipe.run_dir)) as lock:
         begun = _read_run(recipe, lock, resume=resume, restart=restart, skip_batches=skip_batches)
-        return _train(
-            recipe, config, source, lock, console, begun, skip_batches=skip_batches, continue_command=continue_command
-        )
+        options = {"skip_batches": skip_batches, "continue_command": continue_command}
+        try:
+            return _train(recipe, config, source, lock, console, begun, **options)
+        except OSError as error:
+            if (Path(recipe.run_dir) / RECORD).exists():
+                error.add_note(f"what the run has saved is kept; continue with: {continue_command}")
+            raise
 
 
 class _Begun(NamedTuple):

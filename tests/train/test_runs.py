@@ -249,7 +249,8 @@ def test_a_full_disk_is_one_line_and_leaves_no_model(workplace, tmp_path, monkey
         arguments = ("--set", f"run_dir={disk}/run", "checkpoint.every=2", "checkpoint.keep=50")
         assert cli.main(["train", "recipe.toml", *arguments]) == 2
         error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moe-jax: error:")]
-        assert len(error) == 1 and "No space left on device" in error[0]
+        assert len(error) == 1 and "No space left on device; what the run has saved is kept; continue" in error[0]
+        assert error[0].endswith(" --resume")
         assert not (disk / "run" / "model").exists()
 
 
