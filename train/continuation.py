@@ -21,7 +21,7 @@ from moe_jax.models import ModelConfig, config_to_json
 from moe_jax.staging import replace_file
 from moe_jax.strict import parse, without_format
 from moe_jax.train import recipe_toml
-from moe_jax.train.recipe import Recipe
+from moe_jax.train.recipe import Recipe, at_least
 from moe_jax.train.sources import find_files
 
 # Keys that may differ between a run and its continuation, because they do not change what a step computes.
@@ -92,6 +92,9 @@ class Restart:
     step: int
     skipped_batches: int
     changed: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "step", "skipped_batches")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Files that this library writes itself: configs, references to bases, lineages, recipes, lines of training data."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -21,6 +22,7 @@ from moe_jax.models import (
     config_to_json,
 )
 from moe_jax.train import recipe_toml
+from moe_jax.train.continuation import RunRecord, read_record, write_record
 from moe_jax.train.recipe import Recipe, load_recipe
 from moe_jax.train.sources import JsonLines
 from tests.attack.attacks import Attack
@@ -103,6 +105,40 @@ def _read_lineage(folder: Path, out: Path) -> list[dict[str, Any]]:
     for entry in entries:
         _lineage_line(entry)
     return entries
+
+
+def _run_record() -> dict[str, Any]:
+    """What run.json holds of a run that was restarted."""
+    return {
+        "format": "moe_jax.run",
+        "version": 1,
+        "source": {key: _REFERENCE[key] for key in ("path", "absolute", "fingerprint")},
+        "config": json.loads(json.dumps(config_to_json(_config(_BANKS["full"])))),
+        "tokenizer": "0123456789abcdef" * 4,
+        "data": ["0123456789abcdef" * 4] * 2,
+        "restarts": [
+            {"run": "/runs/a", "step": 3, "skipped_batches": 2, "changed": {"optimizer.eps": [1e-8, 1e-6]}},
+        ],
+    }
+
+
+def _read_run_record(folder: Path, out: Path) -> RunRecord:
+    record = read_record(folder)
+    assert record is not None
+    if record.source is not None:
+        record.source.locate(folder)
+    config_from_json(dict(record.config), where="run.json")
+    write_record(out, record)
+    return record
+
+
+def _wrong_run_record(original: Any, folder: Path, record: RunRecord) -> str | None:
+    # What a restart changed is said in whatever words the recipe has.
+    restarts = tuple(dataclasses.replace(restart, changed=None) for restart in record.restarts)
+    if any(restart.step < 0 or restart.skipped_batches < 0 for restart in restarts):
+        return "a negative number of steps or batches"
+    parts = (record.source, record.data, restarts, config_from_json(dict(record.config), where="run.json"))
+    return next((fault for part in parts for fault in impossible_values("", part)), None)
 
 
 # --- recipes and training data --------------------------------------------------------------------
@@ -195,6 +231,14 @@ ATTACKS = (
         make=lambda chance, original, folder: _write(folder / "base.json", mutated_json(chance, original)),
         read=_read_reference,
         wrong=lambda original, folder, read: next(impossible_values("", read), None),
+    ),
+    Attack(
+        name="run.json",
+        original=_run_record,
+        make=lambda chance, original, folder: _write(folder / "run.json", mutated_json(chance, original)),
+        read=_read_run_record,
+        wrong=_wrong_run_record,
+        quick=150,
     ),
     Attack(
         name="lineage.json",
