@@ -202,6 +202,18 @@ def test_embeddings_in_place_of_tokens():
             model(**given)
 
 
+def test_attention_sees_the_positions_that_are_given():
+    """A rotary embedding tells how far tokens are from each other, not where they are."""
+    model = plain.randomised(Decoder(PARALLEL, rngs=nnx.Rngs(0)))
+    apply = nnx.jit(lambda model, positions: model(jnp.asarray(TOKENS), positions=positions).logits)
+    counted, moved, stretched = (
+        apply(model, jnp.broadcast_to(jnp.asarray(row, jnp.int32), TOKENS.shape))
+        for row in (np.arange(7), np.arange(7) + 5, np.arange(7) * 3)
+    )
+    np.testing.assert_allclose(moved, counted, atol=1e-5)
+    assert float(jnp.max(jnp.abs(stretched - counted))) > 1e-3
+
+
 def test_the_parts_alone_are_the_decoder():
     model = plain.randomised(Decoder(PARALLEL, rngs=nnx.Rngs(0)))
     embed, stack, head = (part(PARALLEL, rngs=nnx.Rngs(1)) for part in (Embed, Stack, Head))
