@@ -4,6 +4,7 @@ Nothing here imports JAX; a command's module is imported when the command is cho
 """
 
 import contextlib
+import errno
 import importlib
 import importlib.util
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 import moe_jax
 from moe_jax.arguments import parse_arguments
-from moe_jax.errors import InputError, nearest, printable, shown
+from moe_jax.errors import InputError, clipped, first_line, nearest, printable, shown
 from moe_jax.open_source import open_source as open_source
 
 COMMANDS = {
@@ -64,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Interrupted) else signal.SIGINT
         return _end(SIGNALLED + number, f"interrupted by {signal.Signals(number).name}{_notes(error)}")
-    except BaseException:
+    except BaseException as error:
+        if _is_out_of_memory(error):
+            return _end(USER_ERROR, f"error: not enough memory: {first_line(error)}{_notes(error)}")
         if _others_wait():
             _end(1, traceback.format_exc())
         raise
@@ -145,10 +148,19 @@ def _overview() -> str:
     )
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether the machine, or a device, has less memory than was asked for."""
+    return isinstance(error, MemoryError) or (
+        type(error).__name__ == "JaxRuntimeError" and str(error).startswith("RESOURCE_EXHAUSTED")
+    )
+
+
 def _message(error: Exception) -> str:
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        name = str(error.filename or "")
+        name = clipped(name) if error.errno == errno.ENAMETOOLONG else name
+        text = f"{name}: {error.strerror}" if name else error.strerror
     return printable(text)
 
 

@@ -20,7 +20,7 @@ def parse_bytes(text: str | int, *, flag: str = "") -> int:
     Raises:
       InputError: for anything else, and for less than one byte.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", str(text))
     count = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
     if count < 1:
         raise InputError(f"{flag} {shown(text)}: expected bytes, such as 12GB, 800MB or 1.5GiB".lstrip())

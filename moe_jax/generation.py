@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from moe_jax.errors import InputError
+from moe_jax.errors import MAX_SIZE, InputError
 from moe_jax.functional.sampling import sample
 from moe_jax.nn import Caches, Decoder, init_cache
 
@@ -135,6 +135,8 @@ def _check(
         raise InputError(f"token ids {outside[:5]} lie outside the vocabulary of {vocab_size}")
     if max_new_tokens < 1:
         raise InputError(f"{max_new_tokens=} must be at least 1")
+    if max_new_tokens > MAX_SIZE:
+        raise InputError(f"{max_new_tokens=} must be at most {MAX_SIZE:,}")
     if temperature < 0:
         raise InputError(f"{temperature=} must be 0 (greedy) or above")
     if top_k is not None and top_k < 1:

@@ -45,7 +45,7 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     if is_adapter_directory(path):
         return AdapterDirectory(path, open_source(_base_of(path) if base is None else _no_adapter(path, Path(base))))
     if base is not None:
-        raise InputError(f"{path} is not an adapter directory, and has no base; leave out {base}")
+        raise InputError(f"{path} is not an adapter directory, and has no base; leave out {clipped(str(base))}")
     if is_model_directory(path):
         return ModelDirectory(path)
     if is_hugging_face_directory(path):
@@ -68,7 +68,7 @@ def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSour
     record = check_saved(run_dir, step)
     if record.source is None:
         if base is not None:
-            raise InputError(f"{run_dir} was begun with a config alone; leave out {base}")
+            raise InputError(f"{run_dir} was begun with a config alone; leave out {clipped(str(base))}")
         return open_saved(run_dir, step, None)
     place = record.source.locate(run_dir) if base is None else Path(base)
     try:

@@ -148,6 +148,26 @@ def test_what_the_parser_does_not_report_is_taken_from_its_words(convert, capsys
         assert err.endswith("see moe-jax convert --help\n")
 
 
+def test_a_long_name_is_not_repeated(convert, capsys):
+    convert.do = lambda _: open("x" * 5000)
+    assert cli.main(["convert", "a"]) == 2
+    err = capsys.readouterr().err
+    assert err.endswith("...: File name too long\n") and len(err) < 150
+
+
+def test_too_little_memory_is_no_bug_of_ours(convert, capsys):
+    """JAX says so in an error of a class that it has for everything."""
+    convert.do = fail(type("JaxRuntimeError", (RuntimeError,), {})("RESOURCE_EXHAUSTED: Out of memory\nmore"))
+    assert cli.main(["convert", "a"]) == 2
+    assert capsys.readouterr().err == "moe-jax: error: not enough memory: RESOURCE_EXHAUSTED: Out of memory\n"
+    convert.do = fail(MemoryError())
+    assert cli.main(["convert", "a"]) == 2
+    assert capsys.readouterr().err == "moe-jax: error: not enough memory: MemoryError\n"
+    convert.do = fail(type("JaxRuntimeError", (RuntimeError,), {})("INTERNAL: a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["convert", "a"])
+
+
 def test_whatever_a_message_holds_a_terminal_shows_it(convert, capsys):
     convert.do = fail(InputError("a\x1b[2Jb \udcff\n" + "x" * 5000))
     assert cli.main(["convert", "a"]) == 2

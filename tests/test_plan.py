@@ -240,6 +240,8 @@ def test_a_table_is_printed(config_file, capsys):
         (None, ["--freeze-base"], "--freeze-base needs a shared base"),
         (None, ["--mesh", "fsdp"], "expected each axis once with its size"),
         (None, ["--mesh", "fsdp=2,fsdp=2"], "expected each axis once with its size"),
+        (None, ["--mesh", "fsdp=²"], "expected each axis once with its size"),
+        (None, ["--mesh", "fsdp=" + "9" * 5000], "expected each axis once with its size"),
         (None, ["--mesh", "fsdp=3"], "not divisible by mesh axis fsdp=3"),
         ("{", [], "is not valid JSON"),
         ("[]", [], "holds a JSON list, expected an object"),

@@ -26,20 +26,20 @@ def parse_layers(text: str, config: "ModelConfig") -> tuple[int, ...] | None:
     moe = config.moe_layers
     if text == "all":
         return None
-    if top := re.fullmatch(r"top:(\d+)", text):
+    if top := re.fullmatch(r"top:(\d{1,9})", text):
         count = int(top[1])
         if not 1 <= count <= max(1, len(moe)):
             raise InputError(f"--layers {text}: the model has {len(moe)} MoE layers")
         return moe[-count:] or None  # a model without MoE layers is refused elsewhere
     layers: list[int] = []
     for part in text.split(","):
-        ends = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        ends = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
         if ends is None:
             raise InputError(f"--layers {shown(text)}: expected all, top:N, or layers such as 0,3,8-11")
         if ends[2] is None:
             layers.append(int(ends[1]))
             continue
-        some = [i for i in range(int(ends[1]), int(ends[2]) + 1) if i in moe]
+        some = [i for i in moe if int(ends[1]) <= i <= int(ends[2])]
         if not some:
             raise InputError(f"--layers {part.strip()}: none of them is an MoE layer")
         layers += some

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -136,7 +137,7 @@ def _mesh(text: str) -> dict[str, int]:
     mesh = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if not size.strip().isdigit() or axis.strip() in mesh:
+        if not re.fullmatch(r"\s*\d{1,9}\s*", size) or axis.strip() in mesh:
             raise InputError(f"--mesh {shown(text)}: expected each axis once with its size, as in fsdp=8,tensor=2")
         mesh[axis.strip()] = int(size)
     return mesh

@@ -1,6 +1,7 @@
 """Reads and checks the options of upcycling, under the names that they have on the command line."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,7 +115,7 @@ def _delta_problems(method: str | None, delta: str | None) -> list[str]:
 
 def _adapter_bank(bank: BankConfig, width: str | int | None, scale: float | None) -> BankConfig:
     """PESC's bank with the given width and scale of its adapters."""
-    if width is not None and not str(width).isdigit():
+    if width is not None and not re.fullmatch(r"\d{1,9}", str(width)):
         raise InputError(f"--adapter {shown(width)}: of pesc it is the adapters' width, a whole number such as 512")
     assert isinstance(bank.form, AdapterExperts)
     changes = {"rank": None if width is None else int(width), "scale": scale}

@@ -93,6 +93,15 @@ def test_layers_by_number_and_by_place(text, layers):
     assert list(choose_layers(config, parse_layers(text, config))) == layers
 
 
+def test_a_range_may_end_anywhere_and_costs_nothing():
+    config = moe_config(dense_config(num_layers=4), BankConfig(), None, BankConfig(), None)
+    assert parse_layers("0-999999999", config) == config.moe_layers
+    for text in ("0-" + "9" * 5000, "9" * 5000, "top:" + "9" * 5000, "1-2-3", "²"):
+        with pytest.raises(InputError) as error:
+            parse_layers(text, config)
+        assert len(str(error.value)) < 200
+
+
 def test_the_same_seed_gives_the_same_weights(models, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert run(models["moe"], tmp_path / name, *SPARSIFY, "--seed", seed) == 0

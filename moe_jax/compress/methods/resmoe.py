@@ -6,6 +6,7 @@ is tried on it. What is kept of that are the orders of the neurons and a few fig
 
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
@@ -120,7 +121,7 @@ class ResMoE(Method):
             return None, self.bits
         kind, _, bits = self.residual.partition(":")
         if bits:
-            if kind != "quantized" or self.bits is not None or not bits.isdigit():
+            if kind != "quantized" or self.bits is not None or not re.fullmatch(r"\d{1,3}", bits):
                 raise InputError(f"residual {shown(self.residual)}: expected up, svd, quantized or quantized:BITS")
             return Quantized, int(bits)
         check_member("residual", kind, tuple(SCHEMES))
