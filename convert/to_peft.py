@@ -16,7 +16,7 @@ from moe_jax.convert.families import family_named
 from moe_jax.convert.foreign_view import merged_config
 from moe_jax.convert.hf_config import write_hf_config
 from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
-from moe_jax.convert.safetensors_file import encode_header
+from moe_jax.convert.safetensors_file import encode_header, read_header
 from moe_jax.convert.table import PER_EXPERT, apply_table
 from moe_jax.convert.tensors import DTYPE_NAMES
 from moe_jax.errors import InputError, raise_if_any
@@ -76,6 +76,7 @@ def export_peft(
         write_durably(folder / WEIGHTS_FILE, _safetensors(tensors))
         write_durably(folder / CONFIG_FILE, _json(config))
         write_durably(folder / LINEAGE_FILE, _json(lineage))
+        read_header(folder / WEIGHTS_FILE)  # compares it with the file
     console.print(f"wrote {dst}: LoRA beside {len(modules)} linear modules", markup=False)
     if base is None:
         console.print(f"its base as a Hugging Face checkpoint: moe-jax export {source.base.path} DST", markup=False)

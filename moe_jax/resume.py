@@ -117,6 +117,8 @@ class Workplace:
                 if note not in getattr(error, "__notes__", ()):
                     error.add_note(note)
             elif not self._completed:
+                if error is not None:
+                    _take_back_notes(error, self.folder)
                 remove_directory(self.folder)
         finally:
             os.close(self._lock)
@@ -141,6 +143,12 @@ def require_space(target: Path, needed: int) -> None:
             f"{target} takes {show_bytes(needed)}, but {existing} has {show_bytes(free)} free; "
             "free some or choose another disk"
         )
+
+
+def _take_back_notes(error: BaseException, folder: Path) -> None:
+    """Removes what was noted on an error of work inside a folder that goes away with it."""
+    if hasattr(error, "__notes__"):
+        error.__notes__ = [note for note in error.__notes__ if str(folder) not in note]
 
 
 @contextlib.contextmanager

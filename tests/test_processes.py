@@ -127,7 +127,7 @@ def test_the_first_process_decides_and_all_hear(tmp_path):
 
 
 ONE_FAILS = """
-import faulthandler, sys, types
+import dataclasses, faulthandler, sys, types
 faulthandler.dump_traceback_later(120, exit=True)
 import jax
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[3]))
@@ -140,9 +140,8 @@ def run(options):
         raise ERROR
     processes.wait_for_all("which never comes")
 
-command = types.SimpleNamespace(Options=type("Options", (), {}), run=run)
-sys.modules["moe_jax.commands.demo"] = command
-cli._parse = lambda *given: command.Options()
+Options = dataclasses.make_dataclass("Options", [])
+sys.modules["moe_jax.commands.demo"] = types.SimpleNamespace(Options=Options, run=run)
 sys.exit(cli.main(["demo"]))
 """
 

@@ -92,6 +92,13 @@ def test_what_interrupted_commands_left_is_cleaned(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("nothing to remove")
 
 
+def test_work_inside_of_what_is_removed_is_not_said_to_be_kept(tmp_path):
+    with pytest.raises(OSError) as failed, staged_directory(tmp_path / "sweep") as folder:
+        with Workplace(folder / "model", job=1):
+            raise OSError(28, "No space left on device")
+    assert failed.value.__notes__ == [] and names(tmp_path) == []
+
+
 def test_a_folder_that_was_renamed_before_it_was_locked_is_left_alone(tmp_path, monkeypatch):
     """Two commands with one target: the first completes while the second waits between opening and locking."""
     first = Workplace(tmp_path / "out")

@@ -36,7 +36,7 @@ from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.processes import is_first_process, wait_for_all
+from moe_jax.processes import first_decides
 from moe_jax.staging import (
     lock_directory,
     remove_directory,
@@ -213,11 +213,13 @@ def write_model(
     started_from = source if recipe.model.init == "checkpoint" else None
     lineage = lineage_of(recipe, source, measured, restarts)
     fresh = target.with_name("model.new")
-    if is_first_process():
+
+    def remove_stale() -> None:
         remove_replaced(target)
         if fresh.exists():
             remove_directory(fresh)
-    wait_for_all("stale models removed")
+
+    first_decides(remove_stale)
     if isinstance(started_from, AdapterDirectory):
         trained = {name for path in trainable for name in disk_paths(model.config, path)}
         own = trained | started_from.own_specs().keys()
@@ -231,9 +233,7 @@ def write_model(
     with writer:
         for path, leaf in _gathered(model, recipe.model.output_dtype, own):
             writer.write({path: leaf})
-    if is_first_process():
-        replace_directory(target, fresh)
-    wait_for_all("model written")
+    first_decides(lambda: replace_directory(target, fresh))
     return target
 
 

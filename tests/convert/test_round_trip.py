@@ -22,6 +22,7 @@ from tests.convert.conftest import (
     read_tensors,
     write_checkpoint,
 )
+from tests.disks import content_of
 
 QUIET = Console(quiet=True)
 
@@ -155,6 +156,23 @@ def test_existing_targets_are_refused(tmp_path: pathlib.Path):
         with pytest.raises(InputError, match="out already exists; choose another name or remove it"):
             command()
     assert not any((tmp_path / "out").iterdir())
+
+
+def test_nothing_unknown_is_published(tmp_path: pathlib.Path):
+    """Links and stray files in a model directory, one of them with the name of what is written."""
+    write_checkpoint(tmp_path / "foreign", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
+    (tmp_path / "foreign" / "tokenizer.json").write_text("{}")
+    convert(tmp_path / "foreign", tmp_path / "ours", console=QUIET)
+    export(ModelDirectory(tmp_path / "ours"), tmp_path / "expected", console=QUIET)
+    (tmp_path / "secret").write_text("of nobody's business")
+    for name in ("notes", "model.safetensors", "config.yaml"):
+        (tmp_path / "ours" / name).symlink_to(tmp_path / "secret")
+    export(ModelDirectory(tmp_path / "ours"), tmp_path / "back", console=QUIET)
+    assert content_of(tmp_path / "back") == content_of(tmp_path / "expected")
+    (tmp_path / "ours" / "vocab.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match="vocab.txt is a link to .*secret, outside"):
+        export(ModelDirectory(tmp_path / "ours"), tmp_path / "third", console=QUIET)
+    assert not list(tmp_path.glob("*third*"))
 
 
 def test_a_disk_that_is_full_from_the_start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,7 @@
 #
 # Every process gets DEVICES virtual CPU devices (default 4). It is for trying things out: one process drives all
 # the GPUs or TPU chips of a machine, and pods and clusters have launch scripts of their own beside this one.
-# Ctrl-C or SIGTERM stops all processes after the same step, with a checkpoint.
+# Ctrl-C, SIGTERM or SIGHUP stops all processes after the same step, with a checkpoint.
 set -uo pipefail
 processes=$1
 shift
@@ -14,11 +14,11 @@ export JAX_PLATFORMS=cpu
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=${DEVICES:-4}"
 pids=()
 for ((index = 0; index < processes; index++)); do
-  # Ctrl-C goes to all processes of a terminal; these are to hear of it as SIGTERM, for which they agree on a last step.
-  (trap '' INT; MOE_JAX_DISTRIBUTED="localhost:$port,$processes,$index" exec moe-jax train "$@") &
+  # Signals of a terminal go to all processes; these are to hear of them as SIGTERM, for which they agree on a last step.
+  (trap '' INT HUP; MOE_JAX_DISTRIBUTED="localhost:$port,$processes,$index" exec moe-jax train "$@") &
   pids+=($!)
 done
-trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
+trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM INT HUP
 status=0
 for pid in "${pids[@]}"; do
   wait "$pid"
