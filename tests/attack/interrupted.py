@@ -53,15 +53,19 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "merge": ("merge", "adapter", OUT),
     "compress": ("compress", "moe", OUT, "--method", "resmoe", "--keep", "0.5"),
     "export": ("export", "dense", OUT, "--max-shard-size", "200kB"),
+    "export of RUN@STEP": ("export", "before@12", OUT, "--max-shard-size", "200kB"),
     "train": ("train", "recipe.toml", "--resume"),
+    "restart": ("train", "recipe.toml", "--restart", "before@12", "--skip-batches", "1", "--resume"),
 }
+RUNS = frozenset({"train", "restart"})  # their target is there before it is complete
 COMPILING = frozenset({"upcycle", "adapt", "compress"})  # and they are given their target as an argument
-# What makes what they are given.
-BEFORE: Sequence[Sequence[str]] = (
-    ("convert", "foreign", "dense"),
-    ("upcycle", "dense", "moe", *MOE, "--delta", "full"),
-    ("adapt", "dense", "adapter", *LORA),
-)
+# What makes what they are given, by its name; all others are made of the first.
+BEFORE: Mapping[str, Sequence[str]] = {
+    "dense": ("convert", "foreign", "dense"),
+    "moe": ("upcycle", "dense", "moe", *MOE, "--delta", "full"),
+    "adapter": ("adapt", "dense", "adapter", *LORA),
+    "before": ("train", "recipe.toml", "--set", "run_dir=before", "train.steps=12", "schedule.steps=24"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +121,6 @@ class Workshop:
             env=environment,
             cwd=self._folder,
         )
-        for arguments in BEFORE:
-            (ended,) = self._run([arguments])
-            assert ended.code == 0, ended.errors
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,7 +141,7 @@ class Workshop:
                 return Trial(killed, went_on, self._fault(name, ended))
             killed += 1
             went_on = went_on or any(self._disk.iterdir())
-            if self._out.exists() and name != "train":  # it was killed between the rename and its end
+            if self._out.exists() and name not in RUNS:  # it was killed between the rename and its end
                 return Trial(killed, went_on, self._fault(name, dataclasses.replace(ended, code=0)))
 
     def fill_disk(self, name: str, share: float) -> Trial:
@@ -153,7 +154,7 @@ class Workshop:
         with _mounted(self._disk, max(PAGE, int(self._sizes[name] * share))) as grow:
             (ended,) = self._run([COMMANDS[name]], hide_full_disk=True)
             faults = [] if _is_one_line(ended, "") else [f"exit code {ended.code}: {ended.errors[-400:]}"]
-            if self._out.exists() and (name != "train" or (self._out / "model").exists()):
+            if self._out.exists() and (name not in RUNS or (self._out / "model").exists()):
                 faults.append("a half result looks whole")
             went_on = any(self._disk.iterdir())
             grow()
@@ -196,6 +197,11 @@ class Workshop:
         """Runs a command undisturbed, twice so that all is compiled: what must come out, and how long it takes."""
         if name in self._expected:
             return
+        given = {word.split("@")[0] for word in COMMANDS[name]} | {"dense"}
+        for made, arguments in BEFORE.items():
+            if made in given and not (self._folder / made).exists():
+                (ended,) = self._run([arguments])
+                assert ended.code == 0, ended.errors
         for _ in range(2):
             self._clear()
             (ended,) = self._run([COMMANDS[name]])
