@@ -36,7 +36,7 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
         if (directory / index).is_file():
             return _open_sharded(directory / index)
     shards = sorted(path.name for path in directory.glob("*-of-*.*"))
-    found = f"only {shards[0]!r} without an index; fetch {SAFETENSORS_INDEX}" if shards else "none of these"
+    found = f"only {shown(shards[0])} without an index; fetch {SAFETENSORS_INDEX}" if shards else "none of these"
     raise InputError(
         f"{directory} has no weights: looked for {SINGLE_SAFETENSORS}, {SAFETENSORS_INDEX}, {SINGLE_TORCH} "
         f"and {TORCH_INDEX}, found {found}"

@@ -6,12 +6,11 @@ Source: https://github.com/huggingface/safetensors, `Format`.
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_jax.convert.tensors import DTYPE_BITS, MAX_RANK, TensorEntry, check_tensor_name
+from moe_jax.convert.tensors import DTYPE_BITS, MAX_RANK, FileIdentity, TensorEntry, check_tensor_name, identity_of
 from moe_jax.errors import InputError, nearest, shown
 from moe_jax.json_toml import MAX_BYTES, parse_json
 from moe_jax.regular_files import open_regular
@@ -28,7 +27,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         describes bytes that overlap, leave gaps or lie outside the file.
     """
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        identity = identity_of(file.fileno())
+        size = identity.size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > size - 8:
@@ -36,7 +36,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         if length > MAX_HEADER:
             raise _bad(path, f"its header claims {length:,} bytes, at most {MAX_HEADER:,} are read")
         header = _parse(path, file.read(length))
-    entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
+    tensors = {name: value for name, value in header.items() if name != "__metadata__"}
+    entries = {name: _entry(path, identity, name, value, 8 + length) for name, value in tensors.items()}
     _check_cover(path, entries, 8 + length, size)
     return entries
 
@@ -68,7 +69,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
+def _entry(path: Path, identity: FileIdentity, name: str, value: Any, data_start: int) -> TensorEntry:
     check_tensor_name(path, name)
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _bad(path, f"the entry of {shown(name)} in its header is not a dtype, a shape and data_offsets")
@@ -86,7 +87,7 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
             path, f"{shown(name)}, {dtype} {shown(shape)}, takes {takes}, but its data_offsets {offsets} span "
             f"{offsets[1] - offsets[0]}"
         )  # fmt: skip
-    return TensorEntry(path, dtype, tuple(shape), data_start + offsets[0])
+    return TensorEntry(path, dtype, tuple(shape), data_start + offsets[0], identity)
 
 
 def _check_cover(path: Path, entries: Mapping[str, TensorEntry], start: int, size: int) -> None:

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from moe_jax.errors import InputError, raise_if_any
+from moe_jax.errors import InputError, raise_if_any, shown
 
 PER_EXPERT = "per-expert"
 FUSED = "fused"
@@ -178,7 +178,7 @@ def detect_layout(table: Table, names: Iterable[str]) -> str:
     """
     found = {layout: _first_match(table, names, layout) for layout in LAYOUTS}
     if all(found.values()):
-        examples = " and ".join(f"{name!r} ({layout})" for layout, name in found.items())
+        examples = " and ".join(f"{shown(name)} ({layout})" for layout, name in found.items())
         raise InputError(f"the checkpoint mixes two layouts of experts, {examples}; keep one of them")
     return FUSED if found[FUSED] else PER_EXPERT
 

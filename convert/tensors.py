@@ -42,6 +42,21 @@ class Checksum(NamedTuple):
     crc: int
 
 
+class FileIdentity(NamedTuple):
+    """What tells a file from one that took its place, or from itself after it was written to."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+
+def identity_of(descriptor: int) -> FileIdentity:
+    """The identity of an open file."""
+    found = os.fstat(descriptor)
+    return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 class TensorEntry(NamedTuple):
     """The position of a tensor.
 
@@ -50,6 +65,7 @@ class TensorEntry(NamedTuple):
       dtype: name as in safetensors, such as `BF16`.
       shape: its shape.
       start: bytes of the file before its first element.
+      identity: of the file in which the position was found.
       strides: in elements, if it is not contiguous (PyTorch files only); None: row-major.
       checksum: of the bytes that it is a part of, to be verified before they are used; None: the format has none.
     """
@@ -58,6 +74,7 @@ class TensorEntry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     start: int
+    identity: FileIdentity
     strides: tuple[int, ...] | None = None
     checksum: Checksum | None = None
 
@@ -82,7 +99,8 @@ class TensorFiles:
         """Fills a contiguous array with the elements of a row-major tensor that begin at element `offset`.
 
         Raises:
-          InputError: if the file ends before that, or the checksum of its bytes is wrong.
+          InputError: if the file ends before that, is another than the position was found in, or the checksum of its
+          bytes is wrong.
         """
         assert entry.strides is None and out.flags.c_contiguous
         self._fill(entry, entry.start + offset * out.itemsize, out.reshape(-1).view(np.uint8).data)
@@ -99,7 +117,7 @@ class TensorFiles:
         return np.lib.stride_tricks.as_strided(flat, entry.shape, [stride * dtype.itemsize for stride in strides])
 
     def _fill(self, entry: TensorEntry, position: int, out: memoryview) -> None:
-        descriptor = self._descriptor(entry.file)
+        descriptor = self._descriptor(entry)
         if entry.checksum is not None:
             with self._verifying:
                 if (entry.file, entry.checksum) not in self._verified:
@@ -107,11 +125,15 @@ class TensorFiles:
                     self._verified.add((entry.file, entry.checksum))
         _read_at(entry.file, descriptor, position, out)
 
-    def _descriptor(self, file: Path) -> int:
+    def _descriptor(self, entry: TensorEntry) -> int:
         with self._opening:
-            if file not in self._files:
-                self._files[file] = open_regular(file)
-            return self._files[file].fileno()
+            if entry.file not in self._files:
+                file = open_regular(entry.file)
+                if identity_of(file.fileno()) != entry.identity:
+                    file.close()
+                    raise InputError(f"{entry.file} was replaced or changed while it was read; start again")
+                self._files[entry.file] = file
+            return self._files[entry.file].fileno()
 
 
 def _close_all(files: dict[Path, BinaryIO]) -> None:

@@ -56,10 +56,12 @@ def _entry(archive: TorchZip, name: str, tensor: StoredTensor, places: dict[Stor
     # A tensor that repeats elements could be of any size, whatever that of the file.
     needed = max(last + 1, math.prod(tensor.shape)) if 0 not in tensor.shape else 0
     if needed * itemsize > place.size:
-        raise archive.damaged(f"{name!r} takes {shown(needed * itemsize)} bytes of its storage, which has {place.size}")
+        raise archive.damaged(
+            f"{shown(name)} takes {shown(needed * itemsize)} bytes of its storage, which has {place.size}"
+        )
     start = place.start + tensor.offset * itemsize
     strides = None if _is_row_major(tensor) else tensor.strides
-    return TensorEntry(archive.path, storage.dtype, tensor.shape, start, strides, place)
+    return TensorEntry(archive.path, storage.dtype, tensor.shape, start, archive.identity, strides, place)
 
 
 def _is_row_major(tensor: StoredTensor) -> bool:

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_jax.convert.tensors import Checksum, check_crc
+from moe_jax.convert.tensors import Checksum, check_crc, identity_of
 from moe_jax.errors import InputError, first_line, shown
 from moe_jax.regular_files import open_regular
 
@@ -27,7 +27,12 @@ _SIZE_ELSEWHERE = 0xFFFFFFFF  # in the ZIP64 field
 
 
 class TorchZip:
-    """The members of a checkpoint, by their names below its root folder."""
+    """The members of a checkpoint, by their names below its root folder.
+
+    Attributes:
+      path: of the file.
+      identity: of the file whose table of members was read.
+    """
 
     def __init__(self, path: Path):
         """Reads the table of members.
@@ -37,6 +42,7 @@ class TorchZip:
         """
         self.path = path
         with open_regular(path) as file:
+            self.identity = identity_of(file.fileno())
             infos = _table(path, file)
         self._members = {info.filename: info for info in infos}
         if len(self._members) < len(infos):

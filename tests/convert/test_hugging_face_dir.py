@@ -330,3 +330,30 @@ def test_a_corrupt_header_never_gives_wrong_weights(good: tuple[pathlib.Path, by
     except InputError:
         return
     assert found == expected
+
+
+@pytest.mark.parametrize("when", ["after the config", "after the headers", "after a leaf"])
+@pytest.mark.parametrize("torch", [False, True])
+def test_a_directory_that_is_replaced_while_it_is_read(tmp_path: pathlib.Path, when: str, torch: bool):
+    """Two models of the same shapes are never mixed."""
+    first = random_tensors(CONFIGS["llama"])
+    for name, factor in (("model", 1), ("other", 2)):
+        tensors = {key: value * np.float32(factor) for key, value in first.items()}
+        folder = write_checkpoint(tmp_path / name, CONFIGS["llama"], tensors)
+        if torch:
+            framework = pytest.importorskip("torch")
+            (folder / "model.safetensors").unlink()
+            framework.save({key: framework.from_numpy(value) for key, value in tensors.items()},
+                           folder / "pytorch_model.bin")  # fmt: skip
+    source = HuggingFaceDirectory(tmp_path / "model")
+    if when != "after the config":
+        source.specs()
+    if when == "after a leaf":
+        source.read("final_norm/scale")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    (tmp_path / "other").rename(tmp_path / "model")
+    if when == "after a leaf":  # of an open file
+        assert np.array_equal(source.read("embed/embedding"), first["model.embed_tokens.weight"])
+    else:
+        with pytest.raises(InputError, match="was replaced (or changed )?while it was read; start again"):
+            source.read("embed/embedding")

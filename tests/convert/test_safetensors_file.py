@@ -120,11 +120,14 @@ def test_a_pipe_is_not_waited_for(tmp_path: pathlib.Path):
 def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: pathlib.Path):
     file = tmp_path / "x.safetensors"
     save_file(TENSORS, file)
-    place = read_header(file)["a.weight"]
+    place, files, array = read_header(file)["a.weight"], TensorFiles(), np.empty((3, 4), np.float32)
+    files.read_into(place, 0, array)
     with open(file, "r+b") as handle:
         handle.truncate(place.start + 8)
-    with pytest.raises(InputError, match="truncated"):
-        TensorFiles().read_into(place, 0, np.empty((3, 4), np.float32))
+    with pytest.raises(InputError, match="ended while it was read; it is truncated"):
+        files.read_into(place, 0, array)
+    with pytest.raises(InputError, match="was replaced or changed while it was read"):
+        TensorFiles().read_into(place, 0, array)
 
 
 def test_tensors_begin_aligned():
