@@ -175,6 +175,37 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path, tokenizer_path):
         data(tokenizer_path, SourceSection(path=str(tmp_path / "a.txt")), config=small)
 
 
+def with_bos(change):
+    """Changes what the file says about the token that documents begin with."""
+
+    def changed(content: dict) -> dict:
+        special = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+        piece = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        template = {"type": "TemplateProcessing", "single": [piece, text], "pair": [text, text]}
+        return content | {"post_processor": template | {"special_tokens": special} | change}
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (with_bos({"special_tokens": {}}), "is not a tokenizer.json: "),  # the library panics
+        (
+            with_bos({"special_tokens": {"<s>": {"id": "<s>", "ids": [2**31], "tokens": ["<s>"]}}}),
+            r"gives token id 2147483648 \(None\), but the model's",
+        ),
+        (lambda content: content | {"version": "x" * 100_000}, "is not a tokenizer.json: "),
+    ],
+)
+def test_what_a_tokenizer_cannot_be_is_one_short_line(tmp_path, tokenizer_path, change, complaint):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(change(json.loads(tokenizer_path.read_bytes()))))
+    with pytest.raises(InputError, match=complaint) as error:
+        Tokenizer(tmp_path / "tokenizer.json", CONFIG).prompt("a")
+    assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
 def test_no_sources_missing_files_and_wrong_tokenizers_are_clear(tmp_path, tokenizer_path):
     (tmp_path / "a.txt").write_text("abc\n")
     with pytest.raises(InputError, match=r"no data: add \[\[data\.sources\]\]"):
