@@ -13,6 +13,7 @@ from moe_jax.convert.families import family_named
 from moe_jax.errors import InputError
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
+from moe_jax.finite import cast
 from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig
@@ -129,7 +130,10 @@ class MergedModel:
         else:
             matrix = ffn_matrices(mlp.expert, self.config.d_model)[name.removesuffix("/kernel")]
             read, dtype = self._source.read, self._dtype(path)
-            yield from expert_kernels(read, mlp.bank, f"{block}/experts", matrix, dtype=dtype)
+            # Of float16 alone the range is so small that a sum of two may well lie outside.
+            made = np.dtype(np.float32) if dtype == np.float16 else dtype
+            for expert, kernel in enumerate(expert_kernels(read, mlp.bank, f"{block}/experts", matrix, dtype=made)):
+                yield cast(f"{path}[{expert}]", kernel, dtype)
 
     def _router(self, path: str) -> np.ndarray:
         """A router for a layer that was dense. Its experts are equal, so any router will do."""

@@ -131,6 +131,14 @@ def test_errors_of_compression_do_not_depend_on_the_scale(moe, scale):
     assert 0.1 < expected < 0.9
 
 
+def test_a_budget_for_experts_of_zeros(moe):
+    leaves = {path: source * np.float32("/experts/" not in path) for path, source in _leaves(moe).items()}
+    small = moe_jax.compress(Model.of_source(ModelInMemory(moe.config, LeavesInMemory(leaves))), method="resmoe",
+                             residual="up", budget_bits=20)  # fmt: skip
+    assert [layer["relative_error"] for layer in _layers(small)] == [0.0, 0.0]
+    assert "6 experts have only zeros as weights" in small.lineage[-1]["measured"]["warnings"][0]
+
+
 @pytest.mark.parametrize("method", ["up", "resmoe", "sp", "svd", "git-rebasin", "mlp-fusion"])
 def test_weights_too_large_to_be_squared_are_refused(moe, method):
     with pytest.raises(InputError, match=r"the up kernel of expert 1 in layer 1: 1e\+38 is too large to be compressed"):
@@ -153,6 +161,23 @@ def test_experts_of_zeros_are_remarked_on(tmp_path):
     assert all(math.isfinite(layer["relative_error"]) for layer in _layers(small))
 
 
+def test_deltas_that_take_float16_beyond_its_range(dense, moe, tmp_path):
+    """Both parts fit, and their sum or difference does not."""
+    half = changed(dense, UP, 6e4, dtype="float16")
+    made = moe_jax.upcycle(half, experts=2, delta="low-rank:1", layers=[1], step0_check=False)
+    leaves = {path: np.array(made.source.read(path)) for path in made.source.specs()}
+    leaves["layers/1/mlp/experts/delta/up/a"][1, 2, 0] = 100
+    leaves["layers/1/mlp/experts/delta/up/b"][1, 0, 3] = 100
+    large = Model.of_source(ModelInMemory(made.config, LeavesInMemory(leaves)))
+    with pytest.raises(DoesNotFit, match=re.escape(f"{EXPERTS_UP}[1]: 70000 does not fit in float16")):
+        moe_jax.export(large, tmp_path / "out")
+    two = changed(moe, EXPERTS_UP, 6e4, at=(0, 2, 3), dtype="float16")
+    two.source.read(EXPERTS_UP)[1:, 2, 3] = -6e4
+    with pytest.raises(InputError, match="layer 1: the values .* 80000 does not fit in float16, .* convert"):
+        moe_jax.compress(two, tmp_path / "out", method="resmoe", keep=0.01, solver="identity", refit=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_inspection_of_weights(spoilt, dense, moe, tmp_path, capsys):
     assert cli.main(["inspect", str(spoilt), "--weights"]) == 0
     assert f"not finite: 1 numbers of {UP}\n" in capsys.readouterr().out
@@ -168,6 +193,10 @@ def test_inspection_of_weights(spoilt, dense, moe, tmp_path, capsys):
     assert cli.main(["inspect", str(tmp_path / "all"), "--weights", "--json"]) == 0
     weights = json.loads(capsys.readouterr().out)["weights"]
     assert weights == {"not_finite": {}, "zero_experts": {"0": [0, 2]}}
+
+
+def _leaves(model: Model) -> dict[str, np.ndarray]:
+    return {path: np.array(model.source.read(path)) for path in model.source.specs()}
 
 
 def _layers(model: Model) -> list[dict]:

@@ -23,7 +23,7 @@ from moe_jax.train.step import StepMetrics, TrainState
 
 
 class Diverged(InputError):
-    """The loss or the gradient is not finite."""
+    """The loss, on the batch or held out, or the gradient is not finite."""
 
 
 class Stopped(Exception):
@@ -153,6 +153,8 @@ class Loop:
         if evaluate is not None:
             assert self._evaluator is not None
             record["eval_loss"] = self._evaluator(evaluate.params, self._frozen).nll
+            if not is_finite(record):
+                raise Diverged(self._divergence(record))
         self._clock = time.monotonic()
         self._last = record
         return record
@@ -176,8 +178,9 @@ class Loop:
 
     def _divergence(self, record: Record) -> str:
         last = self._checkpoints.latest_step()
+        held_out = f", the held-out loss {record['eval_loss']}" if "eval_loss" in record else ""
         return (
-            f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}; "
+            f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}{held_out}; "
             + (_go_on(Path(self._recipe.run_dir), last) if last is not None else "no checkpoint had been saved yet")
         )
 

@@ -59,8 +59,8 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
 
 
 def is_finite(record: Record) -> bool:
-    """Whether the loss and the gradient are finite; if not, that step's update has ruined the parameters."""
-    return all(math.isfinite(record[key]) for key in ("loss", "aux_loss", "grad_norm"))
+    """Whether the losses and the gradient are finite; if not, that step's update has ruined the parameters."""
+    return all(math.isfinite(record.get(key, 0.0)) for key in ("loss", "aux_loss", "grad_norm", "eval_loss"))
 
 
 class MetricsWriter:

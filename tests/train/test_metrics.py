@@ -50,6 +50,7 @@ def test_what_is_no_number_is_noticed(name, value):
     config = config_of(FFN)
     assert is_finite(to_record(config, 1, step_metrics()))
     assert not is_finite(to_record(config, 1, step_metrics(**{name: value})))
+    assert not is_finite({**to_record(config, 1, step_metrics()), "eval_loss": value})
 
 
 def test_a_continued_run_has_every_step_once(tmp_path):

@@ -57,7 +57,7 @@ def trials(
     """
     sampled = _sampled(layer, permutations)
     centres = {name: mean_kernel(kernels) for name, kernels in sampled.items()}
-    norm = sum(squared(kernels) for kernels in sampled.values())
+    norm = sum(squared(kernels) for kernels in sampled.values()) or 1.0  # experts of zeros have no errors either
     factored = _Factored(layer, permutations, [scheme for scheme in tried if isinstance(scheme, LowRank)])
     nothing = np.zeros(len(sampled))
     found: list[Trial] = []

@@ -11,9 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
+from moe_jax.finite import largest_magnitude
+
 # Refitting ends when a round gains less than this part of the error, or after so many rounds.
 LEAST_GAIN, MOST_ROUNDS = 1e-3, 20
 _SAMPLED_ABOVE, _SAMPLE = 1 << 18, 1 << 14
+# Squares of what is smaller come near the smallest number of float32; times this, they do not.
+_TINY, _LARGE = 2.0**-50, np.float32(2.0**64)
 
 
 class Refit(NamedTuple):
@@ -150,4 +154,6 @@ def _choose(
 def squared(array: Float[np.ndarray, "..."]) -> float:
     """The sum of squares. Added up in pieces, for float32 would lose most of 10^8 terms."""
     flat = np.ascontiguousarray(array, np.float32).reshape(-1)
+    if 0 < largest_magnitude(flat) < _TINY:
+        return squared(flat * _LARGE) / float(_LARGE) ** 2
     return sum(float(np.dot(part, part)) for part in np.array_split(flat, max(1, flat.size >> 20)))

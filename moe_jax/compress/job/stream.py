@@ -16,6 +16,7 @@ from moe_jax.compress.methods.delta_base import Base, check_base
 from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
+from moe_jax.finite import DoesNotFit
 from moe_jax.in_memory import Destination, ModelWriter, open_writer
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import check_leaves, leaf_specs
@@ -98,7 +99,10 @@ def compress(
 
         def compress_layer(i: int, write: Write) -> LayerFigures:
             layer = open_layer(i)
-            return method.compress(layer, Base(layer, base), config.moe(i), write, analyses[i])
+            try:
+                return method.compress(layer, Base(layer, base), config.moe(i), write, analyses[i])
+            except DoesNotFit as error:
+                raise InputError(f"layer {i}: {error}, for the whole model, with moe-jax convert --dtype") from None
 
         with writer:
             figures = _write(source, config, indices, compress_layer, writer, progress, on_layer)

@@ -76,24 +76,35 @@ def attack_on(name: str, jobs: dict[str, list[Any]], quick: int) -> Attack:
         # All that has to be compiled is compiled here: it is no part of what an input costs.
         for kind, several in jobs.items():
             with tempfile.TemporaryDirectory() as folder:
-                write_checkpoint(Path(folder, "model"), CONFIGS[kind], tensors[kind])
                 for number, job in enumerate(several):
-                    _run(job, Path(folder, "model"), Path(folder, str(number)))
+                    model, dtype = Path(folder, f"{number}-model"), _dtype(number)
+                    write_checkpoint(model, {**CONFIGS[kind], "torch_dtype": dtype}, _all_cast(tensors[kind], dtype))
+                    _run(job, model, Path(folder, str(number)))
         return tensors
 
     def make(chance: random.Random, original: dict[str, dict[str, np.ndarray]], folder: Path) -> None:
         kind = chance.choice(sorted(jobs))
-        job = [list(one) for one in chance.choice(jobs[kind])]
-        if kind in WRITTEN and jobs is WRITTEN and chance.random() < 0.2:
-            job = [[*one, ALLOW] for one in job]
-        dtype = chance.choice(sorted(DTYPES))
-        tensors = {name: _cast(tensor, dtype) for name, tensor in original[kind].items()}
+        number = chance.randrange(len(jobs[kind]))
+        job, dtype = [list(one) for one in jobs[kind][number]], _dtype(number)
+        if jobs is WRITTEN:  # nothing is compiled that depends on the dtype
+            dtype = chance.choice(sorted(DTYPES))
+            job = [[*one, ALLOW] for one in job] if chance.random() < 0.2 else job
+        tensors = _all_cast(original[kind], dtype)
         for _ in range(chance.choice((1, 1, 2))):
             _spoil(chance, tensors)
         write_checkpoint(folder / "model", {**CONFIGS[kind], "torch_dtype": dtype}, tensors)
         (folder / "job.json").write_text(json.dumps(job))
 
     return Attack(name=name, original=original, make=make, read=_read, wrong=_wrong, quick=quick)
+
+
+def _dtype(number: int) -> str:
+    """In which the model of a job is stored: every job has one, so that not all is compiled for all dtypes."""
+    return sorted(DTYPES)[number % len(DTYPES)]
+
+
+def _all_cast(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    return {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
 
 
 def _spoil(chance: random.Random, tensors: dict[str, np.ndarray]) -> None:

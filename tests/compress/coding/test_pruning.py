@@ -88,3 +88,10 @@ def test_refit_gains_what_it_is_said_to_gain(experts, least, most, law):
     count = round(0.25 * kernels[0].size)
     errors = [prune(lambda: iter(kernels), mean_kernel(kernels), count, refit=refit).error for refit in (True, False)]
     assert least < 1 - errors[0] / errors[1] < most
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1.0, 1e15])
+def test_squares_of_numbers_of_any_size(scale):
+    """In float32 the square of 1e-30 is zero."""
+    array = np.random.default_rng(0).standard_normal((30, 40), np.float32) * np.float32(scale)
+    assert squared(array) == pytest.approx(float(np.sum(array.astype(np.float64) ** 2)), rel=1e-5)
