@@ -197,4 +197,16 @@ SECTIONS = (
         tuning.report.report,
         {"pesc": "PESC in brief", "perft": "PERFT in brief"},
     ),
+    _program(
+        "attack_kills",
+        "python benchmarks/attack_kills.py",
+        (
+            *("tests/attack/interrupted.py", "tests/attack/forked.py", "convert", "train", "moe_jax/upcycle"),
+            *("moe_jax/peft", "moe_jax/compress/job", "moe_jax/resume.py", "moe_jax/staging.py"),
+            *("moe_jax/model_dir.py", "moe_jax/leaf_files.py", "moe_jax/checkpoint.py"),
+        ),
+        layouts.KILLS,
+        layouts.FULL_DISKS,
+        layouts.TWO_AT_A_TIME,
+    ),
 )
