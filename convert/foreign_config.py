@@ -25,6 +25,10 @@ class ForeignConfig:
         missing = [key for key in keys if self._data.get(key, self._defaults.get(key)) is None]
         raise_if_any([f"it has no {key!r}, which cannot be guessed" for key in missing], "config.json")
 
+    def is_default(self, key: str) -> bool:
+        """Whether a key has the value that its family has where a config leaves it out."""
+        return self._data.get(key, self._defaults.get(key)) == self._defaults.get(key)
+
     def given(self, key: str) -> bool:
         """Whether the config itself holds a value for `key`."""
         return self._data.get(key) is not None

@@ -163,10 +163,10 @@ def read_decoder(
     max_positions = config.required_integer("max_position_embeddings")
     vocab_size = config.required_integer("vocab_size")
     bos, eos = config.integer("bos_token_id"), config.integers("eos_token_id")
-    # A default of the family that a smaller vocabulary does not have says nothing.
-    if not config.given("bos_token_id") and bos is not None and bos >= vocab_size:
+    # A default of the family that a smaller vocabulary does not have says nothing; Transformers writes it all the same.
+    if config.is_default("bos_token_id") and bos is not None and bos >= vocab_size:
         bos = None
-    if not config.given("eos_token_id"):
+    if config.is_default("eos_token_id"):
         eos = tuple(token for token in eos if token < vocab_size)
     return ModelConfig(
         family=family,

@@ -337,3 +337,16 @@ def test_configs_in_the_wild(data_dir: pathlib.Path):
         written = write_hf_config(read_hf_config(config))
         assert {key: value for key, value in written.items() if key in config} == config, file
     assert {"01-ai__Yi-34B", "mistralai__Mixtral-8x7B-v0.1", "deepseek-ai__deepseek-coder-1.3b-base"} <= seen
+
+
+def test_special_tokens_are_in_the_vocabulary():
+    """The default of a family, which Transformers writes for a small vocabulary too, is no statement about it."""
+    olmoe = CONFIGS["olmoe"]
+    for changes in ({"eos_token_id": 50279}, {}):
+        config = read_hf_config({key: v for key, v in olmoe.items() if key != "eos_token_id"} | changes)
+        assert config.vocab_size < 50279 and config.eos_ids == ()
+    for eos in (50280, [1, 50279], -1):
+        with pytest.raises(InputError, match="eos_ids: token .* is outside the vocabulary"):
+            read_hf_config(olmoe | {"eos_token_id": eos})
+    with pytest.raises(InputError, match="bos_id: token 1000000 is outside the vocabulary"):
+        read_hf_config(olmoe | {"bos_token_id": 10**6})
