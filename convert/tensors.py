@@ -131,7 +131,7 @@ class TensorFiles:
                 file = open_regular(entry.file)
                 if identity_of(file.fileno()) != entry.identity:
                     file.close()
-                    raise InputError(f"{entry.file} was replaced or changed while it was read; start again")
+                    raise InputError(f"{entry.file} was replaced while it was read; start again")
                 self._files[entry.file] = file
             return self._files[entry.file].fileno()
 
