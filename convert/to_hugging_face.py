@@ -24,7 +24,7 @@ from moe_jax.convert.tensors import DTYPE_NAMES
 from moe_jax.errors import InputError, check_member
 from moe_jax.finite import REMEDY, check_finite, check_fits
 from moe_jax.formatting import GB, parse_bytes
-from moe_jax.lineage import LINEAGE_FILE, identity_of, new_lineage_entry
+from moe_jax.lineage import LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
@@ -110,7 +110,7 @@ def export(
     }
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with ByteProgress(console, "exporting", total) as progress:
-        with Workplace(dst, identity_of(lineage)) as work:
+        with Workplace(dst, job_of(lineage)) as work:
             folder = work.folder
             # Before the weights, so that nothing that is copied can take their place.
             for file in source.tokenizer_files:

@@ -45,7 +45,7 @@ def new_lineage_entry(
     }
 
 
-def identity_of(lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def job_of(lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What identifies the work that a lineage describes; date, versions and measurements are not part of it."""
     return [{name: entry.get(name) for name in ("command", "options", "sources")} for entry in lineage]
 

@@ -26,7 +26,7 @@ from moe_jax.errors import InputError, raise_if_any
 from moe_jax.finite import REMEDY, check_finite
 from moe_jax.json_toml import read_json_object
 from moe_jax.leaf_files import LeafReader, LeafWriter
-from moe_jax.lineage import LINEAGE_FILE, identity_of
+from moe_jax.lineage import LINEAGE_FILE, job_of
 from moe_jax.lineage import new_lineage_entry as new_lineage_entry
 from moe_jax.lineage import read_lineage as read_lineage
 from moe_jax.loading import check_leaves, leaf_specs
@@ -336,7 +336,7 @@ class ModelDirectoryWriter:
 
     def _job(self) -> list[Any]:
         """What identifies the job."""
-        return [config_to_json(self._config), identity_of(self.lineage)]
+        return [config_to_json(self._config), job_of(self.lineage)]
 
 
 def _identity(data: Any) -> bytes:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -69,14 +69,14 @@ class Workplace:
         Raises:
           InputError: if the target exists, or another command is writing it.
         """
+        self._made = [parent for parent in self.folder.parents if not parent.exists()]
         self._lock = _make_and_lock(self.folder, self._target)
         try:
             refuse_existing(self._target)
             if not (self._goes_on and self._is_same_job()):
                 self.begin_anew()
         except BaseException:
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()  # if it is empty
+            _remove_empty([self.folder, *self._made])
             os.close(self._lock)
             raise
         return self
@@ -120,6 +120,7 @@ class Workplace:
                 if error is not None:
                     _take_back_notes(error, self.folder)
                 remove_directory(self.folder)
+                _remove_empty(self._made)
         finally:
             os.close(self._lock)
 
@@ -143,6 +144,13 @@ def require_space(target: Path, needed: int) -> None:
             f"{target} takes {show_bytes(needed)}, but {existing} has {show_bytes(free)} free; "
             "free some or choose another disk"
         )
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Removes folders, innermost first, up to one that is not empty."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _take_back_notes(error: BaseException, folder: Path) -> None:

@@ -73,6 +73,17 @@ def test_killed_while_a_directory_is_replaced_one_of_the_two_is_left(tmp_path, m
     assert ((target / "file").read_text(), names(tmp_path)) == expected
 
 
+def test_folders_above_a_target_that_is_refused_are_removed_with_it(tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(InputError), Workplace(tmp_path / "there" / "a" / "b" / "out", job=1):
+        raise InputError("weights that will be no better next time")
+    assert names(tmp_path) == ["there"] and names(tmp_path / "there") == []
+    with pytest.raises(InputError), Workplace(tmp_path / "a" / "b" / "out", job=1):
+        (tmp_path / "a" / "of the user").touch()
+        raise InputError("weights that will be no better next time")
+    assert names(tmp_path / "a") == ["of the user"]
+
+
 def test_what_interrupted_commands_left_is_cleaned(tmp_path, capsys):
     for target in ("model", "run/model.new"):
         with pytest.raises(OSError), Workplace(tmp_path / target, job=1) as work:
