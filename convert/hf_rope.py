@@ -5,7 +5,8 @@ writes `rope_parameters: {"rope_type": ..., "rope_theta": ..., ...}`. The older 
 every release that reads a family at all reads it.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from moe_jax.convert.foreign_config import ForeignConfig
 from moe_jax.errors import InputError, is_finite, nearest, shown
@@ -167,25 +168,38 @@ def _scaling(values: dict[str, Any]) -> Any:
     return SCALINGS[names[0]]
 
 
-def _checked(key: str, value: Any) -> Any:
-    """The value of a key in the type that `RopeConfig` has for it."""
-    if key == "truncate":
-        expected, fits = "true or false", isinstance(value, bool)
-    elif key in _LISTS:
-        expected, fits = "a list of numbers above 0", isinstance(value, list) and all(map(_is_positive, value))
-    elif key == "partial_rotary_factor":
-        expected, fits = "a number", is_finite(value)
-    elif key == "original_max_position_embeddings":
-        # Some configs write it as 8192.0.
-        expected, fits = "a number of positions", _is_positive(value) and value == int(value)
-    else:
-        expected, fits = "a number above 0", _is_positive(value)
-    if not fits:
-        raise InputError(f"config.json: rope {key} is {shown(value)}, expected {expected}")
-    if key in _LISTS:
-        return tuple(map(float, value))
-    return value if key == "truncate" else int(value) if expected == "a number of positions" else float(value)
-
-
 def _is_positive(value: Any) -> bool:
     return is_finite(value) and value > 0
+
+
+class _Kind(NamedTuple):
+    """What a value must be, in words and as a test, and how it becomes the type that `RopeConfig` has for it."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+    convert: Callable[[Any], Any]
+
+
+_POSITIVE = _Kind("a number above 0", _is_positive, float)
+_NUMBERS = _Kind(
+    "a list of numbers above 0",
+    lambda value: isinstance(value, list) and all(map(_is_positive, value)),
+    lambda value: tuple(map(float, value)),
+)
+_KINDS = {
+    "truncate": _Kind("true or false", lambda value: isinstance(value, bool), bool),
+    "partial_rotary_factor": _Kind("a number", is_finite, float),
+    # Some configs write it as 8192.0.
+    "original_max_position_embeddings": _Kind(
+        "a number of positions", lambda value: _is_positive(value) and value == int(value), int
+    ),
+    **dict.fromkeys(_LISTS, _NUMBERS),
+}
+
+
+def _checked(key: str, value: Any) -> Any:
+    """The value of a key in the type that `RopeConfig` has for it."""
+    kind = _KINDS.get(key, _POSITIVE)
+    if not kind.fits(value):
+        raise InputError(f"config.json: rope {key} is {shown(value)}, expected {kind.expected}")
+    return kind.convert(value)
