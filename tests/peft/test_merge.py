@@ -91,6 +91,14 @@ def test_merged_model_gives_the_logits_of_the_tuned_one(tmp_path, capsys):
     assert '"command": "merge"' in lineage.read_text() and '"command": "adapt"' in lineage.read_text()
 
 
+def test_lora_of_full_experts_is_folded_expert_by_expert(tmp_path):
+    source = write_adapter(tmp_path, model(moe(FFN)))
+    assert cli.main(["merge", str(source.path), str(tmp_path / "out")]) == 0
+    expected = logits(source)
+    np.testing.assert_allclose(logits(ModelDirectory(tmp_path / "out")), expected, atol=1e-5 * np.abs(expected).max())
+    assert np.abs(logits(source.base) - expected).max() > 0.1
+
+
 def test_kernels_are_rounded_once(tmp_path):
     source = write_adapter(tmp_path, model(FFN), dtype="bfloat16")
     merge(source, tmp_path / "out")
