@@ -200,7 +200,7 @@ def test_what_mixtral_cannot_hold_is_refused_before_anything_is_read(config: Mod
         path: pathlib.Path
 
     with pytest.raises(InputError) as error:
-        export(Source(config, tmp_path), tmp_path / "back", console=QUIET)
+        export(Source(config, tmp_path / "ours"), tmp_path / "back", console=QUIET)
     assert expected in str(error.value) and not (tmp_path / "back").exists()
 
 
