@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import moe_jax
+from moe_jax import cli
 from moe_jax.errors import InputError
 from moe_jax.local_paths import check_beside, check_local, check_model_path, hub_hint
 from moe_jax.model_dir import ModelDirectoryWriter
@@ -72,3 +74,25 @@ def test_names_of_the_hub_are_told_from_paths(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     for path in ("runs/model", "model", "/a/b", "../a/b", "./a"):
         assert not hub_hint(path)
+
+
+def test_a_run_inside_the_model_that_it_trains_is_refused(tmp_path):
+    config = dense_config(num_layers=1)
+    write_model(tmp_path / "dense", config, random_leaves(config))
+    recipe = {"run_dir": str(tmp_path / "dense" / "run"), "model": {"path": str(tmp_path / "dense")}}
+    with pytest.raises(InputError, match="dense/run lies inside .*dense"):
+        moe_jax.train(recipe)
+    assert not (tmp_path / "dense" / "run").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "base.json", "lineage.json"])
+@pytest.mark.parametrize(
+    "content", ['{"format":' * 50_000, "[" * 50_000, '{"format": 1, "format": 2}', "[5]", '{"a": ' + "9" * 5000 + "}"]
+)
+def test_files_that_cannot_be_read_are_one_line(tmp_path, capsys, file, content):
+    config = dense_config(num_layers=1)
+    write_model(tmp_path / "model", config, random_leaves(config))
+    (tmp_path / "model" / file).write_text(content)
+    assert cli.main(["inspect", str(tmp_path / "model")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moe-jax: error: ") and err.count("\n") == 1 and len(err) < 400 + len(str(tmp_path))
