@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from moe_jax.models import LayerConfig as LayerConfig
     from moe_jax.models import ModelConfig as ModelConfig
     from moe_jax.models import MoEConfig as MoEConfig
-    from moe_jax.models.config import PerftConfig as PerftConfig
+    from moe_jax.models.moe_config import PerftConfig as PerftConfig
     from moe_jax.nn.decoder import Decoder as Decoder
     from moe_jax.nn.moe import MoE as MoE
     from moe_jax.train.evaluation import Evaluation as Evaluation
@@ -74,7 +74,7 @@ _MODULES = {
     "functional.rope": ("RopeConfig",),
     "functional.routing": ("route",),
     "models": ("AttentionConfig", "LayerConfig", "MoEConfig", "ModelConfig"),
-    "models.config": ("PerftConfig",),
+    "models.moe_config": ("PerftConfig",),
     "nn.decoder": ("Decoder",),
     "nn.moe": ("MoE",),
     "train.evaluation": ("Evaluation",),

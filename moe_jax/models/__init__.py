@@ -8,9 +8,9 @@ from moe_jax.functional.rope import RopeConfig as RopeConfig
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.config import LayerConfig as LayerConfig
 from moe_jax.models.config import ModelConfig as ModelConfig
-from moe_jax.models.config import MoEConfig as MoEConfig
-from moe_jax.models.config import PerftConfig as PerftConfig
-from moe_jax.models.config import SelectionConfig as SelectionConfig
+from moe_jax.models.moe_config import MoEConfig as MoEConfig
+from moe_jax.models.moe_config import PerftConfig as PerftConfig
+from moe_jax.models.moe_config import SelectionConfig as SelectionConfig
 from moe_jax.models.segments import Segment as Segment
 from moe_jax.models.segments import segments_of as segments_of
 from moe_jax.models.serialize import config_from_json as config_from_json

@@ -1,0 +1,253 @@
+"""`MoEConfig`: what the Mixture-of-Experts of a layer is, with what bounds its choice and what stands beside it."""
+
+import dataclasses
+from typing import Literal
+
+from moe_jax.errors import InputError, check_member, check_number, check_positive
+from moe_jax.experts.bank_config import BankConfig
+from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
+from moe_jax.functional.gates import GATES, GROUP_SCORES, weights_are_constant
+from moe_jax.functional.universal import GATE_BESIDE, UNIVERSAL
+
+VARIANTS = ("routed", "embedded", "dense", "single")
+
+# Of a layer, and of all layers together: far above any model that is known, and few enough to be handled.
+MAX_EXPERTS = 100_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerftConfig:
+    """PEFT experts beside a frozen MoE (PERFT; METHODS 7).
+
+        >>> moe_jax.PerftConfig(variant="single", adapter=moe_jax.AdapterConfig(rank=8)).num_experts
+        1
+
+    Attributes:
+      variant: `routed` (R): M adapters with a router of their own; `embedded` (E): one adapter for every output of
+        the MoE's router, with its weights; `dense` (D): M adapters that see every token; `single` (S): one of them.
+      adapter: the form of each adapter.
+      num_experts: M; for `embedded`, the number of experts of the MoE.
+      top_k: adapters per token K; for `routed` only.
+      gate: how the router of `routed` weights them, one of `functional.gates.GATES`.
+      balance_coef, z_coef: of that router's auxiliary losses.
+    """
+
+    variant: Literal["routed", "embedded", "dense", "single"]
+    adapter: AdapterConfig
+    num_experts: int = 1
+    top_k: int | None = None
+    gate: str = "softmax_topk"
+    balance_coef: float = 0.01
+    z_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_member("PERFT variant", self.variant, VARIANTS)
+        check_positive(self, "num_experts", at_most=MAX_EXPERTS)
+        check_positive(self, "top_k")
+        check_number(self, "balance_coef", "z_coef", at_least=0)
+        check_member("gate", self.gate, GATES)
+        if self.variant == "single" and self.num_experts != 1:
+            raise InputError(f"PERFT-S is one adapter, num_experts={self.num_experts}")
+        if (self.top_k is not None) != (self.variant == "routed"):
+            raise InputError(f"top_k={self.top_k} does not go with PERFT {self.variant!r}: 'routed' has one")
+        if self.top_k is not None and not 1 <= self.top_k <= self.num_experts:
+            raise InputError(f"top_k={self.top_k} must lie between 1 and the number of adapters, {self.num_experts}")
+        if self.gate == "top1" and self.top_k != 1:
+            raise InputError(f"gate 'top1' routes to one adapter, top_k={self.top_k}")
+        if self.top_k is not None and weights_are_constant(self.gate, self.top_k, self.num_experts):
+            raise InputError(
+                f"top_k=1 with gate {self.gate!r} weights an adapter by 1 whatever its router says, which then learns "
+                "nothing from the task; use gate 'softmax_topk' or 'top1', or a larger top_k"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectionConfig:
+    """What bounds the choice of experts besides the logits of the router (DeepSeek-V2 and -V3).
+
+    Attributes:
+      bias: the router has a bias that is added to the scores to choose by, and to nothing else.
+      groups: experts are this many groups of consecutive ones.
+      top_groups: experts are chosen from this many groups, the best.
+      group_score: a group is as good as its `best` expert (V2), or as the sum of its `best_two` (V3).
+    """
+
+    bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["best", "best_two"] = "best"
+
+    def __post_init__(self) -> None:
+        check_positive(self, "groups", "top_groups")
+        check_member("group_score", self.group_score, GROUP_SCORES)
+        if self.top_groups > self.groups:
+            raise InputError(f"top_groups={self.top_groups} is above groups={self.groups}")
+
+    def check_fits(self, num_experts: int, top_k: int) -> None:
+        """Raises `InputError` unless `top_k` of so many experts can be chosen so."""
+        if num_experts % self.groups:
+            raise InputError(f"{num_experts} experts cannot be divided into groups={self.groups}")
+        size = num_experts // self.groups
+        if self.groups > 1 and self.group_score == "best_two" and size < 2:
+            raise InputError(f"groups={self.groups} leave one expert in each, and group_score 'best_two' needs two")
+        if self.top_groups * size < top_k:
+            raise InputError(f"top_groups={self.top_groups} have {self.top_groups * size} experts, top_k={top_k}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """A Mixture-of-Experts layer.
+
+        >>> shared = moe_jax.BankConfig(kind="low-rank", rank=4)
+        >>> moe_jax.MoEConfig(expert=moe_jax.FFNConfig(dim=32), num_experts=8, top_k=2, bank=shared).bank_experts
+        8
+
+    Attributes:
+      expert: shape of one expert.
+      num_experts: E.
+      top_k: experts per token k.
+      gate: one of `functional.gates.GATES` (METHODS 1). Of a universal FFN that brings its own it stays at its default.
+        With top_k 1, one whose weights sum to 1 is for checkpoints that are so: see `router_learns`.
+      gate_scale: the weights that the gate gives are multiplied by it.
+      selection: what bounds the choice of experts besides the logits.
+      bank: what the experts are made of.
+      balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
+      capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
+        assignments of a sequence of n tokens, padding not counted; the others are dropped (residual only).
+      universal: an FFN that sees every token, also called a shared expert, and how it is weighted. With `one` its
+        weight is 1; with `sigmoid`, the sigmoid of a linear map of the token (Qwen2-MoE). Both go with any gate. Two
+        bring their own (METHODS 2.4): with `coder` the router is XFT's gate network, and all weights sum to 1; with
+        `med` its weight is 1, beside `softmax_topk`. `none`: there is none.
+      extended: the universal FFN is not a separate FFN but the last delta of the bank, over the base that the experts
+        share.
+      universal_dim: hidden width of a universal FFN beside the bank; None: that of an expert. Compressed experts can
+        be narrower than it.
+      merged_experts: the number G of experts in the bank, if several of the E outputs of the router share one; None: E.
+      perft: PEFT experts beside the MoE.
+      router_lora: LoRA on the kernel of a linear router; its only target is `router`.
+    """
+
+    expert: FFNConfig
+    num_experts: int
+    top_k: int
+    gate: str = "topk_softmax"
+    gate_scale: float = 1.0
+    selection: SelectionConfig = SelectionConfig()
+    bank: BankConfig = BankConfig()
+    balance_coef: float = 0.01
+    z_coef: float = 0.0
+    cv_coef: float = 0.0
+    capacity_factor: float | None = None
+    universal: Literal["none", "coder", "med", "one", "sigmoid"] = "none"
+    extended: bool = False
+    universal_dim: int | None = None
+    merged_experts: int | None = None
+    perft: PerftConfig | None = None
+    router_lora: LoRAConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_experts", at_most=MAX_EXPERTS)
+        check_positive(self, "top_k", "universal_dim", "merged_experts")
+        check_number(self, "gate_scale", "capacity_factor", above=0)
+        check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
+        check_member("gate", self.gate, GATES)
+        if self.top_k > self.num_experts:
+            raise InputError(f"top_k={self.top_k} is above num_experts={self.num_experts}")
+        if self.gate == "top1" and self.top_k != 1:
+            raise InputError(f"gate 'top1' routes to one expert, top_k={self.top_k}")
+        self.selection.check_fits(self.num_experts, self.top_k)
+        if self.merged_experts is not None and not 1 <= self.merged_experts <= self.num_experts:
+            raise InputError(
+                f"merged_experts={self.merged_experts} must lie between 1 and num_experts={self.num_experts}, "
+                "or be null for one expert per output of the router"
+            )
+        self._check_universal()
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        if self.bank.form.needs_unit_weights:
+            # So that the shared FFN counts once (METHODS 6).
+            plain = self.gate == "topk_softmax" and self.universal == "none" and self.capacity_factor is None
+            plain = plain and self.gate_scale == 1.0
+            if not plain or self.merged_experts is not None:
+                raise InputError(
+                    f"{self.bank.kind} experts go with gate 'topk_softmax' alone: no universal FFN, capacity or merged "
+                    "experts"
+                )
+        if self.perft is not None and self.perft.variant == "embedded" and self.perft.num_experts != self.num_experts:
+            raise InputError(
+                f"PERFT-E has one adapter for each of the MoE's {self.num_experts} experts, "
+                f"num_experts={self.perft.num_experts}"
+            )
+        if self.router_lora is not None:
+            self.router_lora.check_targets(("router",))
+            if self.universal == "coder":
+                raise InputError("LoRA goes with a linear router, and universal 'coder' has a gate network")
+        if (self.expert.lora is not None or self.expert.nf4) and not self.bank.has_linear_maps:
+            what = "LoRA on experts" if self.expert.lora is not None else "NF4"
+            raise InputError(
+                f"{what} needs full kernels or a shared base that is applied on its own, and {self.bank.kind} experts "
+                f"with base {self.bank.base!r} have neither; use PERFT"
+            )
+        if self.expert.lora is not None and self.bank.meets_sorted_rows and self.expert.lora.dropout:
+            raise InputError("LoRA on full experts has no dropout: their inputs are sorted rows; set it to 0")
+
+    def _check_universal(self) -> None:
+        check_member("universal", self.universal, UNIVERSAL)
+        if self.universal in GATE_BESIDE and self.gate != MoEConfig.gate:
+            raise InputError(
+                f"gate {self.gate!r} does not go with universal {self.universal!r}, which weights the experts itself"
+            )
+        if self.universal == "coder" and self.selection != SelectionConfig():
+            raise InputError("universal 'coder' chooses by the logits of its gate network alone: leave selection out")
+        if self.extended and self.universal == "none":
+            raise InputError("extended needs a universal FFN ('coder' or 'med') to extend the bank by")
+        if self.extended and not self.bank.form.over_base:
+            raise InputError(
+                f"extended needs experts over a shared base, and {self.bank.kind} experts have none; use another delta"
+            )
+        if self.universal_dim is not None and not self.universal_beside:
+            raise InputError(f"universal_dim={self.universal_dim} needs a universal FFN beside the bank")
+
+    @property
+    def weighting(self) -> str:
+        """The gate that `route` uses: that of the universal FFN if there is one, otherwise `gate`."""
+        return GATE_BESIDE.get(self.universal, self.gate)
+
+    @property
+    def router_learns(self) -> bool:
+        """Whether a gradient of the task reaches the router; else auxiliary losses alone train it."""
+        return not weights_are_constant(self.weighting, self.top_k, self.num_experts)
+
+    @property
+    def universal_beside(self) -> bool:
+        """Whether the universal FFN is a module of its own."""
+        return self.universal != "none" and not self.extended
+
+    @property
+    def universal_ffn(self) -> FFNConfig:
+        """The universal FFN beside the bank."""
+        return self.expert if self.universal_dim is None else dataclasses.replace(self.expert, dim=self.universal_dim)
+
+    @property
+    def routed_experts(self) -> int:
+        """Experts of the bank that the router chooses from: E, or G if they are merged."""
+        return self.num_experts if self.merged_experts is None else self.merged_experts
+
+    @property
+    def bank_experts(self) -> int:
+        """Experts in the bank: E, or G if they are merged, and one more if the universal FFN is its last."""
+        return self.routed_experts + self.extended
+
+    @property
+    def perft_top_k(self) -> int:
+        """PEFT experts that a token is routed to; 0 if there are none."""
+        if self.perft is None:
+            return 0
+        chosen = {"routed": self.perft.top_k, "embedded": self.top_k}
+        return chosen.get(self.perft.variant, self.perft.num_experts)
+
+    @property
+    def bank_top_k(self) -> int:
+        """Experts of the bank that a token is routed to: k, and the universal FFN if it is in the bank."""
+        return self.top_k + self.extended
