@@ -200,6 +200,9 @@ def _train(
     )
     with contextlib.closing(data), contextlib.closing(checkpoints):
         step = checkpoints.latest_step() if begun is not None and begun.record is not None else None
+        if step is None and record.restarts:
+            origin = f"{record.restarts[-1].run}@{record.restarts[-1].step}"
+            raise InputError(f"{run_dir} has no checkpoint left; restart {origin} with another run_dir")
         if step is None:
             with jax.set_mesh(program.mesh):
                 params, frozen = initial_states(program, recipe, source)

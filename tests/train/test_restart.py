@@ -58,7 +58,7 @@ def test_a_run_that_diverged_goes_on_with_another_learning_rate(folder, capsys):
     assert [restart["run"] for restart in (first, second)] == [str(folder / "run"), str(folder / "spoilt")]
 
 
-def test_with_resume_it_may_be_given_again(folder):
+def test_with_resume_it_may_be_given_again(folder, capsys):
     """As a script does that is started over after every interruption."""
     again = [*TRAIN, "run_dir=again", "--resume", "--restart", "run@2", "--skip-batches", "1"]
     assert cli.main(again) == 0
@@ -66,6 +66,11 @@ def test_with_resume_it_may_be_given_again(folder):
     shutil.rmtree(folder / "again/checkpoints/4")
     assert cli.main(again) == 0 and losses("again") == whole
     assert cli.main([*again[:-1], "2"]) == 2
+    # Without its checkpoint it would be another run.
+    shutil.rmtree(folder / "again/checkpoints")
+    capsys.readouterr()
+    assert cli.main(again) == 2
+    assert f"again has no checkpoint left; restart {folder}/run@2 with another run_dir" in capsys.readouterr().err
 
 
 def test_skipped_batches_stay_skipped(folder, capsys):
