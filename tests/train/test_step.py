@@ -131,6 +131,9 @@ def test_without_a_score_the_router_is_trained_by_the_balance_loss_alone():
     assert float(metrics.loss) == 0.0 and float(metrics.auxiliary) > 0.4 and float(metrics.grad_norm) > 0
     after = np.asarray(state.params["stack"]["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...])
     assert np.abs(after - before).max() > 1e-5
+    with jax.set_mesh(program.mesh):
+        _, better = program.step(state, frozen, batch)
+    assert float(better.auxiliary) < float(metrics.auxiliary)
 
 
 def repeated_batch(seed: int, rows: int) -> dict[str, np.ndarray]:
