@@ -11,6 +11,7 @@ from moe_jax.convert.tensors import DTYPE_BITS, Checksum, TensorEntry, check_ten
 from moe_jax.convert.torch_pickle import MAX_PICKLE_BYTES, Storage, StoredTensor, read_torch_pickle
 from moe_jax.convert.torch_zip import TorchZip
 from moe_jax.errors import InputError, shown
+from moe_jax.regular_files import open_regular
 
 
 def read_torch_file(path: Path) -> dict[str, TensorEntry]:
@@ -21,16 +22,17 @@ def read_torch_file(path: Path) -> dict[str, TensorEntry]:
     Raises:
       InputError: if it is not such a zip, is damaged, or contains anything but tensors.
     """
-    archive = TorchZip(path)
-    if "byteorder" in archive and archive.read("byteorder", max_bytes=16) != b"little":
-        raise InputError(f"{path} was saved on a big-endian machine, which is not supported")
-    data = archive.read("data.pkl", max_bytes=MAX_PICKLE_BYTES)
-    try:
-        state = read_torch_pickle(data)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    places: dict[Storage, Checksum] = {}
-    return {name: _entry(archive, name, tensor, places) for name, tensor in _tensors_of(path, state).items()}
+    with open_regular(path) as file:
+        archive = TorchZip(path, file)
+        if "byteorder" in archive and archive.read("byteorder", max_bytes=16) != b"little":
+            raise InputError(f"{path} was saved on a big-endian machine, which is not supported")
+        data = archive.read("data.pkl", max_bytes=MAX_PICKLE_BYTES)
+        try:
+            state = read_torch_pickle(data)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        places: dict[Storage, Checksum] = {}
+        return {name: _entry(archive, name, tensor, places) for name, tensor in _tensors_of(path, state).items()}
 
 
 def _tensors_of(path: Path, state: Any) -> dict[str, StoredTensor]:

@@ -4,7 +4,7 @@
 read in place; their checksums are verified when they are.
 """
 
-import io
+import collections
 import struct
 import zipfile
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import BinaryIO
 
 from moe_jax.convert.tensors import Checksum, check_crc, identity_of
 from moe_jax.errors import InputError, first_line, shown
-from moe_jax.regular_files import open_regular
 
 _MAX_TABLE = 8 << 20  # bytes: some hundred thousand members
 # What `zipfile` raises for damaged files: impossible names, versions, flags, lengths, positions.
@@ -31,23 +30,25 @@ class TorchZip:
 
     Attributes:
       path: of the file.
-      identity: of the file whose table of members was read.
+      identity: of the file.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, file: BinaryIO):
         """Reads the table of members.
+
+        Args:
+          path: of the file, for messages.
+          file: the open file; it is not closed.
 
         Raises:
           InputError: if it is no zip, has two members of one name, or holds not exactly one `data.pkl`.
         """
-        self.path = path
-        with open_regular(path) as file:
-            self.identity = identity_of(file.fileno())
-            infos = _table(path, file)
+        self.path, self._file = path, file
+        self.identity = identity_of(file.fileno())
+        infos = _table(path, file)
         self._members = {info.filename: info for info in infos}
         if len(self._members) < len(infos):
-            names = [info.filename for info in infos]
-            twice = next(name for name in names if names.count(name) > 1)
+            ((twice, _),) = collections.Counter(info.filename for info in infos).most_common(1)
             raise self.damaged(f"it has two members {shown(twice)}")
         pickles = [name for name in self._members if name.endswith("/data.pkl") or name == "data.pkl"]
         if len(pickles) != 1:
@@ -68,10 +69,9 @@ class TorchZip:
             raise self.damaged(f"its member {shown(name)} is missing")
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise InputError(f"{self.path}: {shown(name)} is compressed, which PyTorch never does; save it again")
-        with open_regular(self.path) as file:
-            start = self._start(file, info)
-            if start + info.file_size > file.seek(0, io.SEEK_END):
-                raise self.damaged(f"its member {shown(name)} ends after the end of the file")
+        start = self._start(info)
+        if start + info.file_size > self.identity.size:
+            raise self.damaged(f"its member {shown(name)} ends after the end of the file")
         return Checksum(start, info.file_size, info.CRC)
 
     def read(self, name: str, max_bytes: int) -> bytes:
@@ -83,23 +83,22 @@ class TorchZip:
         place = self.place(name)
         if place.size > max_bytes:
             raise self.damaged(f"its member {shown(name)} has {place.size:,} bytes, more than {max_bytes:,}")
-        with open_regular(self.path) as file:
-            check_crc(self.path, file.fileno(), place)
-            file.seek(place.start)
-            return file.read(place.size)
+        check_crc(self.path, self._file.fileno(), place)
+        self._file.seek(place.start)
+        return self._file.read(place.size)
 
     def damaged(self, what: str) -> InputError:
         """An error that says what is wrong with the file, and what to do."""
         return InputError(f"{self.path} is damaged: {what}; fetch it again")
 
-    def _start(self, file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    def _start(self, info: zipfile.ZipInfo) -> int:
         """First byte of a member, after a header of its own that repeats what the table says."""
-        file.seek(info.header_offset)
-        header = file.read(_LOCAL_HEADER.size)
+        self._file.seek(info.header_offset)
+        header = self._file.read(_LOCAL_HEADER.size)
         if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
             raise self.damaged(f"there is no header before its member {shown(info.filename)}")
         _, _, flags, method, _, _, crc, stored, size, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-        name = file.read(name_length)
+        name = self._file.read(name_length)
         here = (flags, method, name.decode("utf-8" if flags & _NAME_IS_UTF8 else "cp437", "replace"))
         same = here == (info.flag_bits, info.compress_type, info.orig_filename)
         unsaid = (0,) if flags & _SIZES_FOLLOW else ()

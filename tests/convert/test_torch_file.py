@@ -3,6 +3,8 @@
 import contextlib
 import io
 import pathlib
+import struct
+import time
 import zipfile
 
 import numpy as np
@@ -240,6 +242,18 @@ def test_members_of_one_name(torch, tmp_path: pathlib.Path):
         archive.writestr("x/data/0", bytes(48))
     with pytest.raises(InputError, match="two members 'x/data/0'"):
         read_torch_file(tmp_path / "x.bin")
+
+
+def test_one_name_twice_among_many(tmp_path: pathlib.Path):
+    one = struct.Struct("<4s6H3I5H2I8s").pack
+    names = [b"%08d" % i for i in range(100_000)] + [b"%08d" % 99_999]
+    table = b"".join(one(b"PK\1\2", 20, 20, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, name) for name in names)
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, len(names) & 0xFFFF, len(names) & 0xFFFF, len(table), 0, 0)
+    (tmp_path / "x.bin").write_bytes(table + end)
+    start = time.process_time()
+    with pytest.raises(InputError, match="two members '00099999'"):
+        read_torch_file(tmp_path / "x.bin")
+    assert time.process_time() - start < 5
 
 
 def test_a_tensor_larger_than_its_storage(torch, tmp_path: pathlib.Path):
