@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from moe_jax.errors import MAX_SIZE, InputError
+from moe_jax.errors import MAX_SIZE, InputError, is_finite
 from moe_jax.functional.sampling import sample
 from moe_jax.nn import Caches, Decoder, init_cache
 
@@ -137,7 +137,7 @@ def _check(
         raise InputError(f"{max_new_tokens=} must be at least 1")
     if max_new_tokens > MAX_SIZE:
         raise InputError(f"{max_new_tokens=} must be at most {MAX_SIZE:,}")
-    if temperature < 0:
+    if not (is_finite(temperature) and temperature >= 0):
         raise InputError(f"{temperature=} must be 0 (greedy) or above")
     if top_k is not None and top_k < 1:
         raise InputError(f"{top_k=} must be at least 1, or left out")

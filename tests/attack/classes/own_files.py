@@ -57,7 +57,7 @@ def _attack_on_config(name: str) -> Attack:
         make=lambda chance, original, folder: _write(folder / "config.json", mutated_json(chance, original)),
         read=lambda folder, out: ModelDirectory(folder).config,
         wrong=_wrong_config,
-        quick=150,
+        quick=60,
     )
 
 
@@ -230,6 +230,7 @@ ATTACKS = (
         original=lambda: _REFERENCE,
         make=lambda chance, original, folder: _write(folder / "base.json", mutated_json(chance, original)),
         read=_read_reference,
+        quick=100,
         wrong=lambda original, folder, read: next(impossible_values("", read), None),
     ),
     Attack(
@@ -238,19 +239,21 @@ ATTACKS = (
         make=lambda chance, original, folder: _write(folder / "run.json", mutated_json(chance, original)),
         read=_read_run_record,
         wrong=_wrong_run_record,
-        quick=150,
+        quick=60,
     ),
     Attack(
         name="lineage.json",
         original=lambda: _LINEAGE,
         make=lambda chance, original, folder: _write(folder / "lineage.json", mutated_json(chance, original)),
         read=_read_lineage,
+        quick=100,
     ),
     Attack(
         name="recipe",
         original=lambda: _RECIPE,
         make=lambda chance, original, folder: _write(folder / "recipe.toml", _mutated_recipe(chance, original)),
         read=_read_recipe,
+        quick=100,
         wrong=_wrong_recipe,
     ),
     Attack(
@@ -260,6 +263,7 @@ ATTACKS = (
             folder / "a.jsonl", b'{"text": "a"}\n' + mutated_json(chance, original).replace(b"\n", b" ") + b"\n"
         ),
         read=_read_lines,
+        quick=100,
         wrong=_wrong_lines,
     ),
 )
