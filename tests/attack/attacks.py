@@ -35,6 +35,7 @@ class Attack:
       wrong: says what is wrong about what was read, in a few words; None: nothing. It must know that from elsewhere:
         from the original, or from another reader.
       quick: how many inputs the tests try; the long run tries as many in proportion.
+      max_seconds: of processor time that reading may take; more only where what is read is worked on, too.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Attack:
     read: Callable[[Path, Path], Any]
     wrong: Callable[[Any, Path, Any], str | None] = nothing_wrong
     quick: int = 200
+    max_seconds: float = 5.0
 
 
 def canary(folder: Path) -> Path:

@@ -24,7 +24,6 @@ from tests.attack.attacks import CLASSES, Attack, all_attacks, canary
 FAULTS = ("executed", "escape", "wrong", "hang", "memory", "traceback", "echo")
 FINE = ("refused", "accepted")
 
-MAX_SECONDS = 5.0  # of processor time
 MAX_WAITING = 40.0  # seconds by the clock in which no processor time is used
 MAX_BYTES = 500_000_000  # of memory, above what the process had
 MAX_MESSAGE = 8000  # characters of a refusal: forty problems and what stands before them
@@ -65,7 +64,7 @@ class Outcome:
 
 
 def try_inputs(
-    name: str, numbers: Sequence[int], package: str = CLASSES, max_seconds: float = MAX_SECONDS
+    name: str, numbers: Sequence[int], package: str = CLASSES, max_seconds: float | None = None
 ) -> Iterator[Outcome]:
     """Tries inputs of a class, one after another; a process that is ended or has tried many is replaced.
 
@@ -73,12 +72,13 @@ def try_inputs(
       name: of the attack.
       numbers: of the inputs.
       package: whose modules hold the attacks.
-      max_seconds: of processor time; a reader that takes more hangs.
+      max_seconds: of processor time; a reader that takes more hangs. None: what the attack says.
 
     Yields:
       One outcome for each number, in order.
     """
     processes = _server()
+    max_seconds = all_attacks(package)[name].max_seconds if max_seconds is None else max_seconds
     position = 0
     with tempfile.TemporaryDirectory(prefix="attack-", ignore_cleanup_errors=True) as scratch:
         while position < len(numbers):

@@ -95,7 +95,8 @@ def attack_on(name: str, jobs: dict[str, list[Any]], quick: int) -> Attack:
         write_checkpoint(folder / "model", {**CONFIGS[kind], "torch_dtype": dtype}, tensors)
         (folder / "job.json").write_text(json.dumps(job))
 
-    return Attack(name=name, original=original, make=make, read=_read, wrong=_wrong, quick=quick)
+    # Whole commands run here, some of which work on the weights for seconds.
+    return Attack(name=name, original=original, make=make, read=_read, wrong=_wrong, quick=quick, max_seconds=60.0)
 
 
 def _dtype(number: int) -> str:
