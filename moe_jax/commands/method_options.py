@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from moe_jax.compress import METHODS, Method, make_method, make_swept_methods
-from moe_jax.errors import InputError, check_member, flag_of, is_finite, shown
+from moe_jax.errors import InputError, check_member, flag_of, shown
 from moe_jax.formatting import parse_bytes
 
 
@@ -158,10 +158,7 @@ def _value(option: _Option, text: str) -> Any:
     if option.kind not in (int, float):
         return text
     try:
-        value = option.kind(text)
-        if not is_finite(value):
-            raise ValueError
-        return value
+        return option.kind(text)
     except ValueError:
         expected = "a whole number" if option.kind is int else "a number"
         raise InputError(f"{flag_of(option.name)} {shown(text)}: expected {expected}") from None
