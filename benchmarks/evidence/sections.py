@@ -198,6 +198,15 @@ SECTIONS = (
         {"pesc": "PESC in brief", "perft": "PERFT in brief"},
     ),
     _program(
+        "attack",
+        "python benchmarks/attack.py",
+        (
+            *("tests/attack", "convert", "train", "moe_jax/models", "moe_jax/json_toml.py", "moe_jax/strict.py"),
+            "moe_jax/regular_files.py",
+        ),
+        layouts.ATTACKS,
+    ),
+    _program(
         "attack_kills",
         "python benchmarks/attack_kills.py",
         (
