@@ -30,8 +30,9 @@ def test_paths(path):
     check_model_path(path)
 
 
-def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
-    bad = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bad = Path(os.fsdecode(b"name-\xff"))
     for use in (open_source, refuse_existing):
         with pytest.raises(InputError, match=r"udcff' is not UTF-8, as paths of models must be; rename it"):
             use(bad)

@@ -208,7 +208,7 @@ def test_a_hugging_face_moe_with_the_dense_model_it_came_from(models, tmp_path, 
         ),
         (("--sweep", "--text", "t", "--bits", "2,5"), "bits=5 must be one of"),
         (("--sweep", "--text", "t", "--batch-size", 0), "--batch-size 0 must be at least 1"),
-        (("--bit", 4), "did you mean --bits"),
+        (("--bit", 4), "did you mean '--bits'"),
     ],
 )
 def test_bad_options_are_refused(options, message, models, tmp_path, failing):

@@ -136,7 +136,7 @@ def test_a_gate_over_all_experts_is_equal(dense_model, tmp_path):
         (("--freeze-base",), "--freeze-base needs a shared base"),
         (("--gate", "top2"), "top2"),
         (("--seed", -1), "seed=-1 must not be negative"),
-        (("--expert", 4), "did you mean --experts"),
+        (("--expert", 4), "did you mean '--experts'"),
     ],
 )
 def test_bad_options_are_refused(options, message, dense_model, tmp_path, failing):

@@ -142,7 +142,7 @@ def test_a_table_is_printed(tmp_path, capsys):
         (("--compress", "resmoe"), "--compress resmoe needs --keep"),
         (("--compress", "resmoe", "--keep", 0), "keep=0 must lie in (0, 1]"),
         (("--compress", "resmoe", "--keep", 1.5), "keep=1.5 must lie in (0, 1]"),
-        (("--compress", "resmoe", "--keep", "nan"), "keep=nan must lie in (0, 1]"),
+        (("--compress", "resmoe", "--keep", "nan"), "--keep: expected a finite number, got nan"),
         (("--compress", "up", "--keep", 1, "--storage", "svd"), "unknown storage 'svd'; known: csr16"),
         (("--compress", "up", "--keep", 1, "--residual", "svd"), "--residual svd does not go with up"),
         (("--compress", "resmoe", "--keep", 1, "--residual", "quantized:5"), "--residual quantized:5 does not go"),
