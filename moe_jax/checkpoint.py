@@ -164,8 +164,8 @@ class TrainingCheckpoints:
         self._directory = Path(directory).absolute()
         context = _context()
 
-        def pieces(path: tuple, leaf: Any) -> Any:
-            if np.ndim(leaf) < 2 or not in_slices(jax.tree_util.keystr(path, simple=True, separator=".")):
+        def pieces(key: tuple, value: Any) -> Any:
+            if np.ndim(value) < 2 or not in_slices(jax.tree_util.keystr(key, simple=True, separator=".")):
                 return None
             return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
 

@@ -137,7 +137,10 @@ def check_number(config: Any, *names: str, above: float | None = None, at_least:
 
 def is_finite(value: Any) -> bool:
     """Whether `value` is a number that is finite in float32."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= MAX_FLOAT32
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    magnitude: Any = abs(value)
+    return magnitude <= MAX_FLOAT32
 
 
 def check_member(what: str, value: str, options: Collection[str]) -> None:
