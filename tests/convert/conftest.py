@@ -48,6 +48,17 @@ CONFIGS = {
     },
     "mistral": {**BASE, "model_type": "mistral", "sliding_window": 8},
     "qwen2": {**BASE, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3": {**BASE, "model_type": "qwen3", "head_dim": 16},
+    "qwen3-window": {
+        **BASE,
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
     "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**BASE, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5},
 }

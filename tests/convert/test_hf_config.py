@@ -32,7 +32,7 @@ def test_writing_gives_back_every_key(name: str):
 
 
 def test_all_families_are_found_and_have_unique_files():
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "mixtral", "olmoe"}
+    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "mixtral", "olmoe"}
 
 
 def test_what_a_left_out_key_means_is_the_family_s_default():
@@ -60,8 +60,8 @@ def test_gates():
     assert read_hf_config({**CONFIGS["olmoe"], "norm_topk_prob": True}).layers[0].mlp.gate == "topk_softmax"
 
 
-def windows(**keys: object) -> list[int | None]:
-    config = read_hf_config({**BASE, "model_type": "qwen2", **keys})
+def windows(family: str = "qwen2", **keys: object) -> list[int | None]:
+    config = read_hf_config({**BASE, "model_type": family, **keys})
     return [layer.attention.sliding_window for layer in config.layers]
 
 
@@ -79,6 +79,30 @@ def test_windows_of_qwen2():
     # Keys that say nothing because windows are off come back as they were.
     off = {**BASE, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 77, "max_window_layers": 5}
     assert write_hf_config(read_hf_config(off)).items() >= off.items()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_types_of_layers_without_windows(family: str):
+    full, sliding = ["full_attention"] * 3, ["full_attention", "full_attention", "sliding_attention"]
+    assert windows(family, layer_types=full) == [None] * 3
+    config = {**BASE, "model_type": family, "use_sliding_window": False, "layer_types": full}
+    assert write_hf_config(read_hf_config(config)).items() >= config.items()
+    assert "layer_types has 'sliding_attention', but use_sliding_window is not true" in complaint(
+        {**config, "layer_types": sliding}
+    )
+    assert "layer_types has 3 entries ['chunked_attention'" in complaint(
+        {**config, "layer_types": ["chunked_attention", *full[1:]]}
+    )
+
+
+def test_the_attention_of_qwen3():
+    config = {**BASE, "model_type": "qwen3"}
+    attention = read_hf_config(config).layers[0].attention
+    # The width of a head does not follow from the model's, also where it is left out.
+    assert (attention.qk_norm, attention.head_dim, attention.biases) == ("head", 128, ())
+    biased = read_hf_config({**config, "attention_bias": True})
+    assert biased.layers[0].attention.biases == ("q", "k", "v", "o")
+    assert "it has no 'head_dim', which cannot be guessed" in complaint({**config, "head_dim": None})
 
 
 ROPES = [
