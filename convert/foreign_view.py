@@ -1,4 +1,4 @@
-"""A model in the form that foreign formats can store: full experts of equal width, and MoEs in all layers or none.
+"""A model in the form that foreign formats can store: full experts of equal width, dense layers where they may stay.
 
 This is a view: experts are materialised one at a time while they are written, never a whole layer at once.
 """
@@ -23,9 +23,9 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
     """The config of a model after merging, in the family whose format can hold it.
 
     A dense model is unchanged. In a model with MoE layers, deltas are merged into full experts. If its family has no
-    MoE layers the model moves to the family's `moe_format`, in which every dense layer becomes an MoE of equal experts.
-    Merged experts are repeated, one for each output of the router. Narrower experts are padded to the largest width in
-    any layer with zero neurons, which add nothing because act(0) = 0.
+    MoE layers the model moves to the family's `moe_format`; if that has no dense layers, they become MoEs of equal
+    experts. Merged experts are repeated, one for each output of the router. Narrower experts are padded to the largest
+    width in any layer with zero neurons, which add nothing because act(0) = 0.
 
     Args:
       config: of the model.
@@ -53,7 +53,9 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
         )
     # `auto_map` names code for the old format, which must not be run for the new one.
     foreign.pop("auto_map", None)
-    dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
+    dense = []
+    if not family_named(family.moe_format).holds_dense_layers:
+        dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
     if dense and not replicate_dense:
         raise InputError(
             f"the format of {family.moe_format!r} needs an MoE in every layer, but {len(dense)} of {config.num_layers} "

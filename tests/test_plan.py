@@ -67,6 +67,7 @@ def test_phi_with_full_experts():
     ("name", "expected"),
     [
         ("derived/allenai__OLMoE-1B-7B-0924", {"total_params": 6_919_161_856, "active_params": 1_281_884_160}),
+        ("derived/Qwen__Qwen3-30B-A3B", {"total_params": 30_532_122_624}),
         ("as_found/mistralai__Mixtral-8x7B-v0.1", {"total_params": 46_702_792_704, "dense_params": 7_241_732_096}),
         ("as_found/meta-llama__Llama-2-7b-hf", {"total_params": 6_738_415_616, "added_params": 0}),
         ("derived/deepseek-ai__deepseek-coder-1.3b-base", {"total_params": 1_346_471_936}),

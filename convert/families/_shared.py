@@ -42,6 +42,11 @@ class Family:
         """Whether the format has MoE layers."""
         return any(isinstance(entry, Row) and "/experts/" in str(entry.leaves) for entry in self.table)
 
+    @property
+    def holds_dense_layers(self) -> bool:
+        """Whether the format has layers with an FFN of their own."""
+        return any(isinstance(entry, Row) and entry.leaves == "layers/{i}/mlp/down/kernel" for entry in self.table)
+
 
 ACTIVATIONS: dict[str, Any] = {
     "silu": "silu",
@@ -234,18 +239,22 @@ def write_activation(ffn: FFNConfig) -> str:
     return next(foreign for foreign, ours in ACTIVATIONS.items() if ours == ffn.activation)
 
 
-def same_in_all_layers(config: ModelConfig, what: str, get: Callable[[LayerConfig], T]) -> T:
-    """The one value of `get(layer)` over all layers.
+def same_in_all_layers(
+    config: ModelConfig, what: str, get: Callable[[LayerConfig], T], *, among: Sequence[int] | None = None
+) -> T:
+    """The one value of `get(layer)` over all layers, or over those whose indices are `among`.
 
     Raises:
       InputError: if layers differ, naming two that do.
     """
-    first = get(config.layers[0])
-    for i, layer in enumerate(config.layers):
-        if get(layer) != first:
+    indices = range(config.num_layers) if among is None else among
+    first = get(config.layers[indices[0]])
+    for i in indices:
+        here = get(config.layers[i])
+        if here != first:
             raise InputError(
                 f"the format of {config.family!r} has one {what} for all layers, "
-                f"but layer 0 has {first} and layer {i} has {get(layer)}"
+                f"but layer {indices[0]} has {first} and layer {i} has {here}"
             )
     return first
 
@@ -262,14 +271,19 @@ def dense_ffn(config: ModelConfig) -> FFNConfig:
     return config.ffn(0)
 
 
-def uniform_moe(config: ModelConfig) -> MoEConfig:
+def uniform_moe(config: ModelConfig, *, among: Sequence[int] | None = None) -> MoEConfig:
     """The MoE that all layers share, in the fields that formats with one kind of MoE layer store.
 
+    Args:
+      config: of the model.
+      among: indices of the layers that are MoEs in the format; None: all.
+
     Raises:
-      InputError: if a layer is dense, or layers differ in number, size or routing of their experts.
+      InputError: if one of them is dense, or they differ in number, size or routing of their experts.
     """
-    for i, layer in enumerate(config.layers):
-        if not isinstance(layer.mlp, MoEConfig):
+    indices = range(config.num_layers) if among is None else among
+    for i in indices:
+        if not isinstance(config.layers[i].mlp, MoEConfig):
             raise InputError(f"layer {i} is dense, but in the format of {config.family!r} every layer is an MoE")
     for what, get in (
         ("number of experts", lambda layer: layer.mlp.num_experts),
@@ -277,8 +291,8 @@ def uniform_moe(config: ModelConfig) -> MoEConfig:
         ("gate", lambda layer: layer.mlp.gate),
         ("expert", lambda layer: layer.mlp.expert),
     ):
-        same_in_all_layers(config, what, get)
-    return config.moe(0)
+        same_in_all_layers(config, what, get, among=indices)
+    return config.moe(indices[0])
 
 
 def _heads(layer: LayerConfig) -> tuple[int, int, int]:

@@ -76,10 +76,16 @@ def logits(source: ModelSource, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("llama", "full"), ("llama-tied", "low-rank"), ("mistral", "sparse"), ("llama-llama3", "low-rank")],
+    ("name", "kind", "architecture"),
+    [
+        ("llama", "full", "MixtralForCausalLM"),
+        ("llama-tied", "low-rank", "MixtralForCausalLM"),
+        ("mistral", "sparse", "MixtralForCausalLM"),
+        ("llama-llama3", "low-rank", "MixtralForCausalLM"),
+        ("qwen3", "sparse", "Qwen3MoeForCausalLM"),
+    ],
 )
-def test_transformers_gives_the_same_logits(tmp_path: pathlib.Path, name: str, kind: str):
+def test_transformers_gives_the_same_logits(tmp_path: pathlib.Path, name: str, kind: str, architecture: str):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     source = write_model(tmp_path / "ours", upcycled(name, None, BANKS[kind], None))
@@ -87,7 +93,7 @@ def test_transformers_gives_the_same_logits(tmp_path: pathlib.Path, name: str, k
     tokens = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
     ours = logits(source, tokens)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert type(model).__name__ == "MixtralForCausalLM"
+    assert type(model).__name__ == architecture
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         theirs = model.eval()(torch.tensor(tokens)).logits.numpy()
@@ -147,6 +153,14 @@ def test_dense_layers_can_be_refused(tmp_path: pathlib.Path):
     with pytest.raises(InputError, match="needs an MoE in every layer, but 2 of 3 are dense; --dense-layers replicate"):
         export(source, tmp_path / "back", dense_layers="refuse", console=QUIET)
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("choice", ["replicate", "refuse"])
+def test_dense_layers_stay_dense_where_the_format_has_them(tmp_path: pathlib.Path, choice: str):
+    config = upcycled("qwen3", None, BANKS["full"], None)
+    export(write_model(tmp_path / "ours", config), tmp_path / "back", dense_layers=choice, console=QUIET)
+    back = HuggingFaceDirectory(tmp_path / "back").config
+    assert (back.family, back.layers) == ("qwen3_moe", config.layers)
 
 
 def test_a_damaged_model_directory_is_named_with_its_damage(tmp_path: pathlib.Path):

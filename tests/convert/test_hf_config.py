@@ -32,7 +32,7 @@ def test_writing_gives_back_every_key(name: str):
 
 
 def test_all_families_are_found_and_have_unique_files():
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "mixtral", "olmoe"}
+    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "olmoe"}
 
 
 def test_what_a_left_out_key_means_is_the_family_s_default():
@@ -103,6 +103,34 @@ def test_the_attention_of_qwen3():
     biased = read_hf_config({**config, "attention_bias": True})
     assert biased.layers[0].attention.biases == ("q", "k", "v", "o")
     assert "it has no 'head_dim', which cannot be guessed" in complaint({**config, "head_dim": None})
+
+
+def moe_layers(**keys: object) -> tuple[int, ...]:
+    return read_hf_config({**CONFIGS["qwen3_moe"], "num_hidden_layers": 6, **keys}).moe_layers
+
+
+def test_layers_of_qwen3_moe():
+    assert moe_layers() == (0, 1, 2, 3, 4, 5)
+    assert moe_layers(decoder_sparse_step=2) == (1, 3, 5)
+    assert moe_layers(decoder_sparse_step=2, mlp_only_layers=[0, 3]) == (1, 5)
+    assert moe_layers(mlp_only_layers=[0, 5]) == (1, 2, 3, 4)
+    assert moe_layers(mlp_only_layers=None) == (0, 1, 2, 3, 4, 5)
+    assert moe_layers(decoder_sparse_step=7) == ()
+    assert "decoder_sparse_step=0 must be at least 1" in complaint({**CONFIGS["qwen3_moe"], "decoder_sparse_step": 0})
+
+
+@pytest.mark.parametrize("dense", [(), (0,), (0, 2, 4), (0, 1, 2, 3, 4), (1, 3, 5), (0, 1, 2, 3, 4, 5)])
+def test_any_layers_of_qwen3_moe_may_be_dense(dense: tuple[int, ...]):
+    config = read_hf_config({**CONFIGS["qwen3_moe"], "num_hidden_layers": 6, "mlp_only_layers": list(dense)})
+    assert read_hf_config(write_hf_config(config)) == config
+    assert set(config.moe_layers) == {0, 1, 2, 3, 4, 5} - set(dense)
+
+
+def test_both_names_of_the_number_of_experts():
+    config = CONFIGS["qwen3_moe"]
+    new = {key: value for key, value in config.items() if key != "num_experts"} | {"num_local_experts": 4}
+    assert read_hf_config(new) == read_hf_config(config) == read_hf_config({**config, "num_local_experts": 4})
+    assert "num_local_experts is 5, but num_experts is 4; keep one" in complaint({**config, "num_local_experts": 5})
 
 
 ROPES = [

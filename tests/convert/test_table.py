@@ -19,6 +19,7 @@ from tests.convert.conftest import CONFIGS, DTYPES, expected_tensors
 
 TEMPLATES = {
     "01-ai__Yi-34B": "derived",
+    "Qwen__Qwen3-30B-A3B": "derived",
     "allenai__OLMoE-1B-7B-0924": "derived",
     "deepseek-ai__deepseek-coder-1.3b-base": "derived",
     "meta-llama__Llama-2-13b-hf": "as_found",
