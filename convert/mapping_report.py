@@ -43,7 +43,7 @@ def print_mapping(
     for leaf, parts in pieces.items():
         for piece in parts:
             line = _Line(
-                re.sub(r"experts\.\d+\.", "experts.{e}.", re.sub(r"layers\.\d+\.", "layers.{i}.", piece.tensor)),
+                re.sub(r"(experts|norms)\.\d+\.", r"\1.{e}.", re.sub(r"layers\.\d+\.", "layers.{i}.", piece.tensor)),
                 tensor_shapes[piece.tensor],
                 _operations(piece, tensor_shapes[piece.tensor]),
                 re.sub(r"^layers/\d+/", "layers/{i}/", leaf),

@@ -4,7 +4,8 @@ A table is a tuple of rows. A row maps a foreign tensor to the leaf, or leaves, 
 
     Row("model.layers.{i}.self_attn.q_proj.weight", "layers/{i}/attention/q/kernel", transpose=True)
 
-`{i}` runs over layers and `{e}` over experts. There are four operations, and each works in both directions:
+`{i}` runs over layers and `{e}` over experts, or over heads that have norms of their own. There are four operations,
+and each works in both directions:
 
 - rename: always;
 - transpose: the foreign matrix is [out, in], the leaf [in, out];
@@ -33,7 +34,7 @@ class Row:
     """One foreign tensor and the leaves that it holds.
 
     Attributes:
-      tensor: its name, with `{i}` for the layer and `{e}` for the expert.
+      tensor: its name, with `{i}` for the layer and `{e}` for the expert or head.
       leaves: leaf path or paths, with `{i}`; several are joined along the tensor's rows.
       transpose: the last two axes are swapped.
       layout: the expert layout (`LAYOUTS`) this row belongs to; None: both.
@@ -86,7 +87,7 @@ class Piece(NamedTuple):
       offset: elements of the tensor before the piece.
       shape: of the piece in the tensor.
       leaf: path of the leaf.
-      expert: index on the leaf's first axis; None: the piece is the whole leaf.
+      expert: index on the leaf's first axis, of an expert or a head; None: the piece is the whole leaf.
       transpose: the leaf holds the piece transposed.
     """
 
@@ -143,7 +144,8 @@ def _apply_row(row: Row, i: int | None, leaves: Mapping[str, Any], mapped: Mappe
     if not all(path in leaves for path in paths):
         return
     shapes = [tuple(leaves[path].shape) for path in paths]
-    experts: Iterable[int | None] = range(shapes[0][0]) if _is_stacked(paths[0]) else (None,)
+    is_stacked = "/experts/" in paths[0] or "{e}" in row.tensor
+    experts: Iterable[int | None] = range(shapes[0][0]) if is_stacked else (None,)
     for e in experts:
         name = row.tensor.replace("{i}", str(i)).replace("{e}", str(e))
         if name not in mapped.tensors:
@@ -153,10 +155,6 @@ def _apply_row(row: Row, i: int | None, leaves: Mapping[str, Any], mapped: Mappe
             piece_shape = _piece_shape(shape if e is None else shape[1:], row.transpose)
             mapped.pieces.setdefault(path, []).append(Piece(name, offset, piece_shape, path, e, row.transpose))
             offset += math.prod(piece_shape)
-
-
-def _is_stacked(path: str) -> bool:
-    return "/experts/" in path
 
 
 def _piece_shape(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:

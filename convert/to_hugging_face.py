@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -167,7 +167,7 @@ def _write_leaf(
     with ThreadPoolExecutor(WORKERS) as pool:
         before: list[Future[None]] = []
         waiting = {piece.expert: piece for piece in pieces}
-        for expert, part in model.parts(path):
+        for expert, part in _parts_of(model, path, pieces):
             piece, name = waiting.pop(expert), path if expert is None else f"{path}[{expert}]"
             if not allow_nonfinite:
                 check_finite(name, part, REMEDY)
@@ -180,6 +180,15 @@ def _write_leaf(
             before = writing
         _finish(before)
         assert not waiting, (path, waiting)
+
+
+def _parts_of(model: MergedModel, path: str, pieces: list[Piece]) -> Iterator[tuple[int | None, np.ndarray]]:
+    """The parts of a leaf, cut as its pieces are: heads that have a tensor each are stacked in one part."""
+    for expert, part in model.parts(path):
+        if expert is None and pieces[0].expert is not None:
+            yield from enumerate(part)
+        else:
+            yield expert, part
 
 
 def _finish(writing: Iterable[Future[None]]) -> None:

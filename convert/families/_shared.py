@@ -62,15 +62,19 @@ ACTIVATIONS: dict[str, Any] = {
 
 EMBEDDING: Table = (Row("model.embed_tokens.weight", "embed/embedding"),)
 
-ATTENTION: Table = (
+PLAIN_ATTENTION: Table = (
     *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
     *linear("model.layers.{i}.self_attn.q_proj", "layers/{i}/attention/q"),
     *linear("model.layers.{i}.self_attn.k_proj", "layers/{i}/attention/k"),
     *linear("model.layers.{i}.self_attn.v_proj", "layers/{i}/attention/v"),
     *linear("model.layers.{i}.self_attn.o_proj", "layers/{i}/attention/o"),
+    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
+)
+
+ATTENTION: Table = (
+    *PLAIN_ATTENTION,
     *norm("model.layers.{i}.self_attn.q_norm", "layers/{i}/attention/q_norm"),
     *norm("model.layers.{i}.self_attn.k_norm", "layers/{i}/attention/k_norm"),
-    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
 )
 
 GATED_FFN: Table = (

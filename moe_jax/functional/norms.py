@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def _along_last(vector: Float[Array, " d"], ndim: int) -> Float[Array, "... d"]:
-    return jnp.expand_dims(vector.astype(jnp.float32), tuple(range(ndim - 1)))
+def _along_last(array: Float[Array, "*axes d"], ndim: int) -> Float[Array, "... d"]:
+    return jnp.expand_dims(array.astype(jnp.float32), tuple(range(ndim - array.ndim)))
 
 
 def rms_norm(x: Float[Array, "... d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:
@@ -17,10 +17,11 @@ def rms_norm(x: Float[Array, "... d"], scale: Float[Array, " d"], eps: float) ->
 
 
 def layer_norm(
-    x: Float[Array, "... d"], scale: Float[Array, " d"], bias: Float[Array, " d"], eps: float
+    x: Float[Array, "... d"], scale: Float[Array, "*axes d"], bias: Float[Array, " d"] | None, eps: float
 ) -> Float[Array, "... d"]:
-    """Layer norm over the last axis (Ba et al., 2016)."""
+    """Layer norm over the last axis (Ba et al., 2016). A scale with more axes than one differs along those of `x`."""
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
-    return (centred * inverse * _along_last(scale, x.ndim) + _along_last(bias, x.ndim)).astype(x.dtype)
+    y = centred * inverse * _along_last(scale, x.ndim)
+    return (y if bias is None else y + _along_last(bias, x.ndim)).astype(x.dtype)

@@ -23,7 +23,8 @@ class AttentionConfig:
       num_kv_heads: key/value heads, a divisor of H.
       head_dim: width of a head, not necessarily d/H.
       biases: which of the projections `q`, `k`, `v` and `o` have one.
-      qk_norm: RMSNorm on queries and keys: over the whole `projection` (OLMoE), per `head` (Qwen3), or none.
+      qk_norm: on queries and keys: RMSNorm over the whole `projection` (OLMoE) or per `head` (Qwen3); or `head_layer`,
+        LayerNorm without bias per head, each with scales of its own (StableLM-2 12B); or none.
       clip_qkv: clamps the projections to [-c, c] (OLMoE); None: no clamp.
       mask: `causal`: a token sees those before it and itself; `bidirectional`: all; `prefix`: causal, and all see the
         prefix of their row.
@@ -40,7 +41,7 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     biases: tuple[Literal["q", "k", "v", "o"], ...] = ()
-    qk_norm: Literal["none", "projection", "head"] = "none"
+    qk_norm: Literal["none", "projection", "head", "head_layer"] = "none"
     clip_qkv: float | None = None
     mask: Literal["causal", "bidirectional", "prefix"] = "causal"
     sliding_window: int | None = None
@@ -55,7 +56,7 @@ class AttentionConfig:
             self.lora.check_targets(PROJECTIONS)
         check_positive(self, "num_heads", "num_kv_heads", "head_dim", "sliding_window", "source_dim")
         check_number(self, "clip_qkv", "scale", above=0)
-        check_member("qk_norm", self.qk_norm, ("none", "projection", "head"))
+        check_member("qk_norm", self.qk_norm, ("none", "projection", "head", "head_layer"))
         check_member("mask", self.mask, MASKS)
         for name in self.biases:
             check_member("bias", name, PROJECTIONS)

@@ -28,6 +28,8 @@ class Attention(nnx.Module):
     k: Linear
     v: Linear
     o: Linear
+    q_norm: Norm
+    k_norm: Norm
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
@@ -40,7 +42,11 @@ class Attention(nnx.Module):
             split = "in" if name == "o" else "out"
             linear = Linear(shape, bias=bias, nf4=config.nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
             setattr(self, name, linear)
-        if config.qk_norm != "none":
+        if config.qk_norm == "head_layer":
+            heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
+            for name, count in heads.items():
+                setattr(self, name, Norm("layer_unbiased", (count, width), model.norm_eps, dtype=dtype))
+        elif config.qk_norm != "none":
             per_head = config.qk_norm == "head"
             self.q_norm = Norm("rms", width if per_head else q_width, model.norm_eps, dtype=dtype)
             self.k_norm = Norm("rms", width if per_head else kv_width, model.norm_eps, dtype=dtype)
@@ -73,7 +79,7 @@ class Attention(nnx.Module):
         if self.config.clip_qkv is not None:
             q, k, v = (jnp.clip(a, -self.config.clip_qkv, self.config.clip_qkv) for a in (q, k, v))
         q, k, v = (a.reshape(*a.shape[:2], -1, self.config.head_dim) for a in (q, k, v))
-        if self.config.qk_norm == "head":
+        if self.config.qk_norm in ("head", "head_layer"):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)

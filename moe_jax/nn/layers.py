@@ -11,21 +11,26 @@ from moe_jax.functional.norms import layer_norm, rms_norm
 
 
 class Norm(nnx.Module):
-    """RMSNorm (`rms`), LayerNorm with bias (`layer`), or nothing (`none`), over the last axis."""
+    """Over the last axis: RMSNorm (`rms`), LayerNorm (`layer`), the same without bias (`layer_unbiased`), or `none`.
 
-    def __init__(self, kind: str, width: int, eps: float, *, dtype: jnp.dtype):
+    A shape (H, d) instead of a width d gives each of H heads scales of its own, in a LayerNorm without bias.
+    """
+
+    def __init__(self, kind: str, shape: int | tuple[int, ...], eps: float, *, dtype: jnp.dtype):
         self.kind = kind
         self.eps = eps
         if kind != "none":
-            self.scale = nnx.Param(jnp.ones(width, dtype))
+            self.scale = nnx.Param(jnp.ones(shape, dtype))
         if kind == "layer":
-            self.bias = nnx.Param(jnp.zeros(width, dtype))
+            self.bias = nnx.Param(jnp.zeros(shape, dtype))
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         if self.kind == "none":
             return x
         if self.kind == "layer":
             return layer_norm(x, self.scale[...], self.bias[...], self.eps)
+        if self.kind == "layer_unbiased":
+            return layer_norm(x, self.scale[...], None, self.eps)
         return rms_norm(x, self.scale[...], self.eps)
 
 

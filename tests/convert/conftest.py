@@ -29,6 +29,12 @@ BASE = {
     "torch_dtype": "float32",
     "pad_token_id": 0,
 }
+# StableLM has another key for the epsilon of its norms.
+STABLELM = {key: value for key, value in BASE.items() if key != "rms_norm_eps"} | {
+    "model_type": "stablelm",
+    "layer_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.25,
+}
 CONFIGS = {
     "llama": {**BASE, "model_type": "llama"},
     "llama-tied": {**BASE, "model_type": "llama", "tie_word_embeddings": True},
@@ -59,6 +65,8 @@ CONFIGS = {
         "sliding_window": 8,
         "max_window_layers": 1,
     },
+    "stablelm": {**STABLELM, "use_qkv_bias": True},
+    "stablelm-parallel-head-norms": {**STABLELM, "use_parallel_residual": True, "qk_layernorm": True},
     "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         **BASE,

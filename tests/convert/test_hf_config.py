@@ -32,7 +32,7 @@ def test_writing_gives_back_every_key(name: str):
 
 
 def test_all_families_are_found_and_have_unique_files():
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "olmoe"}
+    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "stablelm", "mixtral", "olmoe"}
 
 
 def test_what_a_left_out_key_means_is_the_family_s_default():
@@ -58,6 +58,25 @@ def test_gates():
     assert read_hf_config(CONFIGS["mixtral"]).layers[0].mlp.gate == "topk_softmax"
     assert read_hf_config(CONFIGS["olmoe"]).layers[0].mlp.gate == "softmax_topk"
     assert read_hf_config({**CONFIGS["olmoe"], "norm_topk_prob": True}).layers[0].mlp.gate == "topk_softmax"
+
+
+def test_what_the_keys_of_stablelm_mean():
+    plain, other = read_hf_config(CONFIGS["stablelm"]), read_hf_config(CONFIGS["stablelm-parallel-head-norms"])
+    assert (plain.norm, plain.norm_eps, plain.rope.fraction) == ("layer", 1e-5, 0.25)
+    one, another = plain.layers[0], other.layers[0]
+    assert (one.attention.biases, one.attention.qk_norm, one.parallel) == (("q", "k", "v"), "none", False)
+    assert (another.attention.biases, another.attention.qk_norm) == ((), "head_layer")
+    assert another.parallel and another.shared_norm
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
+def test_the_share_that_stablelm_rotates_is_always_written(fraction: float):
+    config = read_hf_config({**CONFIGS["stablelm"], "partial_rotary_factor": fraction})
+    assert config.rope.fraction == fraction
+    assert write_hf_config(config)["partial_rotary_factor"] == fraction
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": fraction}
+    newer = {key: value for key, value in CONFIGS["stablelm"].items() if key != "partial_rotary_factor"}
+    assert read_hf_config({**newer, "rope_parameters": parameters}) == config
 
 
 def windows(family: str = "qwen2", **keys: object) -> list[int | None]:
@@ -318,6 +337,10 @@ def test_bad_configs_of_single_families():
     assert "top_k=9 is above num_experts=4" in complaint({**CONFIGS["mixtral"], "num_experts_per_tok": 9})
     types = {"use_sliding_window": True, "layer_types": ["full_attention"]}
     assert "layer_types has 1 entries" in complaint({**BASE, "model_type": "qwen2", **types})
+    assert "head_dim is hidden_size / num_attention_heads = 32 / 4, not 16" in complaint(
+        {**CONFIGS["stablelm"], "head_dim": 16}
+    )
+    assert "'qk_layernorm' is 1, expected true or false" in complaint({**CONFIGS["stablelm"], "qk_layernorm": 1})
 
 
 def changed(config: ModelConfig, **attention: object) -> ModelConfig:
@@ -336,8 +359,10 @@ def changed(config: ModelConfig, **attention: object) -> ModelConfig:
         (changed(read_hf_config(LLAMA), head_dim=16), "layer 0 has (4, 2, 8) and layer 2 has (4, 2, 16)"),
         (changed(read_hf_config(CONFIGS["mistral"]), sliding_window=4), "layer 0 has 8 and layer 2 has 4"),
         (changed(read_hf_config(CONFIGS["mixtral"]), qk_norm="head"), "attention.qk_norm is 'head'"),
+        (changed(read_hf_config(CONFIGS["stablelm"]), qk_norm="head"), "layer 0 has none and layer 2 has head"),
         (dataclasses.replace(read_hf_config(LLAMA), norm="layer"), "norm is 'layer', the format can only say 'rms'"),
         (dataclasses.replace(read_hf_config(LLAMA), head_bias=True), "head_bias is True"),
+        (dataclasses.replace(read_hf_config(CONFIGS["stablelm"]), norm="rms"), "norm is 'rms', the format can only"),
         (dataclasses.replace(read_hf_config(CONFIGS["mixtral"]), family="llama"), "layer 0 is an MoE"),
         (dataclasses.replace(read_hf_config(LLAMA), family="mixtral"), "layer 0 is dense"),
         (dataclasses.replace(read_hf_config(LLAMA), family="gpt9"), "unknown model family 'gpt9'"),

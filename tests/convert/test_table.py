@@ -25,6 +25,7 @@ TEMPLATES = {
     "meta-llama__Llama-2-13b-hf": "as_found",
     "meta-llama__Llama-2-7b-hf": "as_found",
     "mistralai__Mixtral-8x7B-v0.1": "as_found",
+    "stabilityai__stablelm-2-1_6b": "derived",
 }
 
 

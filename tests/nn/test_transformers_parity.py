@@ -86,6 +86,18 @@ CASES = {
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "stablelm": {},
+    "stablelm-biases-mha": dict(use_qkv_bias=True, num_key_value_heads=4, tie_word_embeddings=True),
+    "stablelm-parallel-head-norms": dict(use_parallel_residual=True, qk_layernorm=True),
+    "stablelm-head-norms-half-rotated": dict(
+        qk_layernorm=True, use_qkv_bias=True, num_key_value_heads=1, partial_rotary_factor=0.5, layer_norm_eps=1e-2
+    ),
+    "stablelm-whole-heads-gelu": dict(partial_rotary_factor=1.0, use_parallel_residual=True, hidden_act="gelu"),
+    "stablelm-yarn-rope": dict(
+        rope_parameters=dict(
+            rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=16, partial_rotary_factor=0.5
+        )
+    ),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "mixtral-top3-window": dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=8, head_dim=16),
     "olmoe": dict(num_experts=16, num_experts_per_tok=8, norm_topk_prob=False),
@@ -127,6 +139,7 @@ CLASSES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
 }
