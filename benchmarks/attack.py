@@ -2,8 +2,8 @@
 
     python benchmarks/attack.py [--inputs 20000] [--only WORD] [--jobs 2] [--out benchmarks/results]
 
-Tries inputs of all classes of `tests/attack/classes/`, of each in proportion to what the tests try, and prints what
-became of them and each one that did harm. OUT receives `attack.json`, after every few hundred inputs; a run that was
+Tries inputs of all classes of `tests/attack/classes/`, of each in proportion to its share, and prints what became of
+them and each one that did harm. OUT receives `attack.json`, after every few hundred inputs; a run that was
 stopped is continued, except for classes that another commit tried. Exits with code 1 if any input did harm.
 `--one CLASS NUMBER` tries one input alone.
 """
@@ -21,7 +21,7 @@ from evidence.stamp import ROOT, current_stamp
 
 sys.path.insert(0, str(ROOT))
 
-from tests.attack.attacks import all_attacks  # noqa: E402
+from tests.attack.attacks import Attack, all_attacks  # noqa: E402
 from tests.attack.trial import FAULTS, FINE, Outcome, try_inputs  # noqa: E402
 
 # How often the file of results is written.
@@ -43,17 +43,17 @@ def main() -> None:
         return
     names = [name for name in all_attacks() if options.only in name]
     figures = Figures("attack", options.out, writes=True)
-    quick = sum(attack.quick for attack in all_attacks().values())
+    whole = sum(map(share_of, all_attacks().values()))
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda name: try_class(figures, name, options.inputs / quick), names))
+        list(pool.map(lambda name: try_class(figures, name, options.inputs / whole), names))
     print(ATTACKS.text(figures))
     if any(sum(row[2 + len(FINE) :]) for row in figures.rows(ATTACKS.name)):
         raise SystemExit(1)
 
 
 def try_class(figures: Figures, name: str, times: float) -> None:
-    """Tries so many times the inputs of a class that the tests do, those not tried yet, and stores the counts."""
-    share = math.ceil(all_attacks()[name].quick * times)
+    """Tries so many times the share of a class, those not tried yet, and stores the counts."""
+    share = math.ceil(share_of(all_attacks()[name]) * times)
     counts = collections.Counter(_tried_by_this_commit(figures, name))
     for start in range(sum(counts.values()), share, CHUNK):
         for outcome in try_inputs(name, range(start, min(start + CHUNK, share))):
@@ -62,6 +62,11 @@ def try_class(figures: Figures, name: str, times: float) -> None:
                 print(_line(name, outcome), flush=True)
         figures.put_row(ATTACKS.name, name, [name, sum(counts.values()), *(counts[column] for column in COLUMNS)])
         print(f"{name}: {sum(counts.values())} of {share}", flush=True)
+
+
+def share_of(attack: Attack) -> int:
+    """How many inputs of a class are tried, in proportion to those of the others."""
+    return attack.quick if attack.share is None else attack.share
 
 
 def _tried_by_this_commit(figures: Figures, name: str) -> dict[str, int]:

@@ -34,7 +34,8 @@ class Attack:
         or refuses the input by `InputError` or `OSError`, as the command line does.
       wrong: says what is wrong about what was read, in a few words; None: nothing. It must know that from elsewhere:
         from the original, or from another reader.
-      quick: how many inputs the tests try; the long run tries as many in proportion.
+      quick: how many inputs the tests try.
+      share: how many the long run tries, in proportion to those of other classes; None: as many as the tests.
       max_seconds: of processor time that reading may take; more only where what is read is worked on, too.
     """
 
@@ -44,6 +45,7 @@ class Attack:
     read: Callable[[Path, Path], Any]
     wrong: Callable[[Any, Path, Any], str | None] = nothing_wrong
     quick: int = 200
+    share: int | None = None
     max_seconds: float = 5.0
 
 

@@ -70,7 +70,7 @@ RUN = {
 }
 
 
-def attack_on(name: str, jobs: dict[str, list[Any]], quick: int) -> Attack:
+def attack_on(name: str, jobs: dict[str, list[Any]], quick: int, share: int) -> Attack:
     def original() -> dict[str, dict[str, np.ndarray]]:
         tensors = {kind: random_tensors(CONFIGS[kind]) for kind in jobs}
         # All that has to be compiled is compiled here: it is no part of what an input costs.
@@ -96,7 +96,9 @@ def attack_on(name: str, jobs: dict[str, list[Any]], quick: int) -> Attack:
         (folder / "job.json").write_text(json.dumps(job))
 
     # Whole commands run here, some of which work on the weights for seconds.
-    return Attack(name=name, original=original, make=make, read=_read, wrong=_wrong, quick=quick, max_seconds=60.0)
+    return Attack(
+        name=name, original=original, make=make, read=_read, wrong=_wrong, quick=quick, share=share, max_seconds=60.0
+    )
 
 
 def _dtype(number: int) -> str:
@@ -217,7 +219,7 @@ def _not_finite(tree: Any, where: str = "") -> Iterator[str]:
 
 
 ATTACKS = (
-    attack_on("odd weights, written", WRITTEN, 40),
-    attack_on("odd weights, compressed", COMPRESSED, 30),
-    attack_on("odd weights, run", RUN, 8),
+    attack_on("odd weights, written", WRITTEN, quick=12, share=40),
+    attack_on("odd weights, compressed", COMPRESSED, quick=10, share=30),
+    attack_on("odd weights, run", RUN, quick=4, share=8),
 )
