@@ -33,6 +33,15 @@ class ForeignConfig:
         """Whether the config itself holds a value for `key`."""
         return self._data.get(key) is not None
 
+    def must_be(self, key: str, value: Any) -> None:
+        """Raises `InputError` unless `key` has this value, or is left out and has no other default.
+
+        The key counts as not read, so that it is written back.
+        """
+        found = self._data.get(key, self._defaults.get(key, value))
+        if found != value:
+            raise InputError(f"config.json: {key!r} is {shown(found)}, only {shown(value)} is supported")
+
     def integer(self, key: str) -> int | None:
         """Takes an integer of 64 bits, or None."""
         return self._take(key, "an integer", is_integer)

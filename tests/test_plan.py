@@ -71,6 +71,7 @@ def test_phi_with_full_experts():
         ("as_found/mistralai__Mixtral-8x7B-v0.1", {"total_params": 46_702_792_704, "dense_params": 7_241_732_096}),
         ("as_found/meta-llama__Llama-2-7b-hf", {"total_params": 6_738_415_616, "added_params": 0}),
         ("derived/deepseek-ai__deepseek-coder-1.3b-base", {"total_params": 1_346_471_936}),
+        ("derived/microsoft__phi-2", {"total_params": 2_779_683_840}),
     ],
 )
 def test_published_models(name, expected, data_dir, capsys):

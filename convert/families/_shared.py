@@ -83,12 +83,13 @@ GATED_FFN: Table = (
     *linear("model.layers.{i}.mlp.down_proj", "layers/{i}/mlp/down"),
 )
 
-HEAD: Table = (
-    *norm("model.norm", "final_norm"),
+LM_HEAD: Table = (
     *linear("lm_head", "lm_head"),
     Tied("lm_head.weight", equals="model.embed_tokens.weight"),
     Ignored(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", "RoPE frequencies, recomputed from the config"),
 )
+
+HEAD: Table = (*norm("model.norm", "final_norm"), *LM_HEAD)
 
 
 def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
@@ -144,11 +145,21 @@ def read_attention(
 def read_gated_ffn(config: ForeignConfig, *, dim: str = "intermediate_size", bias: bool = False) -> FFNConfig:
     """Reads a gated FFN; `dim` is the key of its hidden width."""
     config.require(dim, "hidden_act")
+    return FFNConfig(dim=config.required_integer(dim), gated=True, activation=read_activation(config), bias=bias)
+
+
+def read_activation(config: ForeignConfig) -> Any:
+    """Our name of the activation that `hidden_act` names.
+
+    Raises:
+      InputError: if there is none, or it is unknown.
+    """
+    config.require("hidden_act")
     name = config.text("hidden_act") or ""
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise InputError(f"config.json: unknown hidden_act {shown(name)}{nearest(name, ACTIVATIONS)}; known: {known}")
-    return FFNConfig(dim=config.required_integer(dim), gated=True, activation=ACTIVATIONS[name], bias=bias)
+    return ACTIVATIONS[name]
 
 
 def read_decoder(
@@ -158,8 +169,9 @@ def read_decoder(
     *,
     norm: Literal["rms", "layer"] = "rms",
     eps: str = "rms_norm_eps",
+    **kwargs: Any,
 ) -> ModelConfig:
-    """Reads the settings that all layers share.
+    """Reads the settings that all layers share; further keywords go to `ModelConfig`.
 
     Args:
       config: the foreign config.
@@ -167,6 +179,7 @@ def read_decoder(
       layers: the layers, all with the same head_dim.
       norm: kind of the norms.
       eps: key of their epsilon.
+      **kwargs: what config.json has no key for, because it is so in the whole family.
     """
     config.require("vocab_size", "hidden_size", "max_position_embeddings", eps)
     max_positions = config.required_integer("max_position_embeddings")
@@ -191,6 +204,7 @@ def read_decoder(
         eos_ids=eos,
         dtype=_read_dtype(config),
         foreign=config.foreign(),
+        **kwargs,
     )
 
 

@@ -92,6 +92,16 @@ CONFIGS = {
         "mlp_only_layers": [3],
     },
     "olmoe": {**BASE, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5},
+    "phi": {**BASE, "model_type": "phi", "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
+    "phi-tied-wide-heads": {
+        **BASE,
+        "model_type": "phi",
+        "hidden_act": "relu",
+        "layer_norm_eps": 1e-3,
+        "head_dim": 20,
+        "partial_rotary_factor": 0.4,
+        "tie_word_embeddings": True,
+    },
 }
 
 

@@ -32,7 +32,7 @@ def test_writing_gives_back_every_key(name: str):
 
 
 def test_all_families_are_found_and_have_unique_files():
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "stablelm", "mixtral", "olmoe"}
+    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "stablelm", "mixtral", "olmoe", "phi"}
 
 
 def test_what_a_left_out_key_means_is_the_family_s_default():
@@ -152,6 +152,21 @@ def test_both_names_of_the_number_of_experts():
     assert "num_local_experts is 5, but num_experts is 4; keep one" in complaint({**config, "num_local_experts": 5})
 
 
+def test_phi_rotates_half_of_each_head_unless_it_says_otherwise():
+    phi = CONFIGS["phi"]
+    assert read_hf_config(phi).rope.fraction == 0.5
+    for config in ({**phi, "partial_rotary_factor": 1.0}, {**phi, "rope_parameters": {"partial_rotary_factor": 1.0}}):
+        assert read_hf_config(config).rope.fraction == 1.0
+        assert write_hf_config(read_hf_config(config))["partial_rotary_factor"] == 1.0
+
+
+def test_all_names_of_phi_s_activation_mean_the_same():
+    for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
+        config = read_hf_config({**CONFIGS["phi"], "hidden_act": name})
+        assert config == read_hf_config(CONFIGS["phi"])
+        assert write_hf_config(config)["hidden_act"] == "gelu_new"
+
+
 ROPES = [
     ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}, RopeConfig(theta=5e5)),
     (
@@ -254,7 +269,7 @@ def test_dtype_in_both_styles(style: str):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "gpt9"}, "unknown model_type 'gpt9'; known families: llama, mistral, mixtral, olmoe, qwen2"),
+        ({"model_type": "gpt9"}, f"unknown model_type 'gpt9'; known families: {', '.join(sorted(FAMILIES))}"),
         ({"model_type": None}, "has no model_type and architectures []; known: LlamaForCausalLM"),
         ({"model_type": ["llama"]}, "unknown model_type ['llama']; known families"),
         ({"model_type": None, "architectures": 5}, "has no model_type and architectures 5; known"),
@@ -335,6 +350,8 @@ def test_bad_configs_of_single_families():
     many = complaint({**CONFIGS["mixtral"], "num_hidden_layers": 1000, "num_local_experts": 2000})
     assert "2,000,000 experts in all layers are not what can be: 100,000 are the most" in many
     assert "top_k=9 is above num_experts=4" in complaint({**CONFIGS["mixtral"], "num_experts_per_tok": 9})
+    normed = complaint({**CONFIGS["phi"], "qk_layernorm": True})
+    assert normed == "config.json: 'qk_layernorm' is True, only False is supported"
     types = {"use_sliding_window": True, "layer_types": ["full_attention"]}
     assert "layer_types has 1 entries" in complaint({**BASE, "model_type": "qwen2", **types})
     assert "head_dim is hidden_size / num_attention_heads = 32 / 4, not 16" in complaint(
@@ -365,6 +382,9 @@ def changed(config: ModelConfig, **attention: object) -> ModelConfig:
         (dataclasses.replace(read_hf_config(CONFIGS["stablelm"]), norm="rms"), "norm is 'rms', the format can only"),
         (dataclasses.replace(read_hf_config(CONFIGS["mixtral"]), family="llama"), "layer 0 is an MoE"),
         (dataclasses.replace(read_hf_config(LLAMA), family="mixtral"), "layer 0 is dense"),
+        (changed(read_hf_config(CONFIGS["phi"]), biases=("q",)), "layer 2: attention.biases is ('q',)"),
+        (dataclasses.replace(read_hf_config(CONFIGS["phi"]), head_bias=False), "head_bias is False"),
+        (dataclasses.replace(read_hf_config(LLAMA), family="phi"), "3 layers (first: 0): parallel is False"),
         (dataclasses.replace(read_hf_config(LLAMA), family="gpt9"), "unknown model family 'gpt9'"),
         (dataclasses.replace(read_hf_config(CONFIGS["olmoe"]), family="mixtral"), "mlp.gate is 'softmax_topk'"),
     ],
@@ -413,7 +433,8 @@ def test_configs_in_the_wild(data_dir: pathlib.Path):
         seen.add(file.stem)
         written = write_hf_config(read_hf_config(config))
         assert {key: value for key, value in written.items() if key in config} == config, file
-    assert {"01-ai__Yi-34B", "mistralai__Mixtral-8x7B-v0.1", "deepseek-ai__deepseek-coder-1.3b-base"} <= seen
+    assert {"01-ai__Yi-34B", "mistralai__Mixtral-8x7B-v0.1", "deepseek-ai__deepseek-coder-1.3b-base",
+            "microsoft__phi-2"} <= seen  # fmt: skip
 
 
 def test_special_tokens_are_in_the_vocabulary():

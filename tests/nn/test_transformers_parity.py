@@ -132,6 +132,19 @@ CASES = {
         use_sliding_window=True,
         sliding_window=8,
     ),
+    "phi": dict(num_key_value_heads=4),
+    "phi-grouped-tied": dict(tie_word_embeddings=True, layer_norm_eps=0.1),
+    # As in Phi-2, 0.4 of a head is rotated.
+    "phi-wide-heads": dict(
+        head_dim=20, num_key_value_heads=1, rope_parameters=dict(rope_theta=50.0, partial_rotary_factor=0.4)
+    ),
+    "phi-whole-rotation-gelu": dict(
+        hidden_act="gelu",
+        rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4, partial_rotary_factor=1.0),
+    ),
+    "phi-dynamic-rope": dict(
+        max_position_embeddings=24, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    ),
 }
 CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -142,6 +155,7 @@ CLASSES = {
     "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
+    "phi": ("PhiConfig", "PhiForCausalLM"),
 }
 
 
