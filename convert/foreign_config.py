@@ -77,9 +77,12 @@ class ForeignConfig:
         """Takes a JSON object, or None."""
         return self._take(key, "an object", lambda v: isinstance(v, dict))
 
-    def integers(self, key: str) -> tuple[int, ...]:
-        """Takes an integer or a list of integers; None is the empty tuple."""
-        value = self._take(key, "an integer or a list of integers", _is_integers)
+    def integers(self, key: str, *, lists_only: bool = False) -> tuple[int, ...]:
+        """Takes a list of integers or, unless `lists_only`, an integer; None is the empty tuple."""
+        if lists_only:
+            value = self._take(key, "a list of integers", lambda v: isinstance(v, list) and _is_integers(v))
+        else:
+            value = self._take(key, "an integer or a list of integers", _is_integers)
         if value is None:
             return ()
         return tuple(value) if isinstance(value, list) else (value,)

@@ -44,7 +44,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 def _read_moe_layers(config: ForeignConfig) -> set[int]:
     """Indices of the layers that are MoEs: every `decoder_sparse_step`-th, less those that are named as dense."""
-    step, dense = config.required_integer("decoder_sparse_step"), config.integers("mlp_only_layers")
+    step, dense = config.required_integer("decoder_sparse_step"), config.integers("mlp_only_layers", lists_only=True)
     if step < 1:
         raise InputError(f"config.json: decoder_sparse_step={step} must be at least 1")
     return set(range(step - 1, num_layers(config), step)) - set(dense)

@@ -134,6 +134,7 @@ def test_layers_of_qwen3_moe():
     assert moe_layers(decoder_sparse_step=2, mlp_only_layers=[0, 3]) == (1, 5)
     assert moe_layers(mlp_only_layers=[0, 5]) == (1, 2, 3, 4)
     assert moe_layers(mlp_only_layers=None) == (0, 1, 2, 3, 4, 5)
+    assert "'mlp_only_layers' is 3, expected a list" in complaint({**CONFIGS["qwen3_moe"], "mlp_only_layers": 3})
     assert moe_layers(decoder_sparse_step=7) == ()
     assert "decoder_sparse_step=0 must be at least 1" in complaint({**CONFIGS["qwen3_moe"], "decoder_sparse_step": 0})
 
