@@ -144,7 +144,7 @@ class MergedModel:
     def _dtype(self, path: str) -> np.dtype:
         """The dtype of the leaf; else of the base or dense kernel that experts come from; else of the layer's norm."""
         dense, base = path.replace("/experts/", "/"), path.replace("/experts/", "/experts/base/")
-        norm = f"{path.partition('/mlp/')[0]}/mlp_norm/scale"
+        norm = f"{path.partition('/mlp/')[0]}/attention_norm/scale"
         return np.dtype(next(self._stored[leaf].dtype for leaf in (path, dense, base, norm) if leaf in self._stored))
 
     def _layer(self, path: str) -> LayerConfig:

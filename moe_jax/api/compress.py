@@ -253,7 +253,7 @@ def _one_layer(mlp: MoEConfig | FFNConfig, d_model: int, leaves: Mapping[str, np
     # Deltas without a base are stored in the dtype of the layer's norm.
     norm = np.ones(d_model, np.float32)
     named = {f"layers/0/mlp/{path}": leaf for path, leaf in leaves.items()}
-    return ModelInMemory(config, LeavesInMemory(named | {"layers/0/mlp_norm/scale": norm}))
+    return ModelInMemory(config, LeavesInMemory(named | {"layers/0/attention_norm/scale": norm}))
 
 
 def _make_bank(moe: MoEConfig, d_model: int, leaves: Mapping[str, np.ndarray]) -> ExpertBank:

@@ -79,7 +79,7 @@ class SourceLayer:
         elif bank.has_base:
             leaf = self._path(f"experts/base/{name}/kernel")
         else:
-            leaf = f"layers/{self.index}/mlp_norm/scale"
+            leaf = f"layers/{self.index}/attention_norm/scale"  # every layer has it
         return np.dtype(self._stored[leaf].dtype)
 
     def base(self, name: str) -> np.ndarray:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe_jax import leaf_files
+from moe_jax import cli, leaf_files
 from moe_jax.compress import compress, make_method
 from moe_jax.compress.alignment.design_matrix import mean_kernel
 from moe_jax.compress.methods.delta_base import Base
@@ -19,10 +19,10 @@ from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
 from moe_jax.loading import leaf_specs
 from moe_jax.model_dir import ModelDirectory
-from moe_jax.models import BankConfig
+from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from tests.compress.conftest import EXPERTS, MemorySource, memory_moe, same_weights
 from tests.disks import run_python
-from tests.upcycle.conftest import dense_config, random_leaves
+from tests.upcycle.conftest import DTYPES, dense_config, random_leaves, write_model
 
 BANKS = {
     "full": BankConfig(),
@@ -324,3 +324,15 @@ def test_train_base_of_the_bank_is_kept(tmp_path):
     frozen = dataclasses.replace(BANKS["low-rank"], train_base=False)
     compress(memory_moe(frozen), tmp_path / "out", QUANTIZE, described={})
     assert not ModelDirectory(tmp_path / "out").config.layers[0].mlp.bank.train_base
+
+
+def test_deltas_without_a_base_in_a_layer_with_one_norm_are_compressed(tmp_path):
+    """As of StableLM and Phi: attention and the MoE stand in parallel behind one norm, which says the dtype."""
+    bank = BankConfig(kind="low-rank", rank=2, base="none")
+    moe = MoEConfig(expert=FFNConfig(dim=16), num_experts=4, top_k=2, bank=bank)
+    attention = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4)
+    layer = LayerConfig(attention=attention, mlp=moe, parallel=True, shared_norm=True)
+    config = ModelConfig(family="none", vocab_size=16, d_model=8, max_positions=8, layers=(layer,), dtype="bfloat16")
+    model = write_model(tmp_path / "model", config, random_leaves(config))
+    assert SourceLayer(ModelDirectory(model), 0).dtype("up") == DTYPES["bfloat16"]
+    assert cli.main(["compress", str(model), str(tmp_path / "out"), "--method", "quantize", "--bits", "8"]) == 0
