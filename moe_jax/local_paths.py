@@ -18,8 +18,9 @@ def check_local(path: Path | str) -> None:
     if len(text) > _LONGEST:
         raise InputError(f"{shown(text)} has {len(text):,} characters, more than a path can have")
     if _ADDRESS.match(text):
+        address = re.sub(":/+", "://", text, count=1)
         raise InputError(
-            f"{shown(text)} is an address and not a path; models and data are read from and written to local or "
+            f"{shown(address)} is an address and not a path; models and data are read from and written to local or "
             "mounted disks only, so copy it to one first"
         )
     if "\0" in text:

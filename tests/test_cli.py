@@ -98,8 +98,8 @@ assert "jax" not in sys.modules and "orbax" not in sys.modules
         (["convert", "a", *["b"] * 5000], "unknown: b b b"),
         (["convert", "a", "--kind", "x" * 100_000], "got 'xxxx"),
         (["x" * 100_000], "unknown command 'xxxx"),
-        (["convert", "gs://bucket/model"], "'gs:/bucket/model' is an address and not a path"),
-        (["convert", "https://huggingface.co/a/b"], "'https:/huggingface.co/a/b' is an address and not a path"),
+        (["convert", "gs://bucket/model"], "'gs://bucket/model' is an address and not a path"),
+        (["convert", "https://huggingface.co/a/b"], "'https://huggingface.co/a/b' is an address and not a path"),
         (["convert", "a\0b"], "'a\\x00b' holds a zero byte"),
     ],
 )
