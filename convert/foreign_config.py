@@ -1,9 +1,10 @@
 """A foreign config.json, read key by key with the type each key must have."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from moe_jax.errors import InputError, is_finite, raise_if_any, shown
+from moe_jax.convert.harmless_keys import is_harmless
+from moe_jax.errors import InputError, clipped, is_finite, raise_if_any, shown
 from moe_jax.json_toml import fits_64_bits
 
 
@@ -18,7 +19,9 @@ class ForeignConfig:
         self._data = data
         self._defaults = defaults
         self._taken = {"model_type", "architectures"}
+        self._checked: set[str] = set()
         self._kept: dict[str, Any] = {}
+        self._unknown_inside: list[str] = []
 
     def require(self, *keys: str) -> None:
         """Raises one `InputError` naming every key that has neither a value nor a default."""
@@ -38,6 +41,7 @@ class ForeignConfig:
 
         The key counts as not read, so that it is written back.
         """
+        self._checked.add(key)
         found = self._data.get(key, self._defaults.get(key, value))
         if found != value:
             raise InputError(f"config.json: {key!r} is {shown(found)}, only {shown(value)} is supported")
@@ -101,6 +105,27 @@ class ForeignConfig:
     def foreign(self) -> dict[str, Any]:
         """The keys that were not read, which are written back unchanged on export."""
         return {key: value for key, value in self._data.items() if key not in self._taken} | self._kept
+
+    def unknown_inside(self, key: str, inner: Collection[str]) -> None:
+        """Notes keys of the object under `key` that the reader does not know."""
+        self._unknown_inside += [f"{key}.{one}" for one in inner]
+
+    def check_all_known(self, harmless: Collection[str], ignored: Collection[str]) -> None:
+        """Raises `InputError` for keys that were neither read nor are known to change nothing. To be asked at the end.
+
+        Args:
+          harmless: keys that change nothing in this family.
+          ignored: keys that the caller answers for; one inside an object is written `object.key`.
+        """
+        read = self._taken | self._checked | self._defaults.keys() | set(harmless)
+        unknown = [key for key, value in self._data.items() if key not in read and not is_harmless(key, value)]
+        unknown = [key for key in unknown + self._unknown_inside if key not in ignored]
+        if unknown:
+            raise InputError(
+                f"config.json: {shown(unknown[0])}{f' and {len(unknown) - 1} more keys' if unknown[1:] else ''} may "
+                f"change what the model computes, in a way that is not supported; if not, say so with "
+                f"moe-jax convert --ignore-keys {clipped(','.join(unknown))}"
+            )
 
     def _take(self, key: str, expected: str, is_valid: Any) -> Any:
         self._taken.add(key)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from moe_jax.convert.families import family_named
+from moe_jax.convert.harmless_keys import is_harmless
 from moe_jax.errors import InputError
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
@@ -43,7 +44,6 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
         )
     family = family_named(config.family)
     widest = max(config.moe(i).expert.dim for i in config.moe_layers)
-    foreign = dict(config.foreign)
     if family.holds_experts:
         return replace(config, layers=tuple(_full(layer, widest) for layer in config.layers))
     if family.moe_format is None:
@@ -51,8 +51,8 @@ def merged_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
             f"a {family.name!r} model with MoE layers has no Hugging Face format that would give the same logits; "
             "keep it as a model directory"
         )
-    # `auto_map` names code for the old format, which must not be run for the new one.
-    foreign.pop("auto_map", None)
+    # Keys of the old format could mean something in the new one; `auto_map` names code, which must not be run for it.
+    foreign = {key: value for key, value in config.foreign.items() if is_harmless(key, value) and key != "auto_map"}
     dense = []
     if not family_named(family.moe_format).holds_dense_layers:
         dense = [i for i in range(config.num_layers) if i not in config.moe_layers]

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ def convert(
     dst: Path | str | InMemory,
     *,
     dtype: str | None = None,
+    ignore_keys: Collection[str] = (),
     allow_nonfinite: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
@@ -38,6 +39,7 @@ def convert(
       src: Hugging Face directory.
       dst: where the model directory appears, which must not exist; or memory.
       dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit.
+      ignore_keys: unknown keys of config.json that are taken to change nothing; others are an error.
       allow_nonfinite: go on where weights are not finite.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
@@ -53,7 +55,7 @@ def convert(
     if not isinstance(dst, InMemory):
         dst = Path(dst)
         refuse_existing(dst)
-    source = HuggingFaceDirectory(src)
+    source = HuggingFaceDirectory(src, ignored_keys=ignore_keys)
     target = DTYPES_BY_NAME[dtype] if dtype else None
     specs = {path: jax.ShapeDtypeStruct(spec.shape, target or spec.dtype) for path, spec in source.specs().items()}
     for why, count in Counter(source.weights.ignored.values()).items():
@@ -69,7 +71,7 @@ def convert(
         return
 
     config = replace(source.config, dtype=dtype) if dtype else source.config
-    options = {"dtype": dtype, "allow_nonfinite": allow_nonfinite}
+    options = {"dtype": dtype, "ignore_keys": sorted(ignore_keys), "allow_nonfinite": allow_nonfinite}
     # An exported directory brings its own history.
     lineage = [*source.lineage, new_lineage_entry("convert", options, [source])]
     total = _bytes_of(specs)

@@ -1,7 +1,7 @@
 """Hugging Face config.json <-> ModelConfig, for all families."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from moe_jax.convert.families import FAMILIES, family_named
@@ -13,24 +13,29 @@ from moe_jax.models import ModelConfig
 _NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "capacity_factor"}
 
 
-def read_hf_config(data: Mapping[str, Any]) -> ModelConfig:
+def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) -> ModelConfig:
     """Reads a config.json, in the style of Transformers 4 or 5.
 
     Args:
       data: the parsed file.
+      ignored: unknown keys that are taken to change nothing.
 
     Returns:
       The config; keys that this library does not use are kept in `foreign`.
 
     Raises:
-      InputError: unknown family, or missing, ill-typed or contradicting values.
+      InputError: unknown family; missing, ill-typed or contradicting values; or keys that are not known, and so may
+        change what the model computes.
     """
     if data.get("quantization_config") is not None:
         raise InputError(
             "config.json: the checkpoint is quantised (quantization_config); convert the unquantised one it was made of"
         )
     family = FAMILIES[_family_name(data)]
-    return family.read(ForeignConfig(data, family.defaults))
+    foreign = ForeignConfig(data, family.defaults)
+    config = family.read(foreign)
+    foreign.check_all_known(family.harmless, ignored)
+    return config
 
 
 def write_hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -47,6 +52,12 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
     lost = _differences(config, read_hf_config(written))
     raise_if_any(lost, f"the format of {family.name!r} cannot hold this model")
     return _merged(written, config.foreign)
+
+
+def foreign_keys(config: ModelConfig) -> set[str]:
+    """The keys that a config writes back without knowing them, as `read_hf_config` wants to have them ignored."""
+    inner = {f"{key}.{one}" for key, value in config.foreign.items() if isinstance(value, Mapping) for one in value}
+    return {*config.foreign, *inner}
 
 
 def _family_name(data: Mapping[str, Any]) -> str:

@@ -94,6 +94,8 @@ def read_rope(config: ForeignConfig, *, max_positions: int, head_dim: int) -> Ro
             fields[_FIELDS[key]] = _checked(key, value)
     if values:
         config.keep("rope_scaling", values)
+        # Keys of other types say nothing here; `finetuned` is a note in early YaRN checkpoints.
+        config.unknown_inside("rope_scaling", [key for key in values if key not in _FIELDS and key != "finetuned"])
 
     if scaling in _WITH_ORIGINAL_LENGTH:
         # Phi-3 style configs hold the original length beside the rope parameters, and it wins.

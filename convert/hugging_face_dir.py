@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -42,8 +42,12 @@ class HuggingFaceDirectory:
 
     base: ModelSource | None = None
 
-    def __init__(self, path: Path | str):
+    def __init__(self, path: Path | str, *, ignored_keys: Collection[str] = ()):
         """Reads the config.
+
+        Args:
+          path: of the directory.
+          ignored_keys: unknown keys of config.json that are taken to change nothing.
 
         Raises:
           FileNotFoundError: if there is no such directory.
@@ -57,7 +61,7 @@ class HuggingFaceDirectory:
         if data.get("format") == FORMAT:
             raise InputError(f"{path} is a model directory, not a Hugging Face directory")
         try:
-            self.config: ModelConfig = read_hf_config(data)
+            self.config: ModelConfig = read_hf_config(data, ignored=ignored_keys)
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
         self._files = TensorFiles()

@@ -15,7 +15,7 @@ from moe_jax.companions import read_companion
 from moe_jax.convert.copying import DTYPES_BY_NAME, copy_transposed
 from moe_jax.convert.families import family_named
 from moe_jax.convert.foreign_view import MergedModel, merged_config
-from moe_jax.convert.hf_config import write_hf_config
+from moe_jax.convert.hf_config import foreign_keys, write_hf_config
 from moe_jax.convert.hugging_face_dir import WORKERS, HuggingFaceDirectory, row_chunks
 from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.convert.safetensors_writer import PlannedTensor, ShardWriter
@@ -121,7 +121,8 @@ def export(
             write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
             lineage[-1]["measured"] = progress.measured()
             write_durably(folder / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
-            HuggingFaceDirectory(folder).specs()  # opens all files and compares them with the config
+            # Opens all files and compares them with the config.
+            HuggingFaceDirectory(folder, ignored_keys=foreign_keys(config)).specs()
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
 

@@ -26,6 +26,8 @@ class Family:
       read: foreign config -> ModelConfig.
       write: ModelConfig -> keys of config.json; may raise `InputError` for what the format cannot express.
       table: its tensors, in the order in which they are written.
+      harmless: keys of config.json that change nothing in this family, beside those that do not in any
+        (`harmless_keys.py`) and those that `read` asks for or `defaults` names.
       moe_format: name of the family in whose format a model of this family is exported if it has MoE layers.
     """
 
@@ -35,6 +37,7 @@ class Family:
     read: Callable[[ForeignConfig], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
     table: Table
+    harmless: tuple[str, ...] = ()
     moe_format: str | None = None
 
     @property
@@ -114,9 +117,7 @@ def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
 # --- reading config.json --------------------------------------------------------------------------
 
 
-def read_attention(
-    config: ForeignConfig, *, biases: Iterable[Projection] = (), **kwargs: Any
-) -> AttentionConfig:
+def read_attention(config: ForeignConfig, *, biases: Iterable[Projection] = (), **kwargs: Any) -> AttentionConfig:
     """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`.
 
     Raises:

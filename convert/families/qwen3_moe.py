@@ -124,6 +124,8 @@ FAMILY = Family(
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.001,
     },
+    # The window is that of all layers.
+    harmless=("max_window_layers", "layer_types"),
     read=read,
     write=write,
     table=(

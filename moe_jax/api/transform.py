@@ -7,7 +7,7 @@ options, which `moe-jax COMMAND --help` describes at length.
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def convert(
-    src: str | os.PathLike[str], out: OutPath = None, *, dtype: Dtype | None = None, allow_nonfinite: bool = False
+    src: str | os.PathLike[str],
+    out: OutPath = None,
+    *,
+    dtype: Dtype | None = None,
+    ignore_keys: Collection[str] = (),
+    allow_nonfinite: bool = False,
 ) -> Model:
     """Reads a Hugging Face checkpoint, tensor by tensor.
 
@@ -42,6 +47,7 @@ def convert(
       src: Hugging Face directory: config.json, and safetensors or PyTorch files.
       out: where a model directory appears, which must not exist; None: the model stays in memory.
       dtype: of all parameters; None: every one is kept bit for bit.
+      ignore_keys: unknown keys of config.json that are taken to change nothing; others are an error.
       allow_nonfinite: go on where weights are NaN or infinite.
 
     Returns:
@@ -53,7 +59,8 @@ def convert(
       OSError: if the disk is full. Nothing is left at `out` then.
     """
     target = destination(out)
-    _convert(Path(src), target, dtype=dtype, allow_nonfinite=allow_nonfinite, console=Console(quiet=True))
+    quiet = Console(quiet=True)
+    _convert(Path(src), target, dtype=dtype, ignore_keys=ignore_keys, allow_nonfinite=allow_nonfinite, console=quiet)
     return result(target, src)
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from moe_jax.commands import optional
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -17,6 +19,9 @@ class Options:
     """Where the model directory appears; must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of all parameters; by default each keeps its own, bit for bit."""
+    ignore_keys: Annotated[str | None, optional("KEY,KEY,...")] = None
+    """Keys of config.json that this library does not know, and that you know to change nothing; by default they are
+    refused."""
     allow_nonfinite: bool = False
     """Goes on where weights are NaN or infinite, instead of refusing."""
     dry_run: bool = False
@@ -35,6 +40,7 @@ def run(options: Options) -> None:
         options.src,
         options.dst,
         dtype=options.dtype,
+        ignore_keys=options.ignore_keys.split(",") if options.ignore_keys else (),
         allow_nonfinite=options.allow_nonfinite,
         dry_run=options.dry_run,
     )

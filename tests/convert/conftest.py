@@ -29,12 +29,9 @@ BASE = {
     "torch_dtype": "float32",
     "pad_token_id": 0,
 }
-# StableLM has another key for the epsilon of its norms.
-STABLELM = {key: value for key, value in BASE.items() if key != "rms_norm_eps"} | {
-    "model_type": "stablelm",
-    "layer_norm_eps": 1e-5,
-    "partial_rotary_factor": 0.25,
-}
+# Families with LayerNorms have another key for their epsilon.
+LAYER_NORMS = {key: value for key, value in BASE.items() if key != "rms_norm_eps"} | {"layer_norm_eps": 1e-5}
+STABLELM = {**LAYER_NORMS, "model_type": "stablelm", "partial_rotary_factor": 0.25}
 CONFIGS = {
     "llama": {**BASE, "model_type": "llama"},
     "llama-tied": {**BASE, "model_type": "llama", "tie_word_embeddings": True},
@@ -92,9 +89,9 @@ CONFIGS = {
         "mlp_only_layers": [3],
     },
     "olmoe": {**BASE, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5},
-    "phi": {**BASE, "model_type": "phi", "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
+    "phi": {**LAYER_NORMS, "model_type": "phi", "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
     "phi-tied-wide-heads": {
-        **BASE,
+        **LAYER_NORMS,
         "model_type": "phi",
         "hidden_act": "relu",
         "layer_norm_eps": 1e-3,

@@ -23,12 +23,36 @@ def complaint(config: dict) -> str:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_writing_gives_back_every_key(name: str):
-    written = write_hf_config(read_hf_config({**CONFIGS[name], "initializer_range": 0.02, "custom": {"a": [1]}}))
-    for key, value in {**CONFIGS[name], "initializer_range": 0.02, "custom": {"a": [1]}}.items():
+    config = {**CONFIGS[name], "initializer_range": 0.02, "custom": {"a": [1]}}
+    written = write_hf_config(read_hf_config(config, ignored=["custom"]))
+    for key, value in config.items():
         if key not in ("max_window_layers", "model_type"):
             assert written[key] == value, key
-    assert read_hf_config(written) == read_hf_config(CONFIGS[name])
+    assert read_hf_config(written, ignored=["custom"]) == read_hf_config(CONFIGS[name])
     assert json.loads(json.dumps(written)) == written
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_keys_that_are_not_known_are_refused(name: str):
+    config = {**CONFIGS[name], "initializer_range": 0.02, "_of_a_tool": 1, "sink_tokens": 4}
+    assert complaint(config) == (
+        "config.json: 'sink_tokens' may change what the model computes, in a way that is not supported; if not, say so "
+        "with moe-jax convert --ignore-keys sink_tokens"
+    )
+    assert "and 1 more keys" in complaint({**config, "depth_scale": 2.0})
+    assert read_hf_config(config, ignored=["sink_tokens"]) == read_hf_config(CONFIGS[name])
+
+
+def test_keys_inside_rope_parameters_are_refused_too():
+    scaling = {"type": "linear", "factor": 2.0, "mrope_section": [2, 2, 2], "finetuned": True}
+    assert "'rope_scaling.mrope_section' may change" in complaint({**LLAMA, "rope_scaling": scaling})
+    config = read_hf_config({**LLAMA, "rope_scaling": scaling}, ignored=["rope_scaling.mrope_section"])
+    assert write_hf_config(config)["rope_scaling"] == scaling
+
+
+def test_an_encoder_s_keys_are_harmless_only_where_they_say_nothing():
+    assert read_hf_config({**LLAMA, "is_encoder_decoder": False}) == read_hf_config(LLAMA)
+    assert "'is_encoder_decoder' may change" in complaint({**LLAMA, "is_encoder_decoder": True})
 
 
 def test_all_families_are_found_and_have_unique_files():
