@@ -1,5 +1,5 @@
 """Rotary embedding: what is rotated, by how much, and what that depends on. Scalings are compared with Transformers
-in `tests/nn/test_transformers_parity.py`."""
+in `tests/families`."""
 
 import jax
 import jax.numpy as jnp
