@@ -43,6 +43,12 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
     )
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there are weight files in a directory, whole or not."""
+    names = (SINGLE_SAFETENSORS, SAFETENSORS_INDEX, SINGLE_TORCH, TORCH_INDEX)
+    return any((directory / name).exists() for name in names) or any(directory.glob("*-of-*.*"))
+
+
 def _open_sharded(index: Path) -> CheckpointFiles:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):

@@ -11,7 +11,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from moe_jax.convert.checkpoint_files import has_weights
 from moe_jax.convert.copying import DTYPES_BY_NAME
+from moe_jax.convert.expected import print_expected
 from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.errors import check_member
@@ -36,7 +38,7 @@ def convert(
     """Writes a Hugging Face checkpoint as a model directory, leaf by leaf, in memory that does not grow with it.
 
     Args:
-      src: Hugging Face directory.
+      src: Hugging Face directory; for a dry run, its config.json alone is enough.
       dst: where the model directory appears, which must not exist; or memory.
       dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit.
       ignore_keys: unknown keys of config.json that are taken to change nothing; others are an error.
@@ -55,6 +57,9 @@ def convert(
     if not isinstance(dst, InMemory):
         dst = Path(dst)
         refuse_existing(dst)
+    if dry_run and not (Path(src).is_dir() and has_weights(Path(src))):
+        print_expected(Path(src), dtype, ignore_keys, console)
+        return
     source = HuggingFaceDirectory(src, ignored_keys=ignore_keys)
     target = DTYPES_BY_NAME[dtype] if dtype else None
     specs = {path: jax.ShapeDtypeStruct(spec.shape, target or spec.dtype) for path, spec in source.specs().items()}

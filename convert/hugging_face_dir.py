@@ -189,7 +189,7 @@ class HuggingFaceDirectory:
         first, second = self.weights.tensors[a], self.weights.tensors[b]
         if first.dtype != second.dtype:
             return False
-        whole = Piece(a, 0, first.shape, "", None, False)
+        whole = Piece(a, 0, first.shape, "", None, False, a)
         return all(
             np.array_equal(as_bits(self._rows(first, whole, *rows)), as_bits(self._rows(second, whole, *rows)))
             for rows in row_chunks(first.shape, DTYPES[first.dtype].itemsize)

@@ -43,7 +43,7 @@ def print_mapping(
     for leaf, parts in pieces.items():
         for piece in parts:
             line = _Line(
-                re.sub(r"(experts|norms)\.\d+\.", r"\1.{e}.", re.sub(r"layers\.\d+\.", "layers.{i}.", piece.tensor)),
+                piece.template,
                 tensor_shapes[piece.tensor],
                 _operations(piece, tensor_shapes[piece.tensor]),
                 re.sub(r"^layers/\d+/", "layers/{i}/", leaf),
@@ -65,7 +65,8 @@ def print_mapping(
         )  # fmt: skip
     console.print(table)
     total = sum(_nbytes(leaf) for leaf in leaves.values())
-    console.print(f"{len(tensor_shapes)} tensors, {len(leaves)} leaves, {total / GB:.3f} GB")
+    parameters = sum(map(math.prod, tensor_shapes.values()))
+    console.print(f"{len(tensor_shapes)} tensors, {len(leaves)} leaves, {parameters:,} parameters, {total / GB:.3f} GB")
 
 
 def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:

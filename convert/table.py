@@ -89,6 +89,7 @@ class Piece(NamedTuple):
       leaf: path of the leaf.
       expert: index on the leaf's first axis, of an expert or a head; None: the piece is the whole leaf.
       transpose: the leaf holds the piece transposed.
+      template: the tensor of its row, with `{i}` and `{e}`.
     """
 
     tensor: str
@@ -97,6 +98,7 @@ class Piece(NamedTuple):
     leaf: str
     expert: int | None
     transpose: bool
+    template: str
 
 
 class Mapped(NamedTuple):
@@ -153,7 +155,8 @@ def _apply_row(row: Row, i: int | None, leaves: Mapping[str, Any], mapped: Mappe
         offset = 0 if e is None or "{e}" in row.tensor else e * math.prod(mapped.tensors[name][1:])
         for path, shape in zip(paths, shapes, strict=True):
             piece_shape = _piece_shape(shape if e is None else shape[1:], row.transpose)
-            mapped.pieces.setdefault(path, []).append(Piece(name, offset, piece_shape, path, e, row.transpose))
+            piece = Piece(name, offset, piece_shape, path, e, row.transpose, row.tensor)
+            mapped.pieces.setdefault(path, []).append(piece)
             offset += math.prod(piece_shape)
 
 

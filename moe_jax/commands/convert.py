@@ -25,7 +25,7 @@ class Options:
     allow_nonfinite: bool = False
     """Goes on where weights are NaN or infinite, instead of refusing."""
     dry_run: bool = False
-    """Prints the mapping and sizes, and writes nothing."""
+    """Prints the mapping and sizes, and writes nothing; SRC may then be a config.json without weights."""
 
 
 def run(options: Options) -> None:

@@ -35,6 +35,22 @@ def test_there_and_back(llama: pathlib.Path, tmp_path: pathlib.Path, capfd: pyte
     assert before == {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in llama.iterdir()}
 
 
+def test_a_dry_run_needs_no_weights(llama: pathlib.Path, tmp_path: pathlib.Path, capfd):
+    whole, alone = tmp_path / "whole", tmp_path / "config.json"
+    assert main(["convert", str(llama), str(whole), "--dry-run"]) == 0
+    mapping = capfd.readouterr().out
+    alone.write_bytes((llama / "config.json").read_bytes())
+    for source in (tmp_path, alone):
+        assert main(["convert", str(source), str(whole), "--dry-run"]) == 0
+        said = f"{alone} has no weights beside it; a checkpoint of this config holds:\n"
+        assert capfd.readouterr().out == said + mapping
+    assert main(["convert", str(tmp_path), str(whole)]) == 2
+    assert "has no weights" in capfd.readouterr().err
+    alone.write_text("{")
+    assert main(["convert", str(tmp_path), str(whole), "--dry-run"]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+
+
 def test_a_dry_run_answers_on_standard_output(llama: pathlib.Path, tmp_path: pathlib.Path, capfd):
     assert main(["convert", str(llama), str(tmp_path / "ours"), "--dry-run"]) == 0
     assert "model.layers.{i}.self_attn.q_proj.weight" in capfd.readouterr().out
