@@ -78,6 +78,7 @@ def attention(
     mask: Literal["causal", "bidirectional", "prefix"] = "causal",
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
     aligned: bool,
 ) -> Float[Array, "B T H D"]:
     """Softmax attention, in the dtype of `q`; scores, their scaling and the softmax are float32.
@@ -88,6 +89,7 @@ def attention(
       mask: `causal`: no key after the query; `bidirectional`: all keys; `prefix`: causal, and the prefix of the row.
       window: a query sees keys less than this many positions away, itself included; None: all. Not with `prefix`.
       scale: of the scores; None: 1/sqrt(D).
+      soft_cap: scores become `c tanh(scores / c)` after that; None: they stay.
       aligned: query t and key s have positions t and s (no cache), so that keys that a mask hides from a whole chunk of
         queries need not be looked at.
     """
@@ -106,6 +108,7 @@ def attention(
         mask=mask,
         window=window,
         scale=1 / math.sqrt(width) if scale is None else scale,
+        soft_cap=soft_cap,
     )
     y = jax.lax.platform_dependent(
         q, k, v, visible, cpu=partial(_loop_over_heads, one_head), default=partial(_all_heads_at_once, one_head)
@@ -154,13 +157,14 @@ def _one_key_head(
     mask: str,
     window: int | None,
     scale: float,
+    soft_cap: float | None,
 ) -> Float[Array, "G T D"]:
     """All queries that share a key head, of one row of the batch; keys and values float32."""
     tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
     keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None))
     results = []
     for band in bands:
-        one_band = partial(_one_band, band, mask=mask, window=window, scale=scale)
+        one_band = partial(_one_band, band, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
         # Also what is cut out of the row for a chunk is cut out again, where that does not repeat the loop of a band.
         one_band = jax.checkpoint(one_band) if band.count == 1 else one_band
         results.append(one_band(q, tokens, keys))
@@ -176,6 +180,7 @@ def _one_band(
     mask: str,
     window: int | None,
     scale: float,
+    soft_cap: float | None,
 ) -> Float[Array, "G t D"]:
     """The queries of a band, from all queries and keys of a row."""
     stop = band.start + band.size * band.count
@@ -189,7 +194,7 @@ def _one_band(
 
     def one_chunk(chunk: tuple[Array, _Tokens, Array]) -> Float[Array, "G t D"]:
         queries, tokens, first = chunk
-        return _one_chunk(queries, tokens, first, keys, span=band.span, mask=mask, window=window, scale=scale)
+        return _one_chunk(queries, tokens, first, keys, span=band.span, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
 
     if band.count == 1:
         return one_chunk(jax.tree.map(lambda a: a[0], (queries, tokens, firsts)))
@@ -209,6 +214,7 @@ def _one_chunk(
     mask: str,
     window: int | None,
     scale: float,
+    soft_cap: float | None,
 ) -> Float[Array, "G t D"]:
     """A chunk of queries on `span` keys from `first` on."""
     group, size, width = q.shape
@@ -219,7 +225,10 @@ def _one_chunk(
         q.reshape(-1, width), k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     ).reshape(group, size, span)
     seen = _mask(queries, keys.tokens, mask, window)
-    scores = jnp.where(seen[None], scores * jnp.float32(scale), jnp.finfo(jnp.float32).min)
+    scores = scores * jnp.float32(scale)
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / jnp.float32(soft_cap)) * jnp.float32(soft_cap)
+    scores = jnp.where(seen[None], scores, jnp.finfo(jnp.float32).min)
     shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(-1, span)
     return (shares @ v).reshape(group, size, width)
 

@@ -24,12 +24,14 @@ class AttentionConfig:
       head_dim: width of a head, not necessarily d/H.
       biases: which of the projections `q`, `k`, `v` and `o` have one.
       qk_norm: on queries and keys: RMSNorm over the whole `projection` (OLMoE) or per `head` (Qwen3); or `head_layer`,
-        LayerNorm without bias per head, each with scales of its own (StableLM-2 12B); or none.
+        LayerNorm without bias per head, each with scales of its own (StableLM-2 12B); or none. An RMSNorm has factors
+        `1 + scale` where the norms of the model have them.
       clip_qkv: clamps the projections to [-c, c] (OLMoE); None: no clamp.
       mask: `causal`: a token sees those before it and itself; `bidirectional`: all; `prefix`: causal, and all see the
         prefix of their row.
       sliding_window: a query sees tokens less than this many positions away, itself included; None: all.
       scale: of the scores; None: 1/sqrt(head_dim).
+      score_soft_cap: scores become `c tanh(scores / c)` after that (Gemma 2); None: they stay.
       rope: the layer's own rotary embedding; None: that of the model.
       source_dim: width of the activations that keys and values are made of, where it is not the model's: in
         cross-attention.
@@ -46,6 +48,7 @@ class AttentionConfig:
     mask: Literal["causal", "bidirectional", "prefix"] = "causal"
     sliding_window: int | None = None
     scale: float | None = None
+    score_soft_cap: float | None = None
     rope: RopeConfig | None = None
     source_dim: int | None = None
     nf4: bool = False
@@ -55,7 +58,7 @@ class AttentionConfig:
         if self.lora is not None:
             self.lora.check_targets(PROJECTIONS)
         check_positive(self, "num_heads", "num_kv_heads", "head_dim", "sliding_window", "source_dim")
-        check_number(self, "clip_qkv", "scale", above=0)
+        check_number(self, "clip_qkv", "scale", "score_soft_cap", above=0)
         check_member("qk_norm", self.qk_norm, ("none", "projection", "head", "head_layer"))
         check_member("mask", self.mask, MASKS)
         for name in self.biases:

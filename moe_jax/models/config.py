@@ -94,7 +94,8 @@ class ModelConfig:
       rope: rotary embedding of all layers that have none of their own; fraction 0: nothing is rotated.
       learned_positions: an embedding of every position up to `max_positions` is added to that of the token.
       embed_scale: token embeddings are multiplied by it.
-      norm: `rms`, `layer` (LayerNorm with bias) or `none`, in all layers.
+      norm: `rms`, `rms_plus_one` (RMSNorm whose factors are `1 + scale`: Gemma), `layer` (LayerNorm with bias) or
+        `none`, in all layers.
       norm_eps: epsilon inside the norms.
       final_norm: whether there is a norm after the last layer.
       tie_embeddings: the output head is the transposed embedding.
@@ -116,7 +117,7 @@ class ModelConfig:
     rope: RopeConfig = RopeConfig()
     learned_positions: bool = False
     embed_scale: float = 1.0
-    norm: Literal["rms", "layer", "none"] = "rms"
+    norm: Literal["rms", "rms_plus_one", "layer", "none"] = "rms"
     norm_eps: float = 1e-5
     final_norm: bool = True
     tie_embeddings: bool = False
@@ -134,7 +135,7 @@ class ModelConfig:
         check_positive(self, "vocab_size", "d_model", "max_positions", "num_classes")
         check_number(self, "embed_scale", "logit_scale", "logit_soft_cap", above=0)
         check_number(self, "norm_eps", at_least=0)
-        check_member("norm", self.norm, ("rms", "layer", "none"))
+        check_member("norm", self.norm, ("rms", "rms_plus_one", "layer", "none"))
         check_member("dtype", self.dtype, ("float32", "bfloat16", "float16"))
         if self.num_classes is not None and self.tie_embeddings:
             raise InputError(f"a head for num_classes={self.num_classes} cannot be tied to the embedding")

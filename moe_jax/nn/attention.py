@@ -47,9 +47,9 @@ class Attention(nnx.Module):
             for name, count in heads.items():
                 setattr(self, name, Norm("layer_unbiased", (count, width), model.norm_eps, dtype=dtype))
         elif config.qk_norm != "none":
-            per_head = config.qk_norm == "head"
-            self.q_norm = Norm("rms", width if per_head else q_width, model.norm_eps, dtype=dtype)
-            self.k_norm = Norm("rms", width if per_head else kv_width, model.norm_eps, dtype=dtype)
+            per_head, kind = config.qk_norm == "head", "rms_plus_one" if model.norm == "rms_plus_one" else "rms"
+            self.q_norm = Norm(kind, width if per_head else q_width, model.norm_eps, dtype=dtype)
+            self.k_norm = Norm(kind, width if per_head else kv_width, model.norm_eps, dtype=dtype)
 
     def __call__(
         self,
@@ -99,6 +99,7 @@ class Attention(nnx.Module):
             mask=self.config.mask,
             window=self.config.sliding_window,
             scale=self.config.scale,
+            soft_cap=self.config.score_soft_cap,
             aligned=cache is None and source is None,
         )
         return self.o(y.reshape(*x.shape[:2], -1), keys["o"]), cache

@@ -11,7 +11,10 @@ from moe_jax.functional.norms import layer_norm, rms_norm
 
 
 class Norm(nnx.Module):
-    """Over the last axis: RMSNorm (`rms`), LayerNorm (`layer`), the same without bias (`layer_unbiased`), or `none`.
+    """Over the last axis.
+
+    RMSNorm (`rms`), the same with factors `1 + scale` (`rms_plus_one`), LayerNorm (`layer`), the same without bias
+    (`layer_unbiased`), or `none`.
 
     A shape (H, d) instead of a width d gives each of H heads scales of its own, in a LayerNorm without bias.
     """
@@ -20,7 +23,7 @@ class Norm(nnx.Module):
         self.kind = kind
         self.eps = eps
         if kind != "none":
-            self.scale = nnx.Param(jnp.ones(shape, dtype))
+            self.scale = nnx.Param((jnp.zeros if kind == "rms_plus_one" else jnp.ones)(shape, dtype))
         if kind == "layer":
             self.bias = nnx.Param(jnp.zeros(shape, dtype))
 
@@ -31,7 +34,7 @@ class Norm(nnx.Module):
             return layer_norm(x, self.scale[...], self.bias[...], self.eps)
         if self.kind == "layer_unbiased":
             return layer_norm(x, self.scale[...], None, self.eps)
-        return rms_norm(x, self.scale[...], self.eps)
+        return rms_norm(x, self.scale[...], self.eps, plus_one=self.kind == "rms_plus_one")
 
 
 class FFN(nnx.Module):

@@ -15,10 +15,11 @@ from moe_jax.functional.attention import Visibility, attention
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
 
-def reference(q, k, v, mask):
+def reference(q, k, v, mask, soft_cap=None):
     repeats = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(a, repeats, axis=2) for a in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.float32(np.sqrt(q.shape[-1]))
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(mask[:, None], scores, -jnp.inf)
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
 
@@ -34,16 +35,16 @@ def visible_keys(mask, segments, window, prefix):
     return seen & (segments[:, :, None] == segments[:, None, :])
 
 
-@partial(jax.jit, static_argnames=("form", "mask", "window", "scale", "chunk"))
-def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, window, scale, chunk):
+@partial(jax.jit, static_argnames=("form", "mask", "window", "scale", "soft_cap", "chunk"))
+def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, window, scale, soft_cap, chunk):
     positions = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
 
     def value(q, k, v):
         if form == "reference":
             seen = visible_keys(mask, segments, window, prefix)
-            return jnp.sum(reference(q if scale is None else 2 * scale * q, k, v, seen) * weight)
+            return jnp.sum(reference(q if scale is None else 2 * scale * q, k, v, seen, soft_cap) * weight)
         visible = Visibility(positions, positions, segments, segments, prefix if mask == "prefix" else None)
-        options = dict(mask=mask, window=window, scale=scale, aligned=form == "aligned")
+        options = dict(mask=mask, window=window, scale=scale, soft_cap=soft_cap, aligned=form == "aligned")
         return jnp.sum(attention(q, k, v, visible, **options) * weight)
 
     return jax.value_and_grad(value, argnums=(0, 1, 2))(q, k, v)
@@ -52,20 +53,20 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
 # The shapes are few, so that programs are compiled once; documents, which are data, are drawn freely. Chunks of two
 # make bands of several chunks, which are looped over.
 @pytest.mark.parametrize(
-    ("length", "heads", "mask", "window", "scale", "chunk"),
+    ("length", "heads", "mask", "window", "scale", "soft_cap", "chunk"),
     [
-        (1, (1, 1), "causal", None, None, 8),
-        (21, (4, 2), "causal", None, 0.3, 8),
-        (21, (2, 1), "causal", None, None, 2),
-        (21, (3, 1), "causal", 5, None, 8),
-        (39, (2, 1), "causal", 5, None, 2),
-        (16, (2, 2), "causal", 9, None, 8),
-        (21, (2, 1), "bidirectional", None, None, 8),
-        (39, (2, 2), "bidirectional", 4, None, 2),
-        (21, (2, 1), "prefix", None, None, 8),
+        (1, (1, 1), "causal", None, None, None, 8),
+        (21, (4, 2), "causal", None, 0.3, None, 8),
+        (21, (2, 1), "causal", None, None, 0.7, 2),
+        (21, (3, 1), "causal", 5, None, None, 8),
+        (39, (2, 1), "causal", 5, 1.5, 2.0, 2),
+        (16, (2, 2), "causal", 9, None, None, 8),
+        (21, (2, 1), "bidirectional", None, None, None, 8),
+        (39, (2, 2), "bidirectional", 4, None, None, 2),
+        (21, (2, 1), "prefix", None, None, None, 8),
     ],
 )
-def test_masks_values_and_gradients(length, heads, mask, window, scale, chunk, monkeypatch):
+def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap, chunk, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", chunk)
 
     @settings(max_examples=8, deadline=None)
@@ -76,7 +77,7 @@ def test_masks_values_and_gradients(length, heads, mask, window, scale, chunk, m
         q, k, v, weight = draw(heads[0]), draw(heads[1]), draw(heads[1]), draw(heads[0])
         segments = jnp.asarray(np.cumsum(rng.random((2, length)) < boundary, axis=1), jnp.int32)
         prefix = jnp.asarray(rng.integers(0, length + 1, 2), jnp.int32)
-        given = dict(mask=mask, window=window, scale=scale, chunk=chunk)
+        given = dict(mask=mask, window=window, scale=scale, soft_cap=soft_cap, chunk=chunk)
         expected = values_and_gradients(q, k, v, weight, segments, prefix, form="reference", **given)
         for form in ("aligned", "unaligned"):
             got = values_and_gradients(q, k, v, weight, segments, prefix, form=form, **given)
@@ -154,7 +155,7 @@ def test_accelerator_form_equals_cpu_form():
     k, v = (jax.random.normal(jax.random.key(i), (2, 3, 40, 8)) for i in (1, 2))
     positions = jnp.broadcast_to(jnp.arange(40)[None], (2, 40))
     bands = module._bands(40, 40, mask="causal", window=None, aligned=True)
-    one_head = partial(module._one_key_head, bands=bands, mask="causal", window=None, scale=0.5)
+    one_head = partial(module._one_key_head, bands=bands, mask="causal", window=None, scale=0.5, soft_cap=None)
     visible = Visibility(positions, positions)
     a, b = (
         jax.jit(lambda q, k, v, form=form: form(one_head, q, k, v, visible))(q, k, v)
