@@ -8,7 +8,7 @@ from moe_jax.convert.foreign_config import ForeignConfig
 from moe_jax.convert.hf_rope import read_rope, write_rope
 from moe_jax.convert.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
 from moe_jax.errors import InputError, nearest, shown
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.models.config import check_num_layers
 
 T = TypeVar("T")
@@ -143,23 +143,26 @@ def read_attention(config: ForeignConfig, *, biases: Iterable[Projection] = (), 
     )
 
 
-def read_gated_ffn(config: ForeignConfig, *, dim: str = "intermediate_size", bias: bool = False) -> FFNConfig:
-    """Reads a gated FFN; `dim` is the key of its hidden width."""
-    config.require(dim, "hidden_act")
-    return FFNConfig(dim=config.required_integer(dim), gated=True, activation=read_activation(config), bias=bias)
+def read_gated_ffn(
+    config: ForeignConfig, *, dim: str = "intermediate_size", activation: str = "hidden_act", bias: bool = False
+) -> FFNConfig:
+    """Reads a gated FFN; `dim` and `activation` are the keys of its hidden width and its activation."""
+    config.require(dim, activation)
+    act = read_activation(config, activation)
+    return FFNConfig(dim=config.required_integer(dim), gated=True, activation=act, bias=bias)
 
 
-def read_activation(config: ForeignConfig) -> Any:
-    """Our name of the activation that `hidden_act` names.
+def read_activation(config: ForeignConfig, key: str = "hidden_act") -> Any:
+    """Our name of the activation that `key` names.
 
     Raises:
       InputError: if there is none, or it is unknown.
     """
-    config.require("hidden_act")
-    name = config.text("hidden_act") or ""
+    config.require(key)
+    name = config.text(key) or ""
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise InputError(f"config.json: unknown hidden_act {shown(name)}{nearest(name, ACTIVATIONS)}; known: {known}")
+        raise InputError(f"config.json: unknown {key} {shown(name)}{nearest(name, ACTIVATIONS)}; known: {known}")
     return ACTIVATIONS[name]
 
 
@@ -168,8 +171,9 @@ def read_decoder(
     family: str,
     layers: Sequence[LayerConfig],
     *,
-    norm: Literal["rms", "layer"] = "rms",
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms",
     eps: str = "rms_norm_eps",
+    rope: RopeConfig | None = None,
     **kwargs: Any,
 ) -> ModelConfig:
     """Reads the settings that all layers share; further keywords go to `ModelConfig`.
@@ -180,6 +184,7 @@ def read_decoder(
       layers: the layers, all with the same head_dim.
       norm: kind of the norms.
       eps: key of their epsilon.
+      rope: rotary embedding of layers that have none of their own; None: what the usual keys say.
       **kwargs: what config.json has no key for, because it is so in the whole family.
     """
     config.require("vocab_size", "hidden_size", "max_position_embeddings", eps)
@@ -197,7 +202,7 @@ def read_decoder(
         d_model=config.required_integer("hidden_size"),
         max_positions=max_positions,
         layers=tuple(layers),
-        rope=read_rope(config, max_positions=max_positions, head_dim=layers[0].attention.head_dim),
+        rope=rope or read_rope(config, max_positions=max_positions, head_dim=layers[0].attention.head_dim),
         norm=norm,
         norm_eps=config.required_number(eps),
         tie_embeddings=config.flag("tie_word_embeddings"),

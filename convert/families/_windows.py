@@ -1,4 +1,4 @@
-"""Sliding windows on some layers, in the keys that Qwen2 and Qwen3 share."""
+"""Sliding windows on some layers: in the keys of Qwen2 and Qwen3, and in those of Gemma 2 and 3."""
 
 from typing import Any
 
@@ -16,13 +16,7 @@ def read_windows(config: ForeignConfig) -> list[int | None]:
     Raises:
       InputError: if the types of layers are not one per layer, are unknown, or ask for windows that are switched off.
     """
-    count = num_layers(config)
-    types = config.texts("layer_types")
-    if types is not None and (len(types) != count or not set(types) <= {FULL, SLIDING}):
-        raise InputError(
-            f"config.json: layer_types has {len(types)} entries {shown(sorted(set(types)))}, "
-            f"expected {count} (num_hidden_layers), each {FULL!r} or {SLIDING!r}"
-        )
+    count, types = num_layers(config), _read_types(config)
     if not config.flag("use_sliding_window"):
         if types is not None and SLIDING in types:
             raise InputError(f"config.json: layer_types has {SLIDING!r}, but use_sliding_window is not true")
@@ -42,16 +36,48 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
     Raises:
       InputError: if there are windows of several widths.
     """
+    keys = write_layer_types(config)
+    if "sliding_window" not in keys:
+        return {"use_sliding_window": False}
+    # Transformers 5 reads the types; older releases read the index of the first layer with a window.
+    return {"use_sliding_window": True, **keys, "max_window_layers": keys["layer_types"].index(SLIDING)}
+
+
+def read_layer_types(config: ForeignConfig, *, full_every: int | None) -> tuple[list[str], int | None]:
+    """The type of every layer, and the window of those that have one.
+
+    Args:
+      config: the foreign config.
+      full_every: where the types are left out, every so-manieth layer is without a window.
+
+    Raises:
+      InputError: if the types of layers are not one per layer or are unknown, or there is no window for them.
+    """
+    types = _read_types(config)
+    if types is None:
+        if full_every is None or full_every < 1:
+            raise InputError(
+                f"config.json: without layer_types, sliding_window_pattern={full_every} must be at least 1"
+            )
+        types = tuple(SLIDING if (i + 1) % full_every else FULL for i in range(num_layers(config)))
+    return list(types), config.required_integer("sliding_window") if SLIDING in types else None
+
+
+def write_layer_types(config: ModelConfig) -> dict[str, Any]:
+    """The keys that `read_layer_types` reads; raises as `write_windows` does."""
     windows = [layer.attention.sliding_window for layer in config.layers]
     used = {window for window in windows if window is not None}
     if len(used) > 1:
         raise InputError(f"the format of {config.family!r} has one sliding window, the layers have {sorted(used)}")
-    if not used:
-        return {"use_sliding_window": False}
-    return {
-        "use_sliding_window": True,
-        "sliding_window": used.pop(),
-        # Transformers 5 reads the types; older releases read the index of the first layer with a window.
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
-        "max_window_layers": next(i for i, window in enumerate(windows) if window is not None),
-    }
+    types = [FULL if window is None else SLIDING for window in windows]
+    return {"layer_types": types, **({"sliding_window": used.pop()} if used else {})}
+
+
+def _read_types(config: ForeignConfig) -> tuple[str, ...] | None:
+    count, types = num_layers(config), config.texts("layer_types")
+    if types is not None and (len(types) != count or not set(types) <= {FULL, SLIDING}):
+        raise InputError(
+            f"config.json: layer_types has {len(types)} entries {shown(sorted(set(types)))}, "
+            f"expected {count} (num_hidden_layers), each {FULL!r} or {SLIDING!r}"
+        )
+    return types

@@ -11,7 +11,7 @@ causal product costs 1 / MAX_BANDS more arithmetic than it has to at worst.
 
 import math
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +194,8 @@ def _one_band(
 
     def one_chunk(chunk: tuple[Array, _Tokens, Array]) -> Float[Array, "G t D"]:
         queries, tokens, first = chunk
-        return _one_chunk(queries, tokens, first, keys, span=band.span, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
+        given: Any = dict(span=band.span, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
+        return _one_chunk(queries, tokens, first, keys, **given)
 
     if band.count == 1:
         return one_chunk(jax.tree.map(lambda a: a[0], (queries, tokens, firsts)))

@@ -32,6 +32,13 @@ BASE = {
 # Families with LayerNorms have another key for their epsilon.
 LAYER_NORMS = {key: value for key, value in BASE.items() if key != "rms_norm_eps"} | {"layer_norm_eps": 1e-5}
 STABLELM = {**LAYER_NORMS, "model_type": "stablelm", "partial_rotary_factor": 0.25}
+# Gemma 2 and 3 have another key for the activation.
+GEMMA = {key: value for key, value in BASE.items() if key != "hidden_act"} | {
+    "head_dim": 12,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 8,
+}
 CONFIGS = {
     "llama": {**BASE, "model_type": "llama"},
     "llama-tied": {**BASE, "model_type": "llama", "tie_word_embeddings": True},
@@ -98,6 +105,15 @@ CONFIGS = {
         "head_dim": 20,
         "partial_rotary_factor": 0.4,
         "tie_word_embeddings": True,
+    },
+    "gemma": {**BASE, "model_type": "gemma", "head_dim": 12, "hidden_act": "gelu_pytorch_tanh", "attention_bias": True},
+    "gemma2": {**GEMMA, "model_type": "gemma2"},
+    "gemma3_text": {
+        **GEMMA,
+        "model_type": "gemma3_text",
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
 }
 

@@ -51,11 +51,12 @@ CONFIGS = {
     ),
     "shared": _with(
         LayerConfig(
-            attention=ATTENTION,
+            attention=dataclasses.replace(ATTENTION, score_soft_cap=5.0),
             mlp=dataclasses.replace(SHARED, capacity_factor=2.0, universal_dim=3),
             cross=CROSS,
             norm_position="both",
-        )
+        ),
+        norm="rms_plus_one",
     ),
     "low rank": _of_bank(BankConfig(kind="low-rank", rank=2), merged_experts=3, perft=ROUTED),
     "joint": _of_bank(BankConfig(kind="joint-low-rank", rank=20)),
