@@ -72,12 +72,12 @@ def _family_name(data: Mapping[str, Any]) -> str:
                 f"config.json has no model_type and architectures {shown(architectures)}; "
                 f"known: {', '.join(by_architecture)}"
             )
-    if name not in FAMILIES and isinstance(data.get("text_config"), Mapping):
-        raise InputError(
-            f"config.json: {shown(name)} is a model of text and more (it has a text_config); save its language model "
-            "alone, with a config.json of its own, and convert that"
-        )
     if not isinstance(name, str) or name not in FAMILIES:
+        if isinstance(data.get("text_config"), Mapping):
+            raise InputError(
+                f"config.json: {shown(name)} is a model of text and more (it has a text_config); save its language "
+                "model alone, with a config.json of its own, and convert that"
+            )
         raise InputError(f"config.json: unknown model_type {shown(name)}; known families: {', '.join(FAMILIES)}")
     return name
 

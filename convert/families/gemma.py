@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from moe_jax.convert.families._gemma import DEFAULTS, read_biases, read_embed_scale, refuse_bidirectional, write_biases
+from moe_jax.convert.families._of_gemma import (
+    DEFAULTS,
+    read_biases,
+    read_embed_scale,
+    refuse_bidirectional,
+    write_biases,
+)
 from moe_jax.convert.families._shared import (
     EMBEDDING,
     GATED_FFN,

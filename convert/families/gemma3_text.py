@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe_jax.convert.families._gemma import (
+from moe_jax.convert.families._of_gemma import (
     DEFAULTS,
     FOUR_NORMS,
     read_biases,
