@@ -1,4 +1,4 @@
-"""Converts a Hugging Face directory to a model directory."""
+"""Converts a foreign checkpoint, a Hugging Face directory or a GGUF file, to a model directory."""
 
 import math
 from collections import Counter
@@ -12,8 +12,11 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.convert.checkpoint_files import has_weights
+from moe_jax.convert.checkpoint_source import CheckpointSource
 from moe_jax.convert.copying import DTYPES_BY_NAME
 from moe_jax.convert.expected import print_expected
+from moe_jax.convert.gguf_header import is_gguf
+from moe_jax.convert.gguf_model import GGUFModel
 from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.errors import check_member
@@ -35,12 +38,13 @@ def convert(
     dry_run: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Writes a Hugging Face checkpoint as a model directory, leaf by leaf, in memory that does not grow with it.
+    """Writes a foreign checkpoint as a model directory, leaf by leaf, in memory that does not grow with it.
 
     Args:
-      src: Hugging Face directory; for a dry run, its config.json alone is enough.
+      src: Hugging Face directory, or GGUF file; for a dry run, a config.json alone is enough.
       dst: where the model directory appears, which must not exist; or memory.
-      dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit.
+      dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit, and makes
+        quantised ones float32.
       ignore_keys: unknown keys of config.json that are taken to change nothing; others are an error.
       allow_nonfinite: go on where weights are not finite.
       dry_run: only print the mapping and sizes.
@@ -57,10 +61,17 @@ def convert(
     if not isinstance(dst, InMemory):
         dst = Path(dst)
         refuse_existing(dst)
-    if dry_run and not (Path(src).is_dir() and has_weights(Path(src))):
+    source: CheckpointSource
+    if is_gguf(src):
+        source = GGUFModel(src)
+        if source.quantized:
+            kinds = ", ".join(f"{count} of {kind}" for kind, count in source.quantized.items())
+            console.print(f"quantised tensors become {dtype or 'float32'}: {kinds}")
+    elif dry_run and not (Path(src).is_dir() and has_weights(Path(src))):
         print_expected(Path(src), dtype, ignore_keys, console)
         return
-    source = HuggingFaceDirectory(src, ignored_keys=ignore_keys)
+    else:
+        source = HuggingFaceDirectory(src, ignored_keys=ignore_keys)
     target = DTYPES_BY_NAME[dtype] if dtype else None
     specs = {path: jax.ShapeDtypeStruct(spec.shape, target or spec.dtype) for path, spec in source.specs().items()}
     for why, count in Counter(source.weights.ignored.values()).items():
@@ -113,7 +124,7 @@ def _bytes_of(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 
 
 def _read_ahead(
-    source: HuggingFaceDirectory, specs: Mapping[str, jax.ShapeDtypeStruct]
+    source: CheckpointSource, specs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Reads leaves in order, each while the caller works on the previous one.
 

@@ -12,6 +12,7 @@ from typing import BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from moe_jax.convert.gguf_blocks import Blocks, dequantized
 from moe_jax.errors import InputError, shown
 from moe_jax.regular_files import open_regular
 
@@ -62,12 +63,15 @@ class TensorEntry(NamedTuple):
 
     Attributes:
       file: the file it is in.
-      dtype: name as in safetensors, such as `BF16`.
+      dtype: name as in safetensors, such as `BF16`; of a tensor in blocks `F32`.
       shape: its shape.
       start: bytes of the file before its first element.
       identity: of the file in which the position was found.
       strides: in elements, if it is not contiguous (PyTorch files only); None: row-major.
       checksum: of the bytes that it is a part of, to be verified before they are used; None: the format has none.
+      blocks: the quantised blocks that it is stored in (GGUF files only); None: its elements are stored as they are.
+      interleaved: heads in its rows, each with the two halves of its rotary dimensions row by row in turn (GGUF files
+        only), which whoever reads rows puts in order; None: the rows are in order.
     """
 
     file: Path
@@ -77,10 +81,18 @@ class TensorEntry(NamedTuple):
     identity: FileIdentity
     strides: tuple[int, ...] | None = None
     checksum: Checksum | None = None
+    blocks: Blocks | None = None
+    interleaved: int | None = None
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+        return self.stored_bytes(math.prod(self.shape))
+
+    def stored_bytes(self, elements: int) -> int:
+        """Bytes that so many of its elements take in the file; of blocks, whole ones."""
+        if self.blocks is not None:
+            return elements // self.blocks.elements * self.blocks.nbytes
+        return elements * DTYPE_BITS[self.dtype] // 8
 
 
 class TensorFiles:
@@ -98,12 +110,21 @@ class TensorFiles:
     def read_into(self, entry: TensorEntry, offset: int, out: np.ndarray) -> None:
         """Fills a contiguous array with the elements of a row-major tensor that begin at element `offset`.
 
+        Of a tensor in blocks, these are whole blocks, and the array is float32.
+
         Raises:
           InputError: if the file ends before that, is another than the position was found in, or the checksum of its
           bytes is wrong.
         """
         assert entry.strides is None and out.flags.c_contiguous
-        self._fill(entry, entry.start + offset * out.itemsize, out.reshape(-1).view(np.uint8).data)
+        position = entry.start + entry.stored_bytes(offset)
+        if entry.blocks is None:
+            self._fill(entry, position, out.reshape(-1).view(np.uint8).data)
+            return
+        assert offset % entry.blocks.elements == 0 and out.size % entry.blocks.elements == 0
+        stored = np.empty((out.size // entry.blocks.elements, entry.blocks.nbytes), np.uint8)
+        self._fill(entry, position, stored.reshape(-1).data)
+        out.reshape(-1)[:] = dequantized(stored, entry.blocks).reshape(-1)
 
     def read_strided(self, entry: TensorEntry) -> np.ndarray:
         """Reads a whole tensor of any strides; returns it with those strides."""

@@ -12,11 +12,12 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.companions import read_companion
+from moe_jax.convert.checkpoint_source import WORKERS, row_chunks
 from moe_jax.convert.copying import DTYPES_BY_NAME, copy_transposed
 from moe_jax.convert.families import family_named
 from moe_jax.convert.foreign_view import MergedModel, merged_config
 from moe_jax.convert.hf_config import foreign_keys, write_hf_config
-from moe_jax.convert.hugging_face_dir import WORKERS, HuggingFaceDirectory, row_chunks
+from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.convert.safetensors_writer import PlannedTensor, ShardWriter
 from moe_jax.convert.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_table

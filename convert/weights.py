@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.convert.checkpoint_files import CheckpointFiles
 from moe_jax.convert.families import family_named
-from moe_jax.convert.table import Ignored, Mapped, Piece, Tied, apply_table, detect_layout
+from moe_jax.convert.table import Ignored, Mapped, Piece, Table, Tied, apply_table, detect_layout
 from moe_jax.convert.tensors import DTYPES, TensorEntry
 from moe_jax.errors import clipped, raise_if_any, shown
 from moe_jax.models import ModelConfig
@@ -30,7 +30,15 @@ class Weights(NamedTuple):
     ignored: dict[str, str]
 
 
-def match_weights(checkpoint: CheckpointFiles, config: ModelConfig, leaves: Mapping[str, Any], where: str) -> Weights:
+def match_weights(
+    checkpoint: CheckpointFiles,
+    config: ModelConfig,
+    leaves: Mapping[str, Any],
+    where: str,
+    *,
+    table: Table | None = None,
+    described_by: str = "config.json",
+) -> Weights:
     """Matches a checkpoint's tensors with a model's leaves.
 
     Args:
@@ -38,17 +46,19 @@ def match_weights(checkpoint: CheckpointFiles, config: ModelConfig, leaves: Mapp
       config: of the model.
       leaves: leaf path -> anything with a `shape`, for every leaf of the model.
       where: for messages.
+      table: of the tensors; None: that of the model's family.
+      described_by: what the config was read from, for messages.
 
     Raises:
       InputError: listing every tensor that is missing, unexpected, misshapen or of a dtype we cannot read.
     """
-    family = family_named(config.family)
-    layout = detect_layout(family.table, checkpoint.tensors)
-    mapped = apply_table(family.table, leaves, config.num_layers, layout, family.name)
+    table = family_named(config.family).table if table is None else table
+    layout = detect_layout(table, checkpoint.tensors)
+    mapped = apply_table(table, leaves, config.num_layers, layout, config.family)
     duplicates, ignored, unexpected = {}, {}, []
     for name in checkpoint.tensors:
         if name not in mapped.tensors:
-            entry = _declared(family.table, name)
+            entry = _declared(table, name)
             if isinstance(entry, Tied):
                 duplicates[name] = entry.equals
             elif isinstance(entry, Ignored):
@@ -57,10 +67,11 @@ def match_weights(checkpoint: CheckpointFiles, config: ModelConfig, leaves: Mapp
                 unexpected.append(f"{clipped(name)} is unexpected")
 
     problems = [f"{name} is missing" for name in mapped.tensors if name not in checkpoint.tensors] + unexpected
-    problems += _unlike(checkpoint, {**mapped.tensors, **{name: mapped.tensors[o] for name, o in duplicates.items()}})
+    expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
+    problems += _unlike(checkpoint, expected, described_by)
     if not problems:
         problems = _mixed_dtypes(checkpoint, mapped)
-    raise_if_any(problems, f"{where} does not hold the model its config.json describes")
+    raise_if_any(problems, f"{where} does not hold the model its {described_by} describes")
     return Weights({name: checkpoint.tensors[name] for name in (*mapped.tensors, *duplicates)}, mapped.pieces,
                    layout, duplicates, ignored)  # fmt: skip
 
@@ -75,12 +86,12 @@ def _declared(table: Any, name: str) -> Tied | Ignored | None:
     return None
 
 
-def _unlike(checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _unlike(checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]], described_by: str) -> list[str]:
     problems = []
     for name, shape in expected.items():
         found = checkpoint.tensors.get(name)
         if found is not None and found.shape != shape:
-            problems.append(f"{name} has shape {shown(list(found.shape))}, config.json says {list(shape)}")
+            problems.append(f"{name} has shape {shown(list(found.shape))}, {described_by} says {list(shape)}")
         elif found is not None and found.dtype not in DTYPES:
             problems.append(f"{name} has dtype {found.dtype}, expected one of {', '.join(DTYPES)}")
     return problems

@@ -22,7 +22,7 @@ from moe_jax.errors import InputError, clipped, first_line, nearest, printable, 
 from moe_jax.open_source import open_source as open_source
 
 COMMANDS = {
-    "convert": "Hugging Face checkpoint to model directory",
+    "convert": "Hugging Face checkpoint or GGUF file to model directory",
     "export": "model directory to Hugging Face checkpoint",
     "upcycle": "dense model to Mixture-of-Experts",
     "adapt": "adapters beside a frozen model: PERFT or LoRA",
@@ -143,7 +143,7 @@ def _overview() -> str:
     lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(
         ["usage: moe-jax COMMAND ...", "", "Mixture-of-Experts from dense models: upcycle, tune, compress.", "", *lines]
-        + ["", "MODEL is a model directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a training run."]
+        + ["", "MODEL is a model directory, a Hugging Face directory, a GGUF file, or RUN@STEP: a checkpoint of a run."]
         + ["See moe-jax COMMAND --help."]
     )
 

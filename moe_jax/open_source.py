@@ -13,12 +13,12 @@ if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
 
 
 def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSource":
-    """Opens a model directory, an adapter directory, a Hugging Face directory or a checkpoint of a training run.
+    """Opens a model directory, an adapter directory, a Hugging Face directory, a GGUF file or a checkpoint of a run.
 
     The weights stay on disk.
 
     Args:
-      path: the directory; of a checkpoint, `RUN@STEP`.
+      path: the directory or file; of a checkpoint of a training run, `RUN@STEP`.
       base: where the model is now that this one stands on: the base of an adapter directory, or what the run was begun
         with. By default it is where base.json, or run.json, says.
 
@@ -28,7 +28,7 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
         it was made for, or a base is given for a directory that stands on none.
     """
     from moe_jax.adapter_dir import AdapterDirectory, is_adapter_directory
-    from moe_jax.convert import HuggingFaceDirectory, is_hugging_face_directory
+    from moe_jax.convert import GGUFModel, HuggingFaceDirectory, is_gguf, is_hugging_face_directory
     from moe_jax.model_dir import ModelDirectory, is_model_directory
     from moe_jax.train.run_directory import describe_run, split_step
 
@@ -39,7 +39,11 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
         return _open_saved(*saved, base)
     if not path.exists():
         raise FileNotFoundError(f"no model at {path}{hub_hint(path)}")
-    expected = "expected a model directory, or a Hugging Face directory with config.json and weights"
+    expected = "expected a model directory, a Hugging Face directory with config.json and weights, or a GGUF file"
+    if is_gguf(path):
+        if base is not None:
+            raise InputError(f"{path} is not an adapter directory, and has no base; leave out {clipped(str(base))}")
+        return GGUFModel(path)
     if not path.is_dir():
         raise InputError(f"{path} is a file; {expected}")
     if is_adapter_directory(path):
@@ -99,13 +103,13 @@ def _no_adapter(adapter: Path, base: Path) -> Path:
 
 
 def read_config(path: Path | str) -> "ModelConfig":
-    """Reads a config without weights: ours or Hugging Face's, a file, a directory with a config.json, or `RUN@STEP`.
+    """Reads a config without weights: ours or Hugging Face's, a file, a directory with one, a GGUF file, or `RUN@STEP`.
 
     Raises:
       FileNotFoundError: if there is nothing at `path`, or no config.json in it.
       InputError: if it is not a config that can be read.
     """
-    from moe_jax.convert import read_hf_config
+    from moe_jax.convert import GGUFModel, is_gguf, read_hf_config
     from moe_jax.models import config_from_json
     from moe_jax.models.serialize import FORMAT
     from moe_jax.train.run_directory import split_step
@@ -116,6 +120,8 @@ def read_config(path: Path | str) -> "ModelConfig":
         from moe_jax.train.saved_model import saved_config
 
         return saved_config(*saved)
+    if is_gguf(path):
+        return GGUFModel(path).config
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"no config at {file}{hub_hint(path)}")

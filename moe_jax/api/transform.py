@@ -35,7 +35,7 @@ def convert(
     ignore_keys: Collection[str] = (),
     allow_nonfinite: bool = False,
 ) -> Model:
-    """Reads a Hugging Face checkpoint, tensor by tensor.
+    """Reads a Hugging Face checkpoint or a GGUF file, tensor by tensor.
 
         >>> checkpoint = moe_jax.export(moe_jax.tiny_model(), folder / "checkpoint")
         >>> moe_jax.convert(checkpoint, folder / "model").path.name
@@ -44,9 +44,9 @@ def convert(
         'llama'
 
     Args:
-      src: Hugging Face directory: config.json, and safetensors or PyTorch files.
+      src: Hugging Face directory: config.json, and safetensors or PyTorch files; or a GGUF file.
       out: where a model directory appears, which must not exist; None: the model stays in memory.
-      dtype: of all parameters; None: every one is kept bit for bit.
+      dtype: of all parameters; None: every one is kept bit for bit, and quantised ones become float32.
       ignore_keys: unknown keys of config.json that are taken to change nothing; others are an error.
       allow_nonfinite: go on where weights are NaN or infinite.
 

@@ -1,4 +1,4 @@
-"""`moe-jax convert SRC DST`: a Hugging Face checkpoint becomes a model directory."""
+"""`moe-jax convert SRC DST`: a Hugging Face checkpoint, or a GGUF file, becomes a model directory."""
 
 import dataclasses
 from pathlib import Path
@@ -11,14 +11,14 @@ from moe_jax.commands import optional
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Reads a Hugging Face checkpoint, tensor by tensor, and writes it as a model directory."""
+    """Reads a Hugging Face checkpoint or a GGUF file, tensor by tensor, and writes it as a model directory."""
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
-    """Hugging Face directory: config.json, and safetensors or PyTorch files."""
+    """Hugging Face directory: config.json, and safetensors or PyTorch files. Or a GGUF file."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of all parameters; by default each keeps its own, bit for bit."""
+    """Dtype of all parameters; by default each keeps its own, bit for bit, and quantised ones become float32."""
     ignore_keys: Annotated[str | None, optional("KEY,KEY,...")] = None
     """Keys of config.json that this library does not know, and that you know to change nothing; by default they are
     refused."""

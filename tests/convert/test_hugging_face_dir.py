@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_jax.convert import HuggingFaceDirectory, hugging_face_dir, is_hugging_face_directory
-from moe_jax.convert.hugging_face_dir import row_chunks
+from moe_jax.convert import HuggingFaceDirectory, checkpoint_source, is_hugging_face_directory
+from moe_jax.convert.checkpoint_source import row_chunks
 from moe_jax.convert.table import FUSED, LAYOUTS
 from moe_jax.errors import InputError
 from moe_jax.loading import leaf_specs
@@ -74,7 +74,7 @@ def test_large_tensors_are_read_in_many_runs(tmp_path: pathlib.Path, monkeypatch
     )
     leaves = ("embed/embedding", "layers/1/mlp/experts/up/kernel", "layers/1/mlp/experts/down/kernel", "lm_head/kernel")
     whole = {leaf: source.read(leaf).tobytes() for leaf in leaves}
-    monkeypatch.setattr(hugging_face_dir, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_source, "CHUNK_BYTES", 1000)
     assert {leaf: source.read(leaf).tobytes() for leaf in leaves} == whole
 
 
@@ -198,7 +198,7 @@ def test_a_tied_head_may_be_stored_if_it_is_equal(tmp_path: pathlib.Path):
 
 @pytest.mark.parametrize("row", [0, 31, 63])
 def test_a_tied_head_is_compared_as_a_whole(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, row: int):
-    monkeypatch.setattr(hugging_face_dir, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_source, "CHUNK_BYTES", 1000)
     tensors = random_tensors(CONFIGS["llama-tied"])
     head = tensors["model.embed_tokens.weight"].copy()
     assert len(row_chunks(head.shape, head.itemsize)) > 3
