@@ -1,5 +1,6 @@
-"""Sliding windows on some layers: in the keys of Qwen2 and Qwen3, and in those of Gemma 2 and 3."""
+"""Sliding windows on some layers: in the keys of Qwen2, Qwen2-MoE and Qwen3, and in those of Gemma 2 and 3."""
 
+from collections.abc import Callable
 from typing import Any
 
 from moe_jax.convert.families._shared import num_layers
@@ -10,8 +11,14 @@ from moe_jax.models import ModelConfig
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_windows(config: ForeignConfig) -> list[int | None]:
+def read_windows(
+    config: ForeignConfig, *, slides: Callable[[int, int], bool] = lambda i, limit: i >= limit
+) -> list[int | None]:
     """One window per layer. If windows are switched off, the keys about them stay foreign.
+
+    Args:
+      config: the foreign config.
+      slides: whether a layer has the window, where `layer_types` does not say: of its index and `max_window_layers`.
 
     Raises:
       InputError: if the types of layers are not one per layer, are unknown, or ask for windows that are switched off.
@@ -25,8 +32,8 @@ def read_windows(config: ForeignConfig) -> list[int | None]:
         return [None] * count
     window = config.integer("sliding_window")
     if types is None:
-        first = config.required_integer("max_window_layers")
-        types = tuple(SLIDING if i >= first else FULL for i in range(count))
+        limit = config.required_integer("max_window_layers")
+        types = tuple(SLIDING if slides(i, limit) else FULL for i in range(count))
     return [window if kind == SLIDING else None for kind in types]
 
 

@@ -125,7 +125,17 @@ def test_windows_of_qwen2():
     assert write_hf_config(read_hf_config(off)).items() >= off.items()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_of_qwen2_moe():
+    """In every second layer below a limit, as Transformers has it."""
+    six = {"num_hidden_layers": 6, "use_sliding_window": True, "sliding_window": 8}
+    assert windows("qwen2_moe", **six) == [8, None] * 3
+    assert windows("qwen2_moe", **six, max_window_layers=3) == [8, None, 8, None, None, None]
+    assert windows("qwen2_moe", **six, layer_types=["full_attention"] * 6) == [None] * 6
+    # Transformers writes a window of 0 where there is none.
+    assert windows("qwen2_moe", use_sliding_window=False, sliding_window=0) == [None] * 3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "qwen3"])
 def test_types_of_layers_without_windows(family: str):
     full, sliding = ["full_attention"] * 3, ["full_attention", "full_attention", "sliding_attention"]
     assert windows(family, layer_types=full) == [None] * 3
@@ -147,6 +157,14 @@ def test_the_attention_of_qwen3():
     biased = read_hf_config({**config, "attention_bias": True})
     assert biased.layers[0].attention.biases == ("q", "k", "v", "o")
     assert "it has no 'head_dim', which cannot be guessed" in complaint({**config, "head_dim": None})
+
+
+def test_the_shared_expert_of_qwen2_moe():
+    config = read_hf_config(CONFIGS["qwen2_moe"])
+    moe = config.moe(0)
+    assert (moe.universal, moe.universal_dim, moe.expert.dim, moe.gate) == ("sigmoid", 40, 24, "softmax_topk")
+    assert config.layers[0].attention.biases == ("q", "k", "v")
+    assert read_hf_config({**CONFIGS["qwen2_moe"], "qkv_bias": False}).layers[0].attention.biases == ()
 
 
 def moe_layers(**keys: object) -> tuple[int, ...]:

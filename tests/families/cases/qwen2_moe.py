@@ -1,0 +1,51 @@
+CONFIG, MODEL = "Qwen2MoeConfig", "Qwen2MoeForCausalLM"
+CASES = {
+    "qwen2_moe": dict(
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=False,
+        num_key_value_heads=4,
+    ),
+    "qwen2_moe-normalised-tied": dict(
+        head_dim=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    ),
+    "qwen2_moe-every-second-without-biases": dict(
+        num_hidden_layers=4,
+        num_experts=5,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=16,
+        decoder_sparse_step=2,
+        qkv_bias=False,
+    ),
+    # Windows are in every second layer below the limit.
+    "qwen2_moe-dense-layer-window": dict(
+        num_hidden_layers=5,
+        num_experts=4,
+        num_experts_per_tok=1,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=1,
+        mlp_only_layers=[1],
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=4,
+        num_key_value_heads=1,
+    ),
+    "qwen2_moe-layer-types": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+}
