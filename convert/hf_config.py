@@ -10,7 +10,7 @@ from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.models import ModelConfig
 
 # Settings of training and storage, which foreign formats do not store and which do not change the logits.
-_NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "capacity_factor"}
+_NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "capacity_factor"}
 
 
 def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) -> ModelConfig:
@@ -47,10 +47,9 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
       InputError: if the format cannot express the model.
     """
-    family = family_named(config.family)
-    written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
+    written = _write(config)
     lost = _differences(config, read_hf_config(written))
-    raise_if_any(lost, f"the format of {family.name!r} cannot hold this model")
+    raise_if_any(lost, f"the format of {config.family!r} cannot hold this model")
     return _merged(written, config.foreign)
 
 
@@ -58,6 +57,19 @@ def foreign_keys(config: ModelConfig) -> set[str]:
     """The keys that a config writes back without knowing them, as `read_hf_config` wants to have them ignored."""
     inner = {f"{key}.{one}" for key, value in config.foreign.items() if isinstance(value, Mapping) for one in value}
     return {*config.foreign, *inner}
+
+
+def what_is_lost(config: ModelConfig) -> list[str]:
+    """What the format of its family cannot say of a model, one sentence each; none if `write_hf_config` writes it."""
+    try:
+        return _differences(config, read_hf_config(_write(config)))
+    except InputError as error:
+        return [str(error)]
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    family = family_named(config.family)
+    return {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
 
 
 def _family_name(data: Mapping[str, Any]) -> str:

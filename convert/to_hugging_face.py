@@ -15,7 +15,9 @@ from moe_jax.companions import read_companion
 from moe_jax.convert.checkpoint_source import WORKERS, row_chunks
 from moe_jax.convert.copying import DTYPES_BY_NAME, copy_transposed
 from moe_jax.convert.families import family_named
-from moe_jax.convert.foreign_view import MergedModel, merged_config
+from moe_jax.convert.foreign_changes import print_changes
+from moe_jax.convert.foreign_format import exported_config
+from moe_jax.convert.foreign_view import MergedModel
 from moe_jax.convert.hf_config import foreign_keys, write_hf_config
 from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.convert.mapping_report import print_mapping
@@ -24,11 +26,10 @@ from moe_jax.convert.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_tabl
 from moe_jax.convert.tensors import DTYPE_NAMES
 from moe_jax.errors import InputError, check_member
 from moe_jax.finite import REMEDY, check_finite, check_fits
-from moe_jax.formatting import GB, parse_bytes
+from moe_jax.formatting import parse_bytes
 from moe_jax.lineage import LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource
-from moe_jax.models import ModelConfig
 from moe_jax.peft.base import is_tuned
 from moe_jax.resume import Workplace, require_space
 from moe_jax.staging import refuse_existing, write_durably
@@ -57,8 +58,8 @@ def export(
       max_shard_size: such as `5GB`; a larger tensor has a file of its own.
       expert_layout: `per-expert` tensors, as on the hub and readable by every release of Transformers, or the `fused`
         ones of release 5.
-      dense_layers: what to do with dense layers if the format needs an MoE in every layer: `replicate` their FFN as
-        equal experts, or `refuse`.
+      dense_layers: what to do with dense layers if a format needs an MoE in every layer: `replicate` their FFN as equal
+        experts; or `refuse`, which takes another format that holds the model, or stops.
       dtype: `float32`, `bfloat16` or `float16` for all tensors; None keeps every one bit for bit.
       allow_nonfinite: go on where weights are not finite.
       dry_run: only print the mapping and sizes.
@@ -83,8 +84,8 @@ def export(
             "with moe-jax merge, or write LoRA alone with --format peft"
         )
 
-    config = merged_config(source.config, replicate_dense=dense_layers == "replicate")
-    write_hf_config(config)  # checks, before anything is read, that the format can hold this model
+    # Checks, before anything is read, that there is a format that can hold this model.
+    config = exported_config(source.config, replicate_dense=dense_layers == "replicate")
     model = MergedModel(source, config)
     stored = model.specs()
     specs = {
@@ -95,7 +96,7 @@ def export(
     mapped = apply_table(family.table, specs, config.num_layers, expert_layout, family.name)
     tensors = {name: PlannedTensor(DTYPE_NAMES[dtype_], mapped.tensors[name])
                for name, dtype_ in _tensor_dtypes(mapped, specs).items()}  # fmt: skip
-    _print_changes(source.config, config, specs, console)
+    print_changes(source.config, config, specs, console)
     if dry_run:
         print_mapping(mapped.pieces, mapped.tensors, specs, stored, console)
         return
@@ -240,35 +241,3 @@ def _main_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
         name = str(spec.dtype)
         sizes[name] = sizes.get(name, 0) + math.prod(spec.shape) * spec.dtype.itemsize
     return max(sizes, key=sizes.__getitem__)
-
-
-def _print_changes(
-    before: ModelConfig, after: ModelConfig, specs: Mapping[str, jax.ShapeDtypeStruct], console: Console
-) -> None:
-    """Prints how the format changes the model: its family, and experts that are padded, repeated or replicated."""
-    if before.family != after.family:
-        console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
-    narrow = [i for i in before.moe_layers if before.moe(i).expert.dim < after.moe(i).expert.dim]
-    if narrow:
-        console.print(
-            f"the experts of {len(narrow)} layers get neurons of zeros: the format has one width for all layers, "
-            f"{after.moe(narrow[0]).expert.dim}"
-        )
-    merged = [i for i in before.moe_layers if before.moe(i).merged_experts is not None]
-    if merged:
-        console.print(
-            f"the merged experts of {len(merged)} layers are written once for every output of the router, "
-            f"{after.moe(merged[0]).num_experts}, which the format needs"
-        )
-    dense = [i for i in range(before.num_layers) if i in after.moe_layers and i not in before.moe_layers]
-    if dense:
-        experts = after.moe(dense[0]).num_experts
-        ffn = sum(
-            math.prod(spec.shape) * spec.dtype.itemsize
-            for path, spec in specs.items()
-            if path.startswith(f"layers/{dense[0]}/mlp/experts/")
-        )
-        console.print(
-            f"{len(dense)} dense layers become {experts} equal experts each, which the format needs: same logits, "
-            f"{len(dense) * ffn / GB * (experts - 1) / experts:.3f} GB more (--dense-layers refuse would stop here)"
-        )

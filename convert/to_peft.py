@@ -13,8 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.convert.families import family_named
-from moe_jax.convert.foreign_view import merged_config
-from moe_jax.convert.hf_config import write_hf_config
+from moe_jax.convert.foreign_format import exported_config
 from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.convert.safetensors_file import encode_header, read_header
 from moe_jax.convert.table import PER_EXPERT, apply_table
@@ -171,8 +170,7 @@ def _modules(config: ModelConfig) -> list[Module]:
     Raises:
       InputError: if no Hugging Face format can hold the base, or a module is fused with others in it.
     """
-    base = merged_config(base_config(config), replicate_dense=True)
-    write_hf_config(base)  # raises where no format can say it
+    base = exported_config(base_config(config), replicate_dense=True)
     family = family_named(base.family)
     mapped = apply_table(family.table, leaf_specs(base), base.num_layers, PER_EXPERT, family.name)
     modules = []

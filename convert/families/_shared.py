@@ -28,7 +28,9 @@ class Family:
       table: its tensors, in the order in which they are written.
       harmless: keys of config.json that change nothing in this family, beside those that do not in any
         (`harmless_keys.py`) and those that `read` asks for or `defaults` names.
-      moe_format: name of the family in whose format a model of this family is exported if it has MoE layers.
+      moe_formats: names of families whose formats may hold a model of this family that has MoE layers; it is exported
+        in the first that gives the same logits.
+      universal: the kind of universal FFN that every MoE of the format has; None: they may be without.
     """
 
     name: str
@@ -38,7 +40,8 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     table: Table
     harmless: tuple[str, ...] = ()
-    moe_format: str | None = None
+    moe_formats: tuple[str, ...] = ()
+    universal: Literal["sigmoid"] | None = None
 
     @property
     def holds_experts(self) -> bool:

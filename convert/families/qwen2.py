@@ -55,4 +55,5 @@ FAMILY = Family(
     read=read,
     write=write,
     table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
+    moe_formats=("qwen2_moe",),
 )

@@ -76,4 +76,5 @@ FAMILY = Family(
         *GATED_FFN,
         *HEAD,
     ),
+    universal="sigmoid",
 )

@@ -64,5 +64,5 @@ FAMILY = Family(
     read=read,
     write=write,
     table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
-    moe_format="qwen3_moe",
+    moe_formats=("qwen3_moe",),
 )

@@ -86,7 +86,8 @@ def export(
       out: where the Hugging Face directory appears; must not exist.
       max_shard_size: the largest file, like 5GB, 500MB or 2GiB, or in bytes.
       expert_layout: one tensor per expert, as on the hub; or the fused tensors of Transformers 5.
-      dense_layers: where the format needs an MoE in every layer, store a dense layer as equal experts, or stop.
+      dense_layers: where a format needs an MoE in every layer, store a dense layer as equal experts; or take another
+        format that holds the model, or stop.
       dtype: of all tensors; None: every one is kept bit for bit.
       allow_nonfinite: go on where weights are NaN or infinite.
       format: a checkpoint of the whole model; or, of the path of an adapter directory, its LoRA for the PEFT library.

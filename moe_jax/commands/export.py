@@ -23,7 +23,8 @@ class Options(BaseFlag):
     expert_layout: Literal["per-expert", "fused"] = "per-expert"
     """One tensor per expert, as on the hub; or fused tensors, which only Transformers 5 and later read."""
     dense_layers: Literal["replicate", "refuse"] = "replicate"
-    """What to do with dense layers if the format needs an MoE in every layer: store equal experts, or stop."""
+    """What to do with dense layers if a format needs an MoE in every layer: store equal experts; or take another format
+    that holds the model, or stop."""
     format: Literal["checkpoint", "peft"] = "checkpoint"
     """A checkpoint of the whole model; or the LoRA of an adapter directory, for the PEFT library."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

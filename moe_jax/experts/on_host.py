@@ -1,6 +1,6 @@
 """Banks on the host, as leaves in files: experts from leaves, and leaves from a dense FFN; no module is built."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -23,7 +23,13 @@ class Reader(Protocol):
 
 
 def expert_kernels(
-    read: Reader, config: BankConfig, bank: str, matrix: Matrix, *, dtype: np.dtype | None = None
+    read: Reader,
+    config: BankConfig,
+    bank: str,
+    matrix: Matrix,
+    *,
+    dtype: np.dtype | None = None,
+    experts: Iterable[int] | None = None,
 ) -> Iterator[np.ndarray]:
     """Yields a kernel [in, out] of every expert of a bank, to be merged, measured or compressed.
 
@@ -36,6 +42,7 @@ def expert_kernels(
       matrix: one of `ffn_matrices`.
       dtype: of the kernels; None: that of the base, or float32 without a base. Whole kernels keep the dtype in which
         they are stored.
+      experts: indices of experts; None: all of them.
 
     Raises:
       InputError: if the experts are not FFNs.
@@ -44,14 +51,15 @@ def expert_kernels(
     if not isinstance(form, KernelForm):
         raise InputError(f"{config.kind} experts have no kernels of their own")
     if not form.over_base:
-        yield from read(f"{bank}/{name}/kernel")
+        kernels = read(f"{bank}/{name}/kernel")
+        yield from (kernels[expert] for expert in (range(len(kernels)) if experts is None else experts))
         return
     base = read(f"{bank}/base/{name}/kernel") if config.has_base else None
     own = {leaf: read(f"{bank}/delta/{name}/{leaf}") for leaf in form.leaf_names(matrix)}
     shared = {leaf: read(f"{bank}/delta/{leaf}") for leaf in form.shared_leaves}
     dtype = np.dtype(dtype or (np.float32 if base is None else base.dtype))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for expert in range(next(iter((own | shared).values())).shape[0]):
+        for expert in range(next(iter((own | shared).values())).shape[0]) if experts is None else experts:
             leaves, common = ({leaf: array[expert] for leaf, array in part.items()} for part in (own, shared))
             yield np.asarray(_kernel(base, form.combine(matrix, leaves, common), form=form, matrix=matrix, dtype=dtype))
 

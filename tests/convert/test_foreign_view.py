@@ -1,4 +1,4 @@
-"""Upcycled models leave in Mixtral's format: deltas merged, dense layers as equal experts, same logits."""
+"""Upcycled models leave in a format that can hold them: deltas merged, same logits."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,8 @@ from flax import nnx
 from rich.console import Console
 
 from moe_jax.convert import HuggingFaceDirectory, export, read_hf_config
-from moe_jax.convert.foreign_view import merged_config
+from moe_jax.convert.families import FAMILIES
+from moe_jax.convert.foreign_format import exported_config
 from moe_jax.errors import InputError
 from moe_jax.experts.forms.positions import to_csr
 from moe_jax.loading import leaf_specs, load_model
@@ -75,29 +76,40 @@ def logits(source: ModelSource, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(nnx.jit(lambda model, tokens: model(tokens).logits)(load_model(source), jnp.asarray(tokens)))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "architecture"),
-    [
-        ("llama", "full", "MixtralForCausalLM"),
-        ("llama-tied", "low-rank", "MixtralForCausalLM"),
-        ("mistral", "sparse", "MixtralForCausalLM"),
-        ("llama-llama3", "low-rank", "MixtralForCausalLM"),
-        ("qwen3", "sparse", "Qwen3MoeForCausalLM"),
-    ],
-)
-def test_transformers_gives_the_same_logits(tmp_path: pathlib.Path, name: str, kind: str, architecture: str):
+LOW_RANK, SPARSE = BANKS["low-rank"], BANKS["sparse"]
+# What is exported, and the class of Transformers that loads it.
+EXPORTS = {
+    "llama": (upcycled("llama", None, FULL, None), "Mixtral"),
+    "llama-tied": (upcycled("llama-tied", None, LOW_RANK, None), "Mixtral"),
+    "mistral": (upcycled("mistral", None, SPARSE, None), "Mixtral"),
+    "llama3": (upcycled("llama-llama3", None, LOW_RANK, None), "Mixtral"),
+    "qwen3": (upcycled("qwen3", None, SPARSE, None), "Qwen3Moe"),
+    # Qwen2-MoE always has a shared expert.
+    "qwen2": (upcycled("qwen2", None, LOW_RANK, None), "Qwen2Moe"),
+    "qwen2-every-layer": (upcycled("qwen2", SPARSE, FULL, LOW_RANK, gate="softmax_topk"), "Qwen2Moe"),
+    # Weights of experts that do not sum to 1 have no place in Mixtral.
+    "mistral-top1": (upcycled("mistral", None, FULL, FULL, gate="top1", top_k=1), "Qwen2Moe"),
+    "llama-one": (upcycled("llama", FULL, None, FULL, universal="one", universal_dim=20), "Qwen2Moe"),
+    "qwen2-med-extended": (upcycled("qwen2", LOW_RANK, None, SPARSE, universal="med", extended=True), "Qwen2Moe"),
+    "qwen2-sigmoid-extended": (upcycled("qwen2", None, SPARSE, None, universal="sigmoid", extended=True), "Qwen2Moe"),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_transformers_gives_the_same_logits(tmp_path: pathlib.Path, name: str):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    source = write_model(tmp_path / "ours", upcycled(name, None, BANKS[kind], None))
+    config, architecture = EXPORTS[name]
+    source = write_model(tmp_path / "ours", config)
     export(source, tmp_path / "back", console=QUIET, max_shard_size="50kB")
     tokens = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
     ours = logits(source, tokens)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert type(model).__name__ == architecture
+    assert type(model).__name__ == f"{architecture}ForCausalLM"
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         theirs = model.eval()(torch.tensor(tokens)).logits.numpy()
-    assert np.abs(ours - theirs).max() < 1e-4
+    assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,19 +160,61 @@ def test_dense_layers_become_equal_experts_and_the_price_is_said(tmp_path: pathl
     assert np.array_equal(tensors["model.layers.1.block_sparse_moe.gate.weight"], router)
 
 
-def test_dense_layers_can_be_refused(tmp_path: pathlib.Path):
+@pytest.mark.parametrize(
+    ("name", "choice", "family"),
+    [("qwen3", "replicate", "qwen3_moe"), ("qwen3", "refuse", "qwen3_moe"), ("llama", "refuse", "qwen2_moe")],
+)
+def test_dense_layers_stay_dense_where_the_format_has_them(tmp_path: pathlib.Path, name: str, choice: str, family: str):
+    config = upcycled(name, None, BANKS["full"], None)
+    export(write_model(tmp_path / "ours", config), tmp_path / "back", dense_layers=choice, console=QUIET)
+    back = HuggingFaceDirectory(tmp_path / "back").config
+    assert (back.family, back.moe_layers) == (family, (1,))
+    assert [back.layers[i] for i in (0, 2)] == [config.layers[i] for i in (0, 2)]
+
+
+def test_dense_layers_can_be_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], moe_formats=("mixtral",)))
     source = write_model(tmp_path / "ours", upcycled("llama", None, BANKS["full"], None))
     with pytest.raises(InputError, match="needs an MoE in every layer, but 2 of 3 are dense; --dense-layers replicate"):
         export(source, tmp_path / "back", dense_layers="refuse", console=QUIET)
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("choice", ["replicate", "refuse"])
-def test_dense_layers_stay_dense_where_the_format_has_them(tmp_path: pathlib.Path, choice: str):
-    config = upcycled("qwen3", None, BANKS["full"], None)
-    export(write_model(tmp_path / "ours", config), tmp_path / "back", dense_layers=choice, console=QUIET)
-    back = HuggingFaceDirectory(tmp_path / "back").config
-    assert (back.family, back.layers) == ("qwen3_moe", config.layers)
+def test_what_a_shared_expert_is_made_of(tmp_path: pathlib.Path):
+    """Of nothing, of one of weight 1, and of the last delta over a base, which is said."""
+    none, one = upcycled("qwen2", FULL, FULL, FULL), upcycled("qwen2", FULL, FULL, FULL, universal="one")
+    extended = upcycled("qwen2", *[LOW_RANK] * 3, universal="sigmoid", extended=True)
+    layers = (none.layers[0], extended.layers[1], one.layers[2])
+    layers = tuple(
+        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, gate="topk_softmax")) for layer in layers
+    )
+    source = write_model(tmp_path / "ours", dataclasses.replace(none, layers=layers), "bfloat16")
+    console = Console(record=True, width=200, file=(tmp_path / "log").open("w"))
+    export(source, tmp_path / "back", console=console)
+    for line in (
+        "the MoEs of 1 layers get a shared expert of zeros, 48 wide, which the format needs: same logits",
+        "the MoEs of 1 layers have their universal FFN in the bank: it is merged and stands beside it",
+        "the MoEs of 1 layers have a universal FFN of weight 1, which is stored with weight 1/2 and twice its output",
+    ):
+        assert line in console.export_text(clear=False)
+    tensors = read_tensors(tmp_path / "back")
+    gates = [tensors[f"model.layers.{i}.mlp.shared_expert_gate.weight"] for i in range(3)]
+    assert not gates[0].any() and not gates[2].any()
+    assert np.array_equal(gates[1], source.read("layers/1/mlp/router/universal/kernel").T)
+    for ours, foreign in {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}.items():
+        shared = [tensors[f"model.layers.{i}.mlp.shared_expert.{foreign}.weight"] for i in range(3)]
+        assert {tensor.dtype.name for tensor in shared} == {"bfloat16"} and not shared[0].any()
+        a, b = (source.read(f"layers/1/mlp/experts/delta/{ours}/{m}")[-1].astype(np.float32) for m in "ab")
+        merged = source.read(f"layers/1/mlp/experts/base/{ours}/kernel").astype(np.float32) + a @ b
+        np.testing.assert_allclose(shared[1].astype(np.float32), merged.T, rtol=2**-7, atol=1e-6)
+        universal = source.read(f"layers/2/mlp/universal/{ours}/kernel").T
+        assert np.array_equal(shared[2], 2 * universal if ours == "down" else universal)
+        assert shared[2].any()
+
+
+def test_a_shared_expert_of_zeros_is_as_narrow_as_may_be():
+    moe = exported_config(upcycled("qwen2", None, FULL, None), replicate_dense=True).moe(1)
+    assert (moe.universal, moe.universal_dim, moe.gate) == ("sigmoid", 1, "topk_softmax")
 
 
 def test_a_damaged_model_directory_is_named_with_its_damage(tmp_path: pathlib.Path):
@@ -184,12 +238,25 @@ def test_a_mixtral_with_deltas_stays_a_mixtral(tmp_path: pathlib.Path):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (upcycled("qwen2", FULL, FULL, FULL), "a 'qwen2' model with MoE layers has no Hugging Face format"),
-        (upcycled("llama", FULL, FULL, FULL, gate="softmax_topk"), "mlp.gate is 'softmax_topk', the format can only"),
+        (
+            upcycled("stablelm", FULL, FULL, FULL),
+            "a 'stablelm' model with such MoE layers has no Hugging Face format that would give the same logits; keep "
+            "it as a model directory",
+        ),
+        (upcycled("phi", FULL, None, FULL), "a 'phi' model with such MoE layers has no Hugging Face format"),
+        (
+            upcycled("llama", None, FULL, FULL, universal="coder"),
+            "keep it as a model directory. The nearest is that of 'qwen2_moe': 2 layers (first: 1): mlp.universal is "
+            "'coder', the format can only say 'sigmoid'",
+        ),
+        (
+            upcycled("qwen3", FULL, FULL, FULL, gate="sigmoid_topk"),
+            "mlp.gate is 'sigmoid_topk', the format can only say 'softmax_topk'",
+        ),
         (upcycled("llama-biases", FULL, FULL, FULL), "attention.biases is ('q', 'k', 'v', 'o'), the format can"),
         (
             upcycled("llama", FULL, FULL, None, expert=FFNConfig(dim=16, activation="relu")),
-            "layer 2 has the FFN FFNConfig(dim=48",
+            "layer 2: mlp.activation is 'silu', the format can only say 'relu'",
         ),
         (
             upcycled("llama", FULL, FULL, FULL, expert=FFNConfig(dim=16, gated=False)),
@@ -207,7 +274,7 @@ def test_a_mixtral_with_deltas_stays_a_mixtral(tmp_path: pathlib.Path):
         ),
     ],
 )
-def test_what_mixtral_cannot_hold_is_refused_before_anything_is_read(config: ModelConfig, expected: str, tmp_path):
+def test_what_no_format_can_hold_is_refused_before_anything_is_read(config: ModelConfig, expected: str, tmp_path):
     @dataclasses.dataclass
     class Source:
         config: ModelConfig
@@ -229,5 +296,5 @@ def test_code_of_the_old_format_is_not_named_in_the_new():
     config = dataclasses.replace(
         upcycled("llama", None, FULL, FULL), foreign={"auto_map": {"AutoConfig": "x.Y"}, "pad_token_id": 0}
     )
-    assert merged_config(config, replicate_dense=True).foreign == {"pad_token_id": 0}
-    assert merged_config(LLAMA, replicate_dense=True) is LLAMA
+    assert exported_config(config, replicate_dense=True).foreign == {"pad_token_id": 0}
+    assert exported_config(LLAMA, replicate_dense=True) is LLAMA

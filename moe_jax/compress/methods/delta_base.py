@@ -56,7 +56,7 @@ def check_base(base: ModelConfig, model: ModelConfig, layers: Iterable[int]) -> 
     if base.moe_layers:
         raise InputError("--base is an MoE itself; expected the dense model that the experts came from")
     family = FAMILIES.get(base.family)
-    if model.family != base.family and (family is None or family.moe_format != model.family):
+    if model.family != base.family and (family is None or model.family not in family.moe_formats):
         raise InputError(f"--base is a {base.family!r} model and the experts are of a {model.family!r} one")
     if (base.num_layers, base.d_model) != (model.num_layers, model.d_model):
         raise InputError(
