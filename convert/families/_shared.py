@@ -176,6 +176,7 @@ def read_decoder(
     *,
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms",
     eps: str = "rms_norm_eps",
+    positions: str = "max_position_embeddings",
     rope: RopeConfig | None = None,
     **kwargs: Any,
 ) -> ModelConfig:
@@ -187,11 +188,12 @@ def read_decoder(
       layers: the layers, all with the same head_dim.
       norm: kind of the norms.
       eps: key of their epsilon.
+      positions: key of the context length.
       rope: rotary embedding of layers that have none of their own; None: what the usual keys say.
       **kwargs: what config.json has no key for, because it is so in the whole family.
     """
-    config.require("vocab_size", "hidden_size", "max_position_embeddings", eps)
-    max_positions = config.required_integer("max_position_embeddings")
+    config.require("vocab_size", "hidden_size", positions, eps)
+    max_positions = config.required_integer(positions)
     vocab_size = config.required_integer("vocab_size")
     bos, eos = config.integer("bos_token_id"), config.integers("eos_token_id")
     # A default of the family that a smaller vocabulary does not have says nothing; Transformers writes it all the same.

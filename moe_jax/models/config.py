@@ -90,6 +90,7 @@ class ModelConfig:
       family: the foreign format that it was imported from and is exported to (`convert/families/`).
       vocab_size, d_model: V and d.
       max_positions: the context length it was trained for.
+      bounded_positions: rows longer than that are refused: what the model does with them is not computed here.
       layers: one description per layer.
       rope: rotary embedding of all layers that have none of their own; fraction 0: nothing is rotated.
       learned_positions: an embedding of every position up to `max_positions` is added to that of the token.
@@ -114,6 +115,7 @@ class ModelConfig:
     d_model: int
     max_positions: int
     layers: tuple[LayerConfig, ...]
+    bounded_positions: bool = False
     rope: RopeConfig = RopeConfig()
     learned_positions: bool = False
     embed_scale: float = 1.0

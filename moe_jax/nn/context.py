@@ -73,6 +73,7 @@ def make_context(
       InputError: if the arguments do not go together or with the model.
     """
     _check(config, segment_ids, prefix, encoder_output, encoder_valid, num_slots)
+    _check_length(config, shape[1] if num_slots is None else num_slots)
     in_row = default_positions(shape)
     positions = in_row if positions is None else positions
     if valid is None and segment_ids is not None:
@@ -93,6 +94,14 @@ def make_context(
         queries = None if encoder_valid is None else jnp.ones(shape, jnp.int32)
         source = Source(encoder_output, Visibility(in_row, default_positions(encoder_output.shape[:2]), queries, keys))
     return Context(tables, visible, valid, source)
+
+
+def _check_length(config: ModelConfig, length: int) -> None:
+    if config.bounded_positions and length > config.max_positions:
+        raise InputError(
+            f"rows of {length} positions, but beyond {config.max_positions} a {config.family!r} model computes something "
+            "else, which is not supported; take shorter ones"
+        )
 
 
 def _check(

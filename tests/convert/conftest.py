@@ -39,6 +39,24 @@ GEMMA = {key: value for key, value in BASE.items() if key != "hidden_act"} | {
     "query_pre_attn_scalar": 10,
     "sliding_window": 8,
 }
+QWEN = {
+    "model_type": "qwen",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "kv_channels": 8,
+    "seq_length": 40,
+    "layer_norm_epsilon": 1e-5,
+    "no_bias": True,
+    "rotary_pct": 1.0,
+    "rotary_emb_base": 500.0,
+    "scale_attn_weights": True,
+    "use_dynamic_ntk": True,
+    "use_logn_attn": True,
+    "tie_word_embeddings": False,
+}
 CONFIGS = {
     "llama": {**BASE, "model_type": "llama"},
     "llama-tied": {**BASE, "model_type": "llama", "tie_word_embeddings": True},
@@ -133,6 +151,8 @@ CONFIGS = {
     },
     "gemma": {**BASE, "model_type": "gemma", "head_dim": 12, "hidden_act": "gelu_pytorch_tanh", "attention_bias": True},
     "gemma2": {**GEMMA, "model_type": "gemma2"},
+    "qwen": QWEN,
+    "qwen-biases-everywhere": {**QWEN, "no_bias": False, "rotary_pct": 0.5, "tie_word_embeddings": True},
     "gemma3_text": {
         **GEMMA,
         "model_type": "gemma3_text",

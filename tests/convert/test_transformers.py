@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 QUIET = Console(quiet=True)
+KNOWN = [name for name in CONFIGS if CONFIGS[name]["model_type"] in transformers.CONFIG_MAPPING]
 TOKENS = torch.tensor([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
 
 
@@ -57,7 +58,7 @@ def assert_same_model(a: pathlib.Path, b: pathlib.Path) -> None:
         assert np.allclose(first(TOKENS).logits, second(TOKENS).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", KNOWN)
 def test_saved_converted_exported_loaded(saved, tmp_path: pathlib.Path, name: str):
     foreign = saved(name)
     convert(foreign, tmp_path / "ours", console=QUIET)
@@ -100,7 +101,7 @@ def test_half_precision_loads_as_it_was(saved, tmp_path: pathlib.Path, dtype: st
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in transformers.CONFIG_MAPPING])
 def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(name):
     # The window of Qwen2 and Qwen3 is forgotten where none is used.
     asked = {"use_sliding_window": True} if "use_sliding_window" in FAMILIES[name].defaults else {}

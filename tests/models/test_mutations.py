@@ -56,7 +56,7 @@ CONFIGS = {
             cross=CROSS,
             norm_position="both",
         ),
-        norm="rms_plus_one",
+        norm="rms_plus_one", bounded_positions=True,
     ),
     "low rank": _of_bank(BankConfig(kind="low-rank", rank=2), merged_experts=3, perft=ROUTED),
     "joint": _of_bank(BankConfig(kind="joint-low-rank", rank=20)),
