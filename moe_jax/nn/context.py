@@ -99,8 +99,8 @@ def make_context(
 def _check_length(config: ModelConfig, length: int) -> None:
     if config.bounded_positions and length > config.max_positions:
         raise InputError(
-            f"rows of {length} positions, but beyond {config.max_positions} a {config.family!r} model computes something "
-            "else, which is not supported; take shorter ones"
+            f"rows of {length} positions, but beyond {config.max_positions} a {config.family!r} model computes "
+            "something else, which is not supported; take shorter ones"
         )
 
 
