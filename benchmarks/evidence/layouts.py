@@ -65,3 +65,14 @@ FULL_DISKS = Table(
 TWO_AT_A_TIME = Table(
     "two at a time", ("two processes on", "trials", "as it should be", "anything else"), ("{}", *["{:,}"] * 3)
 )
+REAL_MODEL_FILES = Table(
+    "files",
+    ("converted from", "leaves with other numbers", "largest difference of a logit"),
+    ("{}", "{} of {}", "{:.2g}"),
+)
+REAL_MODEL_TEXT = Table(
+    "text",
+    ("converted from", "texts with equal tokens", "greedy continuations equal to Transformers'", "nll",
+     "Transformers' nll", "difference of the perplexities"),
+    ("{}", "{} of {}", "{} of {}", "{:.6f}", "{:.6f}", "{:.1e}"),
+)  # fmt: skip
