@@ -69,7 +69,9 @@ class SourceLayer:
     def target(self, bank: BankConfig) -> MoEConfig:
         """The layer with its experts, all `num_experts` of them, in another bank."""
         bank = dataclasses.replace(bank, train_base=self.moe.bank.train_base)
-        return dataclasses.replace(self.moe, bank=bank, extended=self.moe.extended or self._with_universal)
+        if not self._with_universal:
+            return dataclasses.replace(self.moe, bank=bank)
+        return dataclasses.replace(self.moe, bank=bank, extended=True, universal_dim=None)
 
     def dtype(self, name: str) -> np.dtype:
         """What the kernels of a matrix are stored in; of a bank with deltas, its base, or else the layer's norm."""

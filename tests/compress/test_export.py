@@ -67,6 +67,17 @@ def test_transformers_gives_the_logits_of_the_compressed_model(source, tmp_path)
     assert np.abs(logits(out) - theirs(tmp_path / "hf")).max() < 1e-4
 
 
+@pytest.mark.parametrize("name", ["qwen2_moe-dense-layers", "qwen3_moe-dense-layers"])
+def test_dense_layers_and_shared_experts_stay_beside_compressed_experts(name, tmp_path):
+    config = read_hf_config(CONFIGS[name])
+    methods = [None, ("resmoe", {"keep": 0.25}), None, None, None, ("ders-quantize", {"bits": 2})]
+    out = compressed_by_layer(MemorySource(config, random_leaves(config)), methods, tmp_path)
+    export(out, tmp_path / "hf", console=QUIET)
+    assert open_source(tmp_path / "hf").config == config
+    expected = theirs(tmp_path / "hf")
+    assert np.abs(logits(out) - expected).max() < 2e-5 * np.abs(expected).max()
+
+
 def test_banks_without_a_base_are_written_as_full_experts(source, tmp_path):
     methods = [("svd", {"keep": 0.5}), ("svd", {"keep": 0.5, "design": "separate"}), ("quantize", {"bits": 3})]
     out = compressed_by_layer(source, methods, tmp_path)

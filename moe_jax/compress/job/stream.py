@@ -68,12 +68,12 @@ def compress(
     if isinstance(dst, Path):
         refuse_existing(dst)
     indices = choose_layers(source.config, layers)
+    if extended:
+        _check_universal(source.config, indices)
     if base is not None:
         check_base(base.config, source.config, indices)
         check_leaves(leaf_specs(base.config), base.specs(), str(base.path))
     check_leaves(leaf_specs(source.config), source.specs(), str(source.path))
-    if extended:
-        _check_universal(source.config, indices)
     if method.origin is not None and base is not None:
         raise InputError(f"--base does not go with this method: it takes the {method.origin}")
 
@@ -162,6 +162,13 @@ def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:
     if without:
         some = ", ".join(map(str, without[:4])) + (", ..." if len(without) > 4 else "")
         raise InputError(f"--extended: there is no universal FFN in layers {some}; leave it out, or choose --layers")
+    for i in layers:
+        moe = config.moe(i)
+        if moe.universal_ffn != moe.expert:
+            raise InputError(
+                f"--extended: the universal FFN of layer {i} is {moe.universal_ffn.dim} wide and its experts "
+                f"{moe.expert.dim}, so that they cannot share a base; leave it out, or choose --layers"
+            )
 
 
 def _replaced(layers: tuple[LayerConfig, ...], planned: Mapping[int, MoEConfig]) -> tuple[LayerConfig, ...]:

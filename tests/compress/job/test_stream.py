@@ -166,6 +166,19 @@ def test_extended_makes_the_universal_ffn_one_more_delta(bank, tmp_path):
     assert SourceLayer(ModelDirectory(tmp_path / "again"), 1).num_experts == EXPERTS + 1
 
 
+def test_a_universal_ffn_of_a_width_of_its_own_is_no_delta(tmp_path):
+    """One whose width is named, as foreign formats do, may be as wide as the experts."""
+    width = memory_moe(BankConfig(), BankConfig()).config.layers[1].mlp.expert.dim
+    same, wider = (
+        memory_moe(BankConfig(), BankConfig(), universal="one", universal_dim=dim) for dim in (width, width + 1)
+    )
+    compress(same, tmp_path / "out", QUANTIZE, extended=True, described={})
+    moe = ModelDirectory(tmp_path / "out").config.layers[1].mlp
+    assert (moe.universal, moe.extended, moe.universal_dim) == ("one", True, None)
+    with pytest.raises(InputError, match=f"layer 0 is {width + 1} wide and its experts {width}, so that they cannot"):
+        compress(wider, tmp_path / "no", QUANTIZE, extended=True, described={})
+
+
 def test_bytes_are_those_on_the_disk(models, tmp_path):
     moe = ModelDirectory(models["moe"])
     report = compress(moe, tmp_path / "out", make_method("ders-quantize", {"bits": 2}), described={})
