@@ -12,15 +12,15 @@ and each works in both directions:
 - stack: a row whose tensor has `{e}` is one expert of a leaf [E, ...]; without `{e}` the tensor has the E axis too;
 - join: a row with several leaves is a fused tensor, the leaves joined along the rows of the foreign matrix.
 
-The table has no conditions: a row applies if the model has its leaves. So one table serves models with and
-without biases, tied heads, q/k norms, dense and MoE layers.
+A row applies if the model has its leaves. So one table serves models with and without biases, tied heads, q/k norms,
+dense and MoE layers. The one condition beside it: that the model has some other leaf, too, or has it not.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moe_jax.errors import InputError, raise_if_any, shown
 
@@ -34,16 +34,22 @@ class Row:
     """One foreign tensor and the leaves that it holds.
 
     Attributes:
-      tensor: its name, with `{i}` for the layer and `{e}` for the expert or head.
+      tensor: its name, with `{i}` for the layer, counted within its stack, and `{e}` for the expert or head.
       leaves: leaf path or paths, with `{i}`; several are joined along the tensor's rows.
       transpose: the last two axes are swapped.
       layout: the expert layout (`LAYOUTS`) this row belongs to; None: both.
+      stack: the stack whose layers `{i}` counts, where there are two: a decoder's leaves follow the encoder's.
+      beside: the row applies to models that have this leaf, with `{i}`, as well.
+      without: the row applies to models that do not have this leaf.
     """
 
     tensor: str
     leaves: str | tuple[str, ...]
     transpose: bool = False
     layout: str | None = None
+    stack: Literal["encoder", "decoder"] | None = None
+    beside: str | None = None
+    without: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +114,29 @@ class Mapped(NamedTuple):
     pieces: dict[str, list[Piece]]
 
 
-def apply_table(table: Table, leaves: Mapping[str, Any], num_layers: int, layout: str, family: str) -> Mapped:
+def in_stack(stack: Literal["encoder", "decoder"], rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows of one of two stacks."""
+    return tuple(dataclasses.replace(row, stack=stack) for row in rows)
+
+
+def apply_table(
+    table: Table,
+    leaves: Mapping[str, Any],
+    num_layers: int,
+    layout: str,
+    family: str,
+    *,
+    num_encoder_layers: int = 0,
+) -> Mapped:
     """Determines the tensors of a model, and the pieces of its leaves.
 
     Args:
       table: the family's table.
       leaves: leaf path -> anything with a `shape`, for every leaf of the model.
-      num_layers: the range of `{i}`.
+      num_layers: of the model, encoder's and decoder's.
       layout: one of `LAYOUTS`.
       family: its name, for messages.
+      num_encoder_layers: how many of the layers are the encoder's.
 
     Returns:
       Every tensor and every leaf of the model, each covered exactly once.
@@ -130,26 +150,34 @@ def apply_table(table: Table, leaves: Mapping[str, Any], num_layers: int, layout
     first = rows.index(per_layer[0]) if per_layer else len(rows)
     # Layer by layer, so that a checkpoint is read and written front to back.
     steps: list[tuple[Row, int | None]] = [(row, None) for row in rows[:first]]
-    steps += [(row, i) for i in range(num_layers) for row in per_layer]
+    for i in range(num_layers):
+        stack = "encoder" if i < num_encoder_layers else "decoder"
+        steps += [(row, i) for row in per_layer if row.stack in (None, stack)]
     steps += [(row, None) for row in rows[first:] if row not in per_layer]
     for row, i in steps:
-        _apply_row(row, i, leaves, mapped)
+        _apply_row(row, i, num_encoder_layers if row.stack == "decoder" else 0, leaves, mapped)
     homeless = [f"it has no tensor for {path} {tuple(spec.shape)}" for path, spec in leaves.items()
                 if path not in mapped.pieces]  # fmt: skip
     raise_if_any(homeless, f"the format of {family!r} cannot hold this model")
     return mapped
 
 
-def _apply_row(row: Row, i: int | None, leaves: Mapping[str, Any], mapped: Mapped) -> None:
+def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], mapped: Mapped) -> None:
+    """Adds what a row maps of layer `i`, which is the one after `before` others in the names of its tensors."""
     templates = (row.leaves,) if isinstance(row.leaves, str) else row.leaves
     paths = [template.replace("{i}", str(i)) for template in templates]
     if not all(path in leaves for path in paths):
+        return
+    if row.beside is not None and row.beside.replace("{i}", str(i)) not in leaves:
+        return
+    if row.without is not None and row.without.replace("{i}", str(i)) in leaves:
         return
     shapes = [tuple(leaves[path].shape) for path in paths]
     is_stacked = "/experts/" in paths[0] or "{e}" in row.tensor
     experts: Iterable[int | None] = range(shapes[0][0]) if is_stacked else (None,)
     for e in experts:
-        name = row.tensor.replace("{i}", str(i)).replace("{e}", str(e))
+        in_stack = None if i is None else i - before
+        name = row.tensor.replace("{i}", str(in_stack)).replace("{e}", str(e))
         if name not in mapped.tensors:
             mapped.tensors[name] = _tensor_shape(row, shapes, stacked=e is not None)
         offset = 0 if e is None or "{e}" in row.tensor else e * math.prod(mapped.tensors[name][1:])

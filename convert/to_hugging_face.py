@@ -93,7 +93,14 @@ def export(
         for path, spec in stored.items()
     }
     family = family_named(config.family)
-    mapped = apply_table(family.table, specs, config.num_layers, expert_layout, family.name)
+    mapped = apply_table(
+        family.table,
+        specs,
+        config.num_layers,
+        expert_layout,
+        family.name,
+        num_encoder_layers=config.num_encoder_layers,
+    )
     tensors = {name: PlannedTensor(DTYPE_NAMES[dtype_], mapped.tensors[name])
                for name, dtype_ in _tensor_dtypes(mapped, specs).items()}  # fmt: skip
     print_changes(source.config, config, specs, console)

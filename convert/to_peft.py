@@ -172,7 +172,14 @@ def _modules(config: ModelConfig) -> list[Module]:
     """
     base = exported_config(base_config(config), replicate_dense=True)
     family = family_named(base.family)
-    mapped = apply_table(family.table, leaf_specs(base), base.num_layers, PER_EXPERT, family.name)
+    mapped = apply_table(
+        family.table,
+        leaf_specs(base),
+        base.num_layers,
+        PER_EXPERT,
+        family.name,
+        num_encoder_layers=base.num_encoder_layers,
+    )
     modules = []
     for i, layer in enumerate(config.layers):
         for name, lora in _loras(layer).items():

@@ -54,7 +54,9 @@ def match_weights(
     """
     table = family_named(config.family).table if table is None else table
     layout = detect_layout(table, checkpoint.tensors)
-    mapped = apply_table(table, leaves, config.num_layers, layout, config.family)
+    mapped = apply_table(
+        table, leaves, config.num_layers, layout, config.family, num_encoder_layers=config.num_encoder_layers
+    )
     duplicates, ignored, unexpected = {}, {}, []
     for name in checkpoint.tensors:
         if name not in mapped.tensors:

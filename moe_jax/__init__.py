@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from moe_jax.experts import KernelBank as KernelBank
     from moe_jax.experts import LoRAConfig as LoRAConfig
     from moe_jax.experts import make_bank as make_bank
+    from moe_jax.functional.relative_bias import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.functional.rope import RopeConfig as RopeConfig
     from moe_jax.functional.routing import route as route
     from moe_jax.models import AttentionConfig as AttentionConfig
@@ -71,6 +72,7 @@ _MODULES = {
         "LoRAConfig",
         "make_bank",
     ),
+    "functional.relative_bias": ("RelativeBiasConfig",),
     "functional.rope": ("RopeConfig",),
     "functional.routing": ("route",),
     "models": ("AttentionConfig", "LayerConfig", "MoEConfig", "ModelConfig"),

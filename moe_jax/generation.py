@@ -127,6 +127,7 @@ def _check(
     top_p: float | None,
     key: PRNGKeyArray | None,
 ) -> None:
+    model.config.check_no_encoder("generation")
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise InputError("generation needs at least one token in every prompt; give a text, or the BOS token")
     vocab_size = model.config.vocab_size

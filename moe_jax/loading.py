@@ -18,7 +18,7 @@ from moe_jax.models import ModelConfig, segments_of
 from moe_jax.nn import Decoder
 from moe_jax.sharding import path_name, state_shardings
 
-_STACKED = re.compile(r"(?:stack/)?segments/(\d+)/blocks/(\d+)/(.*)")
+_STACKED = re.compile(r"(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
 
 def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none") -> Decoder:
@@ -52,14 +52,21 @@ def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDt
 def disk_paths(config: ModelConfig, path: str) -> list[str]:
     """Paths on disk of a parameter in memory: one per repeat if it is stacked.
 
-        stack/segments/0/blocks/1/mlp/up/kernel -> layers/1/mlp/up/kernel, layers/3/mlp/up/kernel, ...
-        stack/final_norm/scale                  -> final_norm/scale
+    stack/segments/0/blocks/1/mlp/up/kernel -> layers/1/mlp/up/kernel, layers/3/mlp/up/kernel, ...
+    stack/final_norm/scale                  -> final_norm/scale
+    encoder/final_norm/scale                -> encoder_norm/scale
+    encoder/relative_bias/table             -> encoder_relative_bias/table
     """
     match = _STACKED.fullmatch(path)
     if not match:
+        if path.startswith("encoder/"):
+            return [f"encoder_{path.removeprefix('encoder/').removeprefix('final_')}"]
         return [path.removeprefix("stack/")]
-    segment = segments_of(config.layers)[int(match[1])]
-    return [f"layers/{segment.layer(repeat, int(match[2]))}/{match[3]}" for repeat in range(segment.repeats)]
+    in_encoder = match[1] == "encoder/"
+    start = 0 if in_encoder else config.num_encoder_layers
+    segment = segments_of((config.encoder if in_encoder else config.decoder).layers)[int(match[2])]
+    layers = (start + segment.layer(repeat, int(match[3])) for repeat in range(segment.repeats))
+    return [f"layers/{layer}/{match[4]}" for layer in layers]
 
 
 def load_model(

@@ -31,6 +31,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"lm_head/kernel", P("fsdp", "tensor")),
     (r"lm_head/bias", P("tensor")),
     (r".*norm/(scale|bias)", P()),
+    (r".*relative_bias/table", P()),
     (r".*attention/[qkv]/bias", P("tensor")),
     (r".*attention/o/bias", P()),
     (r".*router/lora/[ab]", P()),

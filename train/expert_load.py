@@ -57,6 +57,7 @@ def measure_router_statistics(
       InputError: if `seq_len` is too small.
     """
     check_seq_len(seq_len)
+    model.config.check_no_encoder("counting how experts are used on a text")
     graphdef, state = nnx.split(model)
     shards = batch_shards(mesh)
     size = -(-min(batch_size, -(-len(ids) // seq_len)) // shards) * shards

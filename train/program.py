@@ -65,6 +65,7 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     Raises:
       InputError: a mesh, batch size, partition or parameter shape that does not fit.
     """
+    config.check_no_encoder("training")
     mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
     check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
     frozen_dtype = recipe.model.frozen_dtype or config.dtype

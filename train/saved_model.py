@@ -191,7 +191,7 @@ def saved_name(path: str) -> str:
 
 def is_saved_by_layer(name: str) -> bool:
     """Whether the leaf of a checkpoint is a parameter of several layers, stacked: its layers are saved apart."""
-    return name.startswith("params.stack.segments.")
+    return name.startswith(("params.stack.segments.", "params.encoder.segments."))
 
 
 def _config_of(record: RunRecord, run_dir: Path) -> ModelConfig:

@@ -72,6 +72,7 @@ def score(model: ModelOrPath, text: Text, *, seq_len: int | None = None, batch_s
     if batch_size < 1:
         raise InputError(f"{batch_size=} must be at least 1")
     model = _opened(model)
+    model.config.check_no_encoder("the perplexity of a text")
     ids = read_ids(model, text)
     graphdef, state = nnx.split(model.decoder)
     seq_len = default_seq_len(model.config) if seq_len is None else seq_len
@@ -175,6 +176,7 @@ def generate(
         not finite.
     """
     model = _opened(model)
+    model.config.check_no_encoder("generation")
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer))
     prompts: list[Any] = [prompt] if single else list(prompt)
     ids = [_prompt_ids(one, model) for one in prompts]

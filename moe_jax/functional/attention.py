@@ -10,12 +10,15 @@ causal product costs 1 / MAX_BANDS more arithmetic than it has to at worst.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.functional.relative_bias import bias_between
 
 CHUNK = 128
 MAX_BANDS = 8
@@ -47,11 +50,12 @@ class _Tokens(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Keys and values, float32, of one head of a row."""
+    """Keys and values, float32, of one head of a row, and the biases by distance of the query heads that share it."""
 
     k: Float[Array, "s D"]
     v: Float[Array, "s D"]
     tokens: _Tokens
+    bias: Float[Array, "G n"] | None
 
 
 class _Band(NamedTuple):
@@ -79,6 +83,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    bias: Float[Array, "H n"] | None = None,
     aligned: bool,
 ) -> Float[Array, "B T H D"]:
     """Softmax attention, in the dtype of `q`; scores, their scaling and the softmax are float32.
@@ -90,6 +95,7 @@ def attention(
       window: a query sees keys less than this many positions away, itself included; None: all. Not with `prefix`.
       scale: of the scores; None: 1/sqrt(D).
       soft_cap: scores become `c tanh(scores / c)` after that; None: they stay.
+      bias: added to the scores after that: per head and distance, from `relative_bias.bias_by_distance`.
       aligned: query t and key s have positions t and s (no cache), so that keys that a mask hides from a whole chunk of
         queries need not be looked at.
     """
@@ -102,6 +108,8 @@ def attention(
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
     # Gradients of keys and values are sums over chunks, which are to be float32 whatever the dtype of the activations.
     k, v = (a.transpose(0, 2, 1, 3).astype(jnp.float32) for a in (k, v))
+    if bias is not None:
+        bias = bias.reshape(kv_heads, heads // kv_heads, -1)
     one_head = partial(
         _one_key_head,
         bands=_bands(length, k.shape[2], mask=mask, window=window, aligned=aligned),
@@ -111,18 +119,28 @@ def attention(
         soft_cap=soft_cap,
     )
     y = jax.lax.platform_dependent(
-        q, k, v, visible, cpu=partial(_loop_over_heads, one_head), default=partial(_all_heads_at_once, one_head)
+        q, k, v, visible, bias, cpu=partial(_loop_over_heads, one_head), default=partial(_all_heads_at_once, one_head)
     )
     return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
-def _all_heads_at_once(one_head, q: Array, k: Array, v: Array, visible: Visibility) -> Float[Array, "B K G T D"]:
-    return jax.vmap(jax.vmap(one_head, in_axes=(0, 0, 0, None)))(q, k, v, visible)
+def _all_heads_at_once(
+    one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
+) -> Float[Array, "B K G T D"]:
+    of_row = jax.vmap(one_head, in_axes=(0, 0, 0, None, 0))
+    return jax.vmap(of_row, in_axes=(0, 0, 0, 0, None))(q, k, v, visible, bias)
 
 
-def _loop_over_heads(one_head, q: Array, k: Array, v: Array, visible: Visibility) -> Float[Array, "B K G T D"]:
+def _loop_over_heads(
+    one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
+) -> Float[Array, "B K G T D"]:
     """XLA:CPU has no good kernel for a product with two batch axes: one head after another is three times faster."""
-    return jax.lax.map(lambda r: jax.lax.map(lambda h: one_head(*h, r[3]), r[:3]), (q, k, v, visible))
+
+    def of_row(row: tuple) -> Array:
+        *heads, visible = row
+        return jax.lax.map(lambda head: one_head(*head[:3], visible, head[3]), (*heads, bias))
+
+    return jax.lax.map(of_row, (q, k, v, visible))
 
 
 def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned: bool) -> list[_Band]:
@@ -152,6 +170,7 @@ def _one_key_head(
     k: Float[Array, "S D"],
     v: Float[Array, "S D"],
     visible: Visibility,
+    bias: Float[Array, "G n"] | None,
     *,
     bands: list[_Band],
     mask: str,
@@ -161,7 +180,7 @@ def _one_key_head(
 ) -> Float[Array, "G T D"]:
     """All queries that share a key head, of one row of the batch; keys and values float32."""
     tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
-    keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None))
+    keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None), bias)
     results = []
     for band in bands:
         one_band = partial(_one_band, band, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
@@ -184,7 +203,7 @@ def _one_band(
 ) -> Float[Array, "G t D"]:
     """The queries of a band, from all queries and keys of a row."""
     stop = band.start + band.size * band.count
-    keys = jax.tree.map(lambda a: a[band.first_key : band.last_key], keys)
+    keys = _cut(keys, lambda a: a[band.first_key : band.last_key])
     tokens = jax.tree.map(lambda a: a[band.start : stop].reshape(band.count, band.size), tokens)
     queries = jnp.moveaxis(q[:, band.start : stop].reshape(q.shape[0], band.count, band.size, -1), 1, 0)
     # The first key that a chunk sees. Where its span would begin or end outside the band's keys it is moved inside:
@@ -220,18 +239,26 @@ def _one_chunk(
     """A chunk of queries on `span` keys from `first` on."""
     group, size, width = q.shape
     if span < keys.k.shape[0]:
-        keys = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, span, axis=0), keys)
+        keys = _cut(keys, lambda a: jax.lax.dynamic_slice_in_dim(a, first, span, axis=0))
     k, v = keys.k.astype(q.dtype), keys.v.astype(q.dtype)
     scores = jax.lax.dot_general(
         q.reshape(-1, width), k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     ).reshape(group, size, span)
-    seen = _mask(queries, keys.tokens, mask, window)
     scores = scores * jnp.float32(scale)
     if soft_cap is not None:
         scores = jnp.tanh(scores / jnp.float32(soft_cap)) * jnp.float32(soft_cap)
+    if keys.bias is not None:
+        scores = scores + bias_between(keys.bias, queries.positions, keys.tokens.positions)
+    seen = _mask(queries, keys.tokens, mask, window)
     scores = jnp.where(seen[None], scores, jnp.finfo(jnp.float32).min)
     shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(-1, span)
     return (shares @ v).reshape(group, size, width)
+
+
+def _cut(keys: _Keys, cut: Callable[[Array], Array]) -> _Keys:
+    """The same for some of the keys."""
+    k, v, tokens = jax.tree.map(cut, keys[:3])
+    return _Keys(k, v, tokens, keys.bias)
 
 
 def _mask(queries: _Tokens, keys: _Tokens, mask: str, window: int | None) -> Bool[Array, "t s"]:

@@ -10,6 +10,8 @@ from jaxtyping import Array
 
 # What a layer draws random numbers for.
 ROUTER_NOISE, ATTENTION, FFN, EXPERTS, PERFT, CROSS_ATTENTION = range(6)
+# An encoder's key: that of the pass folded with a number that no layer has.
+ENCODER = 2**31 - 1
 
 
 def fold_in(key: Array | None, data: int | Array) -> Array | None:

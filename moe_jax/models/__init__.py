@@ -4,6 +4,7 @@ from moe_jax.experts.bank_config import BankConfig as BankConfig
 from moe_jax.experts.config import AdapterConfig as AdapterConfig
 from moe_jax.experts.config import FFNConfig as FFNConfig
 from moe_jax.experts.config import LoRAConfig as LoRAConfig
+from moe_jax.functional.relative_bias import RelativeBiasConfig as RelativeBiasConfig
 from moe_jax.functional.rope import RopeConfig as RopeConfig
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.config import LayerConfig as LayerConfig

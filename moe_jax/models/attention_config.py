@@ -6,6 +6,7 @@ from typing import Literal
 from moe_jax.errors import InputError, check_member, check_number, check_positive, shown
 from moe_jax.experts.config import LoRAConfig
 from moe_jax.functional.attention import MASKS
+from moe_jax.functional.relative_bias import RelativeBiasConfig
 from moe_jax.functional.rope import RopeConfig
 
 PROJECTIONS = ("q", "k", "v", "o")
@@ -33,6 +34,8 @@ class AttentionConfig:
       scale: of the scores; None: 1/sqrt(head_dim).
       score_soft_cap: scores become `c tanh(scores / c)` after that (Gemma 2); None: they stay.
       rope: the layer's own rotary embedding; None: that of the model.
+      relative_bias: a bias for the distance of key and query is added to the scores; its table is that of all layers of
+        the stack (T5). None: none is.
       source_dim: width of the activations that keys and values are made of, where it is not the model's: in
         cross-attention.
       nf4: the kernels are kept as NF4 codes and frozen.
@@ -50,6 +53,7 @@ class AttentionConfig:
     scale: float | None = None
     score_soft_cap: float | None = None
     rope: RopeConfig | None = None
+    relative_bias: RelativeBiasConfig | None = None
     source_dim: int | None = None
     nf4: bool = False
     lora: LoRAConfig | None = None
@@ -71,5 +75,7 @@ class AttentionConfig:
             raise InputError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise InputError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        if self.relative_bias is not None:
+            self.relative_bias.check_fits(self.mask)
         if self.sliding_window is not None and self.mask == "prefix":
             raise InputError(f"sliding_window={self.sliding_window} does not go with mask 'prefix'")

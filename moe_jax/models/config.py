@@ -64,6 +64,8 @@ class LayerConfig:
                     "cross-attention sees all of the encoder's output: its mask must be 'bidirectional', and it has "
                     "neither sliding_window nor rope"
                 )
+            if cross.relative_bias is not None:
+                raise InputError("cross-attention has no relative_bias: there is no distance between two sequences")
             if cross.nf4 or cross.lora is not None:
                 raise InputError("cross-attention has neither NF4 kernels nor LoRA")
 
@@ -78,7 +80,7 @@ def check_num_layers(count: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A model of three parts: embedding, stack of layers, head.
+    """A model of three parts: embedding, stack of layers, head; and in some a second stack, an encoder.
 
         >>> attention = moe_jax.AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
         >>> layers = (moe_jax.LayerConfig(attention=attention, mlp=moe_jax.FFNConfig(dim=32)),) * 2
@@ -91,7 +93,10 @@ class ModelConfig:
       vocab_size, d_model: V and d.
       max_positions: the context length it was trained for.
       bounded_positions: rows longer than that are refused: what the model does with them is not computed here.
-      layers: one description per layer.
+      layers: one description per layer; of a model with an encoder, first the encoder's layers and then the decoder's.
+      num_encoder_layers: how many of the layers are the encoder's, whose mask is `bidirectional`; the others, which
+        have cross-attention, are the decoder's. Both stacks have the embedding in common. 0: there is no encoder.
+      decoder_start_id: the token that a decoder begins with where there is an encoder.
       rope: rotary embedding of all layers that have none of their own; fraction 0: nothing is rotated.
       learned_positions: an embedding of every position up to `max_positions` is added to that of the token.
       embed_scale: token embeddings are multiplied by it.
@@ -116,6 +121,8 @@ class ModelConfig:
     max_positions: int
     layers: tuple[LayerConfig, ...]
     bounded_positions: bool = False
+    num_encoder_layers: int = 0
+    decoder_start_id: int | None = None
     rope: RopeConfig = RopeConfig()
     learned_positions: bool = False
     embed_scale: float = 1.0
@@ -141,7 +148,8 @@ class ModelConfig:
         check_member("dtype", self.dtype, ("float32", "bfloat16", "float16"))
         if self.num_classes is not None and self.tie_embeddings:
             raise InputError(f"a head for num_classes={self.num_classes} cannot be tied to the embedding")
-        for name, token in [("bos_id", self.bos_id), *(("eos_ids", token) for token in self.eos_ids)]:
+        special = [("bos_id", self.bos_id), ("decoder_start_id", self.decoder_start_id)]
+        for name, token in [*special, *(("eos_ids", token) for token in self.eos_ids)]:
             if token is not None and not 0 <= token < self.vocab_size:
                 raise InputError(f"{name}: token {shown(token)} is outside the vocabulary of {self.vocab_size} tokens")
         check_num_layers(len(self.layers))
@@ -153,11 +161,76 @@ class ModelConfig:
                 self._check_layer(layer)
             except InputError as error:
                 raise InputError(f"layer {i}: {error}") from None
+        self._check_stacks()
 
     def _check_layer(self, layer: LayerConfig) -> None:
         self.rope_of(layer).check_fits(layer.attention.head_dim, self.max_positions)
         if isinstance(layer.mlp, MoEConfig):
             layer.mlp.bank.check_fits(layer.mlp.expert, self.d_model)
+
+    def _check_stacks(self) -> None:
+        encoder = self.num_encoder_layers
+        if not isinstance(encoder, int) or isinstance(encoder, bool) or not 0 <= encoder < len(self.layers):
+            raise InputError(
+                f"num_encoder_layers={shown(encoder)} must lie between 0 and {len(self.layers) - 1}: of "
+                f"{len(self.layers)} layers at least one is a decoder's"
+            )
+        if (self.decoder_start_id is not None) != self.has_encoder:
+            raise InputError(
+                f"decoder_start_id={self.decoder_start_id} does not go with num_encoder_layers={encoder}: a decoder "
+                "begins with such a token if there is an encoder, and only then"
+            )
+        for i, layer in enumerate(self.layers if self.has_encoder else ()):
+            if i < encoder and (layer.cross is not None or layer.attention.mask != "bidirectional"):
+                raise InputError(
+                    f"layer {i} is an encoder's: its mask is 'bidirectional', and it has no cross-attention"
+                )
+            if i >= encoder and (layer.cross is None or layer.attention.mask == "bidirectional"):
+                raise InputError(
+                    f"layer {i} is a decoder's: it has cross-attention, and its mask is not 'bidirectional'"
+                )
+        for start, layers in ((0, self.layers[:encoder]), (encoder, self.layers[encoder:])):
+            tables = {}
+            for i, layer in enumerate(layers, start):
+                attention = layer.attention
+                if attention.relative_bias is not None:
+                    table = attention.relative_bias, attention.num_heads, attention.mask
+                    tables.setdefault(table, i)
+            if len(tables) > 1:
+                first, second, *_ = tables.values()
+                raise InputError(
+                    f"layers {first} and {second} of a stack share a table of relative biases, so they must have the "
+                    "same relative_bias, num_heads and mask"
+                )
+
+    @property
+    def has_encoder(self) -> bool:
+        return self.num_encoder_layers > 0
+
+    @property
+    def encoder(self) -> "ModelConfig":
+        """The encoder as a model of its own, with the same embedding."""
+        assert self.has_encoder, "the model has no encoder"
+        layers = self.layers[: self.num_encoder_layers]
+        return dataclasses.replace(self, layers=layers, num_encoder_layers=0, decoder_start_id=None)
+
+    @property
+    def decoder(self) -> "ModelConfig":
+        """The decoder, which without an encoder is the whole model."""
+        if not self.has_encoder:
+            return self
+        layers = self.layers[self.num_encoder_layers :]
+        return dataclasses.replace(self, layers=layers, num_encoder_layers=0, decoder_start_id=None)
+
+    def check_no_encoder(self, what: str) -> None:
+        """Raises `InputError` for a model with an encoder: `what` is for the others, so far."""
+        if self.has_encoder:
+            raise InputError(f"{what} is not supported for a model with an encoder, as {self.family!r} models are")
+
+    def shared_bias(self) -> AttentionConfig | None:
+        """The attention of the first layer with relative biases, whose table is that of all; of one stack alone."""
+        assert not self.has_encoder, "each of the two stacks has a table"
+        return next((one.attention for one in self.layers if one.attention.relative_bias is not None), None)
 
     @property
     def num_layers(self) -> int:

@@ -30,7 +30,8 @@ def segments_of(layers: tuple[LayerConfig, ...]) -> tuple[Segment, ...]:
       layers: the layers of a model, in order.
 
     Returns:
-      Segments that cover the layers exactly once and in order.
+      Segments that cover the layers exactly once and in order. None crosses the boundary between an encoder's and a
+      decoder's layers, which are never equal.
     """
     segments = []
     start = 0

@@ -2,6 +2,7 @@
 
 from moe_jax.nn.decoder import Decoder as Decoder
 from moe_jax.nn.decoder import DecoderOutput as DecoderOutput
+from moe_jax.nn.decoder import Encoded as Encoded
 from moe_jax.nn.embed import Embed as Embed
 from moe_jax.nn.head import Head as Head
 from moe_jax.nn.router_stats import auxiliary_loss as auxiliary_loss

@@ -15,10 +15,15 @@ from moe_jax.nn.layers import Linear, Norm
 
 
 class KVCache(NamedTuple):
-    """Keys (rotated) and values of one layer; slot s holds the token at position s of the row."""
+    """Keys (rotated) and values of one layer; slot s holds the token at position s of the row.
+
+    Attributes:
+      cross: the same of cross-attention, where slot s holds token s of the encoder's output; None: it has none.
+    """
 
     k: Float[Array, "B S K D"]
     v: Float[Array, "B S K D"]
+    cross: "KVCache | None" = None
 
 
 class Attention(nnx.Module):
@@ -57,40 +62,86 @@ class Attention(nnx.Module):
         visible: Visibility,
         *,
         rope: tuple[Array, Array] | None = None,
-        source: Float[Array, "B S e"] | None = None,
         cache: KVCache | None = None,
+        bias: Float[Array, "H n"] | None = None,
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T d"], KVCache | None]:
-        """Attends to the input itself, to another sequence, or to a cache.
+        """Attends to the input itself, or to a cache of it.
 
         Args:
           x: what queries are made of.
           visible: which queries see which keys.
           rope: cosines and sines for queries and keys; None: neither is rotated.
-          source: what keys and values are made of; None: `x`.
           cache: keys and values of the row so far; those of `x` are written into the slots that are its positions.
+          bias: per head and distance (see `functional.attention`).
           key: for LoRA's dropout in training.
         """
         keys = {name: fold_in(key, index) for index, name in enumerate(PROJECTIONS)}
-        other = x if source is None else source.astype(x.dtype)
-        q, k, v = self.q(x, keys["q"]), self.k(other, keys["k"]), self.v(other, keys["v"])
-        if self.config.qk_norm == "projection":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.config.clip_qkv is not None:
-            q, k, v = (jnp.clip(a, -self.config.clip_qkv, self.config.clip_qkv) for a in (q, k, v))
-        q, k, v = (a.reshape(*a.shape[:2], -1, self.config.head_dim) for a in (q, k, v))
-        if self.config.qk_norm in ("head", "head_layer"):
-            q, k = self.q_norm(q), self.k_norm(k)
+        q = self._queries(x, keys["q"])
+        k, v = self._keys_and_values(x, keys["k"], keys["v"])
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if cache is not None:
             rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
             slots = visible.positions
-            cache = KVCache(
-                cache.k.at[rows, slots].set(k.astype(cache.k.dtype)),
-                cache.v.at[rows, slots].set(v.astype(cache.v.dtype)),
+            cache = cache._replace(
+                k=cache.k.at[rows, slots].set(k.astype(cache.k.dtype)),
+                v=cache.v.at[rows, slots].set(v.astype(cache.v.dtype)),
             )
-            k, v = (a.astype(x.dtype) for a in cache)
+            k, v = cache.k.astype(x.dtype), cache.v.astype(x.dtype)
+        y = self._attend(q, k, v, visible, bias, aligned=cache is None)
+        return self.o(y, keys["o"]), cache
+
+    def across(
+        self,
+        x: Float[Array, "B T d"],
+        visible: Visibility,
+        *,
+        source: Float[Array, "B S e"] | None,
+        cache: KVCache | None = None,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T d"], KVCache | None]:
+        """Attends to another sequence.
+
+        Args:
+          x: what queries are made of.
+          visible: which queries see which keys.
+          source: what keys and values are made of; None: those in the cache are taken.
+          cache: of the source; keys and values that are made are kept there.
+          key: for LoRA's dropout in training.
+        """
+        keys = {name: fold_in(key, index) for index, name in enumerate(PROJECTIONS)}
+        q = self._queries(x, keys["q"])
+        if source is not None:
+            k, v = self._keys_and_values(source.astype(x.dtype), keys["k"], keys["v"])
+            if cache is not None:
+                cache = KVCache(k.astype(cache.k.dtype), v.astype(cache.v.dtype))
+        if cache is not None:
+            k, v = cache.k.astype(x.dtype), cache.v.astype(x.dtype)
+        y = self._attend(q, k, v, visible, None, aligned=False)
+        return self.o(y, keys["o"]), cache
+
+    def _queries(self, x: Float[Array, "B T d"], key: Array | None) -> Float[Array, "B T H D"]:
+        return self._heads(self.q(x, key), "q_norm")
+
+    def _keys_and_values(
+        self, x: Float[Array, "B S e"], key_of_k: Array | None, key_of_v: Array | None
+    ) -> tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]]:
+        return self._heads(self.k(x, key_of_k), "k_norm"), self._heads(self.v(x, key_of_v), None)
+
+    def _heads(self, projected: Float[Array, "B T w"], norm: str | None) -> Float[Array, "B T h D"]:
+        """A projection, normed and clamped, as heads."""
+        kind = "none" if norm is None else self.config.qk_norm
+        if kind == "projection":
+            projected = getattr(self, norm or "")(projected)
+        if self.config.clip_qkv is not None:
+            projected = jnp.clip(projected, -self.config.clip_qkv, self.config.clip_qkv)
+        heads = projected.reshape(*projected.shape[:2], -1, self.config.head_dim)
+        return getattr(self, norm or "")(heads) if kind in ("head", "head_layer") else heads
+
+    def _attend(
+        self, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None, *, aligned: bool
+    ) -> Float[Array, "B T w"]:
         y = attention(
             q,
             k,
@@ -100,6 +151,7 @@ class Attention(nnx.Module):
             window=self.config.sliding_window,
             scale=self.config.scale,
             soft_cap=self.config.score_soft_cap,
-            aligned=cache is None and source is None,
+            bias=bias,
+            aligned=aligned,
         )
-        return self.o(y.reshape(*x.shape[:2], -1), keys["o"]), cache
+        return y.reshape(*q.shape[:2], -1)

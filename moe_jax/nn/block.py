@@ -26,6 +26,7 @@ class Block(nnx.Module):
         self.is_moe = isinstance(config.mlp, MoEConfig)
         self.norm_position, self.parallel, self.shared_norm = config.norm_position, config.parallel, config.shared_norm
         self.crosses = config.cross is not None
+        self.is_biased = config.attention.relative_bias is not None
         self.rope = (model.rope_of(config), config.attention.head_dim)
         for name in ("attention", *["cross_attention"] * self.crosses, *["mlp"] * (not self.shared_norm)):
             for kind in ("norm", "output_norm") if self.norm_position == "both" else ("norm",):
@@ -43,13 +44,15 @@ class Block(nnx.Module):
         """Applies the layer; `key` is its own random key in training. Also gives the statistics of its routers."""
 
         def attend(x: Array) -> tuple[Array, KVCache | None]:
-            rope = context.rope[self.rope]
-            return self.attention(x, context.visible, rope=rope, cache=cache, key=keys.fold_in(key, keys.ATTENTION))
+            rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
+            attention_key = keys.fold_in(key, keys.ATTENTION)
+            return self.attention(x, context.visible, rope=rope, cache=cache, bias=bias, key=attention_key)
 
         def attend_across(x: Array) -> tuple[Array, KVCache | None]:
             assert context.source is not None
-            output, visible = context.source
-            return self.cross_attention(x, visible, source=output, key=keys.fold_in(key, keys.CROSS_ATTENTION))
+            source, visible = context.source
+            kept, cross_key = None if cache is None else cache.cross, keys.fold_in(key, keys.CROSS_ATTENTION)
+            return self.cross_attention.across(x, visible, source=source, cache=kept, key=cross_key)
 
         def apply_mlp(x: Array) -> tuple[Array, tuple[RouterStats, ...]]:
             if self.is_moe:
@@ -63,7 +66,8 @@ class Block(nnx.Module):
             return x + attended + y, cache, stats
         x, cache = self._add("attention", attend, x)
         if self.crosses:
-            x, _ = self._add("cross_attention", attend_across, x)
+            x, cross = self._add("cross_attention", attend_across, x)
+            cache = None if cache is None else cache._replace(cross=cross)
         x, stats = self._add("mlp", apply_mlp, x)
         return x, cache, stats
 

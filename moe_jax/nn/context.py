@@ -20,11 +20,11 @@ class Source(NamedTuple):
     """What cross-attention attends to.
 
     Attributes:
-      output: of an encoder.
+      output: of an encoder; None: keys and values that were made of it are in the caches.
       visible: who sees what of it.
     """
 
-    output: Float[Array, "B S e"]
+    output: Float[Array, "B S e"] | None
     visible: Visibility
 
 
@@ -36,12 +36,14 @@ class Context(NamedTuple):
       visible: which tokens see which; with caches, a query's position is also its slot.
       valid: tokens that are not padding; None: all.
       source: for cross-attention; None: there is none.
+      relative_bias: of attention that has one, per head and distance.
     """
 
     rope: Mapping[tuple[RopeConfig, int], RopeTables]
     visible: Visibility
     valid: Bool[Array, "B T"] | None = None
     source: Source | None = None
+    relative_bias: Float[Array, "H n"] | None = None
 
 
 def make_context(
@@ -55,6 +57,8 @@ def make_context(
     encoder_output: Float[Array, "B S e"] | None = None,
     encoder_valid: Bool[Array, "B S"] | None = None,
     num_slots: int | None = None,
+    num_source_slots: int | None = None,
+    relative_bias: Float[Array, "H n"] | None = None,
 ) -> Context:
     """Makes the context of a pass over [B, T] tokens; arguments as in `Stack`.
 
@@ -68,11 +72,18 @@ def make_context(
       encoder_output: see `Stack`.
       encoder_valid: see `Stack`.
       num_slots: of the caches; None: there are none.
+      num_source_slots: of the caches of cross-attention; None: there are none.
+      relative_bias: see `Context`.
 
     Raises:
       InputError: if the arguments do not go together or with the model.
     """
-    _check(config, segment_ids, prefix, encoder_output, encoder_valid, num_slots)
+    source_length = num_source_slots if encoder_output is None else encoder_output.shape[1]
+    _check(config, segment_ids, prefix, source_length, encoder_valid, num_slots)
+    if encoder_output is not None and num_source_slots not in (None, source_length):
+        raise InputError(
+            f"the caches have slots for {num_source_slots} tokens of an encoder's output, which has {source_length}"
+        )
     _check_length(config, shape[1] if num_slots is None else num_slots)
     in_row = default_positions(shape)
     positions = in_row if positions is None else positions
@@ -89,11 +100,11 @@ def make_context(
     limit = config.max_positions
     tables = {(rope, width): rope_tables(rope, width, limit, positions, segments) for rope, width in rotations}
     source = None
-    if encoder_output is not None:
+    if source_length is not None:
         keys = None if encoder_valid is None else encoder_valid.astype(jnp.int32)
         queries = None if encoder_valid is None else jnp.ones(shape, jnp.int32)
-        source = Source(encoder_output, Visibility(in_row, default_positions(encoder_output.shape[:2]), queries, keys))
-    return Context(tables, visible, valid, source)
+        source = Source(encoder_output, Visibility(in_row, default_positions((shape[0], source_length)), queries, keys))
+    return Context(tables, visible, valid, source, relative_bias)
 
 
 def _check_length(config: ModelConfig, length: int) -> None:
@@ -108,7 +119,7 @@ def _check(
     config: ModelConfig,
     segment_ids: Array | None,
     prefix: Array | None,
-    encoder_output: Array | None,
+    source_length: int | None,
     encoder_valid: Array | None,
     num_slots: int | None,
 ) -> None:
@@ -116,11 +127,11 @@ def _check(
     crosses = any(layer.cross is not None for layer in config.layers)
     if ("prefix" in masks) != (prefix is not None):
         raise InputError("the lengths of prefixes go with attention whose mask is 'prefix', and only with it")
-    if crosses != (encoder_output is not None):
+    if crosses != (source_length is not None):
         raise InputError("an encoder's output goes with layers that have cross-attention, and only with them")
-    if encoder_valid is not None and encoder_output is None:
+    if encoder_valid is not None and source_length is None:
         raise InputError("encoder_valid says what counts of encoder_output, which is not given")
-    if segment_ids is not None and (num_slots is not None or prefix is not None or encoder_output is not None):
+    if segment_ids is not None and (num_slots is not None or prefix is not None or source_length is not None):
         raise InputError("packed documents (segment_ids) have neither caches, nor prefixes, nor an encoder's output")
     if num_slots is not None and "bidirectional" in masks:
         raise InputError("attention whose mask is 'bidirectional' has no cache: a token would see those after it")

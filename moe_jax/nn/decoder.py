@@ -1,4 +1,4 @@
-"""The decoder: embedding, stack and head of one `ModelConfig`, whatever the family."""
+"""The model of a `ModelConfig`, whatever the family: embedding, stack and head, and in some an encoder."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.errors import InputError
+from moe_jax.functional import keys
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.embed import Embed
 from moe_jax.nn.head import Head
@@ -18,11 +20,23 @@ class DecoderOutput(NamedTuple):
     """Attributes:
     logits: float32; of the last position only, if asked for.
     caches: updated caches, or None without caches.
-    router: what the routers did (see `StackedStats`).
+    router: what the routers did (see `StackedStats`); of an encoder that ran in the same call, before the decoder's.
     """
 
     logits: Float[Array, "B T V"]
     caches: Caches | None
+    router: StackedStats
+
+
+class Encoded(NamedTuple):
+    """Attributes:
+    output: of the encoder, after its final norm: what cross-attention attends to.
+    valid: tokens of it that are not padding; None: all.
+    router: what the encoder's routers did (see `StackedStats`).
+    """
+
+    output: Float[Array, "B S d"]
+    valid: Bool[Array, "B S"] | None
     router: StackedStats
 
 
@@ -34,6 +48,19 @@ class Decoder(nnx.Module):
         >>> decoder = moe_jax.Decoder(moe_jax.tiny_model(experts=4).config, rngs=nnx.Rngs(0))
         >>> decoder(jnp.zeros((2, 5), jnp.int32)).logits.shape
         (2, 5, 64)
+
+    Where the config has an encoder, the model has a second `Stack`, `encoder`, that runs over tokens of its own with
+    the same embedding; the decoder attends to its output. Training and evaluation give both sequences in one call:
+
+        model(tokens, inputs=inputs, inputs_valid=inputs_valid)
+
+    `tokens` are what the decoder is given: `config.decoder_start_id`, then the target without its last token. To encode
+    once and decode step by step:
+
+        encoded = model.encode(inputs, valid=inputs_valid)
+        caches = init_cache(config, batch, slots, dtype, source_slots=inputs.shape[1])
+        out = model(first, encoder_output=encoded.output, encoder_valid=encoded.valid, caches=caches, ...)
+        out = model(next, encoder_valid=encoded.valid, caches=out.caches, positions=...)
 
     Attributes:
       config: the description it was built from.
@@ -47,13 +74,42 @@ class Decoder(nnx.Module):
         self.config = config
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.embed = Embed(config, rngs=rngs, compute_dtype=compute_dtype)
-        self.stack = Stack(config, rngs=rngs, remat=remat)
+        self.stack = Stack(config.decoder, rngs=rngs, remat=remat)
         self.lm_head = Head(config, rngs=rngs)
+        if config.has_encoder:
+            self.encoder = Stack(config.encoder, rngs=rngs, remat=remat)
+
+    def encode(
+        self,
+        inputs: Int[Array, "B S"] | None = None,
+        *,
+        embeddings: Float[Array, "B S d"] | None = None,
+        valid: Bool[Array, "B S"] | None = None,
+        key: Array | None = None,
+    ) -> Encoded:
+        """Runs the encoder.
+
+        Args:
+          inputs: token ids.
+          embeddings: in place of tokens, what `Embed.look_up` gives for them.
+          valid: tokens that are not padding, which may be anywhere; None: all.
+          key: as in the call, for the same pass; None: deterministic.
+
+        Raises:
+          InputError: if the model has no encoder.
+        """
+        if not self.config.has_encoder:
+            raise InputError(f"a {self.config.family!r} model has no encoder, and takes no inputs beside its tokens")
+        x = self.embed(inputs, embeddings=embeddings)
+        x, _, router = self.encoder(x, valid=valid, key=keys.fold_in(key, keys.ENCODER))
+        return Encoded(x, valid, router)
 
     def __call__(
         self,
         tokens: Int[Array, "B T"] | None = None,
         *,
+        inputs: Int[Array, "B S"] | None = None,
+        inputs_valid: Bool[Array, "B S"] | None = None,
         embeddings: Float[Array, "B T d"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
@@ -69,12 +125,14 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: token ids.
+          inputs: token ids for the encoder, which is run first. In place of them `encoder_output` may be given.
+          inputs_valid: inputs that are not padding; None: all.
           embeddings: in place of tokens, what `Embed.look_up` gives for them.
           positions: see `Stack`, as for all that is not explained here.
           segment_ids: documents packed in a row.
           valid: tokens that are not padding.
           prefix: lengths of prefixes.
-          encoder_output: for cross-attention.
+          encoder_output: for cross-attention; that of `encode`, or of an encoder elsewhere.
           encoder_valid: tokens of it that are not padding.
           caches: to continue a row.
           last_only: index of the one position per row whose logits are wanted; None: all.
@@ -83,6 +141,13 @@ class Decoder(nnx.Module):
         Raises:
           InputError: if the arguments do not go together or with the model.
         """
+        encoder_router: StackedStats = ()
+        if inputs is not None:
+            if encoder_output is not None or encoder_valid is not None:
+                raise InputError("a call brings either inputs for the encoder or the encoder's output, not both")
+            encoder_output, encoder_valid, encoder_router = self.encode(inputs, valid=inputs_valid, key=key)
+        elif inputs_valid is not None:
+            raise InputError("inputs_valid says what counts of inputs, which are not given")
         x, caches, router = self.stack(
             self.embed(tokens, positions, embeddings=embeddings),
             positions=positions,
@@ -97,4 +162,4 @@ class Decoder(nnx.Module):
         if last_only is not None:
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
         logits = self.lm_head(x, self.embed.embedding[...] if self.config.tie_embeddings else None)
-        return DecoderOutput(logits, caches, router)
+        return DecoderOutput(logits, caches, (*encoder_router, *router))

@@ -8,12 +8,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.errors import check_member
+from moe_jax.errors import InputError, check_member
+from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.mesh import BATCH_AXES, axes_size
 from moe_jax.functional import keys
 from moe_jax.functional.grouped import PRODUCT
+from moe_jax.functional.relative_bias import bias_by_distance
 from moe_jax.functional.routing import RouterStats
-from moe_jax.models.config import LayerConfig, ModelConfig
+from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
 from moe_jax.models.segments import Segment, segments_of
 from moe_jax.nn.attention import KVCache
 from moe_jax.nn.block import Block
@@ -56,6 +58,7 @@ class Stack(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, remat: str = "none"):
         check_member("remat", remat, ("none", *REMAT_POLICIES))
+        assert not config.has_encoder, "an encoder and a decoder are two stacks"
         dtype = jnp.dtype(config.dtype)
         self.config = config
         self.remat = remat
@@ -63,6 +66,9 @@ class Stack(nnx.Module):
             [BlockStack(segment, config, rngs=rngs, dtype=dtype) for segment in segments_of(config.layers)]
         )
         self.final_norm = make_final_norm(config)
+        biased = config.shared_bias()
+        if biased is not None:
+            self.relative_bias = RelativeBias(biased, rngs=rngs, dtype=dtype)
 
     def __call__(
         self,
@@ -88,7 +94,8 @@ class Stack(nnx.Module):
           valid: tokens that are not padding; with caches, only padding may follow padding. None: those of a document,
             or all.
           prefix: length of the prefix of every row, for attention with that mask.
-          encoder_output: what cross-attention attends to.
+          encoder_output: what cross-attention attends to; with caches, only in the first call: keys and values that are
+            made of it are kept there.
           encoder_valid: tokens of it that are not padding; None: all.
           caches: from `init_cache`, to continue a row.
           key: of all that is random in training; None, as at evaluation: nothing is.
@@ -106,6 +113,8 @@ class Stack(nnx.Module):
             encoder_output=encoder_output,
             encoder_valid=encoder_valid,
             num_slots=None if caches is None else caches[0][0].k.shape[2],
+            num_source_slots=_source_slots(caches),
+            relative_bias=self.relative_bias() if self.config.shared_bias() is not None else None,
         )
         x = _shard_batch(x)
         new_caches, router = [], []
@@ -117,20 +126,62 @@ class Stack(nnx.Module):
         return StackOutput(self.final_norm(x), None if caches is None else tuple(new_caches), tuple(router))
 
 
+class RelativeBias(nnx.Module):
+    """The table of relative biases [buckets, H] that all attention of a stack has in common."""
+
+    def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        assert config.relative_bias is not None
+        self.config, self.mask = config.relative_bias, config.mask
+        self.table = nnx.Param(normal_kernel(rngs, (self.config.buckets, config.num_heads), dtype))
+
+    def __call__(self) -> Float[Array, "H n"]:
+        """The bias of every distance, float32 (see `bias_by_distance`)."""
+        return bias_by_distance(self.table[...], self.config, self.mask)
+
+
 def make_final_norm(config: ModelConfig) -> Norm:
     """The norm after the last layer, which does nothing where the model has none."""
     kind = config.norm if config.final_norm else "none"
     return Norm(kind, config.d_model, config.norm_eps, dtype=jnp.dtype(config.dtype))
 
 
-def init_cache(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> Caches:
-    """Empty caches for `batch` rows of at most `slots` tokens."""
+def init_cache(
+    config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype, *, source_slots: int | None = None
+) -> Caches:
+    """Empty caches of a decoder.
 
-    def cache(segment: Segment, layer: LayerConfig) -> KVCache:
-        shape = (segment.repeats, batch, slots, layer.attention.num_kv_heads, layer.attention.head_dim)
+    Args:
+      config: of the model.
+      batch: rows.
+      slots: tokens that a row has at most.
+      dtype: of the caches.
+      source_slots: tokens of the encoder's output, for cross-attention: the first call with the caches brings the
+        output, and later ones find in them what was made of it.
+
+    Raises:
+      InputError: unless `source_slots` is given for a model with cross-attention, and only for such a one.
+    """
+    layers = config.decoder.layers
+    if any(layer.cross is not None for layer in layers) != (source_slots is not None):
+        raise InputError(f"{source_slots=}: caches of cross-attention need the length of what it attends to")
+
+    def empty(repeats: int, length: int, attention: AttentionConfig) -> KVCache:
+        shape = (repeats, batch, length, attention.num_kv_heads, attention.head_dim)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    return tuple(tuple(cache(s, layer) for layer in s.pattern) for s in segments_of(config.layers))
+    def cache(segment: Segment, layer: LayerConfig) -> KVCache:
+        own = empty(segment.repeats, slots, layer.attention)
+        if layer.cross is None:
+            return own
+        assert source_slots is not None
+        return own._replace(cross=empty(segment.repeats, source_slots, layer.cross))
+
+    return tuple(tuple(cache(s, layer) for layer in s.pattern) for s in segments_of(layers))
+
+
+def _source_slots(caches: Caches | None) -> int | None:
+    found = [cache.cross.k.shape[2] for segment in caches or () for cache in segment if cache.cross is not None]
+    return found[0] if found else None
 
 
 class BlockStack(nnx.Module):
@@ -162,6 +213,7 @@ class BlockStack(nnx.Module):
           Activations, caches, and stacked statistics of every router of every position.
         """
         graphdef, params = nnx.split(self.blocks)
+        fills_cross = context.source is not None and context.source.output is not None
 
         def repeat(x: Array, scanned: tuple) -> tuple[Array, tuple]:
             params, caches, first_layer = scanned
@@ -170,7 +222,8 @@ class BlockStack(nnx.Module):
             for position, block in enumerate(blocks):
                 layer_key = keys.fold_in(key, first_layer + position)
                 x, cache, router = block(x, context, None if caches is None else caches[position], layer_key)
-                new_caches.append(cache)
+                # What is in the caches of cross-attention already is not to be copied for every token.
+                new_caches.append(cache if cache is None or fills_cross else cache._replace(cross=None))
                 stats.extend(router)
             return x, (None if caches is None else tuple(new_caches), tuple(stats))
 
@@ -178,8 +231,10 @@ class BlockStack(nnx.Module):
             # Inside scan the loop itself keeps the compiler from merging the two forward passes.
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[remat], prevent_cse=False)
         first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
-        x, (caches, stats) = jax.lax.scan(repeat, x, (params, caches, first_layers))
-        return x, caches, stats
+        x, (new_caches, stats) = jax.lax.scan(repeat, x, (params, caches, first_layers))
+        if caches is not None and not fills_cross:
+            new_caches = tuple(new._replace(cross=old.cross) for new, old in zip(new_caches, caches, strict=True))
+        return x, new_caches, stats
 
 
 def _stack(layer: LayerConfig, model: ModelConfig, repeats: int, rngs: nnx.Rngs, dtype: jnp.dtype) -> Block:

@@ -47,9 +47,7 @@ class UpcycleOptions:
 
 PESC = UpcycleOptions(
     every=1,
-    bank=BankConfig(
-        AdapterExperts(adapter=AdapterConfig(rank=512, activation="gelu", scale=0.25, dropout=0.1))
-    ),
+    bank=BankConfig(AdapterExperts(adapter=AdapterConfig(rank=512, activation="gelu", scale=0.25, dropout=0.1))),
     rest=Rest(kind="qlora", rank=64),
 )
 """PESC with the settings of the released Camelidae models (METHODS 6), to be changed with `dataclasses.replace`."""
@@ -82,6 +80,7 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
       InputError: if the model already has MoE layers or adapters, or the options do not fit it; all problems are
         listed.
     """
+    dense.check_no_encoder("upcycling")
     if dense.moe_layers:
         raise InputError(
             f"the model is an MoE already (layers {_some(dense.moe_layers)}); upcycling starts from a dense model"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_jax.functional import attention as module
 from moe_jax.functional.attention import Visibility, attention
+from moe_jax.functional.relative_bias import RelativeBiasConfig, bias_by_distance
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -86,15 +87,47 @@ def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap
     check()
 
 
-def causal(x, length):
+@pytest.mark.parametrize(("mask", "aligned"), [("causal", True), ("bidirectional", True), ("causal", False)])
+def test_relative_biases_and_their_gradients(mask, aligned, monkeypatch):
+    """Chunk by chunk, with several chunks in a band, against all biases in one array of queries and keys."""
+    monkeypatch.setattr(module, "CHUNK", 2)
+    shape = {"q": (2, 21, 4, 8), "k": (2, 21, 2, 8), "v": (2, 21, 2, 8), "table": (7, 4), "weight": (2, 21, 4, 8)}
+    given = {name: jax.random.normal(jax.random.key(i), size) for i, (name, size) in enumerate(shape.items())}
+    positions = jnp.broadcast_to(jnp.arange(21)[None], (2, 21))
+    config = RelativeBiasConfig(buckets=7, max_distance=5)
+
+    def of_chunks(given):
+        bias = bias_by_distance(given["table"], config, mask)
+        visible = Visibility(positions, positions)
+        q, k, v, weight = (given[name] for name in ("q", "k", "v", "weight"))
+        return jnp.sum(attention(q, k, v, visible, mask=mask, scale=1.0, bias=bias, aligned=aligned) * weight)
+
+    def at_once(given):
+        q, k, v, table, weight = (given[name] for name in shape)
+        distance = np.arange(21)[None, :] - np.arange(21)[:, None]
+        buckets = config.bucket_of_distance(mask)[np.clip(distance, -5, 5) + 5]
+        k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.moveaxis(table[buckets], 2, 0)[None]
+        scores = jnp.where(distance[None, None] > 0, -jnp.inf, scores) if mask == "causal" else scores
+        return jnp.sum(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v) * weight)
+
+    (value, got), (expected, gradient) = (jax.jit(jax.value_and_grad(f))(given) for f in (of_chunks, at_once))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for name in given:
+        np.testing.assert_allclose(got[name], gradient[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def causal(x, length, bias=None):
     positions = jnp.arange(length)[None]
-    return attention(x, x, x, Visibility(positions, positions), aligned=True)
+    return attention(x, x, x, Visibility(positions, positions), bias=bias, aligned=True)
 
 
-def test_backward_keeps_no_scores_but_those_of_a_chunk():
+@pytest.mark.parametrize("biased", [False, True])
+def test_backward_keeps_no_scores_but_those_of_a_chunk(biased):
     def temporaries(length):
-        gradient = jax.jit(jax.grad(lambda x: jnp.sum(causal(x, length))))
-        return gradient.lower(jnp.ones((1, length, 2, 8))).compile().memory_analysis().temp_size_in_bytes
+        bias = jnp.ones((2, 257)) if biased else None
+        gradient = jax.jit(jax.grad(lambda x, bias: jnp.sum(causal(x, length, bias)), argnums=(0, 1) if biased else 0))
+        return gradient.lower(jnp.ones((1, length, 2, 8)), bias).compile().memory_analysis().temp_size_in_bytes
 
     # The square would make it four times as much, and the scores of one head take twice the bound below.
     assert temporaries(4096) < 2.5 * temporaries(2048) and temporaries(4096) < 4096 * 4096
@@ -157,8 +190,9 @@ def test_accelerator_form_equals_cpu_form():
     bands = module._bands(40, 40, mask="causal", window=None, aligned=True)
     one_head = partial(module._one_key_head, bands=bands, mask="causal", window=None, scale=0.5, soft_cap=None)
     visible = Visibility(positions, positions)
+    bias = jax.random.normal(jax.random.key(3), (3, 2, 9))
     a, b = (
-        jax.jit(lambda q, k, v, form=form: form(one_head, q, k, v, visible))(q, k, v)
+        jax.jit(lambda q, k, v, bias, form=form: form(one_head, q, k, v, visible, bias))(q, k, v, bias)
         for form in (module._loop_over_heads, module._all_heads_at_once)
     )
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
