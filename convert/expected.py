@@ -36,6 +36,13 @@ def print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str],
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     stored, leaves = leaf_specs(config), leaf_specs(config, dtype)
-    mapped = apply_table(family_named(config.family).table, stored, config.num_layers, PER_EXPERT, config.family)
+    mapped = apply_table(
+        family_named(config.family).table,
+        stored,
+        config.num_layers,
+        PER_EXPERT,
+        config.family,
+        num_encoder_layers=config.num_encoder_layers,
+    )
     console.print(f"{file} has no weights beside it; a checkpoint of this config holds:", markup=False)
     print_mapping(mapped.pieces, mapped.tensors, leaves, stored, console)

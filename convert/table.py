@@ -126,7 +126,7 @@ def apply_table(
     layout: str,
     family: str,
     *,
-    num_encoder_layers: int = 0,
+    num_encoder_layers: int,
 ) -> Mapped:
     """Determines the tensors of a model, and the pieces of its leaves.
 

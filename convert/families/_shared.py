@@ -213,7 +213,7 @@ def read_decoder(
         tie_embeddings=config.flag("tie_word_embeddings"),
         bos_id=bos,
         eos_ids=eos,
-        dtype=_read_dtype(config),
+        dtype=read_dtype(config),
         foreign=config.foreign(),
         **kwargs,
     )
@@ -233,7 +233,7 @@ def num_layers(config: ForeignConfig) -> int:
     return count
 
 
-def _read_dtype(config: ForeignConfig) -> Any:
+def read_dtype(config: ForeignConfig) -> Any:
     """`dtype` (Transformers 5) or `torch_dtype` (4); a config that says neither means float32."""
     new, old = config.text("dtype"), config.text("torch_dtype")
     return (new or old or "float32").removeprefix("torch.")

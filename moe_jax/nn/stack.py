@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.errors import InputError, check_member
+from moe_jax.errors import check_member
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.mesh import BATCH_AXES, axes_size
 from moe_jax.functional import keys
@@ -156,14 +156,9 @@ def init_cache(
       slots: tokens that a row has at most.
       dtype: of the caches.
       source_slots: tokens of the encoder's output, for cross-attention: the first call with the caches brings the
-        output, and later ones find in them what was made of it.
-
-    Raises:
-      InputError: unless `source_slots` is given for a model with cross-attention, and only for such a one.
+        output, and later ones find in them what was made of it. None: every call brings it.
     """
     layers = config.decoder.layers
-    if any(layer.cross is not None for layer in layers) != (source_slots is not None):
-        raise InputError(f"{source_slots=}: caches of cross-attention need the length of what it attends to")
 
     def empty(repeats: int, length: int, attention: AttentionConfig) -> KVCache:
         shape = (repeats, batch, length, attention.num_kv_heads, attention.head_dim)
@@ -171,9 +166,8 @@ def init_cache(
 
     def cache(segment: Segment, layer: LayerConfig) -> KVCache:
         own = empty(segment.repeats, slots, layer.attention)
-        if layer.cross is None:
+        if layer.cross is None or source_slots is None:
             return own
-        assert source_slots is not None
         return own._replace(cross=empty(segment.repeats, source_slots, layer.cross))
 
     return tuple(tuple(cache(s, layer) for layer in s.pattern) for s in segments_of(layers))

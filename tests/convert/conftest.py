@@ -57,6 +57,19 @@ QWEN = {
     "use_logn_attn": True,
     "tie_word_embeddings": False,
 }
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 64,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "is_encoder_decoder": True,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+}
 CONFIGS = {
     "llama": {**BASE, "model_type": "llama"},
     "llama-tied": {**BASE, "model_type": "llama", "tie_word_embeddings": True},
@@ -140,6 +153,28 @@ CONFIGS = {
     },
     "olmoe": {**BASE, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5},
     "phi": {**LAYER_NORMS, "model_type": "phi", "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
+    "t5": {**T5, "tie_word_embeddings": True},
+    "t5-gated": {
+        **T5,
+        "num_decoder_layers": 3,
+        "d_kv": 16,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 20,
+    },
+    "switch_transformers": {
+        **T5,
+        "model_type": "switch_transformers",
+        "dense_act_fn": "relu",
+        "num_layers": 3,
+        "num_decoder_layers": 4,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 4,
+        "num_experts": 3,
+        "expert_capacity": 64,
+        "tie_word_embeddings": True,
+    },
     "phi-tied-wide-heads": {
         **LAYER_NORMS,
         "model_type": "phi",
@@ -167,7 +202,11 @@ def expected_tensors(config: dict, layout: str = PER_EXPERT) -> dict[str, tuple[
     """Names and shapes of the tensors of a checkpoint with this config.json."""
     model = read_hf_config(config)
     family = family_named(model.family)
-    return apply_table(family.table, leaf_specs(model), model.num_layers, layout, model.family).tensors
+    encoder = model.num_encoder_layers
+    mapped = apply_table(
+        family.table, leaf_specs(model), model.num_layers, layout, model.family, num_encoder_layers=encoder
+    )
+    return mapped.tensors
 
 
 def random_tensors(config: dict, dtype: str = "float32", layout: str = PER_EXPERT) -> dict[str, np.ndarray]:

@@ -50,7 +50,14 @@ def test_every_element_of_tensors_and_leaves_is_covered_once(name: str, layout: 
 
     config = read_hf_config(CONFIGS[name])
     leaves = leaf_specs(config)
-    mapped = apply_table(FAMILIES[config.family].table, leaves, config.num_layers, layout, config.family)
+    mapped = apply_table(
+        FAMILIES[config.family].table,
+        leaves,
+        config.num_layers,
+        layout,
+        config.family,
+        num_encoder_layers=config.num_encoder_layers,
+    )
     assert mapped.pieces.keys() == leaves.keys()
     covered = {tensor: np.zeros(math.prod(shape), int) for tensor, shape in mapped.tensors.items()}
     for leaf, pieces in mapped.pieces.items():
@@ -81,7 +88,7 @@ class Shape:
 
 def test_a_leaf_without_a_tensor_is_an_error():
     with pytest.raises(InputError, match=r"the format of 'toy' cannot hold this model: it has no tensor for a/bias"):
-        apply_table(linear("x", "b"), {"a/bias": Shape(3)}, 1, PER_EXPERT, "toy")
+        apply_table(linear("x", "b"), {"a/bias": Shape(3)}, 1, PER_EXPERT, "toy", num_encoder_layers=0)
 
 
 def test_a_layout_is_told_from_the_names():
@@ -128,7 +135,7 @@ def test_rename_transpose_stack_and_join_are_what_numpy_says(
     )
     joined = np.concatenate(foreign, axis=1)
     tensors = {f"t.0.{e}": joined[e] for e in range(experts)} if per_expert else {"t.0": joined}
-    mapped = apply_table((row,), leaves, 1, PER_EXPERT, "toy")
+    mapped = apply_table((row,), leaves, 1, PER_EXPERT, "toy", num_encoder_layers=0)
     assert mapped.tensors == {name: tensor.shape for name, tensor in tensors.items()}
     for leaf, expected in zip(gathered(mapped, leaves, tensors).values(), ours, strict=True):
         assert np.array_equal(leaf, expected)

@@ -160,15 +160,19 @@ def test_an_encoder_and_a_decoder():
     given = dict(encoder_output=jnp.asarray(output, jnp.float32), encoder_valid=jnp.asarray(valid))
     plain.check_values_and_gradients(decoder, decode, jnp.asarray(TOKENS), **given)
 
-    # Token by token, with a cache for the decoder's own keys and values.
-    caches = init_cache(DECODER, 2, 7, jnp.float32)
+    # Token by token, with caches: of the decoder's own keys and values alone, or also of those of the encoder's output.
     step = nnx.jit(lambda model, tokens, **options: model(tokens, **options))
     expected = decode(plain.named(DECODER, nnx.state(decoder)))
-    for t in range(7):
-        positions = jnp.full((2, 1), t, jnp.int32)
-        tokens = jnp.asarray(TOKENS[:, t : t + 1])
-        logits, caches, _ = step(decoder, tokens, positions=positions, caches=caches, **given)
-        np.testing.assert_allclose(logits[:, 0], expected[:, t], rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    for source_slots in (None, output.shape[1]):
+        caches = init_cache(DECODER, 2, 7, jnp.float32, source_slots=source_slots)
+        brought = dict(given)
+        for t in range(7):
+            positions = jnp.full((2, 1), t, jnp.int32)
+            tokens = jnp.asarray(TOKENS[:, t : t + 1])
+            logits, caches, _ = step(decoder, tokens, positions=positions, caches=caches, **brought)
+            np.testing.assert_allclose(logits[:, 0], expected[:, t], rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+            if source_slots is not None:
+                brought.pop("encoder_output", None)
 
 
 def test_the_prefix_of_a_row_is_seen_by_all():
