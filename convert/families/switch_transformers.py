@@ -52,8 +52,9 @@ def _read_moe(config: ForeignConfig, expert: FFNConfig) -> MoEConfig:
     return MoEConfig(
         expert=expert,
         num_experts=config.required_integer("num_experts"),
+        # The weight is p_1 of the full softmax, which gate `top1` means as well.
         top_k=1,
-        gate="top1",
+        gate="softmax_topk",
         balance_coef=config.required_number("router_aux_loss_coef"),
         z_coef=config.required_number("router_z_loss_coef"),
     )
