@@ -20,6 +20,7 @@ from moe_jax.convert.gguf_model import GGUFModel
 from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.errors import check_member
+from moe_jax.hub import local_model
 from moe_jax.in_memory import InMemory, open_writer
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.resume import require_space
@@ -41,7 +42,8 @@ def convert(
     """Writes a foreign checkpoint as a model directory, leaf by leaf, in memory that does not grow with it.
 
     Args:
-      src: Hugging Face directory, or GGUF file; for a dry run, a config.json alone is enough.
+      src: Hugging Face directory, GGUF file, or name on the Hugging Face Hub; for a dry run, a config.json alone is
+        enough, and of a model on the Hub only that is fetched.
       dst: where the model directory appears, which must not exist; or memory.
       dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit, and makes
         quantised ones float32.
@@ -61,6 +63,7 @@ def convert(
     if not isinstance(dst, InMemory):
         dst = Path(dst)
         refuse_existing(dst)
+    src = local_model(src, weights=not dry_run)
     source: CheckpointSource
     if is_gguf(src):
         source = GGUFModel(src)

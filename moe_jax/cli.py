@@ -143,7 +143,8 @@ def _overview() -> str:
     lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(
         ["usage: moe-jax COMMAND ...", "", "Mixture-of-Experts from dense models: upcycle, tune, compress.", "", *lines]
-        + ["", "MODEL is a model directory, a Hugging Face directory, a GGUF file, or RUN@STEP: a checkpoint of a run."]
+        + ["", "MODEL is a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a run),"]
+        + ["or org/name[@revision], a model on the Hugging Face Hub."]
         + ["See moe-jax COMMAND --help."]
     )
 

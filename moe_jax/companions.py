@@ -21,7 +21,7 @@ def companions_in(directory: Path) -> tuple[Path, ...]:
     Raises:
       InputError: see `refuse_links_out`.
     """
-    files = sorted(file for file in directory.iterdir() if _is_companion(file.name) and file.is_file())
+    files = sorted(file for file in directory.iterdir() if is_companion(file.name) and file.is_file())
     refuse_links_out(directory, files)
     return tuple(files)
 
@@ -48,7 +48,8 @@ def refuse_links_out(directory: Path, files: Iterable[Path]) -> None:
             raise InputError(f"{file} is a link to {target}, outside of {directory}; put a copy there, or remove it")
 
 
-def _is_companion(name: str) -> bool:
+def is_companion(name: str) -> bool:
+    """Whether a file of this name goes wherever its model goes."""
     return name in _OTHERS or is_of_tokenizer(name)
 
 

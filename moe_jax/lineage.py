@@ -10,6 +10,7 @@ from typing import Any
 import moe_jax
 from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.fingerprint import fingerprint_files
+from moe_jax.hub import hub_origin
 from moe_jax.json_toml import ANYTHING, read_json
 from moe_jax.model_source import ModelSource
 from moe_jax.regular_files import HeldDirectory
@@ -29,7 +30,7 @@ def new_lineage_entry(
     Args:
       command: its name.
       options: JSON-able, or paths.
-      sources: models and files that it read.
+      sources: models and files that it read; of a model from the Hugging Face Hub, name and commit are noted.
       measured: JSON-able measurements (errors, bytes, perplexity).
 
     Returns:
@@ -86,7 +87,9 @@ def _check_entry(entry: Mapping[str, Any], where: str) -> None:
 def _describe(source: ModelSource | Path) -> dict[str, str]:
     if isinstance(source, Path):
         return {"path": str(source), "fingerprint": fingerprint_files([source])}
-    return {"path": str(source.path), "fingerprint": source.fingerprint()}
+    origin = hub_origin(source.path)
+    described = {"path": str(source.path), "fingerprint": source.fingerprint()}
+    return described if origin is None else described | {"hub": origin}
 
 
 def _versions() -> dict[str, str]:

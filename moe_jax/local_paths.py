@@ -45,11 +45,3 @@ def check_beside(target: Path, sources: Iterable[Path]) -> None:
                 f"{target} lies inside {source}, which it is made from and which is never changed; choose a place "
                 "outside of it"
             )
-
-
-def hub_hint(path: Path | str) -> str:
-    """What to do if an absent path is a name on the Hugging Face Hub; empty if it does not look like one."""
-    text = os.fspath(path)
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", text) or Path(text).parent.exists():
-        return ""
-    return f"; if it is a model of the Hugging Face Hub, fetch it first: hf download {text} --local-dir DIR"

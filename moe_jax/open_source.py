@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_jax.errors import InputError, clipped
+from moe_jax.hub import local_model
 from moe_jax.json_toml import read_json_object
-from moe_jax.local_paths import check_model_path, hub_hint
+from moe_jax.local_paths import check_model_path
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_source import ModelSource
@@ -18,7 +19,8 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     The weights stay on disk.
 
     Args:
-      path: the directory or file; of a checkpoint of a training run, `RUN@STEP`.
+      path: the directory or file; of a checkpoint of a training run, `RUN@STEP`; of a model on the Hugging Face Hub,
+        which is fetched first, `org/name` or `org/name@revision`.
       base: where the model is now that this one stands on: the base of an adapter directory, or what the run was begun
         with. By default it is where base.json, or run.json, says.
 
@@ -37,8 +39,9 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     saved = split_step(path)
     if saved is not None:
         return _open_saved(*saved, base)
+    path = local_model(path)
     if not path.exists():
-        raise FileNotFoundError(f"no model at {path}{hub_hint(path)}")
+        raise FileNotFoundError(f"no model at {path}")
     expected = "expected a model directory, a Hugging Face directory with config.json and weights, or a GGUF file"
     if is_gguf(path):
         if base is not None:
@@ -105,6 +108,8 @@ def _no_adapter(adapter: Path, base: Path) -> Path:
 def read_config(path: Path | str) -> "ModelConfig":
     """Reads a config without weights: ours or Hugging Face's, a file, a directory with one, a GGUF file, or `RUN@STEP`.
 
+    Of a model on the Hugging Face Hub, `org/name` or `org/name@revision`, only the config is fetched.
+
     Raises:
       FileNotFoundError: if there is nothing at `path`, or no config.json in it.
       InputError: if it is not a config that can be read.
@@ -120,11 +125,12 @@ def read_config(path: Path | str) -> "ModelConfig":
         from moe_jax.train.saved_model import saved_config
 
         return saved_config(*saved)
+    path = local_model(path, weights=False)
     if is_gguf(path):
         return GGUFModel(path).config
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"no config at {file}{hub_hint(path)}")
+        raise FileNotFoundError(f"no config at {file}")
     data = read_json_object(file, allow=("nonfinite",))
     if data.get("format") == FORMAT:
         return config_from_json(data, where=str(file))

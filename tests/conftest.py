@@ -21,6 +21,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 COMPILED = ROOT / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# No test asks the Hugging Face Hub; `test_hub.py` has one of its own.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # A shell starts what it runs in the background with SIGINT ignored, and processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -8,7 +8,7 @@ import pytest
 import moe_jax
 from moe_jax import cli
 from moe_jax.errors import InputError
-from moe_jax.local_paths import check_beside, check_local, check_model_path, hub_hint
+from moe_jax.local_paths import check_beside, check_local, check_model_path
 from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.open_source import open_source, read_config
 from moe_jax.staging import refuse_existing
@@ -64,17 +64,6 @@ def test_a_target_inside_its_source_is_refused_before_anything_is_written(tmp_pa
     with pytest.raises(InputError, match="dense/out lies inside .*dense"):
         ModelDirectoryWriter(tmp_path / "dense" / "out", config, tokenizer_files=(), lineage=[entry])
     assert sorted((tmp_path / "dense").rglob("*")) == before
-
-
-def test_names_of_the_hub_are_told_from_paths(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="hf download mistralai/Mixtral-8x7B-v0.1 --local-dir DIR$"):
-        open_source("mistralai/Mixtral-8x7B-v0.1")
-    with pytest.raises(FileNotFoundError, match="no config at .* hf download allenai/OLMoE-1B --local-dir DIR$"):
-        read_config("allenai/OLMoE-1B")
-    (tmp_path / "runs").mkdir()
-    for path in ("runs/model", "model", "/a/b", "../a/b", "./a"):
-        assert not hub_hint(path)
 
 
 def test_a_run_inside_the_model_that_it_trains_is_refused(tmp_path):

@@ -14,7 +14,8 @@ class Options:
     """Reads a Hugging Face checkpoint or a GGUF file, tensor by tensor, and writes it as a model directory."""
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
-    """Hugging Face directory: config.json, and safetensors or PyTorch files. Or a GGUF file."""
+    """Hugging Face directory: config.json, and safetensors or PyTorch files. Or a GGUF file; or ORG/NAME[@REVISION], a
+    model on the Hugging Face Hub."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -253,10 +253,10 @@ def _differs_from_package(original: Original, folder: Path, read: Leaves) -> str
 
 ATTACKS = (
     Attack(name=f"{FILE}: bytes of the header", original=_original, make=_mutate_bytes, read=_read_tensors,
-           wrong=_differs_from_package, quick=150, share=250),
-    Attack(name=f"{FILE}: metadata", original=_original, make=_mutate_metadata, read=_read, wrong=_differs, quick=150,
+           wrong=_differs_from_package, quick=100, share=250),
+    Attack(name=f"{FILE}: metadata", original=_original, make=_mutate_metadata, read=_read, wrong=_differs, quick=100,
            share=250),
     Attack(name=f"{FILE}: tensors", original=_original, make=_mutate_tensors, read=_read_tensors,
-           wrong=_differs_from_package, quick=100, share=150),
+           wrong=_differs_from_package, quick=60, share=150),
     Attack(name=f"{FILE}: exhausting", original=_original, make=_exhaust, read=_read, wrong=_differs, quick=6),
 )  # fmt: skip
