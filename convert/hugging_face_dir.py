@@ -1,13 +1,16 @@
 """`HuggingFaceDirectory`: a Hugging Face checkpoint, read leaf by leaf as if it were a model directory."""
 
+import tempfile
+import weakref
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moe_jax.companions import companions_in
+from moe_jax.companions import TOKENIZER, companions_in
 from moe_jax.convert.checkpoint_files import CheckpointFiles, open_checkpoint
 from moe_jax.convert.checkpoint_source import CheckpointSource
+from moe_jax.convert.families import family_named
 from moe_jax.convert.hf_config import read_hf_config
 from moe_jax.convert.weights import Weights, match_weights
 from moe_jax.errors import InputError
@@ -51,9 +54,32 @@ class HuggingFaceDirectory(CheckpointSource):
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """Files that are copied with the model: tokenizer, generation settings, chat templates."""
+        """Files that are copied with the model: tokenizer, generation settings, chat templates.
+
+        Where a family has a vocabulary in a format of its own, a tokenizer.json is made of it when these files are
+        first asked for. It vanishes with the object.
+
+        Raises:
+          InputError: if the vocabulary is damaged, or a file is a link out of the directory.
+        """
         self._held.check_in_place()
-        return companions_in(self.path)
+        files = companions_in(self.path)
+        vocabulary = family_named(self.config.family).vocabulary
+        if vocabulary is None or any(file.name == TOKENIZER for file in files):
+            return files
+        return (*files, *(self._made_tokenizer for file in files if file.name == vocabulary[0]))
+
+    @cached_property
+    def _made_tokenizer(self) -> Path:
+        vocabulary = family_named(self.config.family).vocabulary
+        assert vocabulary is not None
+        name, make = vocabulary
+        content = make(self.path / name)
+        folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
+        weakref.finalize(self, folder.cleanup)
+        made = Path(folder.name) / TOKENIZER
+        made.write_text(content, encoding="utf-8")
+        return made
 
     @property
     def lineage(self) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from moe_jax.convert.foreign_config import ForeignConfig
@@ -31,6 +32,7 @@ class Family:
       moe_formats: names of families whose formats may hold a model of this family that has MoE layers; it is exported
         in the first that gives the same logits.
       universal: the kind of universal FFN that every MoE of the format has; None: they may be without.
+      vocabulary: name of the file that its checkpoints have in place of a tokenizer.json, and what makes one of it.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Family:
     harmless: tuple[str, ...] = ()
     moe_formats: tuple[str, ...] = ()
     universal: Literal["sigmoid"] | None = None
+    vocabulary: tuple[str, Callable[[Path], str]] | None = None
 
     @property
     def holds_experts(self) -> bool:

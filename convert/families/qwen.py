@@ -14,6 +14,7 @@ from moe_jax.convert.families._shared import (
 )
 from moe_jax.convert.foreign_config import ForeignConfig
 from moe_jax.convert.table import Ignored, Row, Tied, linear, norm
+from moe_jax.convert.tiktoken_file import qwen_tokenizer
 from moe_jax.errors import InputError
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, RopeConfig
 
@@ -142,4 +143,5 @@ FAMILY = Family(
         Ignored(r"transformer\.(h\.\d+\.attn\.)?rotary_emb\.inv_freq", "RoPE frequencies, recomputed from the config"),
         Ignored(r"transformer\.h\.\d+\.attn\.(masked_bias|logn_tensor)", "constants of masks and long texts"),
     ),
+    vocabulary=("qwen.tiktoken", qwen_tokenizer),
 )
