@@ -72,6 +72,8 @@ def test_phi_with_full_experts():
         ("as_found/meta-llama__Llama-2-7b-hf", {"total_params": 6_738_415_616, "added_params": 0}),
         ("derived/deepseek-ai__deepseek-coder-1.3b-base", {"total_params": 1_346_471_936}),
         ("derived/microsoft__phi-2", {"total_params": 2_779_683_840}),
+        ("derived/stabilityai__stablelm-2-1_6b", {"total_params": 1_644_515_328}),
+        ("as_found/Qwen__Qwen-1_8B", {"total_params": 1_836_828_672}),
     ],
 )
 def test_published_models(name, expected, data_dir, capsys):
@@ -79,6 +81,21 @@ def test_published_models(name, expected, data_dir, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert KEYS <= plan.keys()
     assert {key: plan[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "added", "by_formula"),
+    [
+        ("derived/stabilityai__stablelm-2-1_6b", ("--delta", "low-rank:1"), 1_204_224, 1_204_224),
+        # See `test_stablelm_with_sparse_deltas`.
+        ("derived/stabilityai__stablelm-2-1_6b", ("--delta", "sparse:0.9999"), 264_336, 264_398),
+        ("derived/microsoft__phi-2", ("--delta", "full"), 2_517_360_640, 2_517_360_640),
+    ],
+)
+def test_published_models_upcycled(name, options, added, by_formula, data_dir, capsys):
+    assert cli.main(["plan", str(data_dir / "configs" / f"{name}.json"), "--experts", "4", *options, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["added_params"], plan["formula_added_params"]) == (added, by_formula)
 
 
 # ---- closed formulas --------------------------------------------------------------------------------------------
