@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from moe_jax.functional.rope import RopeConfig as RopeConfig
     from moe_jax.functional.routing import route as route
     from moe_jax.models import AttentionConfig as AttentionConfig
+    from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig
     from moe_jax.models import ModelConfig as ModelConfig
     from moe_jax.models import MoEConfig as MoEConfig
@@ -75,7 +76,7 @@ _MODULES = {
     "functional.relative_bias": ("RelativeBiasConfig",),
     "functional.rope": ("RopeConfig",),
     "functional.routing": ("route",),
-    "models": ("AttentionConfig", "LayerConfig", "MoEConfig", "ModelConfig"),
+    "models": ("AttentionConfig", "LatentConfig", "LayerConfig", "MoEConfig", "ModelConfig"),
     "models.moe_config": ("PerftConfig",),
     "nn.decoder": ("Decoder",),
     "nn.moe": ("MoE",),

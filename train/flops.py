@@ -25,22 +25,22 @@ def active_matmul_params(config: ModelConfig) -> int:
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Floating-point operations of one training step per token: what is meant by model FLOPs.
 
-    Forward and twice as much backward: `6 * active_matmul_params`, and for attention `12 * H * head_dim` times the mean
-    number of positions a query sees in a sequence of `seq_len` (about half of it if causal, and at most the window).
+    Forward and twice as much backward: `6 * active_matmul_params`, and for attention `6 * H` times the widths of a
+    head's keys and values times the mean number of positions a query sees in a sequence of `seq_len` (about half of it
+    if causal, and at most the window).
     What is computed again for rematerialisation does not count, and frozen parameters count like trained ones. Of
     cross-attention the projections count, as if the source were as long, and not the scores.
     """
     attention = sum(
-        12 * layer.attention.num_heads * layer.attention.head_dim * _mean_context(layer, seq_len)
+        6 * one.num_heads * (one.head_dim + one.value_dim) * _mean_context(layer, seq_len)
         for layer in config.layers
+        for one in (layer.attention,)
     )
     return 6 * active_matmul_params(config) + attention
 
 
 def _attention_params(attention: AttentionConfig, d_model: int) -> int:
-    source = d_model if attention.source_dim is None else attention.source_dim
-    heads, kv_heads = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    shapes = {"q": (d_model, heads), "k": (source, kv_heads), "v": (source, kv_heads), "o": (heads, d_model)}
+    shapes = attention.shapes(d_model)
     return sum(map(math.prod, shapes.values())) + _lora_params(attention.lora, shapes)
 
 

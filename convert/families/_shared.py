@@ -188,7 +188,7 @@ def read_decoder(
     Args:
       config: the foreign config.
       family: becomes `ModelConfig.family`.
-      layers: the layers, all with the same head_dim.
+      layers: the layers, whose heads are all of one width.
       norm: kind of the norms.
       eps: key of their epsilon.
       positions: key of the context length.
@@ -210,7 +210,7 @@ def read_decoder(
         d_model=config.required_integer("hidden_size"),
         max_positions=max_positions,
         layers=tuple(layers),
-        rope=rope or read_rope(config, max_positions=max_positions, head_dim=layers[0].attention.head_dim),
+        rope=rope or read_rope(config, max_positions=max_positions, head_dim=layers[0].attention.rope_dim),
         norm=norm,
         norm_eps=config.required_number(eps),
         tie_embeddings=config.flag("tie_word_embeddings"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import jax
 
     from moe_jax.model_source import ModelSource
-    from moe_jax.models import ModelConfig
+    from moe_jax.models import AttentionConfig, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,8 +232,19 @@ def _summary(config: "ModelConfig") -> str:
     attention = config.layers[0].attention
     return (
         f"{config.family}: {config.num_layers} layers, d {config.d_model}, vocabulary {config.vocab_size}, "
-        f"{attention.num_heads} heads over {attention.num_kv_heads} key-value heads of {attention.head_dim}, "
+        f"{_heads(attention)}, "
         f"context {config.max_positions}, {'tied' if config.tie_embeddings else 'untied'} embeddings"
+    )
+
+
+def _heads(attention: "AttentionConfig") -> str:
+    latent = attention.latent
+    if latent is None:
+        return f"{attention.num_heads} heads over {attention.num_kv_heads} key-value heads of {attention.head_dim}"
+    of_queries = "" if latent.q_rank is None else f" and of {latent.q_rank} for queries"
+    return (
+        f"{attention.num_heads} heads of {attention.head_dim} over latents of {latent.kv_rank}{of_queries}, "
+        f"{latent.rope_dim} rotated"
     )
 
 

@@ -1,6 +1,8 @@
 """The mesh, as the hand-written parallel parts (`shard_map`) see it."""
 
 import jax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """The axes that split the batch."""
@@ -23,3 +25,12 @@ def axes_size(mesh: jax.sharding.AbstractMesh, *axes: str) -> int:
 def splits_batch(mesh: jax.sharding.AbstractMesh, size: int) -> bool:
     """Whether `BATCH_AXES` divide a batch of this size."""
     return size % axes_size(mesh, *BATCH_AXES) == 0
+
+
+def shard_batch(x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+    """Over a mesh, the batch is split over every axis but `tensor`, where it divides, and the rest is whole."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    split = x.shape[0] % axes_size(mesh, *BATCH_AXES) == 0
+    return jax.lax.with_sharding_constraint(x, P(BATCH_AXES if split else None, None, None))

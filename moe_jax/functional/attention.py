@@ -53,7 +53,7 @@ class _Keys(NamedTuple):
     """Keys and values, float32, of one head of a row, and the biases by distance of the query heads that share it."""
 
     k: Float[Array, "s D"]
-    v: Float[Array, "s D"]
+    v: Float[Array, "s W"]
     tokens: _Tokens
     bias: Float[Array, "G n"] | None
 
@@ -76,7 +76,7 @@ class _Band(NamedTuple):
 def attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
+    v: Float[Array, "B S K W"],
     visible: Visibility,
     *,
     mask: Literal["causal", "bidirectional", "prefix"] = "causal",
@@ -85,7 +85,7 @@ def attention(
     soft_cap: float | None = None,
     bias: Float[Array, "H n"] | None = None,
     aligned: bool,
-) -> Float[Array, "B T H D"]:
+) -> Float[Array, "B T H W"]:
     """Softmax attention, in the dtype of `q`; scores, their scaling and the softmax are float32.
 
     Args:
@@ -121,19 +121,19 @@ def attention(
     y = jax.lax.platform_dependent(
         q, k, v, visible, bias, cpu=partial(_loop_over_heads, one_head), default=partial(_all_heads_at_once, one_head)
     )
-    return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
+    return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[-1])
 
 
 def _all_heads_at_once(
     one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
-) -> Float[Array, "B K G T D"]:
+) -> Float[Array, "B K G T W"]:
     of_row = jax.vmap(one_head, in_axes=(0, 0, 0, None, 0))
     return jax.vmap(of_row, in_axes=(0, 0, 0, 0, None))(q, k, v, visible, bias)
 
 
 def _loop_over_heads(
     one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
-) -> Float[Array, "B K G T D"]:
+) -> Float[Array, "B K G T W"]:
     """XLA:CPU has no good kernel for a product with two batch axes: one head after another is three times faster."""
 
     def of_row(row: tuple) -> Array:
@@ -168,7 +168,7 @@ def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned
 def _one_key_head(
     q: Float[Array, "G T D"],
     k: Float[Array, "S D"],
-    v: Float[Array, "S D"],
+    v: Float[Array, "S W"],
     visible: Visibility,
     bias: Float[Array, "G n"] | None,
     *,
@@ -177,7 +177,7 @@ def _one_key_head(
     window: int | None,
     scale: float,
     soft_cap: float | None,
-) -> Float[Array, "G T D"]:
+) -> Float[Array, "G T W"]:
     """All queries that share a key head, of one row of the batch; keys and values float32."""
     tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
     keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None), bias)
@@ -200,7 +200,7 @@ def _one_band(
     window: int | None,
     scale: float,
     soft_cap: float | None,
-) -> Float[Array, "G t D"]:
+) -> Float[Array, "G t W"]:
     """The queries of a band, from all queries and keys of a row."""
     stop = band.start + band.size * band.count
     keys = _cut(keys, lambda a: a[band.first_key : band.last_key])
@@ -211,7 +211,7 @@ def _one_band(
     firsts = band.start + band.size * jnp.arange(band.count, dtype=jnp.int32) - (window or 1) + 1
     firsts = jnp.clip(firsts - band.first_key, 0, band.last_key - band.first_key - band.span)
 
-    def one_chunk(chunk: tuple[Array, _Tokens, Array]) -> Float[Array, "G t D"]:
+    def one_chunk(chunk: tuple[Array, _Tokens, Array]) -> Float[Array, "G t W"]:
         queries, tokens, first = chunk
         given: Any = dict(span=band.span, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
         return _one_chunk(queries, tokens, first, keys, **given)
@@ -235,7 +235,7 @@ def _one_chunk(
     window: int | None,
     scale: float,
     soft_cap: float | None,
-) -> Float[Array, "G t D"]:
+) -> Float[Array, "G t W"]:
     """A chunk of queries on `span` keys from `first` on."""
     group, size, width = q.shape
     if span < keys.k.shape[0]:
@@ -252,7 +252,7 @@ def _one_chunk(
     seen = _mask(queries, keys.tokens, mask, window)
     scores = jnp.where(seen[None], scores, jnp.finfo(jnp.float32).min)
     shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(-1, span)
-    return (shares @ v).reshape(group, size, width)
+    return (shares @ v).reshape(group, size, v.shape[-1])
 
 
 def _cut(keys: _Keys, cut: Callable[[Array], Array]) -> _Keys:

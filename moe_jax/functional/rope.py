@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al., 2021) and its published scalings.
 
-Half-split layout, as in Hugging Face checkpoints: the pair of dimension i is i + r/2.
+Half-split layout, as in most Hugging Face checkpoints: the pair of dimension i is i + r/2. In an interleaved one
+(DeepSeek-V2) it is its neighbour.
 """
 
 import dataclasses
@@ -121,13 +122,18 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Float[Array, "B T H D"], cos: Float[Array, "B T r"], sin: Float[Array, "B T r"]
+    x: Float[Array, "B T H D"], cos: Float[Array, "B T r"], sin: Float[Array, "B T r"], *, interleaved: bool = False
 ) -> Float[Array, "B T H D"]:
-    """Rotates the first r dimensions of every head, in float32; the others pass through."""
+    """Rotates the first r dimensions of every head, in float32; the others pass through.
+
+    Those of an interleaved layout come out in the half-split one. Of queries and keys alike, that changes no score.
+    """
     r = cos.shape[-1]
     if r == 0:
         return x
     turned = x[..., :r].astype(jnp.float32)
+    if interleaved:
+        turned = turned.reshape(*turned.shape[:-1], r // 2, 2).swapaxes(-1, -2).reshape(turned.shape)
     first, second = turned[..., : r // 2], turned[..., r // 2 :]
     swapped = jnp.concatenate([-second, first], axis=-1)
     turned = (turned * cos[:, :, None, :] + swapped * sin[:, :, None, :]).astype(x.dtype)

@@ -7,6 +7,7 @@ from moe_jax.experts.config import LoRAConfig as LoRAConfig
 from moe_jax.functional.relative_bias import RelativeBiasConfig as RelativeBiasConfig
 from moe_jax.functional.rope import RopeConfig as RopeConfig
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
+from moe_jax.models.attention_config import LatentConfig as LatentConfig
 from moe_jax.models.config import LayerConfig as LayerConfig
 from moe_jax.models.config import ModelConfig as ModelConfig
 from moe_jax.models.moe_config import MoEConfig as MoEConfig

@@ -1,6 +1,7 @@
 """`AttentionConfig`: what the attention of a layer is."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from moe_jax.errors import InputError, check_member, check_number, check_positive, shown
@@ -11,10 +12,47 @@ from moe_jax.functional.rope import RopeConfig
 
 PROJECTIONS = ("q", "k", "v", "o")
 
+# Of latent attention: those that can have a bias.
+LATENT_BIASES = ("q_down", "kv_down", "o")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """What makes attention multi-head latent attention (DeepSeek-V2): keys and values are made of one small latent.
+
+    A token's latent and one rotated key, which all heads share, are all that a cache holds. A head's queries and keys
+    are `head_dim` wide: first the part that is not rotated, made of latents, then the rotated one.
+
+        >>> latent = moe_jax.LatentConfig(kv_rank=16, rope_dim=4, value_dim=8)
+        >>> moe_jax.AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=12, latent=latent).projections
+        ('q', 'kv_down', 'kv_up', 'o')
+
+    Attributes:
+      kv_rank: width of the latent of keys and values.
+      rope_dim: width of the rotated part of queries and keys.
+      value_dim: width of a head's values.
+      q_rank: width of a latent that queries are made of; None: they are made of the activations.
+      interleaved: rotated pairs are neighbours, (2i, 2i + 1), and not (i, i + rope_dim/2).
+      norm_eps: epsilon of the RMSNorms of latents.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    interleaved: bool = True
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_positive(self, "kv_rank", "rope_dim", "value_dim", "q_rank")
+        check_number(self, "norm_eps", at_least=0)
+        if self.rope_dim % 2:
+            raise InputError(f"rope_dim={self.rope_dim} must be even for rotary embeddings")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Grouped-query attention of one layer.
+    """Grouped-query attention of one layer, or with `latent` multi-head latent attention.
 
         >>> moe_jax.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8).qk_norm
         'none'
@@ -23,7 +61,7 @@ class AttentionConfig:
       num_heads: query heads H.
       num_kv_heads: key/value heads, a divisor of H.
       head_dim: width of a head, not necessarily d/H.
-      biases: which of the projections `q`, `k`, `v` and `o` have one.
+      biases: which of the `projections` have one, in their order.
       qk_norm: on queries and keys: RMSNorm over the whole `projection` (OLMoE) or per `head` (Qwen3); or `head_layer`,
         LayerNorm without bias per head, each with scales of its own (StableLM-2 12B); or none. An RMSNorm has factors
         `1 + scale` where the norms of the model have them.
@@ -39,13 +77,14 @@ class AttentionConfig:
       source_dim: width of the activations that keys and values are made of, where it is not the model's: in
         cross-attention.
       nf4: the kernels are kept as NF4 codes and frozen.
-      lora: beside any of the kernels q, k, v and o.
+      lora: beside the kernels of any of the `projections`.
+      latent: keys and values are made of latents; then `num_kv_heads` is `num_heads`.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    biases: tuple[Literal["q", "k", "v", "o"], ...] = ()
+    biases: tuple[Literal["q", "k", "v", "q_down", "q_up", "kv_down", "kv_up", "o"], ...] = ()
     qk_norm: Literal["none", "projection", "head", "head_layer"] = "none"
     clip_qkv: float | None = None
     mask: Literal["causal", "bidirectional", "prefix"] = "causal"
@@ -57,25 +96,85 @@ class AttentionConfig:
     source_dim: int | None = None
     nf4: bool = False
     lora: LoRAConfig | None = None
+    latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:
         if self.lora is not None:
-            self.lora.check_targets(PROJECTIONS)
+            self.lora.check_targets(self.projections)
         check_positive(self, "num_heads", "num_kv_heads", "head_dim", "sliding_window", "source_dim")
         check_number(self, "clip_qkv", "scale", "score_soft_cap", above=0)
         check_member("qk_norm", self.qk_norm, ("none", "projection", "head", "head_layer"))
         check_member("mask", self.mask, MASKS)
         for name in self.biases:
-            check_member("bias", name, PROJECTIONS)
-        if tuple(name for name in PROJECTIONS if name in self.biases) != self.biases:
+            check_member("bias", name, self.projections)
+        if tuple(name for name in self.projections if name in self.biases) != self.biases:
             # One way to write each choice: layers are compared to find those that repeat.
-            given = shown(list(self.biases))
-            raise InputError(f"biases={given} must name projections once each, in the order q, k, v, o")
+            given, order = shown(list(self.biases)), ", ".join(self.projections)
+            raise InputError(f"biases={given} must name projections once each, in the order {order}")
         if self.num_heads % self.num_kv_heads:
             raise InputError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        elif self.head_dim % 2:
             raise InputError(f"head_dim={self.head_dim} must be even for rotary embeddings")
         if self.relative_bias is not None:
             self.relative_bias.check_fits(self.mask)
         if self.sliding_window is not None and self.mask == "prefix":
             raise InputError(f"sliding_window={self.sliding_window} does not go with mask 'prefix'")
+
+    def _check_latent(self, latent: LatentConfig) -> None:
+        if self.num_kv_heads != self.num_heads:
+            raise InputError(
+                f"latent attention makes keys and values for every head: num_kv_heads={self.num_kv_heads} must be "
+                f"num_heads={self.num_heads}"
+            )
+        if latent.rope_dim >= self.head_dim:
+            raise InputError(
+                f"rope_dim={latent.rope_dim} must be below head_dim={self.head_dim}, of which it is a part"
+            )
+        others = (self.clip_qkv, self.score_soft_cap, self.source_dim, self.relative_bias)
+        if self.qk_norm != "none" or any(other is not None for other in others):
+            raise InputError("latent attention has no qk_norm, clip_qkv, score_soft_cap, source_dim or relative_bias")
+        biased = [name for name in self.biases if name not in LATENT_BIASES]
+        if biased:
+            raise InputError(f"of latent attention {', '.join(LATENT_BIASES)} can have a bias, not {biased[0]}")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of the linear maps."""
+        if self.latent is None:
+            return PROJECTIONS
+        return (*(("q",) if self.latent.q_rank is None else ("q_down", "q_up")), "kv_down", "kv_up", "o")
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of the part of a head that rotary embeddings are for."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by."""
+        return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
+        """Shapes [in, out] of the kernels of all projections, in activations of width `d_model`."""
+        latent, heads = self.latent, self.num_heads
+        q_width, o_shape = heads * self.head_dim, (heads * self.value_dim, d_model)
+        if latent is None:
+            source = d_model if self.source_dim is None else self.source_dim
+            kv_shape = (source, self.num_kv_heads * self.head_dim)
+            return {"q": (d_model, q_width), "k": kv_shape, "v": kv_shape, "o": o_shape}
+        shapes = {"q": (d_model, q_width)}
+        if latent.q_rank is not None:
+            shapes = {"q_down": (d_model, latent.q_rank), "q_up": (latent.q_rank, q_width)}
+        return {
+            **shapes,
+            "kv_down": (d_model, latent.kv_rank + latent.rope_dim),
+            "kv_up": (latent.kv_rank, heads * (self.head_dim - latent.rope_dim + latent.value_dim)),
+            "o": o_shape,
+        }

@@ -14,6 +14,7 @@ from moe_jax.experts.config import FFNConfig
 from moe_jax.functional.rope import RopeConfig
 from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
+from moe_jax.models.attention_config import LatentConfig as LatentConfig
 from moe_jax.models.moe_config import MAX_EXPERTS
 from moe_jax.models.moe_config import MoEConfig as MoEConfig
 from moe_jax.models.moe_config import PerftConfig as PerftConfig
@@ -66,8 +67,10 @@ class LayerConfig:
                 )
             if cross.relative_bias is not None:
                 raise InputError("cross-attention has no relative_bias: there is no distance between two sequences")
-            if cross.nf4 or cross.lora is not None:
-                raise InputError("cross-attention has neither NF4 kernels nor LoRA")
+            if cross.nf4 or cross.lora is not None or cross.latent is not None:
+                raise InputError("cross-attention has neither NF4 kernels nor LoRA nor latents")
+            if self.attention.latent is not None:
+                raise InputError("latent attention goes without cross-attention")
 
 
 def check_num_layers(count: int) -> None:
@@ -164,7 +167,7 @@ class ModelConfig:
         self._check_stacks()
 
     def _check_layer(self, layer: LayerConfig) -> None:
-        self.rope_of(layer).check_fits(layer.attention.head_dim, self.max_positions)
+        self.rope_of(layer).check_fits(layer.attention.rope_dim, self.max_positions)
         if isinstance(layer.mlp, MoEConfig):
             layer.mlp.bank.check_fits(layer.mlp.expert, self.d_model)
 

@@ -26,6 +26,17 @@ class KVCache(NamedTuple):
     cross: "KVCache | None" = None
 
 
+def make_projections(config: AttentionConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> dict[str, Linear]:
+    """The linear maps of an attention, by name."""
+    linears = {}
+    for name, shape in config.shapes(d_model).items():
+        # Where `tensor` splits heads, they are the outputs of what makes them and the inputs of what they are made to.
+        split = "in" if name in ("o", "q_down", "kv_down") else "out"
+        bias, lora = name in config.biases, lora_for(config.lora, name)
+        linears[name] = Linear(shape, bias=bias, nf4=config.nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
+    return linears
+
+
 class Attention(nnx.Module):
     """Grouped-query attention: of tokens to each other, or to those of another sequence."""
 
@@ -38,23 +49,17 @@ class Attention(nnx.Module):
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.config = config
-        d, width = model.d_model, config.head_dim
-        source = d if config.source_dim is None else config.source_dim
-        q_width, kv_width = config.num_heads * width, config.num_kv_heads * width
-        shapes = {"q": (d, q_width), "k": (source, kv_width), "v": (source, kv_width), "o": (q_width, d)}
-        for name, shape in shapes.items():
-            bias, lora = name in config.biases, lora_for(config.lora, name)
-            split = "in" if name == "o" else "out"
-            linear = Linear(shape, bias=bias, nf4=config.nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
+        for name, linear in make_projections(config, model.d_model, rngs=rngs, dtype=dtype).items():
             setattr(self, name, linear)
+        width = config.head_dim
         if config.qk_norm == "head_layer":
             heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
             for name, count in heads.items():
                 setattr(self, name, Norm("layer_unbiased", (count, width), model.norm_eps, dtype=dtype))
         elif config.qk_norm != "none":
             per_head, kind = config.qk_norm == "head", "rms_plus_one" if model.norm == "rms_plus_one" else "rms"
-            self.q_norm = Norm(kind, width if per_head else q_width, model.norm_eps, dtype=dtype)
-            self.k_norm = Norm(kind, width if per_head else kv_width, model.norm_eps, dtype=dtype)
+            for name, count in {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}.items():
+                setattr(self, name, Norm(kind, width if per_head else count * width, model.norm_eps, dtype=dtype))
 
     def __call__(
         self,

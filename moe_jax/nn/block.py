@@ -12,8 +12,11 @@ from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn.attention import Attention, KVCache
 from moe_jax.nn.context import Context
+from moe_jax.nn.latent_attention import LatentAttention, LatentCache
 from moe_jax.nn.layers import FFN, Norm
 from moe_jax.nn.moe import MoE
+
+Cache = KVCache | LatentCache
 
 
 class Block(nnx.Module):
@@ -27,11 +30,12 @@ class Block(nnx.Module):
         self.norm_position, self.parallel, self.shared_norm = config.norm_position, config.parallel, config.shared_norm
         self.crosses = config.cross is not None
         self.is_biased = config.attention.relative_bias is not None
-        self.rope = (model.rope_of(config), config.attention.head_dim)
+        self.rope = (model.rope_of(config), config.attention.rope_dim)
         for name in ("attention", *["cross_attention"] * self.crosses, *["mlp"] * (not self.shared_norm)):
             for kind in ("norm", "output_norm") if self.norm_position == "both" else ("norm",):
                 setattr(self, f"{name}_{kind}", Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype))
-        self.attention = Attention(config.attention, model, rngs=rngs, dtype=dtype)
+        attention: Any = Attention if config.attention.latent is None else LatentAttention
+        self.attention = attention(config.attention, model, rngs=rngs, dtype=dtype)
         if self.crosses:
             assert config.cross is not None
             self.cross_attention = Attention(config.cross, model, rngs=rngs, dtype=dtype)
@@ -39,11 +43,11 @@ class Block(nnx.Module):
         self.mlp = make(config.mlp, model.d_model, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "B T d"], context: Context, cache: KVCache | None, key: Array | None = None
-    ) -> tuple[Float[Array, "B T d"], KVCache | None, tuple[RouterStats, ...]]:
+        self, x: Float[Array, "B T d"], context: Context, cache: Cache | None, key: Array | None = None
+    ) -> tuple[Float[Array, "B T d"], Cache | None, tuple[RouterStats, ...]]:
         """Applies the layer; `key` is its own random key in training. Also gives the statistics of its routers."""
 
-        def attend(x: Array) -> tuple[Array, KVCache | None]:
+        def attend(x: Array) -> tuple[Array, Cache | None]:
             rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
             attention_key = keys.fold_in(key, keys.ATTENTION)
             return self.attention(x, context.visible, rope=rope, cache=cache, bias=bias, key=attention_key)

@@ -32,7 +32,7 @@ class Context(NamedTuple):
     """What is the same for all layers of a forward pass.
 
     Attributes:
-      rope: tables for the tokens, by rotary embedding and width of a head.
+      rope: tables for the tokens, by rotary embedding and width of what it is for.
       visible: which tokens see which; with caches, a query's position is also its slot.
       valid: tokens that are not padding; None: all.
       source: for cross-attention; None: there is none.
@@ -96,7 +96,7 @@ def make_context(
     else:
         # Slots that padding was written to are written again before a query sees them.
         visible = Visibility(positions, default_positions((shape[0], num_slots)), prefix=prefix)
-    rotations = {(config.rope_of(layer), layer.attention.head_dim) for layer in config.layers}
+    rotations = {(config.rope_of(layer), layer.attention.rope_dim) for layer in config.layers}
     limit = config.max_positions
     tables = {(rope, width): rope_tables(rope, width, limit, positions, segments) for rope, width in rotations}
     source = None

@@ -120,7 +120,8 @@ class MoE(nnx.Module):
         bias = None
         if given.bias:
             assert isinstance(self.router, LinearRouter)
-            bias = self.router.selection_bias[...]
+            # A checkpoint may hold it in another dtype.
+            bias = self.router.selection_bias[...].astype(jnp.float32)
         return Selection(bias, given.groups, given.top_groups, given.group_score)
 
     def _universal_weight(self, tokens: Float[Array, "T d"], logits: Float[Array, "T E"]) -> Float[Array, " T"]:

@@ -5,12 +5,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.errors import check_member
 from moe_jax.experts.forms.fresh import normal_kernel
-from moe_jax.experts.mesh import BATCH_AXES, axes_size
+from moe_jax.experts.mesh import shard_batch
 from moe_jax.functional import keys
 from moe_jax.functional.grouped import PRODUCT
 from moe_jax.functional.relative_bias import bias_by_distance
@@ -18,8 +17,9 @@ from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
 from moe_jax.models.segments import Segment, segments_of
 from moe_jax.nn.attention import KVCache
-from moe_jax.nn.block import Block
+from moe_jax.nn.block import Block, Cache
 from moe_jax.nn.context import Context, make_context
+from moe_jax.nn.latent_attention import LatentCache
 from moe_jax.nn.layers import Norm
 from moe_jax.nn.router_stats import StackedStats
 
@@ -32,8 +32,8 @@ REMAT_POLICIES = {
     ),
 }
 
-Caches = tuple[tuple[KVCache, ...], ...]
-"""Per segment, per block of its pattern: keys and values stacked over the repeats."""
+Caches = tuple[tuple[Cache, ...], ...]
+"""Per segment, per block of its pattern: keys and values, or latents, stacked over the repeats."""
 
 
 class StackOutput(NamedTuple):
@@ -112,15 +112,15 @@ class Stack(nnx.Module):
             prefix=prefix,
             encoder_output=encoder_output,
             encoder_valid=encoder_valid,
-            num_slots=None if caches is None else caches[0][0].k.shape[2],
+            num_slots=None if caches is None else caches[0][0][0].shape[2],
             num_source_slots=_source_slots(caches),
             relative_bias=self.relative_bias() if self.config.shared_bias() is not None else None,
         )
-        x = _shard_batch(x)
+        x = shard_batch(x)
         new_caches, router = [], []
         for index, segment in enumerate(self.segments):
             x, cache, stats = segment(x, context, None if caches is None else caches[index], self.remat, key)
-            x = _shard_batch(x)
+            x = shard_batch(x)
             new_caches.append(cache)
             router.extend(stats)
         return StackOutput(self.final_norm(x), None if caches is None else tuple(new_caches), tuple(router))
@@ -160,21 +160,27 @@ def init_cache(
     """
     layers = config.decoder.layers
 
-    def empty(repeats: int, length: int, attention: AttentionConfig) -> KVCache:
+    def empty(repeats: int, length: int, attention: AttentionConfig) -> Cache:
+        latent = attention.latent
+        if latent is not None:
+            lead = (repeats, batch, length)
+            return LatentCache(jnp.zeros((*lead, latent.kv_rank), dtype), jnp.zeros((*lead, latent.rope_dim), dtype))
         shape = (repeats, batch, length, attention.num_kv_heads, attention.head_dim)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def cache(segment: Segment, layer: LayerConfig) -> KVCache:
+    def cache(segment: Segment, layer: LayerConfig) -> Cache:
         own = empty(segment.repeats, slots, layer.attention)
         if layer.cross is None or source_slots is None:
             return own
+        assert isinstance(own, KVCache), "latent attention goes without cross-attention"
         return own._replace(cross=empty(segment.repeats, source_slots, layer.cross))
 
     return tuple(tuple(cache(s, layer) for layer in s.pattern) for s in segments_of(layers))
 
 
 def _source_slots(caches: Caches | None) -> int | None:
-    found = [cache.cross.k.shape[2] for segment in caches or () for cache in segment if cache.cross is not None]
+    every = (cache for segment in caches or () for cache in segment if isinstance(cache, KVCache))
+    found = [cache.cross.k.shape[2] for cache in every if cache.cross is not None]
     return found[0] if found else None
 
 
@@ -190,10 +196,10 @@ class BlockStack(nnx.Module):
         self,
         x: Float[Array, "B T d"],
         context: Context,
-        caches: tuple[KVCache, ...] | None,
+        caches: tuple[Cache, ...] | None,
         remat: str,
         key: Array | None = None,
-    ) -> tuple[Float[Array, "B T d"], tuple[KVCache, ...] | None, tuple[RouterStats, ...]]:
+    ) -> tuple[Float[Array, "B T d"], tuple[Cache, ...] | None, tuple[RouterStats, ...]]:
         """Applies the pattern `repeats` times.
 
         Args:
@@ -239,12 +245,3 @@ def _stack(layer: LayerConfig, model: ModelConfig, repeats: int, rngs: nnx.Rngs,
     # lax.map and not vmap: a fresh layer is drawn at a time, so that drawing needs no room of its own.
     params = jax.lax.map(lambda key: nnx.state(make(key)), jax.random.split(rngs.params(), repeats))
     return nnx.merge(graphdef, params)
-
-
-def _shard_batch(x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
-    """Over a mesh, the batch is split over every axis but `tensor`, where it divides."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    split = x.shape[0] % axes_size(mesh, *BATCH_AXES) == 0
-    return jax.lax.with_sharding_constraint(x, P(BATCH_AXES if split else None, None, None))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from moe_jax.errors import InputError, check_member, flag_of, nearest, raise_if_any, shown
 from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
-from moe_jax.models.config import PROJECTIONS, LayerConfig, ModelConfig, MoEConfig, PerftConfig
+from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig, PerftConfig
 from moe_jax.peft.base import as_base, is_tuned, with_nf4
 
 METHODS = {"perft-r": "routed", "perft-e": "embedded", "perft-d": "dense", "perft-s": "single", "lora": "lora"}
@@ -31,7 +31,8 @@ class AdaptOptions:
       dropout: on the adapters' inputs; default 0.05.
       num_experts, top_k: M adapters, K of them for each token (PERFT-R; PERFT-D has only M).
       balance_coef, z_coef: coefficients of the losses of PERFT-R's router; default 0.01 and 0.
-      targets: the kernels that get LoRA, by name: q, k, v, o, gate, up, down, router.
+      targets: the kernels that get LoRA, by name: q, k, v, o, gate, up, down, router; in latent attention q_down, q_up,
+        kv_down and kv_up instead of q, k and v.
       base: how the frozen base is kept: as stored, or as NF4 codes.
     """
 
@@ -166,10 +167,9 @@ def parse_adapter(options: AdaptOptions) -> AdapterConfig:
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
     """Names of the kernels that can get LoRA in at least one layer of a model."""
-    found: dict[str, None] = dict.fromkeys(PROJECTIONS)
-    for layer in config.layers:
-        found |= dict.fromkeys(_targets(layer.mlp))
-    return tuple(found)
+    of_attention = (name for layer in config.layers for name in layer.attention.projections)
+    of_mlp = (name for layer in config.layers for name in _targets(layer.mlp))
+    return tuple(dict.fromkeys([*of_attention, *of_mlp]))
 
 
 def _scale(options: AdaptOptions, kind: str, rank: int) -> float:
@@ -247,7 +247,7 @@ def _with_lora(layer: LayerConfig, options: AdaptOptions, adapter: AdapterConfig
         targets = tuple(name for name in options.targets or () if name in known)
         return LoRAConfig(rank=adapter.rank, targets=targets, scale=adapter.scale, dropout=dropout) if targets else None
 
-    attention = dataclasses.replace(layer.attention, lora=lora(PROJECTIONS))
+    attention = dataclasses.replace(layer.attention, lora=lora(layer.attention.projections))
     if isinstance(layer.mlp, FFNConfig):
         mlp = dataclasses.replace(layer.mlp, lora=lora(layer.mlp.matrices))
         return dataclasses.replace(layer, attention=attention, mlp=mlp)

@@ -6,7 +6,6 @@ from typing import Literal
 from moe_jax.errors import InputError, check_member, nearest, shown
 from moe_jax.experts.config import FFNConfig, LoRAConfig
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
-from moe_jax.models.config import PROJECTIONS
 
 RESTS = ("qlora:R", "lora:R", "frozen", "full")
 _KINDS = ("qlora", "lora", "frozen", "full")
@@ -82,7 +81,7 @@ def with_rest(config: ModelConfig, rest: Rest) -> ModelConfig:
 
 def _layer(layer: LayerConfig, rest: Rest) -> LayerConfig:
     nf4 = rest.kind == "qlora"
-    attention = dataclasses.replace(layer.attention, nf4=nf4, lora=rest.lora(PROJECTIONS))
+    attention = dataclasses.replace(layer.attention, nf4=nf4, lora=rest.lora(layer.attention.projections))
 
     def ffn(config: FFNConfig) -> FFNConfig:
         return dataclasses.replace(config, nf4=nf4, lora=rest.lora(config.matrices))

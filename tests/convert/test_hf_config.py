@@ -314,7 +314,7 @@ def test_dtype_in_both_styles(style: str):
     ("change", "expected"),
     [
         ({"model_type": "gpt9"}, f"unknown model_type 'gpt9'; known families: {', '.join(sorted(FAMILIES))}"),
-        ({"model_type": None}, "has no model_type and architectures []; known: GemmaForCausalLM"),
+        ({"model_type": None}, "has no model_type and architectures []; known: Deepseek"),
         ({"model_type": ["llama"]}, "unknown model_type ['llama']; known families"),
         ({"model_type": None, "architectures": 5}, "has no model_type and architectures 5; known"),
         ({"model_type": None, "architectures": [["LlamaForCausalLM"]]}, "architectures [['LlamaForCausalLM']]; known"),

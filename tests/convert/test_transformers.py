@@ -67,7 +67,10 @@ def test_saved_converted_exported_loaded(saved, tmp_path: pathlib.Path, name: st
     assert_same_model(tmp_path / "back", foreign)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe-dense-layers", "qwen3_moe-dense-layers"])
+NAMES = ["mixtral", "olmoe", "qwen2_moe-dense-layers", "qwen3_moe-dense-layers", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", LAYOUTS)
 def test_both_layouts_of_experts(saved, tmp_path: pathlib.Path, name: str, before: str, after: str):

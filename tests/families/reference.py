@@ -39,11 +39,13 @@ def saved(model: Any, folder: pathlib.Path) -> HuggingFaceDirectory:
 def gradients(model: Any, folder: pathlib.Path) -> dict[str, np.ndarray]:
     """Leaf path -> gradient that Transformers has for it: they are saved in the place of the parameters.
 
-    A parameter that took no part has a gradient of zeros. The values of the parameters are lost.
+    A parameter that took no part, and a buffer, has a gradient of zeros. The values of the parameters are lost.
     """
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for name, value in model.state_dict().items():
+            gradient = found.get(name)
+            value.copy_(torch.zeros_like(value) if gradient is None else gradient)
     source = saved(model, folder)
     return {path: source.read(path) for path in source.specs()}
 
