@@ -53,5 +53,5 @@ FAMILY = Family(
     read=read,
     write=write,
     table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
-    moe_formats=("mixtral", "qwen2_moe"),
+    moe_formats=("mixtral", "qwen2_moe", "deepseek"),
 )

@@ -212,6 +212,19 @@ def test_what_a_shared_expert_is_made_of(tmp_path: pathlib.Path):
         assert shared[2].any()
 
 
+def test_what_only_deepseek_has_leaves_as_deepseek(tmp_path: pathlib.Path):
+    """Biases on all projections of attention beside a universal FFN. Transformers has no class for it."""
+    config = upcycled("llama-biases", None, FULL, LOW_RANK, universal="med", expert=FFNConfig(dim=48))
+    dense = dataclasses.replace(config.layers[0], mlp=FFNConfig(dim=48))
+    source = write_model(tmp_path / "ours", dataclasses.replace(config, layers=(dense, *config.layers[1:])))
+    export(source, tmp_path / "back", console=QUIET)
+    back = HuggingFaceDirectory(tmp_path / "back")
+    assert (back.config.family, back.config.moe_layers, back.config.moe(1).universal) == ("deepseek", (1, 2), "one")
+    tokens = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
+    expected = logits(source, tokens)
+    assert np.abs(logits(back, tokens) - expected).max() < 2e-5 * np.abs(expected).max()
+
+
 def test_a_shared_expert_of_zeros_is_as_narrow_as_may_be():
     moe = exported_config(upcycled("qwen2", None, FULL, None), replicate_dense=True).moe(1)
     assert (moe.universal, moe.universal_dim, moe.gate) == ("sigmoid", 1, "topk_softmax")
@@ -253,7 +266,10 @@ def test_a_mixtral_with_deltas_stays_a_mixtral(tmp_path: pathlib.Path):
             upcycled("qwen3", FULL, FULL, FULL, gate="sigmoid_topk"),
             "mlp.gate is 'sigmoid_topk', the format can only say 'softmax_topk'",
         ),
-        (upcycled("llama-biases", FULL, FULL, FULL), "attention.biases is ('q', 'k', 'v', 'o'), the format can"),
+        (
+            upcycled("llama-biases", FULL, FULL, FULL),
+            "The nearest is that of 'deepseek': 3 layers (first: 0): mlp.expert.bias is True, the format can",
+        ),
         (
             upcycled("llama", FULL, FULL, None, expert=FFNConfig(dim=16, activation="relu")),
             "layer 2: mlp.activation is 'silu', the format can only say 'relu'",
