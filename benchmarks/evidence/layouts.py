@@ -76,3 +76,18 @@ REAL_MODEL_TEXT = Table(
      "Transformers' nll", "difference of the perplexities"),
     ("{}", "{} of {}", "{} of {}", "{:.6f}", "{:.6f}", "{:.1e}"),
 )  # fmt: skip
+FAMILIES_CONVERTED = Table(
+    "converted",
+    ("family", "convert → export bit for bit", "loss as drawn", "trained", "trained, in Transformers"),
+    ("{}", "{}", "{:.3f}", "{:.3f}", "{}"),
+)
+FAMILIES_UPCYCLED = Table(
+    "upcycled",
+    ("family", "upcycled", "largest change of a logit", "loss before", "trained", "exported, in Transformers"),
+    ("{}", "{}", "{:.0e}", "{:.3f}", "{:.3f}", "{}"),
+)
+FAMILIES_COMPRESSED = Table(
+    "compressed and tuned",
+    ("family", "", "bytes", "loss before", "after", "exported, in Transformers"),
+    ("{}", "{}", "{:.2f}", "{:.3f}", "{:.3f}", "{}"),
+)

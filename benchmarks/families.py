@@ -1,0 +1,252 @@
+"""A small model of every family through all commands: converted, exported, trained, upcycled, compressed, tuned.
+
+    python benchmarks/families.py DATA [--only FAMILY ...] [--steps 60] [--out benchmarks/results]
+
+DATA is a folder with `weights/stories260K/hf`, whose tokenizer all models have, and `text/tinystories`. Models have 4
+layers of width 64, and the weights that Transformers draws; those of families that Transformers lacks are drawn by this
+library. Everything is done with the commands that a user would type, and what they write is loaded in Transformers,
+where there is such a class, and compared. OUT receives `families.json`.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from flax import nnx
+from safetensors.numpy import load_file
+
+import moe_jax
+from evidence.layouts import FAMILIES_COMPRESSED, FAMILIES_CONVERTED, FAMILIES_UPCYCLED
+from evidence.results import RESULTS, Figures
+from moe_jax.cli import main as command
+from moe_jax.convert import HuggingFaceDirectory, read_hf_config
+from moe_jax.loading import load_model
+
+BASE = dict(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen": dict(num_key_value_heads=4, kv_channels=16, seq_length=256, intermediate_size=192),
+    "qwen2": {},
+    "qwen3": dict(head_dim=32),
+    "gemma": dict(head_dim=16),
+    "gemma2": dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=64),
+    "gemma3_text": dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=64),
+    "stablelm": dict(use_parallel_residual=True, qk_layernorm=True),
+    "phi": {},
+}
+_EXPERTS = dict(num_experts_per_tok=4, moe_intermediate_size=48)
+_LATENT = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=4)
+MOE: dict[str, dict[str, Any]] = {
+    "mixtral": dict(num_local_experts=8, num_experts_per_tok=2),
+    "olmoe": dict(num_experts=16, num_experts_per_tok=4),
+    "qwen2_moe": dict(_EXPERTS, num_experts=16, shared_expert_intermediate_size=96),
+    "qwen3_moe": dict(_EXPERTS, head_dim=32, num_experts=16, norm_topk_prob=True, mlp_only_layers=[0]),
+    "deepseek": dict(_EXPERTS, n_routed_experts=16, n_shared_experts=2, first_k_dense_replace=1),
+    "deepseek_v2": dict(_EXPERTS, **_LATENT, n_routed_experts=16, n_shared_experts=2, q_lora_rank=None),
+    "deepseek_v3": dict(
+        _EXPERTS, **_LATENT, n_routed_experts=16, n_shared_experts=1, q_lora_rank=24, n_group=4, topk_group=2,
+        first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+SEQ_LEN = 128
+RECIPE = """
+run_dir = "unset"
+[model]
+path = "unset"
+[data]
+seq_len = 128
+sources = [{{ path = "{folder}/train.txt" }}]
+[optimizer]
+learning_rate = 3e-3
+[schedule]
+warmup_steps = 5
+[train]
+steps = {steps}
+batch_size = 8
+[log]
+every = 1000
+"""
+
+
+def run(*words: object) -> str:
+    """Runs a command; returns what it printed on standard output."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = command([str(word) for word in words])
+    if code:
+        raise SystemExit(f"moe-jax {' '.join(map(str, words))} failed with exit code {code}")
+    return printed.getvalue()
+
+
+def refusal(*words: object) -> str | None:
+    """Runs a command that may refuse; the line that it says why with."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        code = command([str(word) for word in words])
+    return said.getvalue().strip() if code else None
+
+
+class Trial:
+    """One family, in a folder of its own."""
+
+    def __init__(self, family: str, keys: dict[str, Any], folder: Path, data: Path, steps: int):
+        self.family, self.folder, self.steps = family, folder, steps
+        self.keys = {**BASE, **keys}
+        text = (data / "text" / "tinystories" / "tinystories_sample_2MiB.txt").read_text()
+        (folder / "train.txt").write_text(text[:400_000])
+        (folder / "held-out.txt").write_text(text[400_000:430_000])
+        self.recipe = folder / "recipe.toml"
+        self.recipe.write_text(RECIPE.format(folder=folder, steps=steps))
+        self.foreign = folder / "foreign"
+        self._draw()
+        shutil.copy(data / "weights" / "stories260K" / "hf" / "tokenizer.json", self.foreign)
+
+    def _draw(self) -> None:
+        torch.manual_seed(0)
+        if self.family in transformers.CONFIG_MAPPING:
+            config = transformers.AutoConfig.for_model(self.family, **self.keys)
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(self.foreign)
+        else:
+            config = read_hf_config({"model_type": self.family, **self.keys})
+            moe_jax.export(moe_jax.Model(moe_jax.Decoder(config, rngs=nnx.Rngs(0))), self.foreign)
+
+    def loss(self, model: Path) -> float:
+        """Held-out loss in nats per token."""
+        words = ("eval", model, "--text", self.folder / "held-out.txt", "--seq-len", SEQ_LEN, "--json")
+        return json.loads(run(*words))["nll"]
+
+    def train(self, model: Path, name: str, steps: int) -> Path:
+        """The model after some steps."""
+        run_dir = self.folder / name
+        run("train", self.recipe, "--set", f"model.path={model}", f"run_dir={run_dir}", f"train.steps={steps}")
+        return run_dir / "model"
+
+    def difference(self, exported: Path) -> str:
+        """The largest difference of our logits to those of Transformers, relative to the largest logit."""
+        architecture = json.loads((exported / "config.json").read_text())["architectures"][0]
+        if not hasattr(transformers, architecture):
+            return "no such class"
+        kind = getattr(transformers, architecture)
+        model, report = kind.from_pretrained(exported, output_loading_info=True, attn_implementation="eager")
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+        tokens = np.random.default_rng(0).integers(0, self.keys["vocab_size"], (2, 100))
+        with torch.no_grad():
+            theirs = model.float().eval()(torch.tensor(tokens)).logits.numpy()
+        ours = np.asarray(load_model(HuggingFaceDirectory(exported))(jnp.asarray(tokens, jnp.int32)).logits)
+        return f"{architecture}, {np.abs(ours - theirs).max() / np.abs(theirs).max():.0e}"
+
+    def export(self, model: Path, name: str) -> str:
+        """Exports; what Transformers says of the result, or that there is no format for it."""
+        target = self.folder / name
+        if refusal("export", model, target) is not None:
+            return "no format"
+        return self.difference(target)
+
+
+def measure_conversion(trial: Trial, figures: Figures) -> Path:
+    """Converts, exports and trains; returns the trained model."""
+    model = trial.folder / "model"
+    run("convert", trial.foreign, model)
+    run("export", model, trial.folder / "back")
+    same = _tensors(trial.folder / "back") == _tensors(trial.foreign)
+    trained = trial.train(model, "run", trial.steps)
+    cells = ["yes" if same else "no", trial.loss(model), trial.loss(trained), trial.export(trained, "trained")]
+    figures.put_row(FAMILIES_CONVERTED.name, trial.family, [trial.family, *cells])
+    return trained
+
+
+def _tensors(folder: Path) -> dict[str, bytes]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor.tobytes() for file in files for name, tensor in load_file(file).items()}
+
+
+def measure_upcycling(trial: Trial, dense: Path, figures: Figures) -> None:
+    """DeRS, vanilla experts and PESC from a trained dense model."""
+    ways = {
+        "DeRS, low-rank:4": ("--experts", 4, "--top-k", 2, "--every", 2, "--delta", "low-rank:4"),
+        "DeRS, sparse:0.9": ("--experts", 4, "--top-k", 2, "--every", 2, "--delta", "sparse:0.9"),
+        "vanilla": ("--experts", 4, "--top-k", 2, "--every", 2, "--delta", "full"),
+        "PESC, QLoRA": ("--method", "pesc", "--experts", 4, "--top-k", 2, "--adapter", 8, "--rest", "qlora:4"),
+    }
+    before = trial.loss(dense)
+    for index, (way, words) in enumerate(ways.items()):
+        model = trial.folder / f"upcycled{index}"
+        run("upcycle", dense, model, *words)
+        measured = json.loads((model / "lineage.json").read_text())[-1]["measured"]
+        trained = trial.train(model, f"upcycled-run{index}", trial.steps // 2)
+        cells = [measured["step0_max_abs_difference"], before, trial.loss(trained)]
+        exported = trial.export(trained, f"upcycled-export{index}")
+        figures.put_row(
+            FAMILIES_UPCYCLED.name, f"{trial.family}, {way}", [trial.family, way, *cells, exported]
+        )
+
+
+def measure_compression(trial: Trial, moe: Path, figures: Figures) -> None:
+    """ResMoE, DeRS compression, plain quantisation; and PERFT."""
+    ways = {
+        "ResMoE, up, keep 0.5": ("--method", "resmoe", "--keep", 0.5),
+        "DeRS, 4 bits": ("--method", "ders-quantize", "--bits", 4),
+        "DeRS, drop 0.5": ("--method", "ders-sparsify", "--drop-rate", 0.5),
+        "quantised, 4 bits": ("--method", "quantize", "--bits", 4),
+    }
+    before = trial.loss(moe)
+    for index, (way, words) in enumerate(ways.items()):
+        small = trial.folder / f"small{index}"
+        run("compress", moe, small, *words)
+        size = sum(file.stat().st_size for file in (small / "params").rglob("*") if file.is_file())
+        whole = sum(file.stat().st_size for file in (moe / "params").rglob("*") if file.is_file())
+        cells = [size / whole, before, trial.loss(small), trial.export(small, f"small-export{index}")]
+        figures.put_row(FAMILIES_COMPRESSED.name, f"{trial.family}, {way}", [trial.family, way, *cells])
+    for method, words in {"PERFT-R": ("perft-r", "--experts", 4, "--top-k", 2), "PERFT-E": ("perft-e",)}.items():
+        tuned = trial.folder / method
+        run("adapt", moe, tuned, "--method", *words, "--adapter", "lora:4")
+        after = trial.loss(trial.train(tuned, f"{method}-run", trial.steps // 2))
+        cells = [trial.family, method, 1.0, before, after, "adapters: no format"]
+        figures.put_row(FAMILIES_COMPRESSED.name, f"{trial.family}, {method}", cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--only", nargs="+", choices=[*DENSE, *MOE], default=[*DENSE, *MOE], metavar="FAMILY")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    figures = Figures("families", options.out, writes=True)
+    for family in options.only:
+        with tempfile.TemporaryDirectory() as name:
+            trial = Trial(family, (DENSE | MOE)[family], Path(name), options.data, options.steps)
+            trained = measure_conversion(trial, figures)
+            if family in DENSE:
+                measure_upcycling(trial, trained, figures)
+            else:
+                measure_compression(trial, trained, figures)
+    for table in (FAMILIES_CONVERTED, FAMILIES_UPCYCLED, FAMILIES_COMPRESSED):
+        print(table.text(figures), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
