@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from moe_jax.functional.relative_bias import bias_by_distance
 from moe_jax.models import LayerConfig, ModelConfig
 from moe_jax.nn.block import Block
 from moe_jax.nn.context import make_context
@@ -25,6 +26,7 @@ from moe_jax.nn.stack import make_final_norm
 from moe_jax.sharding import path_name
 
 EMBEDDING = "embed/embedding"
+TABLE = "relative_bias/table"
 PROBE_SHAPE = (2, 32)
 TOLERANCE = 1e-5
 TOLERANCE_PER_LAYER = 1e-6
@@ -73,6 +75,32 @@ def probe_tokens(config: ModelConfig, seed: int) -> Int[np.ndarray, "B T"]:
     return random.integers(0, config.vocab_size, (batch, min(length, config.max_positions)), dtype=np.int32)
 
 
+class _Part(NamedTuple):
+    """An encoder, or a decoder, which without an encoder is the whole model.
+
+    Attributes:
+      config: of it alone.
+      start: index in the model of its first layer.
+      prefix: of its leaves that belong to no layer.
+      tokens: that it is run on.
+    """
+
+    config: ModelConfig
+    start: int
+    prefix: str
+    tokens: Int[np.ndarray, "B T"]
+
+
+def _parts(config: ModelConfig, tokens: Int[np.ndarray, "B T"]) -> list[_Part]:
+    """In the order in which they run. Where there is an encoder, the decoder is given what the encoder was, shifted."""
+    if not config.has_encoder:
+        return [_Part(config, 0, "", tokens)]
+    start = np.full_like(tokens[:, :1], config.decoder_start_id)
+    shifted = np.concatenate([start, tokens[:, :-1]], axis=1)
+    encoder = _Part(config.encoder, 0, "encoder_", tokens)
+    return [encoder, _Part(config.decoder, config.num_encoder_layers, "", shifted)]
+
+
 class StreamedModel:
     """A model that is run on one batch without ever being in memory as a whole. Float32, on the host's CPU.
 
@@ -93,31 +121,40 @@ class StreamedModel:
         Args:
           config: of the model.
           specs: leaf path -> shape and dtype as stored.
-          tokens: the batch.
+          tokens: the batch; of a model with an encoder, for that.
           like: a model that differs in its layers only and runs the same batch; what equals need not be compiled again.
         """
         self._config = config
-        self._tokens = tokens
+        self._parts = _parts(config, tokens)
         self._x = jax.ShapeDtypeStruct((*tokens.shape, config.d_model), jnp.float32)
         self._programs: dict[Any, jax.stages.Compiled] = {} if like is None else dict(like._programs)
         self._embed_leaves = [name for name in specs if name.startswith("embed/")]
-        last = {name: spec for name, spec in specs.items() if not name.startswith(("embed/", "layers/"))}
+        last = {name: spec for name, spec in specs.items() if name.startswith(("final_norm/", "lm_head/"))}
         if config.tie_embeddings:
             last[EMBEDDING] = specs[EMBEDDING]
         self._last_leaves = list(last)
+        norm = {name: spec for name, spec in specs.items() if name.startswith("encoder_norm/")}
+        self._norm_leaves = list(norm)
         with _on_cpu():
-            self._layers = [self._layer(i, specs) for i in range(config.num_layers)]
+            self._layers = [
+                [self._layer(part, i, specs) for i in range(part.config.num_layers)] for part in self._parts
+            ]
+            if config.has_encoder:
+                self._norm = self._program("norm", lambda: jax.jit(partial(_norm, config)).lower(norm, self._x))
             self._finish = self._program("finish", lambda: jax.jit(partial(_finish, config)).lower(last, self._x))
         self.memory = max(map(_memory, self._programs.values()))
 
-    def _layer(self, index: int, specs: Specs) -> tuple[tuple[str, ...], jax.stages.Compiled]:
-        """Names of a layer's leaves, and the program that takes them."""
-        prefix, layer = f"layers/{index}/", self._config.layers[index]
-        stored = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
+    def _layer(self, part: _Part, index: int, specs: Specs) -> tuple[dict[str, str], jax.stages.Compiled]:
+        """A layer's leaves, name below the layer -> path, and the program that takes them."""
+        prefix, layer = f"layers/{part.start + index}/", part.config.layers[index]
+        paths = {path.removeprefix(prefix): path for path in specs if path.startswith(prefix)}
+        if layer.attention.relative_bias is not None:
+            paths[TABLE] = part.prefix + TABLE
+        stored = {name: specs[path] for name, path in paths.items()}
         key = (layer, tuple((name, spec.dtype) for name, spec in sorted(stored.items())))
-        apply = partial(_apply_layer, self._config, layer)
-        program = self._program(key, lambda: jax.jit(apply).lower(stored, self._x))
-        return tuple(stored), program
+        source = None if layer.cross is None else self._x
+        apply = partial(_apply_layer, part.config, layer)
+        return paths, self._program(key, lambda: jax.jit(apply).lower(stored, self._x, source))
 
     def _program(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if key not in self._programs:
@@ -132,11 +169,15 @@ class StreamedModel:
           on_layer: called after every layer.
         """
         with _on_cpu():
-            x = _embed(self._config, {name: read(name) for name in self._embed_leaves}, self._tokens)
-            for i, (names, program) in enumerate(self._layers):
-                x = program({name: read(f"layers/{i}/{name}") for name in names}, x)
-                x.block_until_ready()
-                on_layer()
+            x = source = None
+            for part, layers in zip(self._parts, self._layers, strict=True):
+                if x is not None:
+                    source = self._norm({name: read(name) for name in self._norm_leaves}, x)
+                x = _embed(part.config, {name: read(name) for name in self._embed_leaves}, part.tokens)
+                for paths, program in layers:
+                    x = program({name: read(path) for name, path in paths.items()}, x, source)
+                    x.block_until_ready()
+                    on_layer()
             return np.asarray(self._finish({name: read(name) for name in self._last_leaves}, x))
 
 
@@ -150,10 +191,23 @@ def _embed(
 
 
 def _apply_layer(
-    config: ModelConfig, layer: LayerConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]
+    config: ModelConfig,
+    layer: LayerConfig,
+    leaves: Mapping[str, Array],
+    x: Float[Array, "B T d"],
+    source: Float[Array, "B S d"] | None,
 ) -> Float[Array, "B T d"]:
+    config = dataclasses.replace(config, layers=(layer,))
+    bias, attention = None, layer.attention
+    if attention.relative_bias is not None:
+        bias = bias_by_distance(leaves[TABLE], attention.relative_bias, attention.mask)
+    context = make_context(config, x.shape[:2], encoder_output=source, relative_bias=bias)
     block = _filled(lambda: Block(layer, config, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)), leaves)
-    return block(x, make_context(dataclasses.replace(config, layers=(layer,)), x.shape[:2]), None)[0]
+    return block(x, context, None)[0]
+
+
+def _norm(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+    return _filled(lambda: make_final_norm(config), leaves, "encoder_norm/")(x)
 
 
 def _finish(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:

@@ -85,4 +85,5 @@ FAMILY = Family(
         *NORMS_AND_HEAD,
     ),
     harmless=HARMLESS,
+    moe_formats=("switch_transformers",),
 )

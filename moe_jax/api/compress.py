@@ -63,7 +63,8 @@ def compress(
       base: the dense model that the experts came from, for deltas from it, or the path of one; by default the base that
         a layer has already, or else the mean of its experts.
       extended: the universal FFN beside the experts becomes one more delta of the same base.
-      layers: the layers to compress, as indices from 0 or as in `"top:24"`; None: all MoE layers.
+      layers: the layers to compress, as indices from 0 or as in `"top:24"`; None: all MoE layers. Of a model with an
+        encoder its layers come first, or are named as in `"encoder:0,2,decoder:top:2"`.
       calibrate: a text file on which the use of the experts is counted, for the methods that merge them; without it
         they are taken to be used alike.
       seq_len, batch_size: tokens that the model sees at a time on that text, and windows computed at once.
@@ -116,6 +117,7 @@ def measure_use(
     Raises:
       FileNotFoundError, InputError: see `evaluate`.
     """
+    model.config.check_no_encoder("counting how experts are used on a text")
     ids = read_ids(model, text)
     seq_len = default_seq_len(model.config) if seq_len is None else seq_len
     mesh = make_mesh({}, jax.devices()[:1]) if model.mesh is None else model.mesh

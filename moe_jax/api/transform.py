@@ -157,8 +157,9 @@ def upcycle(
         the FFN, which all share, and an adapter after it. None: by `delta`.
       experts: per MoE layer; by default 8.
       top_k: experts that a token goes to; by default 2.
-      every: every N-th layer becomes an MoE: with 2 layers 1, 3, 5, ... counted from 0. By default 2, of `pesc` 1.
-      layers: the layers that become MoEs, counted from 0, instead of `every`.
+      every: every N-th layer becomes an MoE: with 2 layers 1, 3, 5, ... counted from 0, in each stack of a model with
+        an encoder. By default 2, of `pesc` 1.
+      layers: the layers that become MoEs, counted from 0 and through both stacks, instead of `every`.
       delta: what an expert is: `full`, a copy of the FFN; `low-rank:R` or `sparse:RATE`, the FFN that all share plus a
         product of rank R per matrix, or single entries of which the share RATE is left out. By default `full`.
       adapter, scale: of `pesc`: width of the adapters, 512, and what their outputs are multiplied by, 0.25.

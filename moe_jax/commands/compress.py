@@ -50,7 +50,8 @@ class _Job:
     extended: bool = False
     """The universal FFN beside the experts becomes one more delta of the same base."""
     layers: Annotated[str | None, optional("all|top:N|0,3,8-11", "all")] = None
-    """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are."""
+    """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are. Of a model with an
+    encoder, encoder:SOME,decoder:SOME counts them in each stack."""
     calibrate: Annotated[Path | None, optional("TEXT")] = None
     """A text file on which the use of the experts is counted, for the methods that merge them; without it they are
     taken to be used alike."""

@@ -56,7 +56,8 @@ class Options(UpcycleFlags, AdaptFlags):
     bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2")] = None
     """With --compress: bits of quantised weights, and of the values of sparse ones, which are floats by default."""
     compress_layers: Annotated[str | None, tyro.conf.arg(metavar="all|top:N|0,3,8-11")] = None
-    """With --compress: the MoE layers to compress; by default all."""
+    """With --compress: the MoE layers to compress; by default all. Of a model with an encoder also
+    encoder:SOME,decoder:SOME, counted in each stack."""
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="float32|bfloat16|float16")
     ] = None

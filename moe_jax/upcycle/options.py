@@ -80,7 +80,6 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
       InputError: if the model already has MoE layers or adapters, or the options do not fit it; all problems are
         listed.
     """
-    dense.check_no_encoder("upcycling")
     if dense.moe_layers:
         raise InputError(
             f"the model is an MoE already (layers {_some(dense.moe_layers)}); upcycling starts from a dense model"
@@ -88,7 +87,7 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
     if is_tuned(dense):
         raise InputError("the model has adapters or NF4 kernels already; merge them first, or upcycle its base")
     problems: list[str] = []
-    chosen = _chosen_layers(dense.num_layers, options, problems)
+    chosen = _chosen_layers(dense, options, problems)
     layers = list(dense.layers)
     # If no layer could be chosen, the first one is used to find problems with the MoE itself.
     for i in sorted(chosen) or [0]:
@@ -116,7 +115,8 @@ def keeps_the_function(options: UpcycleOptions) -> bool:
     return options.gate in ("softmax_topk", "top1") and options.top_k == options.num_experts
 
 
-def _chosen_layers(num_layers: int, options: UpcycleOptions, problems: list[str]) -> set[int]:
+def _chosen_layers(dense: ModelConfig, options: UpcycleOptions, problems: list[str]) -> set[int]:
+    num_layers = dense.num_layers
     if options.layers is not None:
         outside = sorted(i for i in set(options.layers) if not 0 <= i < num_layers)
         if not options.layers:
@@ -124,10 +124,14 @@ def _chosen_layers(num_layers: int, options: UpcycleOptions, problems: list[str]
         if outside:
             problems.append(f"layers {_some(outside)} do not exist; the model has layers 0 to {num_layers - 1}")
         return set(options.layers) - set(outside)
-    if not 1 <= options.every <= num_layers:
-        problems.append(f"every={options.every} must lie between 1 and the number of layers, {num_layers}")
+    # An encoder's layers and a decoder's are counted apart.
+    first = dense.num_encoder_layers
+    most = max(first, num_layers - first)
+    if not 1 <= options.every <= most:
+        problems.append(f"every={options.every} must lie between 1 and the number of layers, {most}")
         return set()
-    return set(range(options.every - 1, num_layers, options.every))
+    stacks = ((0, first), (first, num_layers))
+    return {i for start, stop in stacks for i in range(start + options.every - 1, stop, options.every)}
 
 
 def _moe(dense: ModelConfig, layer: int, options: UpcycleOptions) -> MoEConfig:
