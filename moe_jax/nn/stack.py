@@ -131,12 +131,13 @@ class RelativeBias(nnx.Module):
 
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         assert config.relative_bias is not None
-        self.config, self.mask = config.relative_bias, config.mask
-        self.table = nnx.Param(normal_kernel(rngs, (self.config.buckets, config.num_heads), dtype))
+        self.attention = config
+        self.table = nnx.Param(normal_kernel(rngs, (config.relative_bias.buckets, config.num_heads), dtype))
 
     def __call__(self) -> Float[Array, "H n"]:
         """The bias of every distance, float32 (see `bias_by_distance`)."""
-        return bias_by_distance(self.table[...], self.config, self.mask)
+        assert self.attention.relative_bias is not None
+        return bias_by_distance(self.table[...], self.attention.relative_bias, self.attention.mask)
 
 
 def make_final_norm(config: ModelConfig) -> Norm:
