@@ -68,7 +68,7 @@ def export_peft(
     modules = _modules(source.config)
     tensors = dict(_tensors(source, modules, allow_nonfinite=allow_nonfinite))
     base = source.base.path if isinstance(source.base, HuggingFaceDirectory) else None
-    config = peft_config(modules, num_layers=source.config.num_layers, base=base)
+    config = peft_config(modules, model=source.config, base=base)
     options = {"format": "peft", "allow_nonfinite": allow_nonfinite}
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with staged_directory(dst) as folder:
@@ -83,14 +83,14 @@ def export_peft(
         console.print("it was trained over NF4 kernels: over the unquantised base it computes something a little else")
 
 
-def peft_config(modules: Iterable[Module], *, num_layers: int, base: Path | None) -> dict[str, Any]:
+def peft_config(modules: Iterable[Module], *, model: ModelConfig, base: Path | None) -> dict[str, Any]:
     """The adapter_config.json, with the modules that have LoRA, and their ranks and scales.
 
     PEFT has one dropout for all modules. It does not affect inference, and that of the first module is written.
 
     Args:
       modules: all with LoRA.
-      num_layers: of the model.
+      model: that has them.
       base: the Hugging Face checkpoint of the base; None: not known.
     """
     modules = list(modules)
@@ -99,10 +99,10 @@ def peft_config(modules: Iterable[Module], *, num_layers: int, base: Path | None
     rank, alpha = ranks[modules[0].name], alphas[modules[0].name]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_2_SEQ_LM" if model.has_encoder else "CAUSAL_LM",
         "base_model_name_or_path": None if base is None else str(base.resolve()),
         "inference_mode": True,
-        "target_modules": _targets(modules, num_layers),
+        "target_modules": _targets(modules, model),
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": _others(ranks, rank),
@@ -116,12 +116,15 @@ def peft_config(modules: Iterable[Module], *, num_layers: int, base: Path | None
     }
 
 
-def _targets(modules: Iterable[Module], num_layers: int) -> list[str]:
+def _targets(modules: Iterable[Module], model: ModelConfig) -> list[str]:
     """Short names such as `q_proj` for modules with LoRA in every layer; full names for others."""
+    if model.has_encoder:  # the projections of cross-attention have the same short names
+        return [module.name for module in modules]
     by_name: dict[str, list[str]] = {}
     for module in modules:
         by_name.setdefault(module.name.rsplit(".", 1)[-1], []).append(module.name)
-    return [target for short, names in by_name.items() for target in ([short] if len(names) == num_layers else names)]
+    every = model.num_layers
+    return [target for short, names in by_name.items() for target in ([short] if len(names) == every else names)]
 
 
 def _alpha(lora: LoRAConfig) -> float:

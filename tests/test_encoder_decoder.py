@@ -219,3 +219,15 @@ def test_padding_changes_nothing(switch):
     a, b = call(model, INPUTS), call(model, jnp.where(VALID, INPUTS, 63 - INPUTS))
     np.testing.assert_array_equal(a.logits, b.logits)
     jax.tree.map(np.testing.assert_array_equal, a.router, b.router)
+
+
+def test_lora_of_both_stacks_is_named_in_full(t5, tmp_path):
+    """A short name would mean the same projection of cross-attention, too, which has no LoRA."""
+    lora = ("--method", "lora", "--adapter", "lora:2", "--targets", "q,up")
+    assert run("adapt", t5, tmp_path / "tuned", *lora) == 0
+    assert run("export", tmp_path / "tuned", tmp_path / "peft", "--format", "peft") == 0
+    written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    blocks = [f"encoder.block.{i}.layer" for i in range(2)], [f"decoder.block.{i}.layer" for i in range(3)]
+    names = [name for block in blocks[0] for name in (f"{block}.0.SelfAttention.q", f"{block}.1.DenseReluDense.wi")]
+    names += [name for block in blocks[1] for name in (f"{block}.0.SelfAttention.q", f"{block}.2.DenseReluDense.wi")]
+    assert written["target_modules"] == names and written["task_type"] == "SEQ_2_SEQ_LM"
