@@ -48,9 +48,11 @@ RULES: tuple[tuple[str, P], ...] = (
 )
 
 # All other leaves are of kernels. How these lie is said by their form (`experts.forms`), given the axis of the kernel
-# that `tensor` splits: of the linear maps with these paths its rows (`in`) or its columns (`out`).
+# that `tensor` splits: of the linear maps with these paths its rows (`in`) or its columns (`out`). Rows only where the
+# input is split alike: of maps that take activations as a whole, programs were compiled (by XLA of JAX 0.10.2, with a
+# batch of one row for each device) that gave other results.
 LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
-    (r".*attention/[qkv]|.*(gate|up)", "out"),
+    (r".*attention/([qkv]|q_down|kv_down)|.*(gate|up)", "out"),
     (r".*attention/o|.*down", "in"),
 )
 

@@ -31,7 +31,7 @@ def make_projections(config: AttentionConfig, d_model: int, *, rngs: nnx.Rngs, d
     linears = {}
     for name, shape in config.shapes(d_model).items():
         # Where `tensor` splits heads, they are the outputs of what makes them and the inputs of what they are made to.
-        split = "in" if name in ("o", "q_down", "kv_down") else "out"
+        split = "in" if name == "o" else "out"
         bias, lora = name in config.biases, lora_for(config.lora, name)
         linears[name] = Linear(shape, bias=bias, nf4=config.nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
     return linears

@@ -3,12 +3,10 @@
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.errors import InputError
 from moe_jax.experts.mesh import shard_batch
 from moe_jax.functional.attention import Visibility, attention
 from moe_jax.functional.keys import fold_in
@@ -27,16 +25,6 @@ class LatentCache(NamedTuple):
     latent: Float[Array, "B S r"]
     key: Float[Array, "B S p"]
     cross: None = None
-
-
-def _check_mesh() -> None:
-    """Raises `InputError` over a mesh of several axes, where compiled programs were found to give other results."""
-    axes = [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
-    if len(axes) > 1:
-        raise InputError(
-            f"latent attention does not give the same results over a mesh split by {' and '.join(axes)}; split it by "
-            "one axis only"
-        )
 
 
 class LatentAttention(nnx.Module):
@@ -74,7 +62,6 @@ class LatentAttention(nnx.Module):
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T d"], LatentCache | None]:
         """Attends to the input itself, or to a cache; arguments as in `Attention`."""
-        _check_mesh()
         keys = {name: fold_in(key, index) for index, name in enumerate(self.config.projections)}
         if self._latent.q_rank is None:
             q = self.q(x, keys["q"])
