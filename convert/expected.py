@@ -37,7 +37,7 @@ def print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str],
         raise InputError(f"{file}: {error}") from None
     stored, leaves = leaf_specs(config), leaf_specs(config, dtype)
     mapped = apply_table(
-        family_named(config.family).table,
+        family_named(config.family).table_of(config),
         stored,
         config.num_layers,
         PER_EXPERT,

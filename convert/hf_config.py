@@ -4,13 +4,16 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from moe_jax.convert.families import FAMILIES, family_named
-from moe_jax.convert.foreign_config import ForeignConfig
+from moe_jax.convert.families import FAMILIES, Family, family_named
+from moe_jax.convert.foreign_config import ForeignConfig, is_integer
 from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.models import ModelConfig
 
 # Settings of training and storage, which foreign formats do not store and which do not change the logits.
 _NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "capacity_factor"}
+
+# How many classes a config of Transformers means that does not say.
+_NUM_LABELS = 2
 
 
 def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) -> ModelConfig:
@@ -34,6 +37,8 @@ def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) ->
     family = FAMILIES[_family_name(data)]
     foreign = ForeignConfig(data, family.defaults)
     config = family.read(foreign)
+    if family.classifier_architecture in _architectures(data):
+        config = _as_classifier(config, family, data)
     foreign.check_all_known(family.harmless, ignored)
     return config
 
@@ -69,19 +74,67 @@ def what_is_lost(config: ModelConfig) -> list[str]:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     family = family_named(config.family)
-    return {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
+    written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
+    if config.num_classes is None or family.classifier_architecture is None:
+        return written
+    # Whether a head of tokens, which there is none of, would be the embedding; T5's encoder goes by it, too.
+    written.pop("tie_word_embeddings", None)
+    names = class_names(config) or tuple(f"LABEL_{i}" for i in range(config.num_classes))
+    return written | {
+        "architectures": [family.classifier_architecture],
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
+
+
+def class_names(config: ModelConfig) -> tuple[str, ...] | None:
+    """The names of the classes that a model scores, as its source named them; None: it has none."""
+    named = config.foreign.get("id2label")
+    if not isinstance(named, Mapping) or config.num_classes is None:
+        return None
+    names = tuple(named.get(str(i)) for i in range(config.num_classes))
+    return tuple(map(str, names)) if None not in names and len(names) == len(named) else None
+
+
+def _as_classifier(config: ModelConfig, family: Family, data: Mapping[str, Any]) -> ModelConfig:
+    """A config that was read as of a model that scores tokens, as of one that scores classes."""
+    assert family.classifier is not None
+    named, count = data.get("id2label"), data.get("num_labels")
+    if named is not None:
+        if not isinstance(named, Mapping) or set(named) != {str(i) for i in range(len(named))} or not named:
+            raise InputError(f"config.json: 'id2label' is {shown(named)}, expected a name for each of 0, 1, ...")
+        count = len(named)
+    if count is None:
+        count = _NUM_LABELS
+    if not is_integer(count) or count < 1:
+        raise InputError(f"config.json: 'num_labels' is {shown(count)}, expected a number from 1 on")
+    tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
+    return dataclasses.replace(
+        config,
+        num_classes=count,
+        tie_embeddings=False,
+        logit_scale=1.0,
+        logit_soft_cap=None,
+        foreign={**config.foreign, **tied},
+        **{"head_bias": False, **family.classifier.fields},
+    )
+
+
+def _architectures(data: Mapping[str, Any]) -> list[str]:
+    given = data.get("architectures")
+    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
 
 
 def _family_name(data: Mapping[str, Any]) -> str:
     name = data.get("model_type")
     if name is None:
         by_architecture = {family.architecture: family.name for family in FAMILIES.values()}
-        architectures = data.get("architectures") or []
-        names = [one for one in architectures if isinstance(one, str)] if isinstance(architectures, list) else []
-        name = next((by_architecture[one] for one in names if one in by_architecture), None)
+        scoring_classes = {family.classifier_architecture: family.name for family in FAMILIES.values()}
+        known = scoring_classes | by_architecture
+        name = next((known[one] for one in _architectures(data) if one in known), None)
         if name is None:
             raise InputError(
-                f"config.json has no model_type and architectures {shown(architectures)}; "
+                f"config.json has no model_type and architectures {shown(data.get('architectures') or [])}; "
                 f"known: {', '.join(by_architecture)}"
             )
     if not isinstance(name, str) or name not in FAMILIES:

@@ -94,7 +94,7 @@ def export(
     }
     family = family_named(config.family)
     mapped = apply_table(
-        family.table,
+        family.table_of(config),
         specs,
         config.num_layers,
         expert_layout,

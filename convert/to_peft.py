@@ -176,7 +176,7 @@ def _modules(config: ModelConfig) -> list[Module]:
     base = exported_config(base_config(config), replicate_dense=True)
     family = family_named(base.family)
     mapped = apply_table(
-        family.table,
+        family.table_of(base),
         leaf_specs(base),
         base.num_layers,
         PER_EXPERT,

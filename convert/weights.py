@@ -52,7 +52,7 @@ def match_weights(
     Raises:
       InputError: listing every tensor that is missing, unexpected, misshapen or of a dtype we cannot read.
     """
-    table = family_named(config.family).table if table is None else table
+    table = family_named(config.family).table_of(config) if table is None else table
     layout = detect_layout(table, checkpoint.tensors)
     mapped = apply_table(
         table, leaves, config.num_layers, layout, config.family, num_encoder_layers=config.num_encoder_layers

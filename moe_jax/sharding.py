@@ -30,6 +30,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"embed/positions", P(None, "fsdp")),
     (r"lm_head/kernel", P("fsdp", "tensor")),
     (r"lm_head/bias", P("tensor")),
+    (r"lm_head/hidden/kernel", P("fsdp", None)),
+    (r"lm_head/hidden/bias", P()),
     (r".*norm/(scale|bias)", P()),
     (r".*relative_bias/table", P()),
     (r".*attention/[qkv]/bias", P("tensor")),

@@ -1,6 +1,7 @@
 """What a family is, and what most families have in common: parts of their tables, and the usual keys of config.json."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,6 +15,25 @@ from moe_jax.models.config import check_num_layers
 
 T = TypeVar("T")
 Projection = Literal["q", "k", "v", "o"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """How a format has models whose head scores classes: with a class of their own, and another head.
+
+    Attributes:
+      head: rows of the head.
+      prefix: stands before the names of all other tensors.
+      fields: of `ModelConfig`: what such a head is.
+    """
+
+    head: Table
+    prefix: str = ""
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+SCORE = Classifier(head=(Row("score.weight", "lm_head/kernel", transpose=True),))
+"""As all decoders of Transformers have it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +53,7 @@ class Family:
         in the first that gives the same logits.
       universal: the kind of universal FFN that every MoE of the format has; None: they may be without.
       vocabulary: name of the file that its checkpoints have in place of a tokenizer.json, and what makes one of it.
+      classifier: how it has models that score classes; None: not at all.
     """
 
     name: str
@@ -43,8 +64,31 @@ class Family:
     table: Table
     harmless: tuple[str, ...] = ()
     moe_formats: tuple[str, ...] = ()
+    classifier: Classifier | None = None
     universal: Literal["sigmoid"] | None = None
     vocabulary: tuple[str, Callable[[Path], str]] | None = None
+
+    @property
+    def classifier_architecture(self) -> str | None:
+        """The class of Transformers for models that score classes; None: there is none."""
+        stem = self.architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+        return None if self.classifier is None else f"{stem}ForSequenceClassification"
+
+    def table_of(self, config: ModelConfig) -> Table:
+        """The table for a model: with the head that it has."""
+        if config.num_classes is None:
+            return self.table
+        assert self.classifier is not None, "the config was read, or compared with what can be written"
+        prefix = self.classifier.prefix
+        rest: list[Row | Ignored | Tied] = []
+        for entry in self.table:
+            if isinstance(entry, Row) and not str(entry.leaves).startswith("lm_head/"):
+                rest.append(dataclasses.replace(entry, tensor=prefix + entry.tensor))
+            elif isinstance(entry, Ignored):
+                rest.append(Ignored(re.escape(prefix) + entry.pattern, entry.why))
+            elif isinstance(entry, Tied) and entry.tensor != "lm_head.weight":
+                rest.append(Tied(prefix + entry.tensor, equals=prefix + entry.equals))
+        return (*rest, *self.classifier.head)
 
     @property
     def holds_experts(self) -> bool:

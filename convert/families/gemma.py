@@ -14,6 +14,7 @@ from moe_jax.convert.families._shared import (
     GATED_FFN,
     HEAD,
     PLAIN_ATTENTION,
+    SCORE,
     Family,
     dense_ffn,
     num_layers,
@@ -68,6 +69,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="gemma",
     architecture="GemmaForCausalLM",
+    classifier=SCORE,
     defaults={**DEFAULTS, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
     read=read,
     write=write,

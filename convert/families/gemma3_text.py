@@ -16,6 +16,7 @@ from moe_jax.convert.families._shared import (
     EMBEDDING,
     GATED_FFN,
     HEAD,
+    SCORE,
     Family,
     dense_ffn,
     read_attention,
@@ -126,6 +127,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    classifier=SCORE,
     defaults={
         **DEFAULTS,
         "num_key_value_heads": 4,

@@ -7,6 +7,7 @@ from moe_jax.convert.families._shared import (
     EMBEDDING,
     GATED_FFN,
     HEAD,
+    SCORE,
     Family,
     dense_ffn,
     read_attention,
@@ -42,6 +43,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
+    classifier=SCORE,
     defaults={
         "hidden_act": "silu",
         "max_position_embeddings": 2048,

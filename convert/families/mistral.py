@@ -7,6 +7,7 @@ from moe_jax.convert.families._shared import (
     EMBEDDING,
     GATED_FFN,
     HEAD,
+    SCORE,
     Family,
     dense_ffn,
     read_attention,
@@ -39,6 +40,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="mistral",
     architecture="MistralForCausalLM",
+    classifier=SCORE,
     defaults={
         "num_key_value_heads": 8,
         "hidden_act": "silu",

@@ -6,6 +6,7 @@ from moe_jax.convert.families._shared import (
     ATTENTION,
     EMBEDDING,
     HEAD,
+    SCORE,
     Family,
     gated_experts,
     read_attention,
@@ -51,6 +52,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
+    classifier=SCORE,
     defaults={
         "num_key_value_heads": 8,
         "hidden_act": "silu",

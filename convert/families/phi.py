@@ -5,6 +5,7 @@ from typing import Any
 from moe_jax.convert.families._shared import (
     EMBEDDING,
     LM_HEAD,
+    SCORE,
     Family,
     dense_ffn,
     num_layers,
@@ -50,6 +51,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="phi",
     architecture="PhiForCausalLM",
+    classifier=SCORE,
     defaults={
         "hidden_act": "gelu_new",
         "max_position_embeddings": 2048,

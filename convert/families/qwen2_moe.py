@@ -7,6 +7,7 @@ from moe_jax.convert.families._shared import (
     EMBEDDING,
     GATED_FFN,
     HEAD,
+    SCORE,
     Family,
     gated_experts,
     read_attention,
@@ -43,6 +44,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
+    classifier=SCORE,
     defaults={
         "num_key_value_heads": 16,
         "hidden_act": "silu",

@@ -7,6 +7,7 @@ from moe_jax.convert.families._shared import (
     EMBEDDING,
     GATED_FFN,
     HEAD,
+    SCORE,
     Family,
     dense_ffn,
     read_attention,
@@ -49,6 +50,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
+    classifier=SCORE,
     defaults={
         "num_key_value_heads": 32,
         "head_dim": 128,

@@ -7,6 +7,7 @@ from moe_jax.convert.families._shared import (
     EMBEDDING,
     GATED_FFN,
     HEAD,
+    SCORE,
     Family,
     gated_experts,
     num_layers,
@@ -43,6 +44,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    classifier=SCORE,
     defaults={
         "num_key_value_heads": 4,
         "hidden_act": "silu",

@@ -10,6 +10,7 @@ from moe_jax.convert.families._shared import (
     GATED_FFN,
     HEAD,
     PLAIN_ATTENTION,
+    SCORE,
     Family,
     dense_ffn,
     num_layers,
@@ -61,6 +62,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="stablelm",
     architecture="StableLmForCausalLM",
+    classifier=SCORE,
     defaults={
         "num_key_value_heads": 32,
         "hidden_act": "silu",

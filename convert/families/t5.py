@@ -15,7 +15,7 @@ from moe_jax.convert.families._encoder_decoder import (
     read_lengths,
     write_encoder_decoder,
 )
-from moe_jax.convert.families._shared import ACTIVATIONS, Family, dense_ffn
+from moe_jax.convert.families._shared import ACTIVATIONS, Classifier, Family, dense_ffn
 from moe_jax.convert.foreign_config import ForeignConfig
 from moe_jax.convert.table import Row, in_stack, linear, norm
 from moe_jax.errors import InputError, shown
@@ -75,6 +75,14 @@ def _ffn_rows(block: str) -> tuple[Row, ...]:
 FAMILY = Family(
     name="t5",
     architecture="T5ForConditionalGeneration",
+    classifier=Classifier(
+        head=(
+            *linear("classification_head.dense", "lm_head/hidden"),
+            *linear("classification_head.out_proj", "lm_head"),
+        ),
+        prefix="transformer.",
+        fields={"head_bias": True, "head_hidden": True},
+    ),
     defaults={**DEFAULTS, "d_model": 512, "num_layers": 6, "num_heads": 8, "feed_forward_proj": "relu"},
     read=read,
     write=write,

@@ -112,6 +112,7 @@ class ModelConfig:
       logit_scale: logits are multiplied by it.
       logit_soft_cap: logits become `c tanh(logits / c)` after that; None: they stay.
       num_classes: the head scores classes and not tokens; None: it scores the vocabulary.
+      head_hidden: before it scores, the head has a linear map d -> d with a bias, and tanh (classifiers of T5).
       bos_id, eos_ids: special tokens, where they are known.
       dtype: dtype of newly initialised parameters (a checkpoint keeps its own).
       frozen_base: by default, only LoRA, adapters and the routers that choose among adapters are trained.
@@ -137,6 +138,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     num_classes: int | None = None
+    head_hidden: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -151,6 +153,8 @@ class ModelConfig:
         check_member("dtype", self.dtype, ("float32", "bfloat16", "float16"))
         if self.num_classes is not None and self.tie_embeddings:
             raise InputError(f"a head for num_classes={self.num_classes} cannot be tied to the embedding")
+        if self.num_classes is None and self.head_hidden:
+            raise InputError("head_hidden is for heads that score classes, and num_classes is not given")
         special = [("bos_id", self.bos_id), ("decoder_start_id", self.decoder_start_id)]
         for name, token in [*special, *(("eos_ids", token) for token in self.eos_ids)]:
             if token is not None and not 0 <= token < self.vocab_size:
@@ -229,6 +233,11 @@ class ModelConfig:
         """Raises `InputError` for a model with an encoder: `what` is for the others, so far."""
         if self.has_encoder:
             raise InputError(f"{what} is not supported for a model with an encoder, as {self.family!r} models are")
+
+    def check_scores_tokens(self, what: str) -> None:
+        """Raises `InputError` for a model whose head scores classes: `what` needs one that scores tokens."""
+        if self.num_classes is not None:
+            raise InputError(f"the model scores {self.num_classes} classes and not tokens, which {what} needs")
 
     def shared_bias(self) -> AttentionConfig | None:
         """The attention of the first layer with relative biases, whose table is that of all; of one stack alone."""

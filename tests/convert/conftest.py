@@ -260,7 +260,7 @@ def expected_tensors(config: dict, layout: str = PER_EXPERT) -> dict[str, tuple[
     family = family_named(model.family)
     encoder = model.num_encoder_layers
     mapped = apply_table(
-        family.table, leaf_specs(model), model.num_layers, layout, model.family, num_encoder_layers=encoder
+        family.table_of(model), leaf_specs(model), model.num_layers, layout, model.family, num_encoder_layers=encoder
     )
     return mapped.tensors
 
