@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_jax.api.classify import classify as classify
     from moe_jax.api.compress import CompressedExperts as CompressedExperts
     from moe_jax.api.compress import compress as compress
     from moe_jax.api.compress import compress_experts as compress_experts
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from moe_jax.models.moe_config import PerftConfig as PerftConfig
     from moe_jax.nn.decoder import Decoder as Decoder
     from moe_jax.nn.moe import MoE as MoE
+    from moe_jax.train.classification import Classification as Classification
     from moe_jax.train.evaluation import Evaluation as Evaluation
     from moe_jax.train.recipe import Recipe as Recipe
 
@@ -57,6 +59,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "api.compress": ("CompressedExperts", "compress", "compress_experts"),
+    "api.classify": ("classify",),
     "api.model": ("Model", "load", "save", "tiny_model"),
     "api.run": ("Continuation", "ModelPlan", "evaluate", "generate", "plan"),
     "api.train": ("train",),
@@ -80,6 +83,7 @@ _MODULES = {
     "models.moe_config": ("PerftConfig",),
     "nn.decoder": ("Decoder",),
     "nn.moe": ("MoE",),
+    "train.classification": ("Classification",),
     "train.evaluation": ("Evaluation",),
     "train.recipe": ("Recipe",),
 }

@@ -1,4 +1,7 @@
-"""Generation with a KV cache, for batches of prompts of different lengths."""
+"""Generation with a KV cache, for batches of prompts of different lengths.
+
+Of a model with an encoder, a prompt is what the encoder is given, once; the decoder begins with its own first token.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -29,7 +32,7 @@ def generate(
     key: PRNGKeyArray | None = None,
     eos_ids: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Continues every prompt.
+    """Continues every prompt, or with an encoder answers it.
 
     Prompts are padded on the right: a row's tokens take the slots 0, 1, ... of its cache, and what padding
     left in later slots is overwritten before it can be seen. A prompt's result does not depend on its neighbours.
@@ -80,11 +83,19 @@ def stream(
     padded = np.zeros((len(prompts), int(lengths.max())), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
-    caches = init_cache(model.config, len(prompts), padded.shape[1] + max_new_tokens, model.compute_dtype)
     graphdef, state = nnx.split(model)
     choose = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
 
-    logits, caches = _prefill(graphdef, state, jnp.asarray(padded), jnp.asarray(lengths), caches)
+    encoder_valid = None
+    if model.config.has_encoder:
+        source_slots = padded.shape[1]
+        caches = init_cache(model.config, len(prompts), max_new_tokens, model.compute_dtype, source_slots=source_slots)
+        encoder_valid = jnp.asarray(np.arange(source_slots) < lengths[:, None])
+        logits, caches = _encode(graphdef, state, jnp.asarray(padded), encoder_valid, caches)
+        lengths = np.ones_like(lengths)
+    else:
+        caches = init_cache(model.config, len(prompts), padded.shape[1] + max_new_tokens, model.compute_dtype)
+        logits, caches = _prefill(graphdef, state, jnp.asarray(padded), jnp.asarray(lengths), caches)
     for step in range(max_new_tokens):
         tokens = choose(logits, jax.random.fold_in(key, step))
         finite = np.asarray(_finite_rows(logits))
@@ -92,7 +103,7 @@ def stream(
             raise NonFiniteLogits(f"prompt {np.argmin(finite) + 1} has logits that are not finite at token {step + 1}")
         yield np.asarray(tokens)
         if step + 1 < max_new_tokens:
-            logits, caches = _decode(graphdef, state, tokens, jnp.asarray(lengths + step), caches)
+            logits, caches = _decode(graphdef, state, tokens, jnp.asarray(lengths + step), caches, encoder_valid)
 
 
 @jax.jit
@@ -111,10 +122,28 @@ def _prefill(
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _decode(
-    graphdef: nnx.GraphDef, state: nnx.State, tokens: Int[Array, " B"], positions: Int[Array, " B"], caches: Caches
+def _encode(
+    graphdef: nnx.GraphDef, state: nnx.State, inputs: Int[Array, "B S"], valid: Bool[Array, "B S"], caches: Caches
 ) -> tuple[Float[Array, "B V"], Caches]:
-    out = nnx.merge(graphdef, state)(tokens[:, None], positions=positions[:, None], caches=caches)
+    """Runs the encoder, and the decoder on its first token."""
+    model = nnx.merge(graphdef, state)
+    first = jnp.full((inputs.shape[0], 1), model.config.decoder_start_id, jnp.int32)
+    out = model(first, inputs=inputs, inputs_valid=valid, positions=jnp.zeros_like(first), caches=caches)
+    return out.logits[:, 0], out.caches
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _decode(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    tokens: Int[Array, " B"],
+    positions: Int[Array, " B"],
+    caches: Caches,
+    encoder_valid: Bool[Array, "B S"] | None = None,
+) -> tuple[Float[Array, "B V"], Caches]:
+    out = nnx.merge(graphdef, state)(
+        tokens[:, None], positions=positions[:, None], caches=caches, encoder_valid=encoder_valid
+    )
     return out.logits[:, 0], out.caches
 
 
@@ -127,7 +156,7 @@ def _check(
     top_p: float | None,
     key: PRNGKeyArray | None,
 ) -> None:
-    model.config.check_no_encoder("generation")
+    model.config.check_scores_tokens("generation")
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise InputError("generation needs at least one token in every prompt; give a text, or the BOS token")
     vocab_size = model.config.vocab_size

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from moe_jax.errors import InputError
 from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.train.loop import Diverged
 from moe_jax.train.metrics import Record, is_finite, to_record
@@ -27,6 +28,8 @@ _DTYPES = {
     "segment_ids": np.int32,
     "positions": np.int32,
 }
+# Of a model with an encoder, besides.
+_INPUTS = {"inputs": np.int32, "inputs_valid": np.bool_}
 
 
 def train_on_batches(
@@ -68,7 +71,7 @@ def train_on_batches(
         params, frozen = initial_states(program, recipe, source)
         state, pending = first_state(program, params), None
         for step, batch in enumerate(_first(batches, recipe.train.steps), start=1):
-            arrays = read_batch(batch, source.config.vocab_size)
+            arrays = read_batch(batch, source.config)
             if len(arrays["tokens"]) != recipe.train.batch_size:
                 expected = f"train.batch_size = {recipe.train.batch_size}"
                 raise InputError(f"batch {step} has {len(arrays['tokens'])} rows, expected {expected}")
@@ -86,21 +89,27 @@ def train_on_batches(
     return model, last
 
 
-def read_batch(batch: Batch, vocab_size: int) -> dict[str, np.ndarray]:
+def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
     """A batch as the training step takes it.
 
     Args:
       batch: token ids [B, T + 1], rows of one document each, of which every token but the first is a target. Or a
         mapping: `tokens` and `targets` [B, T], and perhaps `weights` [B, T], 0 where a target is not scored,
         `segment_ids` [B, T], numbers from 1 of the documents in a row, 0 for padding, and `positions` [B, T] in them.
-      vocab_size: V.
+        For a model with an encoder a mapping: `inputs` [B, S] and `targets` [B, T], and perhaps `inputs_valid` [B, S],
+        false for padding, `segment_ids`, 1 for targets and 0 for padding after them, and `weights`; `tokens` are the
+        targets, shifted, by default.
+      config: of the model.
 
     Returns:
-      `tokens`, `targets`, `segment_ids`, `positions` Int32[B, T] and `weights` Float32[B, T].
+      `tokens`, `targets`, `segment_ids`, `positions` Int32[B, T] and `weights` Float32[B, T]; for a model with an
+      encoder also `inputs` Int32[B, S] and `inputs_valid` Bool[B, S].
 
     Raises:
       InputError: for other names, shapes, or ids outside the vocabulary.
     """
+    if config.has_encoder:
+        return _read_pairs(batch, config)
     if isinstance(batch, Mapping):
         given = {name: np.asarray(array) for name, array in batch.items()}
     else:
@@ -111,16 +120,41 @@ def read_batch(batch: Batch, vocab_size: int) -> dict[str, np.ndarray]:
     unknown = [name for name in given if name not in _DTYPES]
     if unknown or not {"tokens", "targets"} <= given.keys():
         raise InputError(f"a batch of {', '.join(given)}; expected tokens, targets, and perhaps {', '.join(_OPTIONAL)}")
-    shape = given["tokens"].shape
+    return _checked(given, config.vocab_size)
+
+
+def _read_pairs(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
+    """A batch for a model with an encoder."""
+    given = {name: np.asarray(array) for name, array in batch.items()} if isinstance(batch, Mapping) else {}
+    if not {"inputs", "targets"} <= given.keys() <= {*_DTYPES, *_INPUTS}:
+        raise InputError(
+            f"a batch of {', '.join(given) or 'tokens alone'}; for a model with an encoder expected inputs, targets, "
+            f"and perhaps tokens, inputs_valid, {', '.join(_OPTIONAL)}"
+        )
+    inputs = {name: given.pop(name) for name in _INPUTS if name in given}
+    inputs.setdefault("inputs_valid", np.ones(inputs["inputs"].shape, bool))
+    if "tokens" not in given and given["targets"].ndim == 2:
+        start = np.full((len(given["targets"]), 1), config.decoder_start_id)
+        given["tokens"] = np.concatenate([start, given["targets"][:, :-1]], axis=1)
+    read = _checked(given, config.vocab_size)
+    shape = (len(read["targets"]), *inputs["inputs"].shape[1:])
+    for name, array in inputs.items():
+        if array.ndim != 2 or array.shape != shape or not shape[1]:
+            raise InputError(f"{name} of a batch has shape {array.shape}; expected [B, S], here {shape}")
+    _check_ids("inputs", inputs["inputs"], config.vocab_size)
+    return read | {name: np.asarray(inputs[name], dtype) for name, dtype in _INPUTS.items()}
+
+
+def _checked(given: dict[str, np.ndarray], vocab_size: int) -> dict[str, np.ndarray]:
+    """What is given for [B, T] tokens, checked, and what is not given."""
+    shape = given["targets"].shape if "tokens" not in given else given["tokens"].shape
     for name, array in given.items():
         if array.ndim != 2 or array.shape != shape:
             raise InputError(f"{name} of a batch has shape {array.shape}, tokens have {shape}; expected [B, T] of both")
-        if name != "weights" and array.dtype.kind not in "iu":
+        if name not in ("weights", "tokens", "targets") and array.dtype.kind not in "iu":
             raise InputError(f"{name} of a batch has dtype {array.dtype}, expected integers")
     for name in ("tokens", "targets"):
-        low, high = given[name].min(), given[name].max()
-        if low < 0 or high >= vocab_size:
-            raise InputError(f"{name} of a batch go from {low} to {high}, the vocabulary has {vocab_size} entries")
+        _check_ids(name, given[name], vocab_size)
     given.setdefault("segment_ids", np.ones(shape))
     given.setdefault("positions", _positions(given["segment_ids"]))
     given.setdefault("weights", np.asarray(given["segment_ids"]) > 0)
@@ -128,6 +162,14 @@ def read_batch(batch: Batch, vocab_size: int) -> dict[str, np.ndarray]:
 
 
 _OPTIONAL = tuple(name for name in _DTYPES if name not in ("tokens", "targets"))
+
+
+def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    if ids.dtype.kind not in "iu":
+        raise InputError(f"{name} of a batch has dtype {ids.dtype}, expected integers")
+    low, high = ids.min(), ids.max()
+    if low < 0 or high >= vocab_size:
+        raise InputError(f"{name} of a batch go from {low} to {high}, the vocabulary has {vocab_size} entries")
 
 
 def _positions(segment_ids: Tokens) -> Tokens:

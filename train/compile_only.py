@@ -55,15 +55,16 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
     """
     import jax
 
-    from moe_jax.train.flops import train_flops_per_token
+    from moe_jax.train.flops import step_flops
     from moe_jax.train.hlo import collectives
     from moe_jax.train.program import abstract_batch, make_program
+    from moe_jax.train.recipe import input_length
 
     devices = _devices(topology)
     program = make_program(recipe, config, devices)
     # The compiler dumps the program's text itself: `compiled.as_text()` cannot parse output of a newer compiler.
     with jax.set_mesh(program.mesh), tempfile.TemporaryDirectory() as folder:
-        lowered = program.step.lower(program.state, program.frozen, abstract_batch(recipe, program.mesh))
+        lowered = program.step.lower(program.state, program.frozen, abstract_batch(recipe, config, program.mesh))
         try:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         except jax.errors.JaxRuntimeError as error:
@@ -76,6 +77,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
     # Outputs that lie in the buffers of donated arguments are counted once.
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     kind = devices[0].device_kind
+    rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
     return {
         "topology": topology,
         "device_kind": kind,
@@ -90,10 +92,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
             "total": held + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
             "hbm": _HBM_GIB[kind] << 30 if kind in _HBM_GIB else None,
         },
-        "model_flops": train_flops_per_token(config, recipe.data.seq_len)
-        * recipe.train.batch_size
-        * recipe.data.seq_len
-        / len(devices),
+        "model_flops": step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices),
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
         "collectives": {kind: counted._asdict() for kind, counted in found.items()},
     }

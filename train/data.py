@@ -1,20 +1,27 @@
-"""The training data of a recipe: files, mixed, shuffled, tokenised and packed into batches (Grain)."""
+"""The training data of a recipe: files, mixed, shuffled, tokenised and made into batches (Grain)."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import grain
 
 from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
-from moe_jax.train.recipe import DataSection, SourceSection
+from moe_jax.train.pair_batches import PairBatches
+from moe_jax.train.recipe import DataSection, SourceSection, input_length
 from moe_jax.train.sequence_packing import PackedBatches
-from moe_jax.train.sources import Files, JsonLines, TextFile, check_beginning, find_files
-from moe_jax.train.tokenizer import Pairs, Tokenizer
+from moe_jax.train.sources import Example, Files, JsonLines, TextFile, check_beginning, find_files
+from moe_jax.train.tokenizer import Pair, Pairs, Tokenizer
+
+PairMaker = Callable[[list[Example]], list[Pair]]
 
 # Each row of the batch should get at least this many pieces per epoch; otherwise the rows would be nearly equal.
 _PIECES_PER_ROW = 8
 _SEQUENCES_PER_PIECE = 8
+# So many pairs of every source are looked at before training, to tell how many are too long.
+_PAIRS_LOOKED_AT = 1000
 
 
 def open_data(
@@ -25,8 +32,9 @@ def open_data(
     seed: int,
     batch_size: int,
     rows: Sequence[int],
+    note: Callable[[str], object] = lambda line: None,
 ) -> grain.DatasetIterator:
-    """Opens the files of a recipe as an iterator over batches (see `PackedBatches`).
+    """Opens the files of a recipe as an iterator over batches: `PackedBatches`, or `PairBatches` for an encoder.
 
     The iterator's `get_state()` is JSON-able and `set_state()` continues with the very next batch.
 
@@ -37,42 +45,92 @@ def open_data(
       seed: decides the order of the records.
       batch_size: B, rows of the global batch.
       rows: rows of it that this process prepares.
+      note: called with what is worth knowing of the data, a line each.
 
     Raises:
       FileNotFoundError: a path or pattern that matches no file.
-      InputError: no sources, a malformed file, or less text than one sequence.
+      InputError: no sources, a malformed file, less text than one sequence, or texts for a model with an encoder.
     """
-    if not section.sources:
-        raise InputError("the recipe has no data: add [[data.sources]] with path = \"...\"")
+    sources, sizes = _open_sources(section, config, batch_size)
     tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
-    paths = [find_files(source.path) for source in section.sources]
-    sizes = [sum(path.stat().st_size for path in found) for found in paths]
-    piece = _piece_bytes(section, sum(sizes), batch_size)
-    sources = [
-        _open_source(source, found, piece) for source, found in zip(section.sources, paths, strict=True)
-    ]
-    for source, records in zip(section.sources, sources, strict=True):
-        _check_length(source, records, tokenizer, section.seq_len)
-
-    def tokenise(examples: list) -> Pairs:
-        return tokenizer.pairs(examples)
-
-    dataset = PackedBatches(
-        _ordered(section, sources, sizes, seed).map(tokenise),
+    given: dict[str, Any] = dict(
         rows=rows,
         num_rows=batch_size,
         seq_len=section.seq_len,
-        whole=section.packing == "whole",
         identity={"records": sum(map(len, sources)), "bytes": sum(sizes)},
     )
+    records = _ordered(section, sources, sizes, seed)
+    if config.has_encoder:
+        make_pairs = _pair_maker(section, tokenizer)
+        cuts = _describe_cuts(section, sources, make_pairs)
+        if cuts is not None:
+            note(cuts)
+        dataset = PairBatches(records.map(make_pairs), input_len=input_length(section), **given)
+    else:
+        for source, found in zip(section.sources, sources, strict=True):
+            _check_length(source, found, tokenizer, section.seq_len)
+
+        def tokenise(examples: list) -> Pairs:
+            return tokenizer.pairs(examples)
+
+        dataset = PackedBatches(records.map(tokenise), whole=section.packing == "whole", **given)
     if section.prefetch:
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=section.prefetch)
     return iter(dataset)
 
 
-def _open_source(source: SourceSection, paths: Sequence[Path], piece: int) -> Files:
+def _describe_cuts(section: DataSection, sources: Sequence[Files], make_pairs: PairMaker) -> str | None:
+    """Says how many of the first pairs of every source are too long for the recipe; None if none is.
+
+    Raises:
+      InputError: for a source without pairs.
+    """
+    pairs = []
+    for settings, source in zip(section.sources, sources, strict=True):
+        first = (pair for index in range(len(source)) for pair in make_pairs(source[index]))
+        found = list(itertools.islice(first, _PAIRS_LOOKED_AT))
+        if not found:
+            raise InputError(f"{settings.path} holds no pairs")
+        pairs += found
+    inputs, targets = sum(pair.input_was_cut for pair in pairs), sum(pair.target_was_cut for pair in pairs)
+    if not inputs and not targets:
+        return None
+    return (
+        f"of the first {len(pairs):,} pairs, {inputs:,} inputs are longer than data.input_len = "
+        f"{input_length(section)} and {targets:,} targets than data.seq_len = {section.seq_len}: their ends are left "
+        "out (metrics.jsonl: cut_inputs, cut_targets)"
+    )
+
+
+def _pair_maker(section: DataSection, tokenizer: Tokenizer) -> PairMaker:
+    lengths = {"input_len": input_length(section), "seq_len": section.seq_len}
+
+    def make(examples: list[Example]) -> list[Pair]:
+        return [tokenizer.pair(example, **lengths) for example in examples]
+
+    return make
+
+
+def _open_sources(section: DataSection, config: ModelConfig, batch_size: int) -> tuple[list[Files], list[int]]:
+    """The files of every source, and how many bytes they have."""
+    if not section.sources:
+        raise InputError("the recipe has no data: add [[data.sources]] with path = \"...\"")
+    paths = [find_files(source.path) for source in section.sources]
+    sizes = [sum(path.stat().st_size for path in found) for found in paths]
+    piece = _piece_bytes(section, sum(sizes), batch_size)
+    pairs = config.has_encoder
+    opened = [_open_source(source, found, piece, pairs) for source, found in zip(section.sources, paths, strict=True)]
+    return opened, sizes
+
+
+def _open_source(source: SourceSection, paths: Sequence[Path], piece: int, only_pairs: bool) -> Files:
+    if only_pairs and not source.is_jsonl:
+        raise InputError(
+            f'{source.path}: a model with an encoder is trained on pairs, JSON lines of {{"input": "...", "target": '
+            '"..."}, in files *.jsonl or with format = "jsonl"'
+        )
     if source.is_jsonl:
-        files = [JsonLines(path) for path in paths]
+        files = [JsonLines(path, only_pairs=only_pairs) for path in paths]
     else:
         files = [TextFile(path, piece=piece, separator=source.separator) for path in paths]
     check_beginning(files)

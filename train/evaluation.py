@@ -30,7 +30,8 @@ class Evaluation(NamedTuple):
       nll: mean negative log-likelihood of a scored token, natural log.
       perplexity: exp(nll); inf where that is too large for a float.
       total_nll: sum over the scored tokens.
-      windows: windows the text was cut into.
+      windows: windows the text was cut into, or pairs.
+      cut: pairs that were too long, and were cut.
     """
 
     tokens: int
@@ -38,6 +39,7 @@ class Evaluation(NamedTuple):
     perplexity: float
     total_nll: float
     windows: int
+    cut: int = 0
 
 
 def read_text(path: str | Path, tokenizer: Tokenizer) -> np.ndarray:
@@ -104,7 +106,7 @@ class Evaluator:
                 total += float(np.asarray(self._row_losses(states, placed), np.float64).sum())
         tokens = len(self._ids) - self._windows
         nll = total / tokens
-        return Evaluation(tokens, nll, _exp(nll), total, self._windows)
+        return Evaluation(tokens, nll, exp(nll), total, self._windows)
 
 
 def check_seq_len(seq_len: int) -> None:
@@ -128,7 +130,8 @@ def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[
         yield {"tokens": tokens.reshape(shape), "segment_ids": inside.reshape(shape)}
 
 
-def _exp(value: float) -> float:
+def exp(value: float) -> float:
+    """Inf where it is too large for a float."""
     try:
         return math.exp(value)
     except OverflowError:

@@ -1,7 +1,7 @@
 """How much arithmetic a model needs, from its config alone."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from moe_jax.experts.config import LoRAConfig
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
@@ -37,6 +37,29 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
         for one in (layer.attention,)
     )
     return 6 * active_matmul_params(config) + attention
+
+
+def step_flops(config: ModelConfig, seq_len: int, input_len: int) -> Callable[[int, int], float]:
+    """Floating-point operations of a training step, by its tokens and those of the encoder's inputs.
+
+    As `train_flops_per_token`, in sequences of `seq_len` tokens. With an encoder, inputs of `input_len` tokens pass
+    through its layers, and through the projections of keys and values of cross-attention, whose scores count, too.
+    """
+    if not config.has_encoder:
+        per_token = train_flops_per_token(config, seq_len)
+        return lambda tokens, inputs: tokens * per_token
+    head = 6 * config.d_model * config.num_outputs
+    crossing = [layer.cross for layer in config.decoder.layers if layer.cross is not None]
+    sources = 6 * sum(_key_value_params(cross, config.d_model) for cross in crossing)
+    scores = sum(12 * cross.num_heads * cross.head_dim * input_len for cross in crossing)
+    per_input = train_flops_per_token(config.encoder, input_len) - head + sources
+    per_token = train_flops_per_token(config.decoder, seq_len) - sources + scores
+    return lambda tokens, inputs: tokens * per_token + inputs * per_input
+
+
+def _key_value_params(attention: AttentionConfig, d_model: int) -> int:
+    source = d_model if attention.source_dim is None else attention.source_dim
+    return 2 * source * attention.num_kv_heads * attention.head_dim
 
 
 def _attention_params(attention: AttentionConfig, d_model: int) -> int:

@@ -12,11 +12,12 @@ from flax import nnx
 from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.errors import InputError
 from moe_jax.train.evaluation import Evaluator
-from moe_jax.train.flops import train_flops_per_token
+from moe_jax.train.flops import step_flops
 from moe_jax.train.metrics import MetricsWriter, Record, StepLine, is_finite, to_record
+from moe_jax.train.pair_evaluation import PairEvaluator
 from moe_jax.train.placement import any_process, local_rows, merge_positions, place
 from moe_jax.train.program import Program
-from moe_jax.train.recipe import Recipe
+from moe_jax.train.recipe import Recipe, input_length
 from moe_jax.train.run_directory import CHECKPOINTS
 from moe_jax.train.signals import StopSignals
 from moe_jax.train.step import StepMetrics, TrainState
@@ -43,7 +44,7 @@ class Loop:
       frozen: the parameters that are not trained.
       data: batches, positioned where training continues.
       checkpoints: of the run.
-      evaluator: scores held-out text; None: no evaluation.
+      evaluator: scores held-out text, or pairs; None: no evaluation.
       console: for progress.
       continue_command: what to type to continue the run.
     """
@@ -56,7 +57,7 @@ class Loop:
         frozen: nnx.State,
         data: grain.DatasetIterator,
         checkpoints: TrainingCheckpoints,
-        evaluator: Evaluator | None,
+        evaluator: Evaluator | PairEvaluator | None,
         console: rich.console.Console,
         continue_command: str,
     ):
@@ -69,7 +70,7 @@ class Loop:
         self._console = console
         self._continue_command = continue_command
         self._rows = local_rows(program.mesh, recipe.train.batch_size)
-        self._flops_per_token = train_flops_per_token(program.config, recipe.data.seq_len)
+        self._flops = step_flops(program.config, recipe.data.seq_len, input_length(recipe.data))
         self._saved = checkpoints.latest_step()
         self._clock = time.monotonic()
         self._last: Record = {}
@@ -148,8 +149,9 @@ class Loop:
             raise Diverged(self._divergence(record))
         seconds = time.monotonic() - self._clock
         record["seconds"] = seconds
-        record["tokens_per_second"] = record["tokens"] / seconds
-        record["flops_per_second"] = record["tokens_per_second"] * self._flops_per_token
+        tokens, inputs = record["tokens"], record.get("input_tokens", 0)
+        record["tokens_per_second"] = (tokens + inputs) / seconds
+        record["flops_per_second"] = self._flops(tokens, inputs) / seconds
         if evaluate is not None:
             assert self._evaluator is not None
             record["eval_loss"] = self._evaluator(evaluate.params, self._frozen).nll

@@ -29,7 +29,8 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
     """The metrics of a step, JSON-able. Waits until the step is computed.
 
     Keys: `step`, `loss`, `aux_loss` (what is added to the loss), `grad_norm`, `learning_rate`, `tokens`,
-    `scored_tokens`; for a model with MoE layers also `balance_loss`, `z_loss` and `cv_loss` (means over the layers,
+    `scored_tokens`; for a model with an encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one with MoE
+    layers `balance_loss`, `z_loss` and `cv_loss` (means over the layers,
     without coefficients), `expert_load` and `dropped` (by layer index); where PEFT experts have routers of their own,
     `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise.
     """
@@ -43,6 +44,9 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
         "tokens": int(metrics.tokens),
         "scored_tokens": int(metrics.scored),
     }
+    if config.has_encoder:
+        record["input_tokens"] = int(metrics.input_tokens)
+        record["cut_inputs"], record["cut_targets"] = (int(count) for count in metrics.cut)
     layers = stats_per_layer(config, metrics.router)
     if layers:
         record["balance_loss"] = float(np.mean([stats.balance for stats in layers.values()]))

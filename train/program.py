@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.errors import InputError
 from moe_jax.loading import abstract_model, load_model, may_be_cast
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
@@ -21,8 +21,9 @@ from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.sharding import make_mesh, path_name, state_shardings
 from moe_jax.train.optimizer import learning_rate, make_optimizer
+from moe_jax.train.pair_batches import stack_pairs
 from moe_jax.train.placement import batch_sharding, check_batch_divides
-from moe_jax.train.recipe import Recipe
+from moe_jax.train.recipe import Recipe, input_length
 from moe_jax.train.step import StepMetrics, TrainState, init_state, make_step
 
 
@@ -65,7 +66,9 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     Raises:
       InputError: a mesh, batch size, partition or parameter shape that does not fit.
     """
-    config.check_no_encoder("training")
+    config.check_scores_tokens("training")
+    if recipe.data.input_len is not None and not config.has_encoder:
+        raise InputError(f"data.input_len = {recipe.data.input_len} is for models with an encoder, which this has not")
     mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
     check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
     frozen_dtype = recipe.model.frozen_dtype or config.dtype
@@ -87,12 +90,18 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     return Program(config, mesh, model, trainable, graphdef, optimizer, state, frozen, step)
 
 
-def abstract_batch(recipe: Recipe, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of a recipe's batch."""
-    shape, sharding = (recipe.train.batch_size, recipe.data.seq_len), batch_sharding(mesh)
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    dtypes |= {"segment_ids": jnp.int32, "positions": jnp.int32}
-    return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for key, dtype in dtypes.items()}
+def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of a recipe's batch for a model."""
+    like = stack_pairs(
+        [],
+        recipe.train.batch_size,
+        input_len=input_length(recipe.data) if config.has_encoder else None,
+        seq_len=recipe.data.seq_len,
+    )
+    sharding = batch_sharding(mesh)
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for name, array in like.items()
+    }
 
 
 def initial_states(program: Program, recipe: Recipe, source: ModelSource | None) -> tuple[nnx.State, nnx.State]:

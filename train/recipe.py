@@ -71,8 +71,9 @@ class SourceSection:
 
     Attributes:
       path: a file or a glob pattern.
-      format: `text`, or `jsonl` with `{"text": ...}` or `{"prompt": ..., "response": ...}` on every line;
-        `auto` decides by the suffix .jsonl.
+      format: `text`, or `jsonl` with `{"text": ...}` or a pair on every line, `{"input": ..., "target": ...}` or
+        `{"prompt": ..., "response": ...}`, which mean the same; `auto` decides by the suffix .jsonl. Models with an
+        encoder are trained on pairs alone.
       weight: share of the training text (in bytes) that comes from this source, relative to the other sources'.
         None: sources count by their size. Either all sources have a weight or none.
       separator: in text files, the string that stands between documents. None: a file is one document.
@@ -100,7 +101,9 @@ class DataSection:
 
     Attributes:
       sources: the files. May be empty only for `--compile-only`.
-      seq_len: length T of a packed sequence.
+      seq_len: length T of a packed sequence. Of a model with an encoder, the length of targets: a pair has a row for
+        itself, and is padded, or cut, to both lengths.
+      input_len: length S of the encoder's inputs. None: that of the targets.
       tokenizer: a tokenizer.json. None: the model's own.
       bos: whether documents begin with the BOS token; `auto`: where the tokenizer itself puts one.
       eos: whether documents end with the EOS token; `auto`: responses do, and other documents do unless they begin
@@ -115,6 +118,7 @@ class DataSection:
 
     sources: tuple[SourceSection, ...] = ()
     seq_len: int = 512
+    input_len: int | None = None
     tokenizer: str | None = None
     bos: Literal["auto", "always", "never"] = "auto"
     eos: Literal["auto", "always", "never"] = "auto"
@@ -126,9 +130,16 @@ class DataSection:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "seq_len", "piece_kib", "epochs")
+        # One token of an input, and EOS.
+        at_least(self, 2, "input_len")
         at_least(self, 0, "prefetch")
         if len({source.weight is None for source in self.sources}) > 1:
             raise InputError("some sources have a weight and some have none; give all of them one, or none")
+
+
+def input_length(data: DataSection) -> int:
+    """Tokens that an encoder's inputs have in training."""
+    return data.seq_len if data.input_len is None else data.input_len
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,7 +271,14 @@ class LogSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSection:
-    """A held-out text that is scored every `every` steps and at the end, as by `moe-jax eval`."""
+    """A held-out text, or pairs, scored every `every` steps and at the end, as by `moe-jax eval`.
+
+    Attributes:
+      text: a text file, or JSON lines of pairs, of which the targets are scored.
+      every: steps between.
+      seq_len: as `data.seq_len`, which it is by default. Inputs of an encoder have `data.input_len`.
+      batch_size: windows or pairs computed at once.
+    """
 
     text: str
     every: int = 100

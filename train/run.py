@@ -34,9 +34,10 @@ from moe_jax.train.continuation import (
 from moe_jax.train.data import open_data
 from moe_jax.train.evaluation import Evaluator, read_text
 from moe_jax.train.loop import Loop
+from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
 from moe_jax.train.placement import local_rows
 from moe_jax.train.program import Program, first_state, initial_states, make_program
-from moe_jax.train.recipe import Recipe
+from moe_jax.train.recipe import Recipe, input_length
 from moe_jax.train.restart import Origin, check_restarted, find_origin, restarted, write_restart
 from moe_jax.train.run_directory import (
     CHECKPOINTS,
@@ -172,6 +173,7 @@ def _train(
         seed=recipe.seed,
         batch_size=recipe.train.batch_size,
         rows=local_rows(program.mesh, recipe.train.batch_size),
+        note=lambda line: console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True),
     )
     evaluator = _evaluator(recipe, program, tokenizer)
     record = make_record(recipe, config, source, tokenizer)
@@ -290,13 +292,14 @@ def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[
     return with_tokenizer(files, tokenizer)
 
 
-def _evaluator(recipe: Recipe, program: Program, tokenizer: Path) -> Evaluator | None:
+def _evaluator(recipe: Recipe, program: Program, path: Path) -> Evaluator | PairEvaluator | None:
     if recipe.eval is None:
         return None
-    return Evaluator(
-        program.graphdef,
-        read_text(recipe.eval.text, Tokenizer(tokenizer, program.config)),
-        seq_len=recipe.eval.seq_len or recipe.data.seq_len,
-        batch_size=recipe.eval.batch_size,
-        mesh=program.mesh,
-    )
+    data, text, seq_len = recipe.data, recipe.eval.text, recipe.eval.seq_len or recipe.data.seq_len
+    on_devices = {"batch_size": recipe.eval.batch_size, "mesh": program.mesh}
+    if holds_pairs(text, program.config):
+        tokenizer = Tokenizer(path, program.config, bos=data.bos, eos=data.eos)
+        pairs = read_pairs(text, tokenizer, input_len=input_length(data), seq_len=seq_len)
+        return PairEvaluator(program.graphdef, pairs, **on_devices)
+    ids = read_text(text, Tokenizer(path, program.config))
+    return Evaluator(program.graphdef, ids, seq_len=seq_len, **on_devices)

@@ -6,7 +6,7 @@ row.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -45,7 +45,7 @@ class PackedBatches(grain.IterDataset):
         identity: Mapping[str, int] | None = None,
     ):
         super().__init__()
-        self._make = lambda: _Iterator(
+        self._make = lambda: RowsIterator(
             [_Row(records, row, num_rows, seq_len, whole) for row in rows], dict(identity or {})
         )
 
@@ -53,8 +53,27 @@ class PackedBatches(grain.IterDataset):
         return self._make()
 
 
-class _Iterator(grain.DatasetIterator):
-    def __init__(self, rows: list["_Row"], identity: dict[str, int]):
+class Row(Protocol):
+    """One row of the batch, and its position in the records."""
+
+    number: int
+    record: int
+    offset: int
+
+    def seek(self, record: int, offset: int) -> None: ...
+
+    def fill(self) -> Batch: ...
+
+
+class RowsIterator(grain.DatasetIterator):
+    """An iterator over batches whose rows are filled one by one; its position is that of every row.
+
+    Args:
+      rows: of this process.
+      identity: see `PackedBatches`.
+    """
+
+    def __init__(self, rows: Sequence[Row], identity: dict[str, int]):
         super().__init__()
         self._rows = rows
         self._identity = identity

@@ -19,6 +19,9 @@ from moe_jax.json_toml import ANYTHING, is_unicode, parse_json
 CHECKED_BYTES = 64 << 20
 _CHUNK = 16 << 20
 
+PAIR_KEYS = (("prompt", "response"), ("input", "target"))
+"""Keys of the lines that are pairs: what is given, and what is to be said."""
+
 
 class Example(NamedTuple):
     """A document, or a part of one.
@@ -102,10 +105,19 @@ class TextFile:
 
 
 class JsonLines:
-    """A JSONL file; blank lines are skipped. Keeps one offset per line in memory (8 bytes)."""
+    """A JSONL file; blank lines are skipped. Keeps one offset per line in memory (8 bytes).
 
-    def __init__(self, path: Path):
+    Lines are texts, `{"text": ...}`, or pairs: `{"input": ..., "target": ...}` and `{"prompt": ..., "response": ...}`
+    mean the same.
+
+    Args:
+      path: the file.
+      only_pairs: texts are refused: for models with an encoder.
+    """
+
+    def __init__(self, path: Path, *, only_pairs: bool = False):
         self.path = path
+        self._kinds = PAIR_KEYS if only_pairs else (("text",), *PAIR_KEYS)
         ends = [np.zeros(1, np.int64)]
         offset = 0
         with path.open("rb") as file:
@@ -134,17 +146,19 @@ class JsonLines:
             raise self._wrong(index, str(error)) from None
         if not isinstance(value, dict):
             raise self._wrong(index, f"a JSON {type(value).__name__}")
-        keys = {"text", "prompt", "response"} & value.keys()
-        if keys not in ({"text"}, {"prompt", "response"}):
+        known = {"text", *itertools.chain(*PAIR_KEYS)} & value.keys()
+        keys = next((keys for keys in self._kinds if known == set(keys)), None)
+        if keys is None:
             raise self._wrong(index, f"an object with the keys {clipped(', '.join(map(shown, value))) or '(none)'}")
         for key in sorted(keys):
             if not isinstance(value[key], str):
                 raise self._wrong(index, f"{key!r} holding a {type(value[key]).__name__} that should be a string")
             if not is_unicode(value[key]):
                 raise self._wrong(index, f"{key!r} holding one half of a character in UTF-16")
-        if keys == {"text"}:
+        if keys == ("text",):
             return Example(value["text"])
-        return Example(value["prompt"] + value["response"], len(value["prompt"]), is_response=True)
+        first, second = (value[key] for key in keys)
+        return Example(first + second, len(first), is_response=True)
 
     def _wrong(self, index: int, got: str) -> InputError:
         start = int(self._starts[index])
@@ -153,7 +167,7 @@ class JsonLines:
             while start > 0 and (chunk := file.read(min(_CHUNK, start))):
                 number += chunk.count(b"\n")
                 start -= len(chunk)
-        expected = '{"text": "..."} or {"prompt": "...", "response": "..."}'
+        expected = " or ".join("{" + ", ".join(f'"{key}": "..."' for key in keys) + "}" for keys in self._kinds)
         return InputError(f"{self.path}, line {number}: expected {expected}, got {got}")
 
 

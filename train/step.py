@@ -15,10 +15,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.nn import auxiliary_loss
 from moe_jax.nn.router_stats import StackedStats
 from moe_jax.sharding import batch_spec
-
-Batch = dict[str, Array]
-"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedBatches`."""
-
+from moe_jax.train.forward import Batch, run_model
 
 # Separates the random keys of steps from those of initial parameters, which come from the same seed.
 _STEPS = 0x57E95
@@ -47,7 +44,9 @@ class StepMetrics(NamedTuple):
       grad_norm: global norm of the gradient, before clipping.
       learning_rate: of this step.
       scored: tokens scored.
-      tokens: tokens that are not padding.
+      tokens: tokens that are not padding, the encoder's inputs aside.
+      input_tokens: tokens of the encoder's inputs that are not padding; 0 without an encoder.
+      cut: how many inputs and targets of pairs were cut; zeros without an encoder.
       router: statistics of every router, means over the microbatches.
     """
 
@@ -57,6 +56,8 @@ class StepMetrics(NamedTuple):
     learning_rate: Float[Array, ""]
     scored: Float[Array, ""]
     tokens: Int[Array, ""]
+    input_tokens: Int[Array, ""]
+    cut: Int[Array, "2"]
     router: StackedStats
 
 
@@ -95,7 +96,7 @@ def make_step(
         params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array
     ) -> tuple[Array, tuple]:
         model = nnx.merge(graphdef, params, frozen)
-        out = model(batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], key=key)
+        out = run_model(model, batch, key)
         total, _ = next_token_loss(out.logits, batch["targets"], batch["weights"])
         loss, auxiliary = total / scored, auxiliary_loss(config, out.router) / accumulation
         return loss + auxiliary, (loss, auxiliary, out.router)
@@ -134,6 +135,8 @@ def make_step(
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
             scored=scored,
             tokens=jnp.sum(batch["segment_ids"] > 0),
+            input_tokens=jnp.sum(batch["inputs_valid"]) if "inputs" in batch else jnp.zeros((), jnp.int32),
+            cut=jnp.sum(batch["cut"], axis=0) if "cut" in batch else jnp.zeros(2, jnp.int32),
             router=router,
         )
         params = cast(nnx.State, optax.apply_updates(state.params, updates))

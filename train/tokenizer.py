@@ -34,6 +34,26 @@ class Pairs(NamedTuple):
     starts: np.ndarray
 
 
+class Pair(NamedTuple):
+    """An input and what is to be said to it, as a model is given them: it predicts every target from the tokens so far.
+
+    Attributes:
+      tokens: Int32[n]. With an encoder, the token that a decoder begins with and the targets but the last; without one,
+        the whole document but its last token.
+      targets: Int32[n], the next tokens.
+      weights: Float32[n], 0 for targets that are not scored: those of a prompt.
+      inputs: Int32[m], for the encoder; None: the model has none.
+      input_was_cut, target_was_cut: whether there was more than was asked for.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    inputs: np.ndarray | None = None
+    input_was_cut: bool = False
+    target_was_cut: bool = False
+
+
 class Tokenizer:
     """A `tokenizer.json` together with the special tokens a model uses.
 
@@ -57,6 +77,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._vocab_size = config.vocab_size
+        self._decoder_start = config.decoder_start_id
         own_bos = self._own_bos(config)
         known_bos = config.bos_id if own_bos is None else own_bos
         for name, setting, known in (("bos", bos, known_bos is not None), ("eos", eos, bool(config.eos_ids))):
@@ -97,6 +118,49 @@ class Tokenizer:
             np.concatenate([scored[1:] for _, scored in parts]),
             np.concatenate([np.arange(len(ids) - 1) == 0 for ids, _ in parts]),
         )
+
+    def inputs(self, text: str) -> np.ndarray:
+        """Int32[n] ids of `text` for an encoder: EOS ends it where the model names one."""
+        eos = [] if self._eos_after_response is None else [self._eos_after_response]
+        return np.concatenate([self.prompt(text), np.asarray(eos, np.int32)])
+
+    def pair(self, example: Example, *, input_len: int | None = None, seq_len: int | None = None) -> Pair:
+        """Tokenises an input and its target, each of which ends with EOS where the model names one.
+
+        Of what is too long for a model with an encoder, the end is left out; of inputs EOS stays. Without an encoder,
+        both are one document, of which the beginning is left out.
+
+        Args:
+          example: its prompt is the input.
+          input_len: tokens of the encoder's input at most; None: all.
+          seq_len: tokens of the target at most, or without an encoder of both; None: all.
+
+        Raises:
+          InputError: if nothing would be left to predict, or ids lie outside the vocabulary.
+        """
+        if self._decoder_start is None:
+            tokens, targets, weights, _ = self.pairs([example])
+            if not weights.any():
+                raise InputError(f"a pair whose target {shown(example.text[example.prompt_chars :])} has no tokens")
+            was_cut, kept = seq_len is not None and len(tokens) > seq_len, slice(-(seq_len or 0), None)
+            return Pair(tokens[kept], targets[kept], weights[kept], target_was_cut=was_cut)
+        inputs = self.inputs(example.text[: example.prompt_chars])
+        input_was_cut = input_len is not None and len(inputs) > input_len
+        if input_was_cut:
+            assert input_len is not None
+            ends = int(self._eos_after_response is not None)
+            inputs = np.concatenate([inputs[: input_len - ends], inputs[len(inputs) - ends :]])
+        target = example.text[example.prompt_chars :]
+        targets = self.encode(target)
+        if self._eos_after_response is not None:
+            targets = np.append(targets, np.int32(self._eos_after_response))
+        for name, ids in (("input", inputs), ("target", targets)):
+            if not len(ids):
+                raise InputError(f"a pair whose {name} has no tokens, for it is empty and no EOS ends it")
+        target_was_cut = seq_len is not None and len(targets) > seq_len
+        targets = targets[:seq_len]
+        tokens = np.concatenate([np.asarray([self._decoder_start], np.int32), targets[:-1]])
+        return Pair(tokens, targets, np.ones(len(targets), np.float32), inputs, input_was_cut, target_was_cut)
 
     def _document(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
         encoding = self._encoded(example.text)

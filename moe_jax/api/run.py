@@ -22,8 +22,10 @@ from moe_jax.open_source import read_config
 from moe_jax.peft.options import adapted_config
 from moe_jax.peft.options import chosen_options as _adapt_options
 from moe_jax.plan import Plan, TrainingMemory, TunedParameters, make_plan, training_memory, tuned_parameters
-from moe_jax.train.evaluation import Evaluation, Evaluator, read_text
-from moe_jax.train.tokenizer import Tokenizer
+from moe_jax.train.evaluation import Evaluation, Evaluator, check_seq_len, read_text
+from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
+from moe_jax.train.sources import Example
+from moe_jax.train.tokenizer import Pair, Tokenizer
 from moe_jax.upcycle import chosen_options as _upcycle_options
 from moe_jax.upcycle import upcycled_config
 
@@ -31,14 +33,25 @@ from moe_jax.upcycle import upcycled_config
 _DEFAULT_SEQ_LEN = 1024
 
 Text = str | os.PathLike[str] | Sequence[int] | np.ndarray
+Texts = Sequence[tuple[str, str]]
 Prompt = str | Sequence[int] | np.ndarray
 
 
-def evaluate(model: ModelOrPath, text: Text, *, seq_len: int | None = None, batch_size: int = 8) -> Evaluation:
-    """Perplexity of a model on a text.
+def evaluate(
+    model: ModelOrPath,
+    text: Text | Texts,
+    *,
+    seq_len: int | None = None,
+    input_len: int | None = None,
+    batch_size: int = 8,
+) -> Evaluation:
+    """Perplexity of a model on a text, or on the targets of pairs.
 
-    The text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be
-    shorter; every token but the first of each window is scored.
+    A text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be shorter;
+    every token but the first of each window is scored. Pairs are inputs and what is to be said to them: every token of
+    a target is scored, and the EOS that ends it where the model names one, given the input and the target so far. A
+    model with an encoder is scored on pairs alone, one without reads input and target as one text. Of a pair that is
+    too long, an encoder leaves out the end, and a model without one the beginning.
 
         >>> scored = moe_jax.evaluate(moe_jax.tiny_model(), range(40), seq_len=16)
         >>> scored.tokens, scored.windows, 60 < scored.perplexity < 68
@@ -46,43 +59,85 @@ def evaluate(model: ModelOrPath, text: Text, *, seq_len: int | None = None, batc
 
     Args:
       model: a model, or the path of one.
-      text: the path of a text file; or token ids, as `model.tokenizer.encode` makes them of a string.
-      seq_len: length of a window; by default 1024, or what the model can do if that is less.
-      batch_size: windows computed at once. Does not change the result.
+      text: the path of a text file; or token ids, as `model.tokenizer.encode` makes them of a string. Pairs: the path
+        of a file `*.jsonl` of lines `{"input": "...", "target": "..."}` (or `prompt` and `response`), or a list of
+        pairs of strings.
+      seq_len: length of a window, of targets where there is an encoder; by default 1024, or what the model can do if
+        that is less.
+      input_len: length of inputs where there is an encoder; by default the same.
+      batch_size: windows or pairs computed at once. Does not change the result.
 
     Returns:
-      `tokens` scored, `nll` (mean, natural log), `perplexity`, `total_nll`, `windows`.
+      `tokens` scored, `nll` (mean, natural log), `perplexity`, `total_nll`, `windows` or pairs, and how many pairs were
+      `cut`.
 
     Raises:
       FileNotFoundError: if there is nothing at a path.
-      InputError: if the text is not UTF-8 or too short, ids are not the model's, it has no tokenizer for a file, or the
-        perplexity is not finite.
+      InputError: if the text is not UTF-8 or too short, or no pairs for an encoder; ids are not the model's, it has no
+        tokenizer for a text, or the perplexity is not finite.
     """
-    found = score(model, text, seq_len=seq_len, batch_size=batch_size)
+    found = score(model, text, seq_len=seq_len, input_len=input_len, batch_size=batch_size)
     if not math.isfinite(found.perplexity):
         why = "the model predicts nothing of this text"
         if not math.isfinite(found.nll):
-            why = _why_not_finite(_opened(model))
+            why = _why_not_finite(open_lazily(model))
         raise InputError(f"the perplexity is not finite (nll {found.nll:.6g}): {why}")
     return found
 
 
-def score(model: ModelOrPath, text: Text, *, seq_len: int | None = None, batch_size: int = 8) -> Evaluation:
+def score(
+    model: ModelOrPath,
+    text: Text | Texts,
+    *,
+    seq_len: int | None = None,
+    input_len: int | None = None,
+    batch_size: int = 8,
+) -> Evaluation:
     """What `evaluate` returns, whether it is finite or not: for comparing models some of which may be destroyed."""
     if batch_size < 1:
         raise InputError(f"{batch_size=} must be at least 1")
-    model = _opened(model)
-    model.config.check_no_encoder("the perplexity of a text")
-    ids = read_ids(model, text)
-    graphdef, state = nnx.split(model.decoder)
+    model = open_lazily(model)
+    if input_len is not None and not model.config.has_encoder:
+        raise InputError(f"{input_len=} is for models with an encoder, which this has not")
     seq_len = default_seq_len(model.config) if seq_len is None else seq_len
+    input_len = default_seq_len(model.config) if input_len is None else input_len
+    check_seq_len(seq_len)
+    if input_len < 2:
+        raise InputError(f"{input_len=} must be at least 2")
+    given: Any = text
+    model.config.check_scores_tokens("a perplexity")
+    pairs = read_pairs_for(model, given, input_len=input_len, seq_len=seq_len)
+    if pairs is not None:
+        graphdef, state = nnx.split(model.decoder)
+        return PairEvaluator(graphdef, pairs, batch_size=batch_size, mesh=model.mesh)(state)
+    ids = read_ids(model, given)
+    graphdef, state = nnx.split(model.decoder)
     return Evaluator(graphdef, ids, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
+
+
+def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> list[Pair] | None:
+    """The pairs of a file or list, as `evaluate` takes them, which see for the errors; None if it holds none."""
+    lengths = {"input_len": input_len, "seq_len": seq_len}
+    if isinstance(text, str | os.PathLike):
+        path = Path(text)
+        if not holds_pairs(path, model.config):
+            return None
+        return read_pairs(path, tokenizer_of(model, "a file of pairs", "give a model that has one"), **lengths)
+    if len(text) and isinstance(text[0], tuple | list) and all(map(_is_pair, text)):
+        tokenizer = tokenizer_of(model, "a list of pairs", "give a model that has one")
+        return [tokenizer.pair(Example(a + b, len(a), is_response=True), **lengths) for a, b in text]
+    model.config.check_no_encoder("the perplexity of a text that is no list of pairs (input, target)")
+    return None
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value)
 
 
 def read_ids(model: Model, text: Text) -> np.ndarray:
     """Int32[n] ids of a text for `model`, as `evaluate` takes it, which see for the errors."""
     if isinstance(text, str | os.PathLike):
-        return read_text(Path(text), _tokenizer(model, "a text file", "give the text as token ids"))
+        return read_text(Path(text), tokenizer_of(model, "a text file", "give the text as token ids"))
     return _checked_ids(text, model.config)
 
 
@@ -100,8 +155,8 @@ class Continuation(NamedTuple):
 
     Attributes:
       prompt: its text; None without a tokenizer.
-      prompt_ids: its tokens, BOS included where the tokenizer puts one.
-      text: what was added; None without a tokenizer.
+      prompt_ids: its tokens, BOS included where the tokenizer puts one, and before an encoder the EOS that ends it.
+      text: what was added; None without a tokenizer. With an encoder, the whole answer.
       ids: tokens that were added.
       stopped: whether a token that ends texts came before `max_new_tokens`.
     """
@@ -150,6 +205,8 @@ def generate(
 ) -> Continuation | list[Continuation]:
     """Continues a prompt, or several as one batch. A prompt's result does not depend on the others.
 
+    Of a model with an encoder, the prompt is what the encoder is given, and what is generated is the answer to it.
+
     Nothing stops a text from growing beyond `model.config.max_positions`, for which the model was trained.
 
         >>> one, two = moe_jax.generate(moe_jax.tiny_model(), [[1, 2, 3], [4]], max_new_tokens=4)
@@ -158,8 +215,8 @@ def generate(
 
     Args:
       model: a model, or the path of one.
-      prompt: a text, before which BOS is put where the tokenizer does so; or token ids, taken as they are; or a list of
-        such prompts.
+      prompt: a text, before which BOS is put where the tokenizer does so, and after which EOS is put for an encoder; or
+        token ids, taken as they are; or a list of such prompts.
       max_new_tokens: at most so many tokens are added.
       temperature: divides the logits before sampling; 0 takes the most likely token.
       top_k: samples from this many of the most likely tokens.
@@ -175,8 +232,7 @@ def generate(
       InputError: for an empty prompt, bad sampling options, a text for a model without tokenizer, or logits that are
         not finite.
     """
-    model = _opened(model)
-    model.config.check_no_encoder("generation")
+    model = open_lazily(model)
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer))
     prompts: list[Any] = [prompt] if single else list(prompt)
     ids = [_prompt_ids(one, model) for one in prompts]
@@ -196,7 +252,7 @@ def generate(
     except NonFiniteLogits as error:
         raise InputError(f"{error}: {_why_not_finite(model)}") from None
     results = [
-        _continuation(model.tokenizer, before, after, stopped=len(after) < max_new_tokens)
+        _continuation(model, before, after, stopped=len(after) < max_new_tokens)
         for before, after in zip(ids, added, strict=True)
     ]
     return results[0] if single else results
@@ -266,7 +322,7 @@ def _read_options(read: Any, options: Mapping[str, Any]) -> Any:
         raise InputError(str(error).replace(f"{read.__name__}()", "these options:")) from None
 
 
-def _opened(model: ModelOrPath) -> Model:
+def open_lazily(model: ModelOrPath) -> Model:
     """A model whose weights are not read yet if it is a path: what is wrong with other input is said first."""
     return model if isinstance(model, Model) else Model.of_source(open_model(model))
 
@@ -279,7 +335,8 @@ def _why_not_finite(model: Model) -> str:
     return f"all weights are finite, so it is activations that are too large for {model.loading.compute_dtype}"
 
 
-def _tokenizer(model: Model, what: str, instead: str) -> Tokenizer:
+def tokenizer_of(model: Model, what: str, instead: str) -> Tokenizer:
+    """The model's tokenizer, which `what` needs; raises `InputError` if it has none."""
     if model.tokenizer is None:
         raise InputError(
             f"{model.source.path} has no tokenizer.json, which {what} needs (other formats, such as tokenizer.model, "
@@ -290,7 +347,8 @@ def _tokenizer(model: Model, what: str, instead: str) -> Tokenizer:
 
 def _prompt_ids(prompt: Prompt, model: Model) -> list[int]:
     if isinstance(prompt, str):
-        return _tokenizer(model, "a text prompt", "give the prompt as token ids (--ids)").prompt(prompt).tolist()
+        tokenizer = tokenizer_of(model, "a text prompt", "give the prompt as token ids (--ids)")
+        return (tokenizer.inputs if model.config.has_encoder else tokenizer.prompt)(prompt).tolist()
     return [int(token) for token in prompt]
 
 
@@ -317,11 +375,12 @@ def _eos_ids(model: Model) -> tuple[int, ...]:
     return (*model.config.eos_ids, *more)
 
 
-def _continuation(
-    tokenizer: Tokenizer | None, prompt: Sequence[int], ids: Sequence[int], *, stopped: bool
-) -> Continuation:
+def _continuation(model: Model, prompt: Sequence[int], ids: Sequence[int], *, stopped: bool) -> Continuation:
+    tokenizer = model.tokenizer
     if tokenizer is None:
         return Continuation(None, list(prompt), None, list(ids), stopped)
+    if model.config.has_encoder:
+        return Continuation(tokenizer.decode(prompt), list(prompt), tokenizer.decode(ids), list(ids), stopped)
     # A token's text depends on what stands before it: what is new is what the whole has more than the prompt.
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
     text = whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids)

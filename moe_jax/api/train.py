@@ -61,6 +61,8 @@ def train(
       batches: token ids [B, T + 1], rows of one document each, of which every token but the first is a target. Or
         mappings, as the training step takes them: `tokens` and `targets` [B, T], and perhaps `weights`, 0 where a
         target is not scored, `segment_ids`, the documents of a row from 1 on, 0 for padding, and `positions` in them.
+        For a model with an encoder they are mappings of `inputs` [B, S] and `targets` [B, T], and perhaps
+        `inputs_valid`, false for padding, `segment_ids`, 1 for targets and 0 for padding after them, and `weights`.
         All have one shape. Training ends with the batches or after `train.steps`.
       overrides: of a recipe, as in `["train.steps=100"]`.
       resume: continue the run in the recipe's run directory; where there is none, a new one starts.
@@ -171,7 +173,7 @@ def _train_in_memory(
         first = list(itertools.islice(batches, 1))
         if not first:
             raise InputError("there are no batches to train on")
-        rows = len(read_batch(first[0], source.config.vocab_size)["tokens"])
+        rows = len(read_batch(first[0], source.config)["tokens"])
         table["train"] = {**table["train"], "batch_size": rows}
         batches = itertools.chain(first, batches)
     devices = None

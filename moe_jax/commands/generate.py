@@ -1,4 +1,4 @@
-"""`moe-jax generate MODEL --prompt "..."`: continues prompts, all in one batch."""
+"""`moe-jax generate MODEL --prompt "..."`: continues or answers prompts, all in one batch."""
 
 import dataclasses
 import json
@@ -14,12 +14,16 @@ from moe_jax.errors import InputError, shown
 
 @dataclasses.dataclass(frozen=True)
 class Options(BaseFlag):
-    """Continues prompts. Greedy unless a temperature is given; a prompt's result does not depend on the others."""
+    """Continues prompts, or answers them: with a model that has an encoder, which is given the prompt.
+
+    Greedy unless a temperature is given; a prompt's result does not depend on the others.
+    """
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
-    """A prompt; may be given several times. BOS is put before it where the tokenizer does so."""
+    """A prompt; may be given several times. BOS is put before it where the tokenizer does so, and for an encoder EOS
+    after it."""
     prompts_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file with one prompt per line; empty lines are skipped."""
     ids: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="ID,ID,...")] = ()
@@ -66,7 +70,8 @@ def run(options: Options) -> None:
         seed=options.seed,
         stop_ids=options.stop_ids,
     )
-    longest = max(len(result.prompt_ids) for result in results) + options.max_new_tokens
+    longest, added = max(len(result.prompt_ids) for result in results), options.max_new_tokens
+    longest = max(longest, added) if model.config.has_encoder else longest + added
     most = model.config.max_positions
     if longest > most:
         print(f"moe-jax: note: {longest} positions, but the model was trained for {most}", file=sys.stderr)
@@ -77,7 +82,8 @@ def run(options: Options) -> None:
     for index, entry in enumerate(described):
         if len(described) > 1:
             print(f"--- {index + 1} ---")
-        print(" ".join(map(str, entry["ids"])) if entry["text"] is None else entry["prompt"] + entry["text"])
+        before = "" if model.config.has_encoder else entry["prompt"]
+        print(" ".join(map(str, entry["ids"])) if entry["text"] is None else before + entry["text"])
 
 
 def _lines(path: Path | None) -> list[str]:

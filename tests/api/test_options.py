@@ -12,13 +12,14 @@ from moe_jax.commands import adapt, compress, convert, eval, export, generate, m
 
 # What differs on purpose: a verb returns what a command prints, and computes with a model as it was loaded: `load` has
 # `base`.
-RENAMED = {"no_step0_check": "step0_check", "dst": "out", "src": "model"}
+RENAMED = {"classify": "examples", "no_step0_check": "step0_check", "dst": "out", "src": "model"}
 OF_COMMANDS = {
     "convert": {"dry_run"},
     "export": {"base", "dry_run"},
     "upcycle": {"base"},
     "compress": {"model_base", "json", "sweep", "text"},
-    "evaluate": {"base", "json", "compute_dtype", "split"},
+    "evaluate": {"base", "json", "compute_dtype", "split", "classify", "labels", "template"},
+    "classify": {"base", "json", "compute_dtype", "split", "text", "seq_len"},
     "generate": {"base", "json", "compute_dtype", "prompts_file", "ids"},
 }
 COMMANDS = {
@@ -29,6 +30,7 @@ COMMANDS = {
     "merge": merge.Options,
     "compress": compress._Job,
     "evaluate": eval.Options,
+    "classify": eval.Options,
     "generate": generate.Options,
 }
 
@@ -37,7 +39,7 @@ COMMANDS = {
 def test_options_of_a_verb_are_those_of_its_command(verb):
     flags = [field.name for field in dataclasses.fields(COMMANDS[verb])]
     parameters = inspect.signature(getattr(moe_jax, verb)).parameters
-    renamed = {RENAMED.get(name, name) for name in flags} - OF_COMMANDS.get(verb, set())
+    renamed = {RENAMED.get(name, name) for name in flags if name not in OF_COMMANDS.get(verb, set())}
     expected = {name for name, given in parameters.items() if given.kind is not inspect.Parameter.VAR_KEYWORD}
     if verb == "convert":
         renamed = {"src" if name == "model" else name for name in renamed}

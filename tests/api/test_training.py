@@ -1,5 +1,6 @@
 """Training on batches in memory, and runs from a recipe."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -12,6 +13,7 @@ from moe_jax.train.batches import read_batch
 from tests.train.conftest import BOS, EOS, byte_tokenizer
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
+FIVE = dataclasses.replace(dense_config(), vocab_size=5, bos_id=None, eos_ids=())
 RECIPE = {"optimizer": {"learning_rate": 1e-2}, "train": {"steps": 3}}
 
 
@@ -48,10 +50,10 @@ def test_rows_and_packed_rows_of_the_same_documents_train_alike():
 
 
 def test_what_a_batch_leaves_out_is_filled_in():
-    made = read_batch({"tokens": [[1, 2, 3, 0]], "targets": [[2, 3, 4, 0]], "segment_ids": [[1, 1, 2, 0]]}, 5)
+    made = read_batch({"tokens": [[1, 2, 3, 0]], "targets": [[2, 3, 4, 0]], "segment_ids": [[1, 1, 2, 0]]}, FIVE)
     assert made["positions"].tolist() == [[0, 1, 0, 0]] and made["weights"].tolist() == [[1, 1, 1, 0]]
     assert {array.dtype for name, array in made.items() if name != "weights"} == {np.dtype(np.int32)}
-    rows = read_batch([[1, 2, 3]], 5)
+    rows = read_batch([[1, 2, 3]], FIVE)
     assert rows["tokens"].tolist() == [[1, 2]] and rows["targets"].tolist() == [[2, 3]]
     assert rows["segment_ids"].tolist() == [[1, 1]] and rows["positions"].tolist() == [[0, 1]]
 

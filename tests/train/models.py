@@ -4,7 +4,17 @@ import dataclasses
 import json
 from pathlib import Path
 
-from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, config_to_json
+from moe_jax.models import (
+    AttentionConfig,
+    BankConfig,
+    FFNConfig,
+    LayerConfig,
+    ModelConfig,
+    MoEConfig,
+    RelativeBiasConfig,
+    RopeConfig,
+    config_to_json,
+)
 from moe_jax.train.recipe import DataSection, ModelSection, Recipe, TrainSection
 from tests.train.conftest import BOS, EOS
 
@@ -26,6 +36,20 @@ def config_of(*mlps: FFNConfig | MoEConfig, **options) -> ModelConfig:
     layers = tuple(LayerConfig(attention=ATTENTION, mlp=mlp) for mlp in mlps)
     fields = dict(family="llama", vocab_size=264, d_model=16, max_positions=64, bos_id=BOS, eos_ids=(EOS,))
     return ModelConfig(layers=layers, **{**fields, **options})
+
+
+def encoder_decoder(encoder: FFNConfig | MoEConfig, decoder: FFNConfig | MoEConfig, **options) -> ModelConfig:
+    """A model with two layers of each kind, in the form of T5, or with MoEs of Switch; it begins with token 0."""
+    bias = RelativeBiasConfig(buckets=8, max_distance=16)
+    both_ways = dataclasses.replace(ATTENTION, mask="bidirectional", relative_bias=bias, scale=1.0)
+    causal = dataclasses.replace(ATTENTION, relative_bias=bias, scale=1.0)
+    cross = dataclasses.replace(ATTENTION, mask="bidirectional", scale=1.0)
+    first = LayerConfig(attention=both_ways, mlp=encoder)
+    second = LayerConfig(attention=causal, cross=cross, mlp=decoder)
+    family = "switch_transformers" if isinstance(decoder, MoEConfig) else "t5"
+    fields = dict(family=family, vocab_size=264, d_model=16, max_positions=64, bos_id=None, eos_ids=(EOS,))
+    fields |= dict(num_encoder_layers=2, decoder_start_id=0, rope=RopeConfig(fraction=0.0), tie_embeddings=True)
+    return ModelConfig(layers=(first, first, second, second), **{**fields, **options})
 
 
 def recipe_of(

@@ -22,7 +22,8 @@ from tests.train.models import ATTENTION, BANKS, FFN, config_of, moe
 def step_metrics(router=(), **changes) -> StepMetrics:
     scalars = dict(loss=2.5, auxiliary=0.02, grad_norm=1.5, learning_rate=1e-3, scored=100.0)
     fields = {name: np.float32(value) for name, value in (scalars | changes).items()}
-    return StepMetrics(**fields, tokens=np.int32(120), router=router)
+    counts = dict(tokens=np.int32(120), input_tokens=np.int32(0), cut=np.zeros(2, np.int32))
+    return StepMetrics(**fields, **counts, router=router)
 
 
 def test_router_statistics_are_reported_by_layer():

@@ -1,0 +1,166 @@
+"""How well a model predicts the targets of pairs, given their inputs and what precedes in the target."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from moe_jax.errors import InputError
+from moe_jax.functional.losses import token_losses
+from moe_jax.json_toml import ANYTHING, parse_json
+from moe_jax.models import ModelConfig
+from moe_jax.sharding import make_mesh
+from moe_jax.train.evaluation import Evaluation, exp
+from moe_jax.train.forward import Batch, run_model
+from moe_jax.train.pair_batches import stack_pairs
+from moe_jax.train.placement import batch_shards, local_rows, place
+from moe_jax.train.sources import PAIR_KEYS, JsonLines
+from moe_jax.train.tokenizer import Pair, Tokenizer
+
+# Pairs are padded to a power of two of tokens, and to no less than this: few programs for pairs of all lengths.
+_SHORTEST = 16
+
+
+def holds_pairs(path: str | Path, config: ModelConfig) -> bool:
+    """Whether a file is to be scored as pairs: JSON lines (*.jsonl) the first of which is one.
+
+    Raises:
+      FileNotFoundError: no such file.
+      InputError: if it is not, and the model has an encoder.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no text at {path}")
+    if path.suffix == ".jsonl":
+        if config.has_encoder:
+            return True
+        with path.open("rb") as file:
+            first = next((line for line in file if not line.isspace()), b"")
+        try:
+            value = parse_json(first, where="a line", allow=ANYTHING, max_values=len(first) + 1)
+        except InputError:
+            return False
+        return isinstance(value, dict) and any(set(keys) <= value.keys() for keys in PAIR_KEYS)
+    if config.has_encoder:
+        raise InputError(
+            f'{path}: a model with an encoder is scored on pairs, JSON lines of {{"input": "...", "target": "..."}} '
+            "in a file *.jsonl"
+        )
+    return False
+
+
+def read_pairs(path: str | Path, tokenizer: Tokenizer, *, input_len: int, seq_len: int) -> list[Pair]:
+    """The pairs of a file of JSON lines, cut to lengths as `Tokenizer.pair` says.
+
+    Raises:
+      InputError: for a line that is no pair, or a file without any.
+    """
+    lines = JsonLines(Path(path), only_pairs=True)
+    examples = (example for index in range(len(lines)) for example in lines[index])
+    pairs = [tokenizer.pair(example, input_len=input_len, seq_len=seq_len) for example in examples]
+    if not pairs:
+        raise InputError(f"{path} holds no pairs")
+    return pairs
+
+
+RowScore = Callable[[nnx.GraphDef, tuple[nnx.State, ...], Batch], jax.Array]
+
+
+class RowScores:
+    """Computes something for every one of many rows, which are padded and batched with others of like lengths.
+
+    Args:
+      score: a function of this library, `score(graphdef, states, batch) -> [B, ...]`.
+      graphdef: of the model.
+      pairs: at least one, as `Tokenizer.pair` makes them for the model.
+      batch_size: rows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last bits
+        of the result.
+      mesh: the mesh that the model is on; None: the first device.
+    """
+
+    def __init__(
+        self,
+        score: RowScore,
+        graphdef: nnx.GraphDef,
+        pairs: Sequence[Pair],
+        *,
+        batch_size: int,
+        mesh: Mesh | None = None,
+    ):
+        self._pairs = pairs
+        self._mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
+        shards = batch_shards(self._mesh)
+        self._batch_size = -(-min(batch_size, len(pairs)) // shards) * shards
+        self._score = _compiled(score, graphdef, self._mesh)
+
+    def __call__(self, *states: nnx.State) -> Float[np.ndarray, "n ..."]:
+        """What there is for every pair, float64, with parameters given as states."""
+        rows = local_rows(self._mesh, self._batch_size)
+        found: dict[int, np.ndarray] = {}
+        with jax.set_mesh(self._mesh):
+            for indices, batch in self._batches():
+                placed = place({name: array[rows] for name, array in batch.items()}, rows, self._mesh, self._batch_size)
+                scores = np.asarray(self._score(states, placed), np.float64)
+                found |= {index: scores[row] for row, index in enumerate(indices)}
+        return np.stack([found[index] for index in range(len(self._pairs))])
+
+    def _batches(self) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
+        """Batches of pairs of like lengths, and which pairs their first rows hold."""
+        groups: dict[tuple[int, int | None], list[int]] = {}
+        for index, pair in enumerate(self._pairs):
+            input_len = None if pair.inputs is None else _padded(len(pair.inputs))
+            groups.setdefault((_padded(len(pair.tokens)), input_len), []).append(index)
+        for (seq_len, input_len), indices in groups.items():
+            for start in range(0, len(indices), self._batch_size):
+                chunk = indices[start : start + self._batch_size]
+                pairs = [self._pairs[index] for index in chunk]
+                yield chunk, stack_pairs(pairs, self._batch_size, input_len=input_len, seq_len=seq_len)
+
+
+class PairEvaluator:
+    """Scores the targets of pairs: teacher-forced, each token given the input and the tokens before it.
+
+    Args:
+      graphdef: of the model.
+      pairs: see `RowScores`, as for the rest.
+      batch_size: see there.
+      mesh: see there.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef, pairs: Sequence[Pair], *, batch_size: int, mesh: Mesh | None = None):
+        self._pairs = pairs
+        self._losses = RowScores(_row_losses, graphdef, pairs, batch_size=batch_size, mesh=mesh)
+
+    def __call__(self, *states: nnx.State) -> Evaluation:
+        """Scores the pairs with parameters given as the states of `nnx.merge(graphdef, *states)`."""
+        total = float(self.losses(*states).sum())
+        tokens = int(sum(pair.weights.sum() for pair in self._pairs))
+        cut = sum(pair.input_was_cut or pair.target_was_cut for pair in self._pairs)
+        nll = total / tokens
+        return Evaluation(tokens, nll, exp(nll), total, len(self._pairs), cut)
+
+    def losses(self, *states: nnx.State) -> Float[np.ndarray, " n"]:
+        """The negative log-likelihood of every pair's target, float64, with parameters as in the call."""
+        return self._losses(*states)
+
+
+def _row_losses(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, " B"]:
+    logits = run_model(nnx.merge(graphdef, *states), batch).logits
+    return jnp.sum(token_losses(logits, batch["targets"]) * batch["weights"], axis=1)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(score: RowScore, graphdef: nnx.GraphDef, mesh: Mesh) -> Callable[..., jax.Array]:
+    """Compiled once for all files that a model is evaluated on."""
+    return jax.jit(functools.partial(score, graphdef), out_shardings=NamedSharding(mesh, P()))
+
+
+def _padded(length: int) -> int:
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
