@@ -64,10 +64,10 @@ THEIRS = dict(input_ids=torch.tensor(INPUTS), attention_mask=torch.tensor(VALID)
 OURS: dict[str, Any] = dict(inputs=jnp.asarray(INPUTS, jnp.int32), inputs_valid=jnp.asarray(VALID))
 NEW_TOKENS = 64
 # Of kernels. The larger they are, beside the embedding, the less a tied head prefers the token that was given.
-SIZES = (0.15, 0.25, 0.35, 0.5)
+SIZES = (0.35, 0.25, 0.5)
 
 
-def random_model(name: str, folder: pathlib.Path, size: float = SIZES[0]) -> tuple[Any, HuggingFaceDirectory]:
+def random_model(name: str, folder: pathlib.Path, size: float = 0.15) -> tuple[Any, HuggingFaceDirectory]:
     """A model of Transformers whose every parameter is random and large enough to matter, and its checkpoint."""
     config_class, model_class = (getattr(transformers, c) for c in CLASSES[name.split("-")[0]])
     model = model_class._from_config(config_class(**{**SMALL, **CASES[name]}), attn_implementation="eager")
@@ -163,10 +163,11 @@ def test_logits_equal_transformers(name, tmp_path, strict_numerics):
 @pytest.mark.parametrize("name", CASES if every_shape else FIRST)
 def test_greedy_continuations_equal_transformers(name, tmp_path):
     """With caches, in which cross-attention's keys are made once; without; and by Transformers."""
-    # Transformers makes no caches for a decoder that is deeper than its encoder.
-    options = dict(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, use_cache=False)
+    options = dict(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
     for size in SIZES:
         reference, source = random_model(name, tmp_path / str(size), size)
+        # Transformers makes no caches for the layers of a decoder that is deeper than its encoder.
+        options["use_cache"] = reference.config.num_decoder_layers <= reference.config.num_layers
         with torch.no_grad():
             theirs = reference.generate(**THEIRS, **options, eos_token_id=None).numpy()
         if len(set(theirs[:, 1:].flatten().tolist())) > 4:  # otherwise equality would say little
