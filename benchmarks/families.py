@@ -1,6 +1,6 @@
 """A small model of every family through all commands: converted, exported, trained, upcycled, compressed, tuned.
 
-    python benchmarks/families.py DATA [--only FAMILY ...] [--steps 60] [--out benchmarks/results]
+    python benchmarks/families.py DATA [--only FAMILY ...] [--steps 40] [--out benchmarks/results]
 
 DATA is a folder with `weights/stories260K/hf`, whose tokenizer all models have, and `text/tinystories`. Models have 4
 layers of width 64, and the weights that Transformers draws; those of families that Transformers lacks are drawn by this
@@ -184,11 +184,9 @@ def _tensors(folder: Path) -> dict[str, bytes]:
 
 
 def measure_upcycling(trial: Trial, dense: Path, figures: Figures) -> None:
-    """DeRS, vanilla experts and PESC from a trained dense model."""
+    """DeRS and PESC from a trained dense model."""
     ways = {
         "DeRS, low-rank:4": ("--experts", 4, "--top-k", 2, "--every", 2, "--delta", "low-rank:4"),
-        "DeRS, sparse:0.9": ("--experts", 4, "--top-k", 2, "--every", 2, "--delta", "sparse:0.9"),
-        "vanilla": ("--experts", 4, "--top-k", 2, "--every", 2, "--delta", "full"),
         "PESC, QLoRA": ("--method", "pesc", "--experts", 4, "--top-k", 2, "--adapter", 8, "--rest", "qlora:4"),
     }
     before = trial.loss(dense)
@@ -205,12 +203,10 @@ def measure_upcycling(trial: Trial, dense: Path, figures: Figures) -> None:
 
 
 def measure_compression(trial: Trial, moe: Path, figures: Figures) -> None:
-    """ResMoE, DeRS compression, plain quantisation; and PERFT."""
+    """ResMoE and DeRS compression; and PERFT."""
     ways = {
         "ResMoE, up, keep 0.5": ("--method", "resmoe", "--keep", 0.5),
         "DeRS, 4 bits": ("--method", "ders-quantize", "--bits", 4),
-        "DeRS, drop 0.5": ("--method", "ders-sparsify", "--drop-rate", 0.5),
-        "quantised, 4 bits": ("--method", "quantize", "--bits", 4),
     }
     before = trial.loss(moe)
     for index, (way, words) in enumerate(ways.items()):
@@ -220,19 +216,18 @@ def measure_compression(trial: Trial, moe: Path, figures: Figures) -> None:
         whole = sum(file.stat().st_size for file in (moe / "params").rglob("*") if file.is_file())
         cells = [size / whole, before, trial.loss(small), trial.export(small, f"small-export{index}")]
         figures.put_row(FAMILIES_COMPRESSED.name, f"{trial.family}, {way}", [trial.family, way, *cells])
-    for method, words in {"PERFT-R": ("perft-r", "--experts", 4, "--top-k", 2), "PERFT-E": ("perft-e",)}.items():
-        tuned = trial.folder / method
-        run("adapt", moe, tuned, "--method", *words, "--adapter", "lora:4")
-        after = trial.loss(trial.train(tuned, f"{method}-run", trial.steps // 2))
-        cells = [trial.family, method, 1.0, before, after, "adapters: no format"]
-        figures.put_row(FAMILIES_COMPRESSED.name, f"{trial.family}, {method}", cells)
+    tuned = trial.folder / "tuned"
+    run("adapt", moe, tuned, "--method", "perft-r", "--experts", 4, "--top-k", 2, "--adapter", "lora:4")
+    after = trial.loss(trial.train(tuned, "tuned-run", trial.steps // 2))
+    cells = [trial.family, "PERFT-R", None, before, after, trial.export(tuned, "tuned-export")]
+    figures.put_row(FAMILIES_COMPRESSED.name, f"{trial.family}, PERFT-R", cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("--only", nargs="+", choices=[*DENSE, *MOE], default=[*DENSE, *MOE], metavar="FAMILY")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     figures = Figures("families", options.out, writes=True)
