@@ -41,7 +41,8 @@ def gradients(model: Any, folder: pathlib.Path) -> dict[str, np.ndarray]:
 
     A parameter that took no part, and a buffer, has a gradient of zeros. The values of the parameters are lost.
     """
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # Under each of its names: a tied parameter has two.
+    found = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     with torch.no_grad():
         for name, value in model.state_dict().items():
             gradient = found.get(name)
