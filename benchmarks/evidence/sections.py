@@ -218,4 +218,19 @@ SECTIONS = (
         layouts.FULL_DISKS,
         layouts.TWO_AT_A_TIME,
     ),
+    _program(
+        "real_model",
+        "python benchmarks/real_model.py DATA",
+        ("convert", *_MODEL, "moe_jax/generation.py", "train/evaluation.py"),
+        layouts.REAL_MODEL_FILES,
+        layouts.REAL_MODEL_TEXT,
+    ),
+    _program(
+        "families",
+        "python benchmarks/families.py DATA",
+        ("convert", *_TRAINING, "moe_jax/compress", "moe_jax/peft"),
+        layouts.FAMILIES_CONVERTED,
+        layouts.FAMILIES_UPCYCLED,
+        layouts.FAMILIES_COMPRESSED,
+    ),
 )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from moe_jax.functional.relative_bias import RelativeBiasConfig  # noqa: E402
 from moe_jax.loading import leaf_specs, load_model, model_leaves  # noqa: E402
 from moe_jax.model_dir import ModelDirectory  # noqa: E402
 from moe_jax.nn import init_cache  # noqa: E402
+from tests.families.cases import EVERY_SHAPE  # noqa: E402
 
 SMALL = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, decoder_start_token_id=0)
 SWITCH = dict(
@@ -53,8 +53,9 @@ CLASSES = {
     "t5": ("T5Config", "T5ForConditionalGeneration"),
     "switch": ("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration"),
 }
-FIRST = ["t5", "t5-gated", "switch"]
-every_shape = os.environ.get("MOE_JAX_EVERY_SHAPE") == "1"
+# As in `cases`: some by default, all with `make test-families`.
+SOME = CASES if EVERY_SHAPE else ["t5", "t5-gated", "switch"]
+FIRST = CASES if EVERY_SHAPE else ["t5-gated", "switch"]
 
 random = np.random.default_rng(0)
 INPUTS, TARGETS = random.integers(1, 96, (2, 40)), random.integers(1, 96, (2, 30))
@@ -148,7 +149,7 @@ def theirs_of(reference: Any, tokens: np.ndarray, **options: Any) -> Any:
         return reference(**THEIRS, decoder_input_ids=torch.tensor(tokens), use_cache=False, **options)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SOME)
 def test_logits_equal_transformers(name, tmp_path, strict_numerics):
     reference, source = random_model(name, tmp_path)
     expected = theirs_of(reference, TARGETS, output_hidden_states=True)
@@ -160,7 +161,7 @@ def test_logits_equal_transformers(name, tmp_path, strict_numerics):
         pytest.fail(f"{np.abs(got - logits).max()=}; {first_difference(source, expected, tokens)}")
 
 
-@pytest.mark.parametrize("name", CASES if every_shape else FIRST)
+@pytest.mark.parametrize("name", FIRST)
 def test_greedy_continuations_equal_transformers(name, tmp_path):
     """With caches, in which cross-attention's keys are made once; without; and by Transformers."""
     options = dict(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
@@ -198,7 +199,7 @@ def test_greedy_continuations_equal_transformers(name, tmp_path):
     np.testing.assert_array_equal(uncached, theirs[:, 1:])
 
 
-@pytest.mark.parametrize("name", CASES if every_shape else FIRST)
+@pytest.mark.parametrize("name", FIRST)
 def test_loss_and_gradient_equal_transformers(name, tmp_path, strict_numerics):
     reference, source = random_model(name, tmp_path / "weights")
     graphdef, params = nnx.split(load_model(source))

@@ -1,7 +1,5 @@
 """Every family against Transformers on the same weights: logits, generation, loss and gradient, all in float32."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,18 +11,16 @@ pytest.importorskip("transformers")
 
 from moe_jax.generation import generate  # noqa: E402
 from moe_jax.loading import load_model, model_leaves  # noqa: E402
-from tests.families.cases import CASES, FIRST, SMALL  # noqa: E402
+from tests.families.cases import CASES, SMALL, first_of_each  # noqa: E402
 from tests.families.reference import first_difference, gradients, mean_loss, random_model, saved  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 40))
 NEW_TOKENS = 64
 # Transformers caches keys with the rotation that a shorter row had in these; ours is that of one pass.
-GENERATED = [name for name in CASES if "dynamic" not in name and "longrope" not in name]
-# Compiling for every shape would take a third of the time of all tests.
-every_shape = os.environ.get("MOE_JAX_EVERY_SHAPE") == "1"
+GENERATED = [name for name in first_of_each(1) if "dynamic" not in name and "longrope" not in name]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", first_of_each(2))
 def test_logits_equal_transformers(name, tmp_path, strict_numerics):
     reference = random_model(CASES[name], name)
     source = saved(reference, tmp_path)
@@ -38,7 +34,7 @@ def test_logits_equal_transformers(name, tmp_path, strict_numerics):
         pytest.fail(f"{np.abs(got - logits).max()=}; {first_difference(source, theirs, TOKENS)}")
 
 
-@pytest.mark.parametrize("name", GENERATED if every_shape else FIRST)
+@pytest.mark.parametrize("name", GENERATED)
 def test_greedy_continuations_equal_transformers(name, tmp_path):
     reference = random_model(CASES[name], name)
     model = load_model(saved(reference, tmp_path))
@@ -50,7 +46,7 @@ def test_greedy_continuations_equal_transformers(name, tmp_path):
     assert generate(model, prompts.tolist(), max_new_tokens=NEW_TOKENS) == theirs[:, prompts.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", CASES if every_shape else FIRST)
+@pytest.mark.parametrize("name", first_of_each(1))
 def test_loss_and_gradient_equal_transformers(name, tmp_path, strict_numerics):
     reference = random_model(CASES[name], name)
     graphdef, params = nnx.split(load_model(saved(reference, tmp_path / "weights")))

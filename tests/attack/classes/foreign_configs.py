@@ -24,7 +24,7 @@ def attack_on(name: str) -> Attack:
         (folder / "config.json").write_bytes(mutated_json(chance, original))
 
     return Attack(name=f"config.json of {name}", original=lambda: CONFIGS[name], make=make, read=_read, wrong=_wrong,
-                  quick=60)  # fmt: skip
+                  quick=30)  # fmt: skip
 
 
 def _read(folder: Path, out: Path) -> ModelConfig:

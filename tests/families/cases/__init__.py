@@ -1,10 +1,14 @@
 """Small models of every family that Transformers has, one file each.
 
 A file names the classes of Transformers, `CONFIG` and `MODEL`, and its `CASES`: name -> keys of the config, which
-take the place of those in `SMALL`. The first case is also the one that generates and has its gradient compared.
+take the place of those in `SMALL`.
+
+Compiling for every shape would take longer than all other tests. So by default the logits of the first two cases of a
+family are compared, and generation and gradients of the first; with `make test-families`, of all.
 """
 
 import importlib
+import os
 import pkgutil
 
 SMALL = dict(
@@ -21,4 +25,9 @@ SMALL = dict(
 )
 FILES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 CASES = {name: file for file in FILES for name in file.CASES}
-FIRST = [next(iter(file.CASES)) for file in FILES]
+EVERY_SHAPE = os.environ.get("MOE_JAX_EVERY_SHAPE") == "1"
+
+
+def first_of_each(count: int) -> list[str]:
+    """The first cases of every family; all of them if every shape is asked for."""
+    return [name for file in FILES for name in list(file.CASES)[: None if EVERY_SHAPE else count]]
