@@ -14,7 +14,7 @@ from moe_jax.convert.tensors import MAX_RANK
 from moe_jax.errors import InputError, shown
 
 MAX_PICKLE_BYTES = 32 << 20
-_MAX_OPERATIONS = 2_000_000  # some fifty thousand tensors
+_MAX_OPERATIONS = 1_000_000  # some twenty-five thousand tensors in one file
 
 _STORAGES = {
     "FloatStorage": "F32",

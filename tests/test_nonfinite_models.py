@@ -78,7 +78,7 @@ def test_conversion_refuses_and_goes_on(tmp_path, capsys):
     assert "final_norm/scale: 1 of 32 numbers not finite, the first -inf at [5]; mend" in said and said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["foreign"]
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--allow-nonfinite"]) == 0
-    assert read_lineage(tmp_path / "out")[-1]["options"] == {"dtype": None, "allow_nonfinite": True}
+    assert read_lineage(tmp_path / "out")[-1]["options"] == {"dtype": None, "ignore_keys": [], "allow_nonfinite": True}
 
 
 def test_adapters_over_a_model_that_is_not_finite(spoilt, tmp_path):
