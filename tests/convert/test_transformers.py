@@ -119,5 +119,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(name):
             "sliding_window_pattern": theirs._sliding_window_pattern,
         }
     ours = FAMILIES[name].defaults | asked
+    # Files of T5 have it, the class has not: relative biases know no length.
+    ours.pop("n_positions", None)
     # By attribute and not from its dict, where a key may have another name.
     assert ours == {key: rope[key] if key in rope else getattr(theirs, key) for key in ours}
