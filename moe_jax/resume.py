@@ -138,12 +138,22 @@ def require_space(target: Path, needed: int) -> None:
     existing = next(parent for parent in target.parents if parent.exists())
     begun = Workplace(target).folder
     free = shutil.disk_usage(existing).free
-    free += sum(file.lstat().st_blocks * 512 for file in begun.rglob("*")) if begun.is_dir() else 0
+    free += _bytes_on_disk(begun)
     if free < needed:
         raise InputError(
             f"{target} takes {show_bytes(needed)}, but {existing} has {show_bytes(free)} free; "
             "free some or choose another disk"
         )
+
+
+def _bytes_on_disk(folder: Path) -> int:
+    """What the files below a folder take. Another command may be at work there: a file that has just gone counts 0."""
+    blocks = 0
+    for parent, _, names in os.walk(folder):  # skips a folder that has gone
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                blocks += os.lstat(os.path.join(parent, name)).st_blocks
+    return blocks * 512
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

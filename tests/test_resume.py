@@ -1,14 +1,16 @@
 """Commands that are interrupted go on at the last whole layer, and what comes out is what would have come out."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from moe_jax import in_memory, leaf_files
+from moe_jax import in_memory, leaf_files, resume
 from moe_jax.convert import HuggingFaceDirectory, convert, export, to_hugging_face
+from moe_jax.errors import InputError
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
 from moe_jax.peft.adapt import adapt
@@ -143,3 +145,22 @@ def test_an_export_of_other_options_begins_anew(tmp_path, monkeypatch):
     for dst in ("out", "undisturbed"):
         export(source, tmp_path / dst, dtype="bfloat16", console=QUIET)
     assert content_of(tmp_path / "out") == content_of(tmp_path / "undisturbed")
+
+
+def test_files_that_another_command_moves_away_do_not_disturb_the_look_for_room(tmp_path, monkeypatch):
+    begun = tmp_path / ".target.partial" / "saving"
+    begun.mkdir(parents=True)
+    for name in ("moved", "stays"):
+        (begun / name).write_bytes(b"x" * 100_000)
+    walk = os.walk
+
+    def walk_while_another_moves(top):
+        for parent, folders, names in walk(top):
+            (begun / "moved").unlink(missing_ok=True)
+            yield parent, folders, names
+
+    monkeypatch.setattr(resume.os, "walk", walk_while_another_moves)
+    free = shutil.disk_usage(tmp_path).free
+    resume.require_space(tmp_path / "target", free // 2)
+    with pytest.raises(InputError, match="choose another disk"):
+        resume.require_space(tmp_path / "target", 2 * free + 10**9)
