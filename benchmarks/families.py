@@ -9,8 +9,6 @@ where there is such a class, and compared. OUT receives `families.json`.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -28,9 +26,9 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import moe_jax
+from evidence.commands import refusal, run, write_recipe
 from evidence.layouts import FAMILIES_COMPRESSED, FAMILIES_CONVERTED, FAMILIES_UPCYCLED
 from evidence.results import RESULTS, Figures
-from moe_jax.cli import main as command
 from moe_jax.convert import HuggingFaceDirectory, read_hf_config
 from moe_jax.loading import load_model
 
@@ -72,41 +70,6 @@ MOE: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 SEQ_LEN = 128
-RECIPE = """
-run_dir = "unset"
-[model]
-path = "unset"
-[data]
-seq_len = 128
-sources = [{{ path = "{folder}/train.txt" }}]
-[optimizer]
-learning_rate = 3e-3
-[schedule]
-warmup_steps = 5
-[train]
-steps = {steps}
-batch_size = 8
-[log]
-every = 1000
-"""
-
-
-def run(*words: object) -> str:
-    """Runs a command; returns what it printed on standard output."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        code = command([str(word) for word in words])
-    if code:
-        raise SystemExit(f"moe-jax {' '.join(map(str, words))} failed with exit code {code}")
-    return printed.getvalue()
-
-
-def refusal(*words: object) -> str | None:
-    """Runs a command that may refuse; the line that it says why with."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        code = command([str(word) for word in words])
-    return said.getvalue().strip() if code else None
 
 
 class Trial:
@@ -118,8 +81,10 @@ class Trial:
         text = (data / "text" / "tinystories" / "tinystories_sample_2MiB.txt").read_text()
         (folder / "train.txt").write_text(text[:400_000])
         (folder / "held-out.txt").write_text(text[400_000:430_000])
-        self.recipe = folder / "recipe.toml"
-        self.recipe.write_text(RECIPE.format(folder=folder, steps=steps))
+        self.recipe = write_recipe(
+            folder / "recipe.toml", folder / "train.txt", seq_len=SEQ_LEN, learning_rate=3e-3, warmup_steps=5,
+            steps=steps,
+        )
         self.foreign = folder / "foreign"
         self._draw()
         shutil.copy(data / "weights" / "stories260K" / "hf" / "tokenizer.json", self.foreign)
@@ -159,11 +124,9 @@ class Trial:
         return f"{architecture}, {np.abs(ours - theirs).max() / np.abs(theirs).max():.0e}"
 
     def export(self, model: Path, name: str) -> str:
-        """Exports; what Transformers says of the result, or that there is no format for it."""
+        """Exports; what Transformers says of the result, or why there is none."""
         target = self.folder / name
-        if refusal("export", model, target) is not None:
-            return "no format"
-        return self.difference(target)
+        return refusal("export", model, target) or self.difference(target)
 
 
 def measure_conversion(trial: Trial, figures: Figures) -> Path:

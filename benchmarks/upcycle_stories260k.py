@@ -8,8 +8,6 @@ OUT receives `upcycle_stories260k.json`.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import tempfile
@@ -17,39 +15,11 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from evidence.commands import run, write_recipe
 from evidence.layouts import UPCYCLED
 from evidence.results import RESULTS, Figures
-from moe_jax.cli import main as moe_jax
 
 DELTAS = {"vanilla": "full", "DeRS-LM, rank 4": "low-rank:4", "DeRS-SM, rate 0.9": "sparse:0.9"}
-
-RECIPE = """
-run_dir = "unset"
-[model]
-path = "unset"
-[data]
-seq_len = 256
-sources = [{{ path = "{folder}/train.txt" }}]
-[optimizer]
-learning_rate = 1e-3
-[schedule]
-warmup_steps = 10
-[train]
-steps = {steps}
-batch_size = 8
-[log]
-every = 1000
-"""
-
-
-def run(*words: object) -> str:
-    """Runs a command; returns what it printed on standard output."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        code = moe_jax([str(word) for word in words])
-    if code:
-        raise SystemExit(f"moe-jax {words[0]} failed with exit code {code}")
-    return printed.getvalue()
 
 
 def main() -> None:
@@ -66,8 +36,10 @@ def main() -> None:
         folder = Path(name)
         (folder / "train.txt").write_text(text[:cut])
         (folder / "held-out.txt").write_text(text[cut:])
-        recipe = folder / "recipe.toml"
-        recipe.write_text(RECIPE.format(folder=folder, steps=options.steps))
+        recipe = write_recipe(
+            folder / "recipe.toml", folder / "train.txt", seq_len=256, learning_rate=1e-3, warmup_steps=10,
+            steps=options.steps,
+        )
 
         def held_out(model: Path) -> float:
             return json.loads(run("eval", model, "--text", folder / "held-out.txt", "--seq-len", 256, "--json"))["nll"]
