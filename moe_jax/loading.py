@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from moe_jax.errors import raise_if_any
+from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.finite import cast, check_finite
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, segments_of
@@ -23,8 +24,19 @@ _STACKED = re.compile(r"(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
 def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none") -> Decoder:
     """The model with `ShapeDtypeStruct`s instead of parameters, which takes no memory."""
-    return nnx.eval_shape(
-        lambda: Decoder(config, rngs=nnx.Rngs(0), compute_dtype=jnp.dtype(compute_dtype), remat=remat)
+    return nnx.merge(*_abstract_parts(config, compute_dtype, remat, strategy_from_environment()), copy=True)
+
+
+# Tracing the constructor takes up to a second, and a job needs the same model several times.
+@lru_cache(maxsize=16)
+def _abstract_parts(
+    config: ModelConfig, compute_dtype: str, remat: str, strategy: str
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Its graph and state; a bank takes its `strategy` from the environment when it is made."""
+    return nnx.split(
+        nnx.eval_shape(
+            lambda: Decoder(config, rngs=nnx.Rngs(0), compute_dtype=jnp.dtype(compute_dtype), remat=remat)
+        )
     )
 
 
@@ -38,7 +50,6 @@ def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.S
     return dict(_leaf_specs(config, dtype))
 
 
-# Building the abstract model takes a second, and a job needs the same one several times.
 @lru_cache(maxsize=16)
 def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDtypeStruct]:
     specs = {}
