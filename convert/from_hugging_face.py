@@ -53,6 +53,7 @@ def convert(
       console: where to print; default standard error, and standard output for a dry run.
 
     Raises:
+      FileNotFoundError: if there is nothing at `src`.
       InputError: if the checkpoint is damaged or does not fit its config, weights are not finite or too large for
         `dtype`, or `dst` exists.
       OSError: if the disk is full. Nothing is at `dst` then, and the same call goes on with what is done.
@@ -64,6 +65,8 @@ def convert(
         dst = Path(dst)
         refuse_existing(dst)
     src = local_model(src, weights=not dry_run)
+    if not Path(src).exists():
+        raise FileNotFoundError(f"there is nothing at {src}; expected a Hugging Face directory or a GGUF file")
     source: CheckpointSource
     if is_gguf(src):
         source = GGUFModel(src)

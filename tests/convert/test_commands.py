@@ -88,6 +88,13 @@ def test_mistakes_are_one_line_and_exit_code_2(llama: pathlib.Path, capfd, comma
     assert children == (["llama", "out"] if existed else ["llama"])
 
 
+@pytest.mark.parametrize("name", ["absent", "absent.gguf"])
+def test_a_path_at_which_there_is_nothing(tmp_path: pathlib.Path, capfd, name: str):
+    assert main(["convert", str(tmp_path / name), str(tmp_path / "out")]) == 2
+    expected = f"there is nothing at {tmp_path / name}; expected a Hugging Face directory or a GGUF file"
+    assert capfd.readouterr().err == f"moe-jax: error: {expected}\n" and not list(tmp_path.iterdir())
+
+
 def test_a_misspelt_choice(llama: pathlib.Path, capfd):
     assert main(["convert", str(llama), str(llama.parent / "out"), "--dtype", "bf16"]) == 2
     assert "bfloat16" in capfd.readouterr().err
