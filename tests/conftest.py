@@ -1,5 +1,6 @@
 """Every test sees eight virtual CPU devices; what is compiled is kept for the other workers and the next run."""
 
+import ctypes
 import gc
 import math
 import os
@@ -41,7 +42,7 @@ hypothesis.settings.load_profile("reproducible")
 gc.set_threshold(100_000, 20, 100)
 
 MAX_COMPILED_BYTES = 500_000_000
-MAX_RESIDENT_BYTES = 2_000_000_000
+LIBC = ctypes.CDLL(None)
 STATM = pathlib.Path("/proc/self/statm")  # Linux
 
 
@@ -76,10 +77,19 @@ def strict_numerics():
         yield
 
 
+def max_resident_bytes() -> float:
+    """What a worker may hold: half of its share of the machine's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory / 2 / int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_forgotten():
     """Compiled programs would otherwise pile up to several GB per process."""
     yield
     resident = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else math.inf
-    if resident > MAX_RESIDENT_BYTES:
+    if resident > max_resident_bytes():
         jax.clear_caches()
+        gc.collect()
+        if hasattr(LIBC, "malloc_trim"):  # otherwise what was freed stays resident, and every module forgets again
+            LIBC.malloc_trim(0)
