@@ -4,7 +4,7 @@ VENV ?= .venv
 # Workers take from each other what is left: tests of a file mostly stay together, and no worker waits.
 PYTEST_ARGS ?= -n auto --dist worksteal
 
-.PHONY: demo test test-families lint clean
+.PHONY: demo test test-all lint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/moe-jax demo
@@ -12,9 +12,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-# Every family against Transformers in every shape; `test` has some of them.
-test-families: $(VENV)/.installed-test
-	MOE_JAX_EVERY_SHAPE=1 JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/families
+# `test` has some cases of every property; this has all.
+test-all: $(VENV)/.installed-test
+	MOE_JAX_EVERY_TEST=1 JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .

@@ -22,7 +22,7 @@ from moe_jax.functional.relative_bias import RelativeBiasConfig  # noqa: E402
 from moe_jax.loading import leaf_specs, load_model, model_leaves  # noqa: E402
 from moe_jax.model_dir import ModelDirectory  # noqa: E402
 from moe_jax.nn import init_cache  # noqa: E402
-from tests.families.cases import EVERY_SHAPE  # noqa: E402
+from tests.tiers import EVERY  # noqa: E402
 
 SMALL = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, decoder_start_token_id=0)
 SWITCH = dict(
@@ -53,9 +53,9 @@ CLASSES = {
     "t5": ("T5Config", "T5ForConditionalGeneration"),
     "switch": ("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration"),
 }
-# As in `cases`: some by default, all with `make test-families`.
-SOME = CASES if EVERY_SHAPE else ["t5", "t5-gated", "switch"]
-FIRST = CASES if EVERY_SHAPE else ["t5-gated", "switch"]
+# As in `cases`: some by default, all with `make test-all`.
+SOME = CASES if EVERY else ["t5", "t5-gated", "switch"]
+FIRST = CASES if EVERY else ["t5-gated", "switch"]
 
 random = np.random.default_rng(0)
 INPUTS, TARGETS = random.integers(1, 96, (2, 40)), random.integers(1, 96, (2, 30))

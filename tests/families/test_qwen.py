@@ -17,7 +17,7 @@ from moe_jax.generation import generate
 from moe_jax.loading import load_model, model_leaves
 from tests.convert.conftest import CONFIGS, expected_tensors, write_checkpoint
 from tests.families import plain_qwen
-from tests.families.cases import EVERY_SHAPE
+from tests.tiers import EVERY
 
 LENGTH, NEW_TOKENS = 40, 64
 SMALL = {**CONFIGS["qwen"], "seq_length": 80}
@@ -44,7 +44,7 @@ def in_float64(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
 
 
-SOME = SHAPES if EVERY_SHAPE else dict(list(SHAPES.items())[:2])
+SOME = SHAPES if EVERY else dict(list(SHAPES.items())[:2])
 
 
 @pytest.mark.parametrize("config", SOME.values(), ids=SOME)

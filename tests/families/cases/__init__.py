@@ -4,12 +4,13 @@ A file names the classes of Transformers, `CONFIG` and `MODEL`, and its `CASES`:
 take the place of those in `SMALL`.
 
 Compiling for every shape would take longer than all other tests. So by default the logits of the first two cases of a
-family are compared, and generation and gradients of the first; with `make test-families`, of all.
+family are compared, and generation and gradients of the first; with `make test-all`, of all.
 """
 
 import importlib
-import os
 import pkgutil
+
+from tests.tiers import EVERY
 
 SMALL = dict(
     vocab_size=96,
@@ -25,9 +26,8 @@ SMALL = dict(
 )
 FILES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 CASES = {name: file for file in FILES for name in file.CASES}
-EVERY_SHAPE = os.environ.get("MOE_JAX_EVERY_SHAPE") == "1"
 
 
 def first_of_each(count: int) -> list[str]:
     """The first cases of every family; all of them if every shape is asked for."""
-    return [name for file in FILES for name in list(file.CASES)[: None if EVERY_SHAPE else count]]
+    return [name for file in FILES for name in list(file.CASES)[: None if EVERY else count]]
