@@ -11,10 +11,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from moe_jax.errors import InputError
-from moe_jax.functional.losses import token_losses
+from moe_jax.nn import Decoder
 from moe_jax.sharding import make_mesh
+from moe_jax.train.forward import Batch, run_to_head
 from moe_jax.train.placement import batch_shards, local_rows, place
 from moe_jax.train.tokenizer import Tokenizer
 
@@ -90,9 +92,7 @@ class Evaluator:
 
         def row_losses(states: tuple[nnx.State, ...], batch: dict[str, jax.Array]) -> jax.Array:
             model = nnx.merge(graphdef, *states)
-            logits = model(batch["tokens"], segment_ids=batch["segment_ids"]).logits
-            scored = batch["segment_ids"][:, 1:].astype(jnp.float32)
-            return jnp.sum(token_losses(logits[:, :-1], batch["tokens"][:, 1:]) * scored, axis=1)
+            return next_token_row_losses(model, batch)
 
         self._row_losses = jax.jit(row_losses, out_shardings=NamedSharding(self._mesh, P()))
 
@@ -107,6 +107,12 @@ class Evaluator:
         tokens = len(self._ids) - self._windows
         nll = total / tokens
         return Evaluation(tokens, nll, exp(nll), total, self._windows)
+
+
+def next_token_row_losses(model: Decoder, batch: Batch) -> Float[Array, " B"]:
+    """The losses of the tokens of every row of `text_windows`, but its first, added up."""
+    losses = model.token_losses(run_to_head(model, batch).x, jnp.roll(batch["tokens"], -1, axis=1))
+    return jnp.sum(losses[:, :-1] * batch["segment_ids"][:, 1:].astype(jnp.float32), axis=1)
 
 
 def check_seq_len(seq_len: int) -> None:

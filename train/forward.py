@@ -7,6 +7,7 @@ from jaxtyping import Array, Int
 
 from moe_jax.nn import Decoder
 from moe_jax.nn.decoder import DecoderOutput
+from moe_jax.nn.stack import StackOutput
 
 Batch = dict[str, Array]
 """tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedBatches`. For a model with
@@ -17,8 +18,20 @@ def run_model(
     model: Decoder, batch: Batch, key: jax.Array | None = None, *, last_only: Int[Array, " B"] | None = None
 ) -> DecoderOutput:
     """What the model gives for a batch; without `positions`, every row is one document. The rest as in the model."""
-    given: dict[str, Any] = {"key": key, "last_only": last_only}
+    return model(**_arguments(batch), key=key, last_only=last_only)
+
+
+def run_to_head(model: Decoder, batch: Batch, key: jax.Array | None = None) -> StackOutput:
+    """The same, but what the head is given in place of what it makes of it.
+
+    From there `Decoder.token_losses` and `Decoder.weighted_loss` go on, which never hold the logits of all tokens.
+    """
+    return model.activations(**_arguments(batch), key=key)
+
+
+def _arguments(batch: Batch) -> dict[str, Any]:
+    given: dict[str, Any] = {"tokens": batch["tokens"]}
     if "inputs" not in batch:
-        return model(batch["tokens"], positions=batch.get("positions"), segment_ids=batch["segment_ids"], **given)
+        return given | {"positions": batch.get("positions"), "segment_ids": batch["segment_ids"]}
     given |= {"inputs": batch["inputs"], "inputs_valid": batch["inputs_valid"]}
-    return model(batch["tokens"], valid=batch["segment_ids"] > 0, **given)
+    return given | {"valid": batch["segment_ids"] > 0}

@@ -13,12 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.errors import InputError
-from moe_jax.functional.losses import token_losses
 from moe_jax.json_toml import ANYTHING, parse_json
 from moe_jax.models import ModelConfig
 from moe_jax.sharding import make_mesh
 from moe_jax.train.evaluation import Evaluation, exp
-from moe_jax.train.forward import Batch, run_model
+from moe_jax.train.forward import Batch, run_to_head
 from moe_jax.train.pair_batches import stack_pairs
 from moe_jax.train.placement import batch_shards, local_rows, place
 from moe_jax.train.sources import PAIR_KEYS, JsonLines
@@ -152,8 +151,9 @@ class PairEvaluator:
 
 
 def _row_losses(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, " B"]:
-    logits = run_model(nnx.merge(graphdef, *states), batch).logits
-    return jnp.sum(token_losses(logits, batch["targets"]) * batch["weights"], axis=1)
+    model = nnx.merge(graphdef, *states)
+    losses = model.token_losses(run_to_head(model, batch).x, batch["targets"])
+    return jnp.sum(losses * batch["weights"], axis=1)
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,12 +10,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.losses import next_token_loss
 from moe_jax.models import ModelConfig
 from moe_jax.nn import auxiliary_loss
 from moe_jax.nn.router_stats import StackedStats
 from moe_jax.sharding import batch_spec
-from moe_jax.train.forward import Batch, run_model
+from moe_jax.train.forward import Batch, run_to_head
 
 # Separates the random keys of steps from those of initial parameters, which come from the same seed.
 _STEPS = 0x57E95
@@ -96,9 +95,10 @@ def make_step(
         params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array
     ) -> tuple[Array, tuple]:
         model = nnx.merge(graphdef, params, frozen)
-        out = run_model(model, batch, key)
-        total, _ = next_token_loss(out.logits, batch["targets"], batch["weights"])
-        loss, auxiliary = total / scored, auxiliary_loss(config, out.router) / accumulation
+        out = run_to_head(model, batch, key)
+        # The divisor is part of the weights: so the gradient is made as it is, and not rounded before it is divided.
+        loss = model.weighted_loss(out.x, batch["targets"], batch["weights"] / scored)
+        auxiliary = auxiliary_loss(config, out.router) / accumulation
         return loss + auxiliary, (loss, auxiliary, out.router)
 
     grad = jax.grad(microbatch_loss, has_aux=True)

@@ -10,12 +10,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from moe_jax.functional.losses import token_losses
 from moe_jax.loading import abstract_model
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.train.evaluation import text_windows
+from moe_jax.train.evaluation import next_token_row_losses, text_windows
 from moe_jax.train.optimizer import learning_rate, make_optimizer
 from moe_jax.train.recipe import OptimizerSection, ScheduleSection
 from moe_jax.train.step import TrainState, init_state, make_step
@@ -74,9 +73,7 @@ class Trainer:
 
         def window_losses(params: nnx.State, frozen: nnx.State, batch: dict) -> jax.Array:
             model = nnx.merge(graphdef, params, frozen)
-            logits = model(batch["tokens"], segment_ids=batch["segment_ids"]).logits
-            scored = batch["segment_ids"][:, 1:].astype(jnp.float32)
-            return jnp.sum(token_losses(logits[:, :-1], batch["tokens"][:, 1:]) * scored)
+            return jnp.sum(next_token_row_losses(model, batch))
 
         self._init = jax.jit(lambda params: init_state(params, make_optimizer(section, optax.constant_schedule(1.0))))
         self._step = jax.jit(step, donate_argnums=2)

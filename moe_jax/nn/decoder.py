@@ -1,6 +1,6 @@
 """The model of a `ModelConfig`, whatever the family: embedding, stack and head, and in some an encoder."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +13,7 @@ from moe_jax.models.config import ModelConfig
 from moe_jax.nn.embed import Embed
 from moe_jax.nn.head import Head
 from moe_jax.nn.router_stats import StackedStats
-from moe_jax.nn.stack import Caches, Stack
+from moe_jax.nn.stack import Caches, Stack, StackOutput
 
 
 class DecoderOutput(NamedTuple):
@@ -141,15 +141,11 @@ class Decoder(nnx.Module):
         Raises:
           InputError: if the arguments do not go together or with the model.
         """
-        encoder_router: StackedStats = ()
-        if inputs is not None:
-            if encoder_output is not None or encoder_valid is not None:
-                raise InputError("a call brings either inputs for the encoder or the encoder's output, not both")
-            encoder_output, encoder_valid, encoder_router = self.encode(inputs, valid=inputs_valid, key=key)
-        elif inputs_valid is not None:
-            raise InputError("inputs_valid says what counts of inputs, which are not given")
-        x, caches, router = self.stack(
-            self.embed(tokens, positions, embeddings=embeddings),
+        x, caches, router = self.activations(
+            tokens,
+            inputs=inputs,
+            inputs_valid=inputs_valid,
+            embeddings=embeddings,
             positions=positions,
             segment_ids=segment_ids,
             valid=valid,
@@ -161,5 +157,50 @@ class Decoder(nnx.Module):
         )
         if last_only is not None:
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
-        logits = self.lm_head(x, self.embed.embedding[...] if self.config.tie_embeddings else None)
-        return DecoderOutput(logits, caches, (*encoder_router, *router))
+        return DecoderOutput(self.lm_head(x, self._tied()), caches, router)
+
+    def activations(
+        self,
+        tokens: Int[Array, "B T"] | None = None,
+        *,
+        inputs: Int[Array, "B S"] | None = None,
+        inputs_valid: Bool[Array, "B S"] | None = None,
+        encoder_output: Float[Array, "B S e"] | None = None,
+        encoder_valid: Bool[Array, "B S"] | None = None,
+        embeddings: Float[Array, "B T d"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        caches: Caches | None = None,
+        key: Array | None = None,
+        **of_stack: Any,
+    ) -> StackOutput:
+        """What the head is given, with arguments as in the call."""
+        encoder_router: StackedStats = ()
+        if inputs is not None:
+            if encoder_output is not None or encoder_valid is not None:
+                raise InputError("a call brings either inputs for the encoder or the encoder's output, not both")
+            encoder_output, encoder_valid, encoder_router = self.encode(inputs, valid=inputs_valid, key=key)
+        elif inputs_valid is not None:
+            raise InputError("inputs_valid says what counts of inputs, which are not given")
+        x, caches, router = self.stack(
+            self.embed(tokens, positions, embeddings=embeddings),
+            positions=positions,
+            encoder_output=encoder_output,
+            encoder_valid=encoder_valid,
+            caches=caches,
+            key=key,
+            **of_stack,
+        )
+        return StackOutput(x, caches, (*encoder_router, *router))
+
+    def token_losses(self, x: Float[Array, "B T d"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """Negative log-likelihood of every target, given the activations; see `Head.token_losses`."""
+        return self.lm_head.token_losses(x, targets, self._tied())
+
+    def weighted_loss(
+        self, x: Float[Array, "B T d"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
+    ) -> Float[Array, ""]:
+        """The weighted sum of `token_losses`, for training; see `Head.weighted_loss`."""
+        return self.lm_head.weighted_loss(x, targets, weights, self._tied())
+
+    def _tied(self) -> Float[Array, "V d"] | None:
+        return self.embed.embedding[...] if self.config.tie_embeddings else None

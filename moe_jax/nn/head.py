@@ -1,11 +1,19 @@
-"""The last part of a model: from activations to logits."""
+"""The last part of a model: from activations to logits, or to the losses of targets."""
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.forms.fresh import normal_kernel
+from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
 from moe_jax.experts.variables import Leaves
+from moe_jax.functional.cross_entropy import (
+    HeadOptions,
+    LossAxes,
+    finish_logits,
+    token_cross_entropies,
+    weighted_cross_entropy,
+)
 from moe_jax.functional.linear import linear_float32
 from moe_jax.models.config import ModelConfig
 
@@ -38,16 +46,54 @@ class Head(Leaves):
         self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None
     ) -> Float[Array, "B T V"]:
         """Logits; a tied head needs the embedding."""
+        kernel, bias = self._arrays(embedding)
+        logits = linear_float32(self._hidden(x), kernel.T if self.is_tied else kernel)
+        return finish_logits(logits, bias, self.scale, self.soft_cap)
+
+    def token_losses(
+        self, x: Float[Array, "B T d"], targets: Int[Array, "B T"], embedding: Float[Array, "V d"] | None = None
+    ) -> Float[Array, "B T"]:
+        """Negative log-likelihood of every target, float32; logits are those of a chunk of tokens at a time."""
+        x, kernel, bias = self._hidden(x), *self._arrays(embedding)
+        return token_cross_entropies(self._options(x, kernel), x, kernel, bias, targets)
+
+    def weighted_loss(
+        self,
+        x: Float[Array, "B T d"],
+        targets: Int[Array, "B T"],
+        weights: Float[Array, "B T"],
+        embedding: Float[Array, "V d"] | None = None,
+    ) -> Float[Array, ""]:
+        """The sum of `weights * token_losses`, whose gradient costs less than that of a sum of theirs."""
+        x, kernel, bias = self._hidden(x), *self._arrays(embedding)
+        return weighted_cross_entropy(self._options(x, kernel), x, kernel, bias, targets, weights)
+
+    def _hidden(self, x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+        """What meets the kernel."""
+        if not self.is_hidden:
+            return x
+        arrays = self.hidden.arrays()
+        hidden = linear_float32(x, arrays["kernel"]) + arrays["bias"].astype(jnp.float32)[None, None, :]
+        return jnp.tanh(hidden).astype(x.dtype)
+
+    def _arrays(self, embedding: Array | None) -> tuple[Array, Array | None]:
+        """The kernel, which is [V, d] in a tied head, and the bias."""
         assert (embedding is not None) == self.is_tied, "the embedding goes with a tied head, and only with it"
-        if self.is_hidden:
-            arrays = self.hidden.arrays()
-            hidden = linear_float32(x, arrays["kernel"]) + arrays["bias"].astype(jnp.float32)[None, None, :]
-            x = jnp.tanh(hidden).astype(x.dtype)
-        logits = linear_float32(x, self.kernel[...] if embedding is None else embedding.T)
-        if self.has_bias:
-            logits = logits + self.bias[...].astype(jnp.float32)[None, None, :]
-        if self.scale != 1.0:
-            logits = logits * jnp.float32(self.scale)
-        if self.soft_cap is not None:
-            logits = jnp.tanh(logits / self.soft_cap) * self.soft_cap
-        return logits
+        return self.kernel[...] if embedding is None else embedding, self.bias[...] if self.has_bias else None
+
+    def _options(self, x: Array, kernel: Array) -> HeadOptions:
+        width, vocabulary = kernel.shape[:: -1 if self.is_tied else 1]
+        return HeadOptions(self.scale, self.soft_cap, self.is_tied, _axes(x.shape[0], width, vocabulary))
+
+
+def _axes(batch: int, width: int, vocabulary: int) -> LossAxes | None:
+    """How the mesh in use splits the operands of a loss: as its rule table does, where that divides them."""
+    mesh = current_mesh()
+    if mesh is None:
+        return None
+    split = splits_batch(mesh, batch)
+    return LossAxes(
+        batch=BATCH_AXES if split else (),
+        width="fsdp" if split and width % mesh.shape["fsdp"] == 0 else None,
+        vocabulary="tensor" if vocabulary % mesh.shape["tensor"] == 0 else None,
+    )
