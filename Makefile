@@ -4,7 +4,7 @@ VENV ?= .venv
 # Workers take from each other what is left: tests of a file mostly stay together, and no worker waits.
 PYTEST_ARGS ?= -n auto --dist worksteal
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all test-gpu-compile lint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/moe-jax demo
@@ -16,12 +16,23 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	MOE_JAX_EVERY_TEST=1 JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
+# Programs for NVIDIA GPUs, compiled by XLA:GPU on a machine that needs no GPU, but room for its wheels (6 GB) in a
+# virtual environment of its own.
+GPU_VENV ?= .venv-gpu
+test-gpu-compile: $(GPU_VENV)/.installed-gpu
+	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest tests/gpu_compile
+
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info
+
+$(GPU_VENV)/.installed-gpu: pyproject.toml
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/pip install --quiet --editable '.[gpu]' pytest hypothesis
+	touch $@
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

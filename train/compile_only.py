@@ -1,7 +1,8 @@
 """Compiles the training step for an absent accelerator.
 
-The `libtpu` wheel holds the TPU compiler and runs on any x86 CPU machine. The step is the same one that `loop` runs,
-here on abstract arrays: no weights are loaded or made.
+The `libtpu` wheel holds the TPU compiler and runs on any x86 CPU machine; JAX's CUDA plugin holds that for GPUs, and
+needs neither GPU nor driver (`gpu_topology`). The step is the same one that `loop` runs, here on abstract arrays: no
+weights are loaded or made.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 from moe_jax.errors import InputError, first_line, shown
 from moe_jax.models import ModelConfig
+from moe_jax.train import gpu_topology
 from moe_jax.train.recipe import Recipe
 
 # libtpu asks a metadata server for the machine's type unless the environment gives one. Any TPU type will do: the
@@ -25,19 +27,22 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# Memory of a chip in GiB, from Google's documentation of the TPU versions.
+# Memory of a device in bytes; of TPU chips from Google's documentation of the TPU versions.
 _HBM_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32, "TPU7x": 192}
+_HBM = {kind: size << 30 for kind, size in _HBM_GIB.items()}
+_HBM |= {gpu.name: gpu.memory for gpu in gpu_topology.GPUS.values()}
 
 
 def prepare_environment() -> None:
     """Describes a TPU to libtpu and keeps JAX itself on the CPU; call it before JAX is imported."""
+    gpu_topology.prepare_environment()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str, Any]:
-    """Compiles the step of a recipe for a topology such as `v5e:4x4`.
+    """Compiles the step of a recipe for a topology such as `v5e:4x4` or `h100:8`.
 
     Args:
       recipe: the run; its data is not read.
@@ -50,8 +55,8 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
       loop over layers once); and `collectives` by kind with `count` and `bytes`, loops counted in full.
 
     Raises:
-      InputError: no libtpu, an unknown topology, a step that does not fit into the chips' memory, or a mesh that
-        does not fit the slice.
+      InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
+        mesh that does not fit the slice.
     """
     import jax
 
@@ -71,7 +76,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise InputError(f"the step does not fit into {topology}: {first_line(error)}") from None
-        (text,) = Path(folder).glob("*.after_optimizations.txt")
+        (text,) = Path(folder).glob(f"*.{'sm_*_gpu_' if gpu_topology.is_gpu(topology) else ''}after_optimizations.txt")
         found = collectives(text.read_text())
     memory = compiled.memory_analysis()
     # Outputs that lie in the buffers of donated arguments are counted once.
@@ -90,7 +95,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
             "temporaries": memory.temp_size_in_bytes,
             "code": memory.generated_code_size_in_bytes,
             "total": held + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
-            "hbm": _HBM_GIB[kind] << 30 if kind in _HBM_GIB else None,
+            "hbm": _HBM.get(kind),
         },
         "model_flops": step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices),
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
@@ -118,6 +123,8 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _devices(topology: str) -> list[Any]:
+    if gpu_topology.is_gpu(topology):
+        return gpu_topology.gpu_devices(topology)
     import importlib.util
 
     if importlib.util.find_spec("libtpu") is None:
@@ -128,6 +135,6 @@ def _devices(topology: str) -> list[Any]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:  # libtpu's own errors have no common class
         raise InputError(
-            f"unknown topology {shown(topology)}, expected for example v5e:4x4, v5p:2x2x4 or v6e:8x8: "
+            f"unknown topology {shown(topology)}, expected for example v5e:4x4, v5p:2x2x4, v6e:8x8 or h100:8: "
             f"{first_line(error)}"
         ) from None

@@ -28,7 +28,7 @@ class Options:
     compile_only: bool = False
     """Compiles the training step for --topology and prints bytes per chip and collectives; needs no weights."""
     topology: str | None = None
-    """The accelerator to compile for, such as v5e:4x4 or v5p:2x2x4."""
+    """The accelerator to compile for, such as v5e:4x4 or v5p:2x2x4, or h100:2x8: hosts and GPUs on each."""
     config: Path | None = None
     """With --compile-only: a config.json (of this library or Hugging Face's) instead of that of the recipe's model."""
     json: bool = False

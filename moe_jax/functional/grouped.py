@@ -2,16 +2,14 @@
 
 - CPU: `blocked`, tiles of rows in a loop of dynamic length. XLA:CPU lowers `ragged_dot` to E times the arithmetic.
 - TPU: `ragged_dot`, which XLA lowers to a grouped kernel.
-- GPU: Tokamax's kernel where the package is installed, else `ragged_dot`.
+- NVIDIA GPUs: kernels in Mosaic GPU or Triton (`kernels.gpu_grouped`).
 
-The backend is chosen when the program is lowered, so that a step that is compiled for a TPU slice on a machine without
-one gets the TPU's. All backends share one rule of differentiation.
+The backend is chosen when the program is lowered, so that a step that is compiled for a TPU slice or a GPU on a machine
+without one gets theirs. All backends share one rule of differentiation.
 """
 
-import importlib.util
-import logging
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +18,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-logger = logging.getLogger(__name__)
+from moe_jax.kernels.deferred import deferred
+from moe_jax.kernels.nvidia import compute_capability
+from moe_jax.kernels.one_device import one_device
+from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product, zero_rows_beyond
 
 # Rows of a tile on CPU: long tiles make fast matrix products, short ones at the end of a group waste little.
 TILES = (256, 64)
@@ -171,56 +172,53 @@ def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
     return lax.fori_loop(0, group_sizes.shape[0], group, grads)
 
 
-def zero_rows_beyond(rows: Float[Array, "M o"], count: Int[Array, ""]) -> Float[Array, "M o"]:
-    """The first `count` rows, and zeros in place of the others."""
-    inside = lax.broadcasted_iota(jnp.int32, rows.shape, 0) < count
-    return jnp.where(inside, rows, jnp.zeros((), rows.dtype))
+# ---- NVIDIA GPUs ------------------------------------------------------------------------------------------------
 
 
-# ---- ragged_dot (TPU, and GPU without Tokamax) ------------------------------------------------------------------
-
-_OUTER = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-)
+def _gpu_options() -> dict[str, Any]:
+    return {"capability": compute_capability(), "one_device": one_device()}
 
 
-def _ragged_product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    return zero_rows_beyond(lax.ragged_dot(lhs, rhs, group_sizes), jnp.sum(group_sizes))
+def _gpu_product(lhs: Array, rhs: Array, group_sizes: Array, *, transposed: bool = False) -> Array:
+    out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1 if transposed else 2]), lhs.dtype)
+    return deferred(_traced_gpu_product, lhs, rhs, group_sizes, out=out, transposed=transposed, **_gpu_options())
 
 
-def _ragged_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
-    return lax.ragged_dot_general(lhs, dout, group_sizes, _OUTER)
+def _traced_gpu_product(*arrays: Array, **options: Any) -> Array:
+    from moe_jax.kernels import gpu_grouped
+
+    return gpu_grouped.grouped_product(*arrays, **options)
 
 
-# ---- Tokamax (GPU) ----------------------------------------------------------------------------------------------
+def _gpu_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
+    out = jax.ShapeDtypeStruct((group_sizes.shape[0], lhs.shape[1], dout.shape[1]), lhs.dtype)
+    return deferred(_traced_gpu_outer, lhs, dout, group_sizes, out=out, **_gpu_options())
 
 
-def _tokamax_product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    import tokamax  # pyright: ignore[reportMissingImports]  (an extra)
+def _traced_gpu_outer(*arrays: Array, **options: Any) -> Array:
+    from moe_jax.kernels import gpu_grouped
 
-    return zero_rows_beyond(tokamax.ragged_dot(lhs, rhs, group_sizes), jnp.sum(group_sizes))
-
-
-def _transposed(product: Callable[..., Array], dout: Array, rhs: Array, group_sizes: Array) -> Array:
-    return product(dout, jnp.swapaxes(rhs, 1, 2), group_sizes)
+    return gpu_grouped.grouped_outer(*arrays, **options)
 
 
+# ---- the seam ---------------------------------------------------------------------------------------------------
+
+# By operation: `product` and `transposed` take rows and kernels, `outer` takes rows and rows.
 BACKENDS: dict[str, dict[str, Callable[..., Array]]] = {
     "blocked": {
         "product": _blocked_product,
         "transposed": partial(_blocked_product, contract_out=True),
         "outer": _blocked_outer,
     },
-    "ragged_dot": {
-        "product": _ragged_product,
-        "transposed": partial(_transposed, _ragged_product),
-        "outer": _ragged_outer,
+    "gpu": {
+        "product": _gpu_product,
+        "transposed": partial(_gpu_product, transposed=True),
+        "outer": _gpu_outer,
     },
-    # The gradient of the kernels is XLA's: Tokamax's can be reached through its own autodiff only.
-    "tokamax": {
-        "product": _tokamax_product,
-        "transposed": partial(_transposed, _tokamax_product),
-        "outer": _ragged_outer,
+    "ragged_dot": {
+        "product": ragged_product,
+        "transposed": lambda dout, rhs, group_sizes: ragged_product(dout, jnp.swapaxes(rhs, 1, 2), group_sizes),
+        "outer": ragged_outer,
     },
 }
 
@@ -231,14 +229,7 @@ def _choose(operation: str, backend: str) -> Callable[..., Array]:
     choose: Any = partial(
         lax.platform_dependent,
         cpu=BACKENDS["blocked"][operation],
-        cuda=BACKENDS[_gpu_backend()][operation],
+        cuda=BACKENDS["gpu"][operation],
         default=BACKENDS["ragged_dot"][operation],
     )
     return choose
-
-
-@lru_cache(maxsize=1)
-def _gpu_backend() -> str:
-    gpu = "tokamax" if importlib.util.find_spec("tokamax") else "ragged_dot"
-    logger.info("grouped matmul: blocked on CPU, %s on GPU, ragged_dot on TPU", gpu)
-    return gpu

@@ -1,0 +1,165 @@
+"""Grouped products on NVIDIA GPUs: the kernel that fits the GPU, the shapes and the dtype.
+
+- Hopper, bfloat16 or float16, and tiles that divide the shapes: JAX's Mosaic-GPU kernel, forward and d-rows.
+- Otherwise, and for d-kernels: Triton, on GPUs from Ampere on, for dtypes of at most 32 bits.
+- Otherwise XLA's `ragged_dot`, which it lowers to a dense product over all experts, with a warning.
+"""
+
+import logging
+from functools import lru_cache
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels import mosaic_gpu_grouped, triton_grouped
+from moe_jax.kernels.nvidia import Capability
+from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product
+from moe_jax.kernels.triton_grouped import Tile
+
+logger = logging.getLogger(__name__)
+
+# Triton has tensor-core products of these dtypes from Ampere on.
+_TRITON_DTYPES, _TRITON_FROM = (jnp.bfloat16, jnp.float16, jnp.float32), (8, 0)
+
+
+def grouped_product(
+    lhs: Float[Array, "M i"],
+    rhs: Float[Array, "E i o"],
+    group_sizes: Int[Array, " E"],
+    *,
+    capability: Capability | None,
+    one_device: bool = True,
+    transposed: bool = False,
+) -> Float[Array, "M o"]:
+    """`out[m] = lhs[m] @ rhs[group of row m]`; rows in no group are zero.
+
+    Args:
+      lhs: rows sorted by group.
+      rhs: one kernel per group; [E, o, i] if `transposed`.
+      group_sizes: rows per group.
+      capability: of the GPU; None: it is not known.
+      one_device: whether a kernel can be called; see `kernels.one_device`.
+      transposed: multiplies with the transposed kernels.
+    """
+    if one_device and mosaic_gpu_grouped.fits(lhs, rhs, capability, transposed=transposed):
+        return mosaic_gpu_grouped.product(lhs, rhs, group_sizes, transposed=transposed)
+    if one_device and triton_fits(lhs.dtype, capability):
+        return triton_product(lhs, rhs, group_sizes, capability=capability, transposed=transposed)
+    _warn_of_dense(group_sizes.shape[0], lhs.dtype.name, capability, one_device)
+    return ragged_product(lhs, jnp.swapaxes(rhs, 1, 2) if transposed else rhs, group_sizes)
+
+
+def grouped_outer(
+    lhs: Float[Array, "M i"],
+    dout: Float[Array, "M o"],
+    group_sizes: Int[Array, " E"],
+    *,
+    capability: Capability | None,
+    one_device: bool = True,
+) -> Float[Array, "E i o"]:
+    """`out[e] = sum over the rows m of group e of lhs[m]^T dout[m]`; empty groups give zeros.
+
+    Args:
+      lhs, dout: rows sorted by group.
+      group_sizes: rows per group.
+      capability: of the GPU; None: it is not known.
+      one_device: whether a kernel can be called; see `kernels.one_device`.
+    """
+    if one_device and triton_fits(lhs.dtype, capability):
+        return triton_outer(lhs, dout, group_sizes, capability=capability)
+    _warn_of_dense(group_sizes.shape[0], lhs.dtype.name, capability, one_device)
+    return ragged_outer(lhs, dout, group_sizes)
+
+
+# ---- Triton, with tiles for the GPU and the shapes --------------------------------------------------------------
+
+
+def triton_fits(dtype: DTypeLike, capability: Capability | None) -> bool:
+    """Whether Triton's kernels can be used for a dtype; a GPU that is not known is taken to be new enough."""
+    return jnp.dtype(dtype) in _TRITON_DTYPES and (capability is None or capability >= _TRITON_FROM)
+
+
+def triton_product(
+    lhs: Float[Array, "M i"],
+    rhs: Float[Array, "E i o"],
+    group_sizes: Int[Array, " E"],
+    *,
+    capability: Capability | None,
+    transposed: bool = False,
+    origin: Int[Array, ""] | None = None,
+    into: Float[Array, "M o"] | None = None,
+) -> Float[Array, "M o"]:
+    """See `triton_grouped.product`."""
+    terms, columns = lhs.shape[1], rhs.shape[1 if transposed else 2]
+    tile = product_tile(lhs.shape[0], rhs.shape[0], terms, columns, lhs.dtype, capability)
+    return triton_grouped.product(lhs, rhs, group_sizes, tile=tile, transposed=transposed, origin=origin, into=into)
+
+
+def triton_outer(
+    lhs: Float[Array, "M i"],
+    dout: Float[Array, "M o"],
+    group_sizes: Int[Array, " E"],
+    *,
+    capability: Capability | None,
+    origin: Int[Array, ""] | None = None,
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "E i o"]:
+    """See `triton_grouped.outer`."""
+    tile = outer_tile(lhs.shape[0], group_sizes.shape[0], lhs.shape[1], dout.shape[1], lhs.dtype, capability)
+    return triton_grouped.outer(lhs, dout, group_sizes, tile=tile, origin=origin, dtype=dtype)
+
+
+def product_tile(
+    rows: int, groups: int, terms: int, columns: int, dtype: DTypeLike, capability: Capability | None
+) -> Tile:
+    """The tile of a product of `rows` rows in `groups` groups: as high as a group is on average."""
+    widest = _widest_tile(dtype, capability)
+    high = _fitting(-(-rows // groups), widest.rows)
+    if high < widest.rows:
+        # A low tile is done soon: narrow ones let more programs run at a time.
+        widest = widest._replace(columns=min(widest.columns, 128), warps=4)
+    return widest._replace(rows=high, terms=_fitting(terms, widest.terms), columns=_fitting(columns, widest.columns))
+
+
+def outer_tile(
+    rows: int, groups: int, fan_in: int, fan_out: int, dtype: DTypeLike, capability: Capability | None
+) -> Tile:
+    """The tile of the sum over the rows of a group of outer products [fan_in, fan_out]."""
+    widest = _widest_tile(dtype, capability)
+    return widest._replace(
+        rows=_fitting(fan_in, widest.rows),
+        terms=_fitting(-(-rows // groups), widest.terms),
+        columns=_fitting(fan_out, widest.columns),
+    )
+
+
+def _widest_tile(dtype: DTypeLike, capability: Capability | None) -> Tile:
+    """Tiles in flight fill the shared memory of a core: 227 KiB on Hopper, 163 on A100, 99 on GPUs for desks."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return Tile(rows=64, terms=32, columns=128, warps=4, stages=3)
+    if capability is not None and capability[0] in (9, 10):
+        return Tile(rows=128, terms=64, columns=256, warps=8, stages=4)
+    if capability == (8, 0):
+        return Tile(rows=128, terms=64, columns=256, warps=8, stages=3)
+    return Tile(rows=128, terms=32, columns=128, warps=4, stages=4)
+
+
+def _fitting(size: int, limit: int) -> int:
+    """The power of two from 16 to `limit` that is at least `size`, if there is one."""
+    return max(triton_grouped.MIN_TILE, min(limit, 1 << (size - 1).bit_length()))
+
+
+@lru_cache
+def _warn_of_dense(groups: int, dtype: str, capability: Capability | None, one_device: bool) -> None:
+    """Cached, so that it is said once."""
+    reason = "the compiler cannot divide one between devices"
+    if one_device:
+        gpu = "" if capability is None else f", and this one has {capability[0]}.{capability[1]}"
+        needs = "bfloat16, float16 or float32, and a GPU of compute capability {}.{}".format(*_TRITON_FROM)
+        reason = f"it needs {needs}{gpu}"
+    logger.warning(
+        "no grouped kernel for a product of %s rows with %d experts: %s. XLA multiplies every row with all experts: "
+        "%d times the arithmetic, and as much more memory",
+        dtype, groups, reason, groups,
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Grouped products for any NVIDIA GPU that Triton knows, as Pallas kernels: forward, d-rows and d-kernels.
+
+A program of the forward kernel makes one tile of the output: some rows of one group by some columns. Tiles of rows
+begin where their group begins, so that no tile has rows of two groups. What is beyond the rows of a group, the columns
+of a kernel or the axis that is summed over is masked: every shape fits. Sums are float32.
+
+The plain reference is one `jnp.dot` per group (tests/kernels).
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+# Triton's products need 16 rows, columns and terms at least.
+MIN_TILE = 16
+
+
+class Tile(NamedTuple):
+    """What one program holds at a time.
+
+    Attributes:
+      rows, terms, columns: of the two factors, [rows, terms] and [terms, columns]; powers of two, at least 16.
+      warps: of 32 threads that share the tile.
+      stages: of the pipeline that copies tiles to shared memory.
+    """
+
+    rows: int
+    terms: int
+    columns: int
+    warps: int
+    stages: int
+
+
+class RowTiles(NamedTuple):
+    """Tiles of rows of all groups, one after another.
+
+    Attributes:
+      group: of every tile; the number of groups for tiles of rows in no group.
+      first: row of every tile.
+      end: first row after those that a tile may write; at most `first` for tiles that have nothing to do.
+    """
+
+    group: Int[Array, " t"]
+    first: Int[Array, " t"]
+    end: Int[Array, " t"]
+
+
+def row_tiles(group_sizes: Int[Array, " E"], rows: int, tile: int, origin: Int[Array, ""] | None = None) -> RowTiles:
+    """Divides the rows of groups into tiles; their number is static, and depends on nothing but the shapes.
+
+    Args:
+      group_sizes: rows per group.
+      rows: of all groups together, at most.
+      tile: rows of a tile.
+      origin: first row of the first group; other rows than those of the groups get no tile. None: row 0, and the rows
+        after the last group are tiles of a group of their own, the last.
+    """
+    sizes, start = group_sizes.astype(jnp.int32), jnp.zeros((), jnp.int32)
+    if origin is None:
+        sizes = jnp.append(sizes, rows - jnp.sum(sizes, dtype=jnp.int32))
+    else:
+        start = origin.astype(jnp.int32)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32) + start
+    last_tile = jnp.cumsum((sizes + tile - 1) // tile, dtype=jnp.int32)
+    # Every group may have one tile that is not full, besides rows // tile full ones.
+    index = jnp.arange(rows // tile + min(sizes.shape[0], rows), dtype=jnp.int32)
+    group = jnp.sum((index[:, None] >= last_tile[None, :]).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    known = jnp.minimum(group, sizes.shape[0] - 1)
+    tile_in_group = index - (last_tile - (sizes + tile - 1) // tile)[known]
+    first = (ends - sizes)[known] + tile * tile_in_group
+    return RowTiles(known, first, jnp.where(group == known, ends[known], 0))
+
+
+def product(
+    lhs: Float[Array, "M i"],
+    rhs: Float[Array, "E i o"],
+    group_sizes: Int[Array, " E"],
+    *,
+    tile: Tile,
+    transposed: bool = False,
+    origin: Int[Array, ""] | None = None,
+    into: Float[Array, "M o"] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "M o"]:
+    """`out[m] = lhs[m] @ rhs[group of row m]`; rows in no group are zero, or those of `into`.
+
+    Args:
+      lhs: rows sorted by group.
+      rhs: one kernel per group, of the dtype of `lhs`; [E, o, i] if `transposed`.
+      group_sizes: rows per group.
+      tile: of the output.
+      transposed: multiplies with the transposed kernels.
+      origin: row where the first group begins; goes with `into`. None: row 0.
+      into: the output's rows in no group. Its buffer becomes the output's where it is not used again.
+      interpret: runs on any platform, slowly.
+    """
+    assert (origin is None) == (into is None)
+    rows, fan_out = lhs.shape[0], rhs.shape[1 if transposed else 2]
+    if rows == 0:
+        return jnp.zeros((rows, fan_out), lhs.dtype) if into is None else into
+    tiles = row_tiles(group_sizes, rows, tile.rows, origin)
+    down, across = tiles.group.shape[0], pl.cdiv(fan_out, tile.columns)
+    arguments = [*tiles, lhs, rhs] + ([] if into is None else [into])
+    body = partial(_product_kernel, tile=tile, transposed=transposed, groups=group_sizes.shape[0], grid=(down, across))
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((rows, fan_out), lhs.dtype),
+        grid=(down * across,),
+        input_output_aliases={} if into is None else {len(arguments) - 1: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="grouped_product_transposed" if transposed else "grouped_product",
+    )(*arguments)
+
+
+def _product_kernel(
+    group_ref: Any,
+    first_ref: Any,
+    end_ref: Any,
+    lhs_ref: Any,
+    rhs_ref: Any,
+    *out_refs: Any,
+    tile: Tile,
+    transposed: bool,
+    groups: int,
+    grid: tuple[int, int],
+) -> None:
+    out_ref = out_refs[-1]
+    row_tile, column_tile = nearby(pl.program_id(0), grid)
+    group, first, end = group_ref[row_tile], first_ref[row_tile], end_ref[row_tile]
+    terms, fan_out, start = lhs_ref.shape[1], out_ref.shape[1], column_tile * tile.columns
+    rows, columns = pl.ds(first, tile.rows), pl.ds(start, tile.columns)
+    row_inside = first + jnp.arange(tile.rows, dtype=jnp.int32) < end
+    column_inside = start + jnp.arange(tile.columns, dtype=jnp.int32) < fan_out
+
+    @pl.when(first < end)
+    def _():
+        # The last group has no kernel: its rows are zero.
+        kernel = jnp.minimum(group, groups - 1)
+
+        def add(step: Array, total: Array) -> Array:
+            at = pl.ds(step * tile.terms, tile.terms)
+            inside = term_mask(step, tile.terms, terms)
+            left = load(lhs_ref.at[rows, at], row_inside, inside)
+            if transposed:
+                right = load(rhs_ref.at[kernel, columns, at], column_inside, inside)
+            else:
+                right = load(rhs_ref.at[kernel, at, columns], inside, column_inside)
+            return total + plgpu.dot(left, right, trans_b=transposed)
+
+        steps = jnp.minimum(groups - group, 1) * pl.cdiv(terms, tile.terms)
+        total = lax.fori_loop(0, steps, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))
+        mask = row_inside[:, None] & column_inside[None, :]
+        plgpu.store(out_ref.at[rows, columns], total.astype(out_ref.dtype), mask=mask)
+
+
+def outer(
+    lhs: Float[Array, "M i"],
+    dout: Float[Array, "M o"],
+    group_sizes: Int[Array, " E"],
+    *,
+    tile: Tile,
+    origin: Int[Array, ""] | None = None,
+    dtype: DTypeLike | None = None,
+    interpret: bool = False,
+) -> Float[Array, "E i o"]:
+    """`out[e] = sum over the rows m of group e of lhs[m]^T dout[m]`; empty groups give zeros.
+
+    Args:
+      lhs, dout: rows sorted by group.
+      group_sizes: rows per group.
+      tile: of the output; its `terms` are rows of a group.
+      origin: row where the first group begins; None: row 0.
+      dtype: of the output; None: that of `lhs`.
+      interpret: runs on any platform, slowly.
+    """
+    groups, fan_in, fan_out = group_sizes.shape[0], lhs.shape[1], dout.shape[1]
+    dtype = lhs.dtype if dtype is None else jnp.dtype(dtype)
+    if lhs.shape[0] == 0:
+        return jnp.zeros((groups, fan_in, fan_out), dtype)
+    sizes = group_sizes.astype(jnp.int32)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32) + (0 if origin is None else origin.astype(jnp.int32))
+    grid = pl.cdiv(fan_in, tile.rows), pl.cdiv(fan_out, tile.columns)
+    return pl.pallas_call(
+        partial(_outer_kernel, tile=tile, grid=grid),
+        out_shape=jax.ShapeDtypeStruct((groups, fan_in, fan_out), dtype),
+        grid=(grid[0] * grid[1], groups),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="grouped_outer",
+    )(ends - sizes, ends, lhs, dout)
+
+
+def _outer_kernel(
+    start_ref: Any, end_ref: Any, lhs_ref: Any, dout_ref: Any, out_ref: Any, *, tile: Tile, grid: tuple[int, int]
+) -> None:
+    (down, across), group = nearby(pl.program_id(0), grid), pl.program_id(1)
+    start, end = start_ref[group], end_ref[group]
+    fan_in, fan_out = lhs_ref.shape[1], dout_ref.shape[1]
+    into, out = pl.ds(down * tile.rows, tile.rows), pl.ds(across * tile.columns, tile.columns)
+    into_inside = down * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32) < fan_in
+    out_inside = across * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32) < fan_out
+
+    def add(step: Array, total: Array) -> Array:
+        first = start + step * tile.terms
+        inside = first + jnp.arange(tile.terms, dtype=jnp.int32) < end
+        left = load(lhs_ref.at[pl.ds(first, tile.terms), into], inside, into_inside)
+        right = load(dout_ref.at[pl.ds(first, tile.terms), out], inside, out_inside)
+        return total + plgpu.dot(left, right, trans_a=True)
+
+    steps = (end - start + tile.terms - 1) // tile.terms
+    total = lax.fori_loop(0, steps, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))
+    mask = into_inside[:, None] & out_inside[None, :]
+    plgpu.store(out_ref.at[group, into, out], total.astype(out_ref.dtype), mask=mask)
+
+
+# ---- parts of kernels -------------------------------------------------------------------------------------------
+
+# Programs that run at the same time should meet the same rows and the same columns in the cache.
+_TILES_TOGETHER = 8
+
+
+def nearby(index: Array, grid: tuple[int, int]) -> tuple[Array, Array]:
+    """Row and column of the tile of a program: down some tiles of rows, then the next column of the same rows."""
+    down, across = grid
+    band = index // (_TILES_TOGETHER * across)
+    height = jnp.minimum(down - band * _TILES_TOGETHER, _TILES_TOGETHER)
+    within = index % (_TILES_TOGETHER * across)
+    return band * _TILES_TOGETHER + within % height, within // height
+
+
+def term_mask(step: Array, tile: int, terms: int) -> Array | None:
+    """Which terms of a tile exist; None: all of all tiles."""
+    return None if terms % tile == 0 else step * tile + jnp.arange(tile, dtype=jnp.int32) < terms
+
+
+def load(ref: Any, rows: Array | None, columns: Array | None) -> Array:
+    """Loads a tile; zeros outside of the masks of its rows and columns. None: all are inside."""
+    mask = None if rows is None else jnp.broadcast_to(rows[:, None], ref.shape)
+    if columns is not None:
+        across = jnp.broadcast_to(columns[None, :], ref.shape)
+        mask = across if mask is None else mask & across
+    return plgpu.load(ref, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))

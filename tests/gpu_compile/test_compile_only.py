@@ -1,0 +1,31 @@
+"""`train --compile-only` for GPUs."""
+
+import json
+
+import pytest
+
+from tests.gpu_compile.compiling import needs_xla_gpu
+from tests.train.test_compile_only import compile_for, folder  # noqa: F401  (a fixture)
+
+pytestmark = needs_xla_gpu
+
+
+def test_the_step_compiles_for_two_hosts_of_gpus(folder):  # noqa: F811
+    done = compile_for(folder, "h100:2x8")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["chips"] == 16 and report["device_kind"] == "NVIDIA H100 80GB HBM3"
+    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4, "tensor": 1}
+    sizes = report["bytes"]
+    params = 2 * (4 * 128 * 128 + 128 * 4 + 4 * 3 * 128 * 128 + 2 * 128) + 2 * 256 * 128 + 128
+    assert 3 * 4 * params / 16 < sizes["arguments"] < 3 * 4 * params / 4
+    assert sizes["arguments"] < sizes["total"] < sizes["hbm"] == 84_942_979_072
+    assert report["collectives"]["all-gather"]["count"] > 0 and report["collectives"]["reduce-scatter"]["count"] > 0
+
+
+@pytest.mark.parametrize("topology", ["h100:", "h100:0x8", "h100:2x2x8", "h100:eight"])
+def test_an_unknown_topology_is_one_line(folder, topology):  # noqa: F811
+    done = compile_for(folder, topology)
+    assert done.returncode == 2
+    error = [line for line in done.stderr.splitlines() if line.startswith("moe-jax: error:")]
+    assert len(error) == 1 and "expected for example h100:8 or h100:2x8" in error[0]

@@ -1,0 +1,49 @@
+"""Functions that are traced when the program is lowered."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from moe_jax.kernels.deferred import deferred
+from tests.jaxprs import equations
+
+
+def scaled_product(a, b, *, scale):
+    return scale * (a @ b)
+
+
+def call(a, b):
+    out = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype)
+    return deferred(scaled_product, a, b, out=out, scale=2.0)
+
+
+A, B = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def test_it_computes_jitted_or_not():
+    np.testing.assert_array_equal(call(A, B), 2 * A @ B)
+    np.testing.assert_array_equal(jax.jit(call)(A, B), 2 * A @ B)
+
+
+def test_it_can_be_batched():
+    many = np.stack([A, A + 1, A - 1])
+    np.testing.assert_array_equal(jax.vmap(call, in_axes=(0, None))(many, B), 2 * many @ B)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(call, in_axes=(2, None)))(many.transpose(1, 2, 0), B), 2 * many @ B)
+
+
+def test_the_program_that_is_traced_has_nothing_of_the_function():
+    names = [equation.primitive.name for equation in equations(jax.make_jaxpr(call)(A, B))]
+    assert names == ["deferred"]
+
+
+def test_a_branch_for_another_platform_is_never_traced():
+    def fail(a, b):
+        raise AssertionError("traced")
+
+    def choose(a, b):
+        elsewhere = lambda a, b: deferred(fail, a, b, out=jax.ShapeDtypeStruct((2, 4), jnp.float32))  # noqa: E731
+        return lax.platform_dependent(a, b, cpu=jnp.matmul, cuda=elsewhere, default=elsewhere)
+
+    np.testing.assert_array_equal(jax.jit(choose)(A, B), A @ B)
+    np.testing.assert_array_equal(choose(A, B), A @ B)
