@@ -86,6 +86,11 @@ FAMILIES_UPCYCLED = Table(
     ("family", "upcycled", "largest change of a logit", "loss before", "trained", "exported, in Transformers"),
     ("{}", "{}", "{:.0e}", "{:.3f}", "{:.3f}", "{}"),
 )
+ENCODER_DECODERS = Table(
+    "encoder-decoders",
+    ("model", "nll of the answers", "right answers", "95 % interval, %", "exported, in Transformers"),
+    ("{}", "{:.3f}", "{} of {}", "{:.1f} – {:.1f}", "{}"),
+)
 FAMILIES_COMPRESSED = Table(
     "compressed and tuned",
     ("family", "", "bytes", "loss before", "after", "exported, in Transformers"),

@@ -233,4 +233,10 @@ SECTIONS = (
         layouts.FAMILIES_UPCYCLED,
         layouts.FAMILIES_COMPRESSED,
     ),
+    _program(
+        "encoder_decoders",
+        "python benchmarks/encoder_decoders.py DATA",
+        ("convert", *_TRAINING, "moe_jax/compress", "train/pair_evaluation.py", "train/classification.py"),
+        layouts.ENCODER_DECODERS,
+    ),
 )
