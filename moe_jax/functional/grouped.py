@@ -1,7 +1,11 @@
 """Grouped matrix product: consecutive groups of rows, each with its own kernel. One seam, a backend per platform.
 
 - CPU: `blocked`, tiles of rows in a loop of dynamic length. XLA:CPU lowers `ragged_dot` to E times the arithmetic.
-- TPU: `ragged_dot`, which XLA lowers to a grouped kernel.
+- TPU: the kernels of `kernels.tpu`. XLA lowers `ragged_dot` to a grouped kernel in the forward direction alone: for the
+  gradient of the rows it writes a transposed copy of all kernels to memory first, and for that of the kernels it
+  multiplies all rows with those of every group, E times the arithmetic. The tiles of its kernel, 128 x 256, read the
+  rows of a Mixtral layer 56 times; those of JAX's own `megablox` must fit into 16 MiB. Ours take what the chip has.
+  Where the compiler divides arrays between devices, as it cannot do with a kernel, it is `ragged_dot` nevertheless.
 - NVIDIA GPUs: kernels in Mosaic GPU or Triton (`kernels.gpu_grouped`).
 
 The backend is chosen when the program is lowered, so that a step that is compiled for a TPU slice or a GPU on a machine
@@ -22,6 +26,7 @@ from moe_jax.kernels.deferred import deferred
 from moe_jax.kernels.nvidia import compute_capability
 from moe_jax.kernels.one_device import one_device
 from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product, zero_rows_beyond
+from moe_jax.kernels.tpu.chip import current_core
 
 # Rows of a tile on CPU: long tiles make fast matrix products, short ones at the end of a group waste little.
 TILES = (256, 64)
@@ -201,6 +206,33 @@ def _traced_gpu_outer(*arrays: Array, **options: Any) -> Array:
     return gpu_grouped.grouped_outer(*arrays, **options)
 
 
+# ---- TPU --------------------------------------------------------------------------------------------------------
+
+
+def _tpu_product(lhs: Array, rhs: Array, group_sizes: Array, *, transposed: bool = False) -> Array:
+    out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1 if transposed else 2]), lhs.dtype)
+    return deferred(_traced_tpu_product, lhs, rhs, group_sizes, out=out, transposed=transposed, core=current_core())
+
+
+def _traced_tpu_product(lhs: Array, rhs: Array, group_sizes: Array, **options: Any) -> Array:
+    from moe_jax.kernels.tpu.grouped_product import grouped_product
+    from moe_jax.kernels.tpu.stored_tile import StoredTile
+
+    _, fan_in, fan_out = rhs.shape
+    return grouped_product(lhs, None, {"kernel": rhs}, group_sizes, StoredTile(), (fan_in, fan_out), **options)
+
+
+def _tpu_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
+    out = jax.ShapeDtypeStruct((group_sizes.shape[0], lhs.shape[1], dout.shape[1]), lhs.dtype)
+    return deferred(_traced_tpu_outer, lhs, dout, group_sizes, out=out, core=current_core())
+
+
+def _traced_tpu_outer(lhs: Array, dout: Array, group_sizes: Array, **options: Any) -> Array:
+    from moe_jax.kernels.tpu.grouped_outer import grouped_outer
+
+    return grouped_outer(lhs, dout, group_sizes, lhs.dtype, **options)
+
+
 # ---- the seam ---------------------------------------------------------------------------------------------------
 
 # By operation: `product` and `transposed` take rows and kernels, `outer` takes rows and rows.
@@ -214,6 +246,11 @@ BACKENDS: dict[str, dict[str, Callable[..., Array]]] = {
         "product": _gpu_product,
         "transposed": partial(_gpu_product, transposed=True),
         "outer": _gpu_outer,
+    },
+    "tpu": {
+        "product": _tpu_product,
+        "transposed": partial(_tpu_product, transposed=True),
+        "outer": _tpu_outer,
     },
     "ragged_dot": {
         "product": ragged_product,
@@ -230,6 +267,7 @@ def _choose(operation: str, backend: str) -> Callable[..., Array]:
         lax.platform_dependent,
         cpu=BACKENDS["blocked"][operation],
         cuda=BACKENDS["gpu"][operation],
+        tpu=BACKENDS["tpu" if one_device() else "ragged_dot"][operation],
         default=BACKENDS["ragged_dot"][operation],
     )
     return choose

@@ -2,10 +2,16 @@
 
 One expert after another, and of an expert one tile of columns after another, is made from the base and the expert's own
 arrays, multiplied with the rows of its group, and forgotten; the gradient makes it once more. What is held at a time is
-one tile, never an [E, i, o] array (METHODS 3). Plain XLA on every platform.
+one tile, never an [E, i, o] array (METHODS 3).
+
+The backend is chosen when the program is lowered: on TPU, tiles are made in fast memory by the kernels of
+`kernels.tpu` where the form has a *fused tile*; otherwise by loops of plain XLA, with tiles sized for the cache of
+a CPU.
 """
 
-from functools import partial
+import logging
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import jax
@@ -21,8 +27,14 @@ from moe_jax.functional.grouped import (
     over_tiles,
     tile_width,
     when,
-    zero_rows_beyond,
 )
+from moe_jax.kernels.deferred import deferred
+from moe_jax.kernels.one_device import one_device
+from moe_jax.kernels.ragged_dot import zero_rows_beyond
+from moe_jax.kernels.tpu.chip import current_core
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+
+logger = logging.getLogger(__name__)
 
 Stacked = dict[str, Array]
 
@@ -49,6 +61,10 @@ class Tiles(Protocol):
         """
         ...
 
+    def fused(self) -> FusedTile | str:
+        """How tiles are made inside a Pallas kernel, which adds them to the base; or in words, why they are not."""
+        ...
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def synthesised_matmul(
@@ -71,6 +87,49 @@ def synthesised_matmul(
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
       tiles: makes kernels of the base and the arrays.
     """
+    out = jax.ShapeDtypeStruct((lhs.shape[0], tiles.shape[1]), lhs.dtype)
+    return _choose(tiles, _looped_product, _fused_product, out)(lhs, base, trained, fixed, group_sizes)
+
+
+def _forward(lhs: Array, base: Any, trained: Stacked, fixed: Stacked, group_sizes: Array, tiles: Tiles) -> tuple:
+    arguments = lhs, base, trained, fixed, group_sizes
+    return checkpoint_name(synthesised_matmul(*arguments, tiles), PRODUCT), arguments
+
+
+def _backward(tiles: Tiles, residuals: tuple, dout: Array) -> tuple:
+    lhs, base, trained, _, _ = residuals
+    out = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (lhs, base, trained))
+    dlhs, dbase, dtrained = _choose(tiles, _looped_gradients, _fused_gradients, out)(*residuals, dout)
+    return dlhs, dbase, dtrained, None, None
+
+
+synthesised_matmul.defvjp(_forward, _backward)
+
+
+def _choose(tiles: Tiles, loops: Callable[..., Any], fused: Callable[..., Any], out: Any) -> Callable[..., Any]:
+    """What the program does on the platform that it is lowered for; `out` says what it returns."""
+    tile, looped = tiles.fused(), partial(loops, tiles)
+    if isinstance(tile, str):
+        _say_why_not_fused(tile)
+        return looped
+    if not one_device():
+        return looped
+    on_tpu: Any = partial(deferred, fused, out=out, tile=tile, shape=tiles.shape, core=current_core())
+    choose: Any = partial(lax.platform_dependent, tpu=on_tpu, default=looped)
+    return choose
+
+
+@lru_cache(maxsize=64)
+def _say_why_not_fused(reason: str) -> None:
+    logger.info("kernels of experts are made by loops of XLA on every platform: %s", reason)
+
+
+# ---- loops (CPU, and forms without a fused tile) ----------------------------------------------------------------
+
+
+def _looped_product(
+    tiles: Tiles, lhs: Array, base: Array | None, trained: Stacked, fixed: Stacked, group_sizes: Array
+) -> Array:
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(tiles.shape, rows)
     padded = jnp.pad(lhs, ((0, slack), (0, 0)))
@@ -95,13 +154,9 @@ def synthesised_matmul(
     return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
 
 
-def _forward(lhs: Array, base: Any, trained: Stacked, fixed: Stacked, group_sizes: Array, tiles: Tiles) -> tuple:
-    arguments = lhs, base, trained, fixed, group_sizes
-    return checkpoint_name(synthesised_matmul(*arguments, tiles), PRODUCT), arguments
-
-
-def _backward(tiles: Tiles, residuals: tuple, dout: Array) -> tuple:
-    lhs, base, trained, fixed, group_sizes = residuals
+def _looped_gradients(
+    tiles: Tiles, lhs: Array, base: Array | None, trained: Stacked, fixed: Stacked, group_sizes: Array, dout: Array
+) -> tuple:
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(tiles.shape, rows)
     lhs_padded, dout_padded = (jnp.pad(a, ((0, slack), (0, 0))) for a in (lhs, dout))
@@ -148,10 +203,7 @@ def _backward(tiles: Tiles, residuals: tuple, dout: Array) -> tuple:
     zeros = jnp.zeros(lhs_padded.shape, jnp.float32), dbase, jax.tree.map(_float32_zeros, trained)
     dlhs, dbase, dtrained = lax.fori_loop(0, group_sizes.shape[0], group, zeros)
     dtrained = jax.tree.map(lambda total, array: total.astype(array.dtype), dtrained, trained)
-    return dlhs[:rows].astype(lhs.dtype), None if base is None else dbase.astype(base.dtype), dtrained, None, None
-
-
-synthesised_matmul.defvjp(_forward, _backward)
+    return dlhs[:rows].astype(lhs.dtype), None if base is None else dbase.astype(base.dtype), dtrained
 
 
 def _kernel(base: Array | None, arrays: Stacked, tiles: Tiles, start: Any, width: int, dtype: jnp.dtype) -> Array:
@@ -172,3 +224,48 @@ def _float32_zeros(array: Array) -> Array:
 
 def _expert(stacked: Stacked, e: Array) -> Stacked:
     return {name: lax.dynamic_index_in_dim(array, e, 0, keepdims=False) for name, array in stacked.items()}
+
+
+# ---- fused tiles (TPU) ------------------------------------------------------------------------------------------
+
+
+def _fused_product(
+    lhs: Array,
+    base: Array | None,
+    trained: Stacked,
+    fixed: Stacked,
+    group_sizes: Array,
+    *,
+    tile: FusedTile,
+    shape: tuple[int, int],
+    **options: Any,
+) -> Array:
+    from moe_jax.kernels.tpu.grouped_product import grouped_product
+
+    return grouped_product(lhs, base, trained | fixed, group_sizes, tile, shape, **options)
+
+
+def _fused_gradients(
+    lhs: Array,
+    base: Array | None,
+    trained: Stacked,
+    fixed: Stacked,
+    group_sizes: Array,
+    dout: Array,
+    *,
+    tile: FusedTile,
+    shape: tuple[int, int],
+    **options: Any,
+) -> tuple:
+    from moe_jax.kernels.tpu.grouped_product import grouped_product
+
+    arrays = trained | fixed
+    dlhs = grouped_product(dout, base, arrays, group_sizes, tile, shape, transposed=True, **options)
+    dbase = None
+    if base is not None:
+        # The sum over experts of the gradients of their kernels is one product of all rows.
+        inside = zero_rows_beyond(dout, jnp.sum(group_sizes))
+        dbase = lax.dot_general(lhs, inside, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        dbase = dbase.astype(base.dtype)
+    dtrained = tile.gradients(lhs, dout, arrays, tuple(trained), group_sizes, **options)
+    return dlhs, dbase, {name: dtrained[name].astype(array.dtype) for name, array in trained.items()}

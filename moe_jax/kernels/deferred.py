@@ -13,59 +13,80 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 _deferred = Primitive("deferred")
+_deferred.multiple_results = True
 
 
-def deferred(function: Callable[..., Array], *arrays: Array, out: jax.ShapeDtypeStruct, **options: Hashable) -> Array:
-    """`function(*arrays, **options)`, which is traced when the program is lowered.
+def deferred(
+    function: Callable[..., PyTree[Array]],
+    *arguments: PyTree[Array],
+    out: PyTree[jax.ShapeDtypeStruct],
+    **options: Hashable,
+) -> PyTree[Array]:
+    """`function(*arguments, **options)`, which is traced when the program is lowered.
 
     It can be batched, but has no derivative. It does not see the context of the caller: what depends on the mesh in use
     is for the caller to find out, and to pass as an option.
 
     Args:
-      function: returns one array. Programs are the same if the function and the options are.
-      arrays: its arguments.
-      out: shape and dtype of the result.
+      function: programs are the same if it and the options are.
+      arguments: trees of arrays.
+      out: shapes and dtypes of the result.
       options: further arguments.
     """
-    static = tuple(sorted(options.items()))
-    return _deferred.bind(*arrays, function=function, options=static, shape=tuple(out.shape), dtype=out.dtype)
+    arrays, structure = jax.tree.flatten(arguments)
+    leaves, out_structure = jax.tree.flatten(out)
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+    call = _Call(function, tuple(sorted(options.items())), structure)
+    return jax.tree.unflatten(out_structure, _deferred.bind(*arrays, call=call, shapes=shapes))
 
 
-@_deferred.def_abstract_eval
-def _abstract(*_: Any, function: Callable[..., Array], options: tuple, shape: tuple[int, ...], dtype: Any) -> Any:
-    del function, options
-    return ShapedArray(shape, dtype)
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A function of trees, as one of their leaves."""
 
+    function: Callable[..., PyTree[Array]]
+    options: tuple[tuple[str, Hashable], ...]
+    structure: Any
 
-def _traced(
-    *arrays: Array, function: Callable[..., Array], options: tuple, shape: tuple[int, ...], dtype: Any
-) -> Array:
-    out = function(*arrays, **dict(options))
-    assert (out.shape, out.dtype) == (shape, dtype), (function, out.shape, out.dtype, shape, dtype)
-    return out
-
-
-def _batched(arrays: Sequence[Array], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
-    size = next(array.shape[dim] for array, dim in zip(arrays, dims, strict=True) if dim is not None)
-    function = _Mapped(params["function"], params["options"], tuple(dims))
-    return _deferred.bind(*arrays, **(params | dict(function=function, options=(), shape=(size, *params["shape"])))), 0
+    def __call__(self, *arrays: Array) -> list[Array]:
+        arguments = jax.tree.unflatten(self.structure, arrays)
+        return jax.tree.leaves(self.function(*arguments, **dict(self.options)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped:
-    """A function with its options, mapped over axes of its arguments."""
+    """A function of arrays, mapped over axes of them."""
 
-    function: Callable[..., Array]
-    options: tuple
-    dims: tuple[int | None, ...]
+    call: Callable[..., list[Array]]
+    axes: tuple[int | None, ...]
 
-    def __call__(self, *arrays: Array) -> Array:
-        return jax.vmap(partial(self.function, **dict(self.options)), in_axes=self.dims)(*arrays)
+    def __call__(self, *arrays: Array) -> list[Array]:
+        return jax.vmap(self.call, in_axes=self.axes)(*arrays)
+
+
+@_deferred.def_abstract_eval
+def _abstract(*_: Any, call: Callable[..., list[Array]], shapes: tuple) -> list[ShapedArray]:
+    del call
+    return [ShapedArray(shape, dtype) for shape, dtype in shapes]
+
+
+def _traced(*arrays: Array, call: Callable[..., list[Array]], shapes: tuple) -> list[Array]:
+    out = call(*arrays)
+    made = tuple((array.shape, array.dtype) for array in out)
+    assert made == shapes, f"{call} makes {made}, not {shapes}"
+    return out
+
+
+def _batched(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
+    size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
+    shapes = tuple(((size, *shape), dtype) for shape, dtype in params["shapes"])
+    out = _deferred.bind(*arrays, call=_Mapped(params["call"], tuple(axes)), shapes=shapes)
+    return out, [0] * len(out)
 
 
 _deferred.def_impl(lambda *arrays, **params: jax.jit(partial(_deferred.bind, **params))(*arrays))
-mlir.register_lowering(_deferred, mlir.lower_fun(_traced, multiple_results=False))
+mlir.register_lowering(_deferred, mlir.lower_fun(_traced, multiple_results=True))
 batching.primitive_batchers[_deferred] = _batched

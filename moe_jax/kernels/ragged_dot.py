@@ -1,4 +1,4 @@
-"""Grouped products as XLA lowers them: a grouped kernel on TPU, a dense product over all experts on CPU and GPU."""
+"""Grouped products as XLA lowers them: a dense product over all experts; only the forward one on TPU is not."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -20,6 +20,8 @@ from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
 from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
 from moe_jax.finite import cast
 from moe_jax.functional.grouped import grouped_matmul
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.low_rank_tile import LowRankTile
 
 
 @register("low-rank")
@@ -78,6 +80,10 @@ class LowRank(KernelForm):
         """See `KernelForm`."""
         delta = arrays["a"].astype(jnp.float32) @ window.columns(arrays["b"].astype(jnp.float32))
         return delta if base is None else base + delta
+
+    def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
+        """See `KernelForm`."""
+        return LowRankTile()
 
     def specs(self, split: Split) -> dict[str, P]:
         """See `KernelForm`."""

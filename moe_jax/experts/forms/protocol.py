@@ -25,6 +25,7 @@ from moe_jax.experts.forms.matrix import BASE, Arrays, Load, Matrix, Part, Split
 from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
 from moe_jax.functional.linear import linear
 from moe_jax.functional.synthesis import synthesised_matmul
+from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 
 class Encoded(NamedTuple):
@@ -216,6 +217,15 @@ class KernelForm(ExpertForm):
           window: the columns to make.
         """
 
+    def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
+        """How tiles are made inside a Pallas kernel, which adds them to the base; or in words, why they are not.
+
+        Args:
+          shape: [in, out] of the part of the kernels that this device has.
+          whole: [in, out] of the kernels.
+        """
+        return f"nothing says how {self.kind or type(self).__name__} kernels are made inside a Pallas kernel"
+
     def materialise(self, base: Float[Array, "i o"] | None, arrays: Arrays, matrix: Matrix) -> Float[Array, "i o"]:
         """Makes the whole kernel of one expert, in the dtype of the base; float32 if there is none."""
         wide = None if base is None else base.astype(jnp.float32)
@@ -396,3 +406,7 @@ class FormTiles:
         own = {name: array for name, array in arrays.items() if name != _ORIGIN}
         window = Window(self.shape, self.whole, arrays.get(_ORIGIN), start, width)
         return self.form.tile(base, own, window)
+
+    def fused(self) -> FusedTile | str:
+        """See `functional.synthesis.Tiles`."""
+        return self.form.fused_tile(self.shape, self.whole)

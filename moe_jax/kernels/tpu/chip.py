@@ -1,0 +1,56 @@
+"""What kernels have to know of the chip: its fast memory (VMEM), and what blocks take of it."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+MIB = 1 << 20
+RESERVED = 8 * MIB
+"""What the compiler needs besides the blocks of a kernel."""
+LANES = 128
+
+
+class Core(NamedTuple):
+    """What the size of blocks depends on.
+
+    Attributes:
+      vmem: bytes of fast memory.
+      cores: that share a chip, and between which a kernel is divided.
+      rows: of a product that keeps the matrix unit busy: as many as it has rows of weights.
+    """
+
+    vmem: int
+    cores: int
+    rows: int
+
+
+# Google's documentation of the TPU versions, and the table that JAX has of them (`pallas.tpu.get_tpu_info`).
+_CORES = {
+    "TPU v5 lite": Core(128 * MIB, 1, 128),
+    "TPU v5e": Core(128 * MIB, 1, 128),
+    "TPU v6 lite": Core(128 * MIB, 1, 256),
+    "TPU v6e": Core(128 * MIB, 1, 256),
+    "TPU v5": Core(64 * MIB, 2, 128),
+    "TPU v5p": Core(64 * MIB, 2, 128),
+}
+ANY_CORE = Core(64 * MIB, 2, 128)
+"""Blocks that fit here fit everywhere."""
+
+
+def current_core() -> Core:
+    """Of the device of the mesh in use; where there is no mesh, or one of another device, `ANY_CORE`."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return ANY_CORE if device is None else _CORES.get(device.device_kind, ANY_CORE)
+
+
+def block_bytes(shape: tuple[int, int], dtype: jnp.dtype) -> int:
+    """Bytes of a block in fast memory, where rows are padded to 128 entries and columns to 32 bytes."""
+    itemsize = jnp.dtype(dtype).itemsize
+    return round_up(shape[0], 32 // itemsize) * round_up(shape[1], LANES) * itemsize
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below the size."""
+    return math.ceil(size / multiple) * multiple

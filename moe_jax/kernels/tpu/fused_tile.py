@@ -1,0 +1,114 @@
+"""How a kernel [i, o] of one expert is made inside a Pallas kernel, from what is stored of it.
+
+A fused tile is a static description: which arrays of an expert are brought into fast memory for a block of the kernel,
+and how entries are made of them there. Each form of experts that has one gives it through `KernelForm.fused_tile`.
+"""
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol
+
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.tpu.chip import Core
+
+
+class Operand(NamedTuple):
+    """An array [E, p, q] of all experts, and how p and q lie beside the kernels [i, o].
+
+    Attributes:
+      array: of all experts.
+      rows: the axis, 0 for p or 1 for q, that follows the rows of the kernel; None: neither does.
+      columns: the axis that follows the columns of the kernel, entry by entry; None: neither does.
+      per_row: entries along the axis `rows` for each row of the kernel: 1/4 where a byte holds the codes of four rows.
+    """
+
+    array: Array
+    rows: int | None = None
+    columns: int | None = None
+    per_row: Fraction = Fraction(1)
+
+    def block(self, panel: tuple[int, int], *, of_rows: bool) -> tuple[int, int]:
+        """Shape of the block that belongs to a panel of the kernel: a range of its rows, or else of its columns."""
+        block = list(self.array.shape[1:])
+        axis, size = (self.rows, int(panel[0] * self.per_row)) if of_rows else (self.columns, panel[1])
+        if axis is not None:
+            block[axis] = min(block[axis], size)
+        return block[0], block[1]
+
+    def index(self, panel: Any, *, of_rows: bool) -> tuple[Any, Any]:
+        """Index of the block that belongs to a panel."""
+        axis = self.rows if of_rows else self.columns
+        return (panel if axis == 0 else 0), (panel if axis == 1 else 0)
+
+
+class Piece(NamedTuple):
+    """A piece of the kernel; offsets may be traced, sizes are static.
+
+    Attributes:
+      row, column: of its first entry, in the panel that is being made.
+      shape: of the piece.
+      top: the row of the kernel at which the panel begins.
+    """
+
+    row: Any
+    column: Any
+    shape: tuple[int, int]
+    top: Any
+
+
+class FusedTile(Protocol):
+    """Makes pieces of kernels inside a Pallas kernel, and the gradients of what they are made of. Static, hashable.
+
+    Attributes:
+      step: pieces begin at multiples of so many rows; a multiple of 128.
+      is_whole: its only operand is the kernel itself.
+    """
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def is_whole(self) -> bool: ...
+
+    def operands(self, arrays: Mapping[str, Array], dtype: Any) -> Sequence[Operand]:
+        """What a kernel reads: the arrays as they are stored, or small ones that are computed from them.
+
+        Args:
+          arrays: of all experts, by name.
+          dtype: in which the kernels are multiplied.
+        """
+        ...
+
+    def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
+        """A piece of what is added to the base, float32; called inside a Pallas kernel.
+
+        Args:
+          refs: of the operands' blocks, of one expert: [p, q] each.
+          piece: where it lies.
+        """
+        ...
+
+    def gradients(
+        self,
+        rows: Float[Array, "M i"],
+        dout: Float[Array, "M o"],
+        arrays: Mapping[str, Array],
+        trained: Sequence[str],
+        group_sizes: Int[Array, " E"],
+        *,
+        core: Core,
+        interpret: bool,
+    ) -> dict[str, Array]:
+        """Gradients of the arrays that are trained, in float32, without the gradient of any whole kernel in memory.
+
+        Args:
+          rows: sorted by group, as they were multiplied.
+          dout: gradient of the product.
+          arrays: of all experts, by name.
+          trained: names of the arrays whose gradients are asked for.
+          group_sizes: rows per group.
+          core: for which the sizes of blocks are chosen.
+          interpret: run kernels in interpret mode.
+        """
+        ...

@@ -1,0 +1,63 @@
+"""Which block of rows meets which group: the schedule of every kernel over rows that are sorted by group."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+class Visits(NamedTuple):
+    """A list of visits, in the order of the rows; all arrays are int32[V].
+
+    Every block of rows is visited once for each group that has rows in it, and once if none has. Visits of a block are
+    consecutive, and so are those of a group.
+
+    Attributes:
+      block: index of the block of rows.
+      group: of the rows. If no group has rows in the block, it is the last group that was visited.
+      first, end: rows first ... end belong to the group; none do where `end` is 0.
+    """
+
+    block: Int[Array, " V"]
+    group: Int[Array, " V"]
+    first: Int[Array, " V"]
+    end: Int[Array, " V"]
+
+
+def group_visits(
+    group_sizes: Int[Array, " E"], rows: int, block: int, *, every_group: bool = False
+) -> tuple[Visits, Int[Array, ""]]:
+    """Makes the visits of `rows` rows in blocks of `block` rows, and counts them; the entries after those are unused.
+
+    Args:
+      group_sizes: rows per group, int32. Their sum may be less than `rows`.
+      rows: of all groups and beyond, at least 1.
+      block: rows of a block. The last block may reach beyond the rows.
+      every_group: visit every group at least once, and no block in which no group has rows. A group without rows is
+        visited with `end` 0.
+    """
+    blocks, groups = -(-rows // block), group_sizes.shape[0]
+    ends = jnp.cumsum(group_sizes)
+    starts = ends - group_sizes
+    begin = starts // block
+    counts = jnp.where(group_sizes > 0, (ends - 1) // block - begin + 1, int(every_group))
+
+    # Blocks that no group reaches follow all others, as if they were a last group.
+    reached = (ends[-1:] + block - 1) // block
+    begin, counts = jnp.concatenate([begin, reached]), jnp.concatenate([counts, blocks - reached])
+    past = jnp.cumsum(counts)
+    visit = jnp.arange(blocks + groups, dtype=jnp.int32)
+    owner = jnp.sum((visit[:, None] >= past[None, :]).astype(jnp.int32), axis=1)
+    owner = jnp.minimum(owner, groups)
+
+    group = jnp.minimum(owner, groups - 1)
+    last = jnp.max(jnp.where(group_sizes > 0, jnp.arange(groups, dtype=jnp.int32), 0))
+    without_rows = (owner == groups) | (group_sizes[group] == 0)
+    visits = Visits(
+        # Beyond the last visit any valid block will do.
+        block=jnp.clip(begin[owner] + visit - (past - counts)[owner], 0, blocks - 1),
+        group=jnp.where(owner == groups, last, group),
+        first=jnp.where(without_rows, 0, starts[group]),
+        end=jnp.where(without_rows, 0, ends[group]),
+    )
+    return visits, past[-2] if every_group else past[-1]

@@ -1,0 +1,158 @@
+"""Gradient of the kernels of a grouped product: `out[e] = rows_e^T dout_e`, sums in float32.
+
+XLA has a grouped kernel for the product of sorted rows alone: for this gradient it multiplies all rows with those of
+every group in turn, E times the arithmetic.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, block_bytes, round_up
+from moe_jax.kernels.tpu.group_visits import Visits, group_visits
+from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
+
+ROW_BLOCK = 512
+
+
+def reference(
+    rows: Float[Array, "M i"], dout: Float[Array, "M o"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "E i o"]:
+    """The same in plain JAX, float32; for tests."""
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0], dtype=jnp.int32), side="right")
+    member = jax.nn.one_hot(group, group_sizes.shape[0], dtype=jnp.float32)
+    wide = rows.astype(jnp.float32), dout.astype(jnp.float32)
+    return jnp.einsum("mi,mo,me->eio", *wide, member, precision=lax.Precision.HIGHEST)
+
+
+def grouped_outer(
+    rows: Float[Array, "M i"],
+    dout: Float[Array, "M o"],
+    group_sizes: Int[Array, " E"],
+    dtype: Any,
+    *,
+    core: Core = ANY_CORE,
+    interpret: bool = False,
+) -> Float[Array, "E i o"]:
+    """The sums over the rows of every group, rounded once; zero for groups without rows.
+
+    Args:
+      rows: sorted by group.
+      dout: in the dtype of the rows.
+      group_sizes: rows per group, int32.
+      dtype: of the result.
+      core: for which the sizes of blocks are chosen.
+      interpret: run the kernel in interpret mode.
+    """
+    fan_in, fan_out = rows.shape[1], dout.shape[1]
+    blocks = plan_blocks(rows.shape[0], (fan_in, fan_out), rows.dtype, dtype, core)
+    pad = max(0, blocks.rows - rows.shape[0])
+    rows, dout = (jnp.pad(array, ((0, pad), (0, 0))) for array in (rows, dout))
+    visits, count = group_visits(group_sizes, rows.shape[0], blocks.rows, every_group=True)
+    grid = -(-fan_in // blocks.height), -(-fan_out // blocks.width), count
+    return pl.pallas_call(
+        partial(_kernel, blocks=blocks),
+        out_shape=jax.ShapeDtypeStruct((group_sizes.shape[0], fan_in, fan_out), dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[
+                pl.BlockSpec((blocks.rows, blocks.height), lambda h, w, v, visits: (visits.block[v], h)),
+                pl.BlockSpec((blocks.rows, blocks.width), lambda h, w, v, visits: (visits.block[v], w)),
+            ],
+            out_specs=pl.BlockSpec(
+                (None, blocks.height, blocks.width), lambda h, w, v, visits: (visits.group[v], h, w)
+            ),
+            scratch_shapes=[pltpu.VMEM((blocks.height, blocks.width), jnp.float32)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=blocks.vmem + RESERVED
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows.size * fan_out,
+            bytes_accessed=rows.nbytes * grid[1]
+            + dout.nbytes * grid[0]
+            + group_sizes.shape[0] * fan_in * fan_out * jnp.dtype(dtype).itemsize,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="grouped_outer",
+    )(visits, rows, dout)
+
+
+def _kernel(visits: Visits, rows_ref: Any, dout_ref: Any, out_ref: Any, sum_ref: Any, *, blocks: "Blocks") -> None:
+    v = pl.program_id(2)
+
+    @pl.when(changed(visits.group, v))
+    def _clear() -> None:
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    def strip(at: Any, inside: Array) -> None:
+        own = pl.ds(at, blocks.strip)
+        # Rows of other groups, and what lies beyond the last row, which may be anything.
+        left = jnp.where(inside, rows_ref[own, :], jnp.zeros((), rows_ref.dtype))
+
+        def piece(start: Any, width: int) -> None:
+            columns = pl.ds(start, width)
+            right = jnp.where(inside, dout_ref[own, columns], jnp.zeros((), dout_ref.dtype))
+            sum_ref[:, columns] += dot(left, right, (0, 0))
+
+        in_pieces(blocks.width, COLUMNS, piece)
+
+    over_strips(visits, v, blocks.rows, blocks.strip, strip)
+
+    last = pl.num_programs(2) - 1
+
+    @pl.when(jnp.logical_or(v == last, visits.group[v] != visits.group[jnp.minimum(v + 1, last)]))
+    def _write() -> None:
+        out_ref[...] = sum_ref[...].astype(out_ref.dtype)
+
+
+class Blocks(NamedTuple):
+    """Sizes of blocks.
+
+    Attributes:
+      rows: of a block of rows.
+      strip: rows that are multiplied at a time.
+      height, width: of a block of a kernel.
+      vmem: bytes of fast memory.
+    """
+
+    rows: int
+    strip: int
+    height: int
+    width: int
+    vmem: int
+
+
+def plan_blocks(rows: int, shape: tuple[int, int], dtype: Any, out_dtype: Any, core: Core) -> Blocks:
+    """Chooses the blocks that move the fewest bytes."""
+    itemsize = jnp.dtype(dtype).itemsize
+    block = min(ROW_BLOCK, round_up(rows, 32 // itemsize))
+    strip = block if block % core.rows else core.rows
+    best = None
+    for across in range(1, -(-shape[0] // LANES) + 1):
+        height = shape[0] if across == 1 else round_up(-(-shape[0] // across), LANES)
+        for along in range(1, -(-shape[1] // LANES) + 1):
+            width = shape[1] if along == 1 else round_up(-(-shape[1] // along), LANES)
+            tile = (height, width)
+            vmem = 2 * (sum(block_bytes((block, side), dtype) for side in tile) + block_bytes(tile, out_dtype))
+            vmem += block_bytes(tile, jnp.float32) + 2 * block_bytes((strip, height), jnp.float32)
+            # The product of a strip, before it is added.
+            vmem += 2 * block_bytes((height, min(width, COLUMNS)), jnp.float32)
+            enough = min(core.cores, -(-shape[0] // LANES) * -(-shape[1] // LANES))
+            if vmem + RESERVED > core.vmem or across * along < enough:
+                continue
+            moved = rows * itemsize * (shape[0] * -(-shape[1] // width) + shape[1] * -(-shape[0] // height))
+            score = moved, vmem
+            if best is None or score < best[0]:
+                best = score, Blocks(block, strip, height, width, vmem)
+            break
+    assert best is not None, f"blocks of {LANES} x {LANES} fit everywhere"
+    return best[1]

@@ -1,0 +1,66 @@
+"""Compiles products of experts, with their gradients, for TPU chips that are not there; prints a JSON line for each.
+
+    python -m tests.kernels.tpu.compile_for_tpu GENERATION:KIND:E:IN:OUT:ROWS ...
+
+A process of its own: the environment has to be described before JAX is imported, and without the tests' flags.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from moe_jax.train.compile_only import prepare_environment
+
+prepare_environment()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from flax import nnx  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import SingleDeviceSharding  # noqa: E402
+
+from moe_jax.experts.forms import Full, LowRank  # noqa: E402
+from moe_jax.experts.forms.matrix import BASE, Matrix  # noqa: E402
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+FORMS = {"low-rank": LowRank(rank=16), "full": Full()}
+
+
+def compiled(generation: str, kind: str, experts: int, shape: tuple[int, int], rows: int) -> dict:
+    """What the compiler says of a product of bfloat16 rows and parameters and all its gradients."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices[0]
+    form, matrix = FORMS[kind], Matrix("up", shape)
+    leaves = nnx.eval_shape(lambda: form.fresh(nnx.Rngs(0), matrix, (experts,), jnp.dtype(jnp.bfloat16)))
+    trained = {name: leaf for name, leaf in leaves.items() if form.is_trained(name, leaf)}
+    fixed = {name: leaf for name, leaf in leaves.items() if name not in trained}
+    if form.over_base:
+        trained[BASE] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def product_and_gradients(x, trained, fixed, sizes, dout):
+        y, vjp = jax.vjp(lambda x, trained: form.grouped(x, trained | fixed, sizes, matrix), x, trained)
+        return y, vjp(dout)
+
+    of_rows = (jax.ShapeDtypeStruct((rows, side), jnp.bfloat16) for side in shape)
+    arguments = next(of_rows), trained, fixed, jax.ShapeDtypeStruct((experts,), jnp.int32), next(of_rows)
+    there = SingleDeviceSharding(device)
+    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        done = jax.jit(product_and_gradients).lower(*arguments).compile(compiler_options=options)
+        (text,) = (file.read_text() for file in Path(folder).glob("*.after_optimizations.txt"))
+    return {
+        "kernels": sorted(name for name in KERNELS if f"%{name}." in text or f"%{name} " in text),
+        "loops": text.count(" while("),
+        "temporaries": done.memory_analysis().temp_size_in_bytes,
+        "flops": (done.cost_analysis() or {}).get("flops"),
+    }
+
+
+KERNELS = ("grouped_product", "grouped_product_transposed", "grouped_outer", "low_rank_gradients", "scale_gradients")
+
+if __name__ == "__main__":
+    for case in sys.argv[1:]:
+        generation, kind, *numbers = case.split(":")
+        experts, fan_in, fan_out, rows = map(int, numbers)
+        print(json.dumps({"case": case} | compiled(generation, kind, experts, (fan_in, fan_out), rows)), flush=True)

@@ -1,0 +1,32 @@
+"""Kernels run in interpret mode, with blocks so small that few rows fill several."""
+
+from functools import partial
+
+import pytest
+
+from moe_jax.functional import synthesis
+from moe_jax.kernels.tpu import grouped_outer, grouped_product, low_rank_gradient
+from moe_jax.kernels.tpu.chip import MIB, Core
+
+SMALL = {"core": Core(vmem=64 * MIB, cores=2, rows=8), "interpret": True}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 16 rows; with the options `SMALL`, in strips of 8."""
+    monkeypatch.setattr(grouped_product, "ROW_BLOCKS", (16,))
+    monkeypatch.setattr(grouped_outer, "ROW_BLOCK", 16)
+    monkeypatch.setattr(low_rank_gradient, "ROW_BLOCKS", (16,))
+    monkeypatch.setattr(low_rank_gradient, "STRIP", 8)
+
+
+@pytest.fixture
+def fused(small_blocks, monkeypatch):
+    """Kernels that are made tile by tile are made in Pallas kernels, in interpret mode."""
+
+    def choose(tiles, loops, fused, out):
+        tile = tiles.fused()
+        assert not isinstance(tile, str), tile
+        return partial(fused, tile=tile, shape=tiles.shape, **SMALL)
+
+    monkeypatch.setattr(synthesis, "_choose", choose)

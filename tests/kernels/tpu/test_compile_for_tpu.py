@@ -1,0 +1,65 @@
+"""The kernels compiled by the TPU compiler at the sizes of real models, on a machine without a TPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.tiers import some
+
+# Experts, [in, out] of their kernels, and rows: tokens of a step on one chip times the experts of a token.
+MODELS = {
+    "llama-2-7b": (8, 4096, 11008, 8192),
+    "mixtral": (8, 4096, 14336, 8192),
+    "olmoe": (64, 2048, 1024, 32768),
+    "qwen3-30b": (128, 2048, 768, 32768),
+}
+GENERATIONS = ("v5e", "v5p", "v6e")
+SHARED = {"grouped_product", "grouped_product_transposed"}
+KERNELS = {"low-rank": SHARED | {"low_rank_gradients"}, "full": SHARED | {"grouped_outer"}}
+
+EVERY = [f"{generation}:{kind}:{model}" for generation in GENERATIONS for kind in KERNELS for model in MODELS]
+# For v5e, `tests/train/test_compile_only.py` compiles a whole step.
+SOME = ["v5p:full:olmoe", "v6e:low-rank:qwen3-30b"]
+CASES = some(SOME, (case for case in EVERY if case not in SOME))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict]:
+    """Compiles all cases in one process, which keeps no programs of the TPU's."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    arguments = []
+    for case in CASES:
+        generation, kind, model = case.split(":")
+        arguments.append(":".join([generation, kind, *map(str, MODELS[model])]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.tpu.compile_for_tpu", *arguments],
+        cwd=ROOT,
+        env=clean | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, which holds the TPU compiler, is not installed; there are wheels for Linux on x86 only",
+)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile_and_hold_no_kernel_of_all_experts(case, compiled):
+    _, kind, model = case.split(":")
+    experts, fan_in, fan_out, rows = MODELS[model]
+    found = compiled[case]
+    assert set(found["kernels"]) == KERNELS[kind]
+    assert found["loops"] == 0
+    # One kernel in float32, as a sum over all rows has it; the kernels of all experts would be E times half of that.
+    assert found["temporaries"] <= 4 * fan_in * fan_out < 2 * experts * fan_in * fan_out
+    # Three products of all rows, and no product for each expert.
+    assert found["flops"] < 1.1 * 3 * 2 * rows * fan_in * fan_out

@@ -1,0 +1,185 @@
+"""Kernels in interpret mode against their plain references: groups skewed and empty, sizes that nothing divides."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.experts.forms import LowRank
+from moe_jax.experts.forms.protocol import FormTiles
+from moe_jax.functional.synthesis import synthesised_matmul
+from moe_jax.kernels.tpu import grouped_outer, grouped_product, low_rank_gradient
+from moe_jax.kernels.tpu.low_rank_tile import LowRankTile
+from moe_jax.kernels.tpu.stored_tile import StoredTile
+from tests.kernels.tpu.conftest import SMALL
+from tests.numerics import assert_close
+
+pytestmark = pytest.mark.usefixtures("strict_numerics", "small_blocks")
+
+GROUPS, ROWS, SHAPE, RANK = 4, 53, (24, 136), 3
+ONE_ROUNDING = 2.0**-8
+
+
+def random(rng, *shape, dtype=jnp.float32):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+# Rows that are left over belong to no group.
+group_sizes = st.one_of(
+    st.lists(st.integers(0, ROWS // GROUPS), min_size=GROUPS, max_size=GROUPS),
+    st.sampled_from([[0, ROWS, 0, 0], [0, 0, 0, 0], [16, 0, 37, 0], [1, 31, 20, 1]]),
+)
+
+
+def factors(rng, dtype=jnp.float32):
+    sides = {"a": (SHAPE[0], RANK), "b": (RANK, SHAPE[1])}
+    return {name: random(rng, GROUPS, *side, dtype=dtype) for name, side in sides.items()}
+
+
+@jax.jit
+def dense(base, arrays):
+    delta = jnp.einsum("eir,ero->eio", *(arrays[name].astype(jnp.float32) for name in "ab"))
+    return delta if base is None else base.astype(jnp.float32)[None] + delta
+
+
+@functools.cache
+def product(transposed, stored):
+    tile = StoredTile() if stored else LowRankTile()
+    return jax.jit(
+        functools.partial(
+            grouped_product.grouped_product, tile=tile, shape=SHAPE, transposed=transposed, **SMALL
+        )
+    )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_product(stored, transposed):
+    @settings(max_examples=5)
+    @given(group_sizes, st.integers(0, 99))
+    def check(sizes, seed):
+        rng = np.random.default_rng(seed)
+        base, arrays = random(rng, *SHAPE), factors(rng)
+        kernels = dense(base, arrays)
+        if stored:
+            base, arrays = None, {"kernel": kernels}
+        rows, sizes = random(rng, ROWS, SHAPE[1 if transposed else 0]), jnp.asarray(sizes, jnp.int32)
+        got = product(transposed, stored)(rows, base, arrays, sizes)
+        assert_close(got, grouped_product.reference(rows, kernels, sizes, transposed))
+
+    check()
+
+
+DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32 factors", "bfloat16 factors"])
+
+
+@DTYPES
+@pytest.mark.parametrize("stored", [False, True])
+def test_bfloat16_products_are_rounded_once(dtype, stored):
+    rng = np.random.default_rng(0)
+    base, arrays, sizes = random(rng, *SHAPE, dtype=dtype), factors(rng, dtype), jnp.asarray([20, 0, 33, 0], jnp.int32)
+    kernels = dense(base, arrays)
+    if stored:
+        base, arrays = None, {"kernel": kernels.astype(dtype)}
+    # Rows of the identity give the kernel itself, as it is multiplied.
+    rows = jnp.concatenate([random(rng, 20, SHAPE[0]), jnp.eye(33, SHAPE[0])]).astype(jnp.bfloat16)
+    got = product(False, stored)(rows, base, arrays, sizes)
+    assert got.dtype == jnp.bfloat16
+    made, got = np.asarray(got[20 : 20 + SHAPE[0]], np.float32), np.asarray(got[:20], np.float32)
+    np.testing.assert_allclose(made, kernels[2], rtol=ONE_ROUNDING, atol=1e-4)
+    expected = np.asarray(grouped_product.reference(rows, kernels, sizes))[:20]
+    assert np.linalg.norm(got - expected) < 0.003 * np.linalg.norm(expected)
+
+
+def test_what_lies_beyond_the_rows_or_in_other_groups_is_not_used():
+    rng = np.random.default_rng(0)
+    rows, sizes = random(rng, ROWS, SHAPE[0]), jnp.asarray([20, 0, 13, 0], jnp.int32)
+    spoilt = rows.at[20:33].set(jnp.nan)
+    arrays, base = factors(rng), random(rng, *SHAPE)
+    got = product(False, False)(spoilt, base, arrays, sizes)
+    assert np.isnan(got[20:33]).all()
+    assert_close(got[:20], product(False, False)(rows, base, arrays, sizes)[:20])
+    np.testing.assert_array_equal(got[33:], 0)
+    dout = random(rng, ROWS, SHAPE[1])
+    da, db = thin_gradients()(spoilt, dout, arrays["a"], arrays["b"], sizes)
+    outer = outer_product(jnp.float32)(spoilt, dout, sizes)
+    for gradient in (da, db, outer):
+        assert np.isfinite(gradient[0]).all()
+        np.testing.assert_array_equal(gradient[jnp.asarray([1, 3])], 0)
+
+
+@functools.cache
+def outer_product(dtype):
+    return jax.jit(functools.partial(grouped_outer.grouped_outer, dtype=dtype, **SMALL))
+
+
+@functools.cache
+def thin_gradients():
+    return jax.jit(functools.partial(low_rank_gradient.low_rank_gradients, **SMALL))
+
+
+@settings(max_examples=5)
+@given(group_sizes, st.integers(0, 99))
+def test_gradients_of_kernels_and_of_factors(sizes, seed):
+    rng = np.random.default_rng(seed)
+    rows, dout, arrays = random(rng, ROWS, SHAPE[0]), random(rng, ROWS, SHAPE[1]), factors(rng)
+    sizes = jnp.asarray(sizes, jnp.int32)
+    assert_close(outer_product(jnp.float32)(rows, dout, sizes), grouped_outer.reference(rows, dout, sizes))
+    arguments = rows, dout, arrays["a"], arrays["b"], sizes
+    assert_close(thin_gradients()(*arguments), low_rank_gradient.reference(*arguments))
+
+
+@DTYPES
+def test_gradients_of_bfloat16_rows_are_not_rounded_on_the_way(dtype):
+    rng = np.random.default_rng(0)
+    rows, dout = random(rng, ROWS, SHAPE[0], dtype=jnp.bfloat16), random(rng, ROWS, SHAPE[1], dtype=jnp.bfloat16)
+    arrays, sizes = factors(rng, dtype), jnp.asarray([20, 0, 13, 9], jnp.int32)
+    arguments = rows, dout, arrays["a"], arrays["b"], sizes
+    assert_close(thin_gradients()(*arguments), low_rank_gradient.reference(*arguments), tolerance=2e-5)
+    got = outer_product(jnp.bfloat16)(rows, dout, sizes)
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), grouped_outer.reference(rows, dout, sizes), rtol=ONE_ROUNDING, atol=1e-5
+    )
+
+
+@functools.cache
+def gradients(rank, with_base, reference):
+    """A program for the gradients of everything, by the kernels or by plain JAX."""
+    tiles = FormTiles(LowRank(rank=rank), SHAPE, SHAPE)
+
+    def value(rows, base, arrays, sizes, target):
+        if reference:
+            y = grouped_product.reference(rows, dense(base, arrays), sizes)
+        else:
+            y = synthesised_matmul(rows, base, arrays, {}, sizes, tiles)
+        return jnp.sum(y * target), y
+
+    return jax.jit(jax.grad(value, argnums=(0, 1, 2) if with_base else (0, 2), has_aux=True))
+
+
+@pytest.mark.parametrize("with_base", [True, False], ids=["over a base", "without a base"])
+def test_low_rank_experts(with_base, fused):
+    @settings(max_examples=3)
+    @given(group_sizes, st.integers(0, 99))
+    def check(sizes, seed):
+        rng = np.random.default_rng(seed)
+        rows, base = random(rng, ROWS, SHAPE[0]), random(rng, *SHAPE) if with_base else None
+        data = rows, base, factors(rng), jnp.asarray(sizes, jnp.int32), random(rng, ROWS, SHAPE[1])
+        assert_close(*(gradients(RANK, with_base, reference)(*data) for reference in (False, True)))
+
+    check()
+
+
+def test_factors_that_do_not_fit_into_fast_memory(fused, monkeypatch):
+    monkeypatch.setattr(low_rank_gradient, "_block", lambda *_: None)
+    rng = np.random.default_rng(0)
+    a, b = random(rng, GROUPS, SHAPE[0], 5), random(rng, GROUPS, 5, SHAPE[1])
+    data = random(rng, ROWS, SHAPE[0]), random(rng, *SHAPE), {"a": a, "b": b}, jnp.asarray([20, 0, 13, 9], jnp.int32)
+    target = random(rng, ROWS, SHAPE[1])
+    assert_close(*(gradients(5, True, reference)(*data, target) for reference in (False, True)))
+    with pytest.raises(ValueError, match="rank 5 of kernels"):
+        low_rank_gradient.low_rank_gradients(data[0], target, a, b, data[3], **SMALL)
