@@ -33,6 +33,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.tiers import MARKERS, chosen  # noqa: E402
+
 # The same examples in every run: what passes here passes on another machine.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("reproducible")
@@ -47,10 +49,12 @@ STATM = pathlib.Path("/proc/self/statm")  # Linux
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Deletes the oldest compiled programs above a total size, before any worker starts.
+    """Says which markers there are, and deletes the oldest compiled programs above a total size before a worker starts.
 
     JAX could bound the cache itself, but it then lists the whole folder for each program that it adds.
     """
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
     if not hasattr(config, "workerinput"):
         found = [(file, file.stat()) for file in COMPILED.glob("*-cache")]
         total = sum(stat.st_size for _, stat in found)
@@ -59,6 +63,17 @@ def pytest_configure(config: pytest.Config) -> None:
                 break
             file.unlink(missing_ok=True)
             total -= stat.st_size
+
+
+# After `-k` and the like, so that of the tests that were asked for some are run.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves tests out that only `make test-all` runs; one that is named with its case is run."""
+    named = any("::" in argument for argument in config.args)
+    run, left = (items, []) if named else chosen(items)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = run
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from moe_jax.peft.options import chosen_options as adapt_options
 from moe_jax.upcycle import chosen_options, upcycle
 from tests.convert.conftest import CONFIGS, random_tensors, write_checkpoint
 from tests.disks import content_of
+from tests.tiers import one_in
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 QUIET = Console(quiet=True)
@@ -68,6 +69,7 @@ def merging(folder: Path, read: list[str], monkeypatch) -> Callable[[Path], obje
     return lambda dst: merge(Watched(memory.source, read), dst)  # pyright: ignore[reportArgumentType]
 
 
+@one_in(2)
 @pytest.mark.parametrize("begin", [converting, upcycling, merging])
 def test_a_model_directory_goes_on_at_the_leaf(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1)

@@ -15,6 +15,7 @@ import tokenizers
 from moe_jax.cli import main
 from moe_jax.convert import HuggingFaceDirectory
 from moe_jax.loading import load_model
+from tests.tiers import long
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,7 @@ def shakespeare(folder, data_dir, tmp_path_factory):
     return texts, held_out_loss(folder / "hf", texts / "held-out.txt")
 
 
+@long
 def test_upcycled_and_trained_it_beats_the_dense_model_it_came_from(folder, shakespeare, tmp_path):
     """One kind of expert over a mesh; benchmarks/upcycle_stories260k.py trains all kinds, and for longer."""
     texts, dense = shakespeare

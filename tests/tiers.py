@@ -1,18 +1,35 @@
 """What `make test` leaves to `make test-all`: more cases of a property, and long runs of what short ones show too."""
 
 import os
-from collections.abc import Iterable
-from typing import TypeVar
+from collections import Counter
+from typing import Any
 
 import pytest
 
-Case = TypeVar("Case")
-
 EVERY = os.environ.get("MOE_JAX_EVERY_TEST") == "1"
 
-long = pytest.mark.skipif(not EVERY, reason="make test-all runs it")
+long = pytest.mark.long
+"""Of a test that only `make test-all` runs."""
+
+MARKERS = (
+    "long: only `make test-all` runs the test",
+    "one_in(n, first=0): `make test` runs one in n of the cases of the test, from the first on",
+)
 
 
-def some(few: Iterable[Case], rest: Iterable[Case]) -> list[Case]:
-    """The cases of a test: a few, and with `make test-all` the rest too."""
-    return [*few, *(rest if EVERY else ())]
+def one_in(n: int, *, first: int = 0) -> pytest.MarkDecorator:
+    """Of a test with many cases, of which `make test` runs every n-th; no common factor with a list spreads them."""
+    return pytest.mark.one_in(n, first=first)
+
+
+def chosen(items: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The tests to run, and those that are left to `make test-all`."""
+    seen: Counter[str] = Counter()
+    run, left = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        number, mark = seen[test], item.get_closest_marker("one_in")
+        seen[test] += 1
+        skipped = mark is not None and number % mark.args[0] != mark.kwargs["first"]
+        (left if not EVERY and (skipped or item.get_closest_marker("long")) else run).append(item)
+    return run, left

@@ -9,6 +9,7 @@ import numpy as np
 
 import moe_jax
 from tests.conftest import ROOT
+from tests.tiers import long
 
 EXAMPLES = ROOT / "examples"
 
@@ -34,6 +35,7 @@ def test_an_moe_layer_learns_inside_another_model(capsys):
     assert "balance loss" in capsys.readouterr().out
 
 
+@long
 def test_upcycling_in_memory_and_training_lower_the_perplexity(capsys):
     before, after = main_of("upcycle")()
     assert before > 60 and after < 10

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from tests.attack.interrupted import Workshop
+from tests.tiers import long
 
 
 @pytest.fixture(scope="module")
@@ -32,5 +33,6 @@ def test_of_two_commands_with_one_target_one_says_that_the_other_is_at_it(worksh
     assert workshop.twice("convert").fault is None
 
 
+@long
 def test_two_commands_share_a_cache_of_compiled_programs(workshop):
     assert workshop.share_cache("adapt").fault is None

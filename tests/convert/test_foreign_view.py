@@ -22,6 +22,7 @@ from moe_jax.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, ModelConfig, MoEConfig
 from tests.convert.conftest import CONFIGS, DTYPES, read_tensors
+from tests.tiers import one_in
 
 QUIET = Console(quiet=True)
 BANKS = {
@@ -95,6 +96,7 @@ EXPORTS = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", EXPORTS)
 def test_transformers_gives_the_same_logits(tmp_path: pathlib.Path, name: str):
     torch = pytest.importorskip("torch")

@@ -23,6 +23,7 @@ from tests.convert.conftest import (
     write_checkpoint,
 )
 from tests.disks import content_of
+from tests.tiers import one_in
 
 QUIET = Console(quiet=True)
 
@@ -43,6 +44,7 @@ def there_and_back(folder: pathlib.Path, **options: object) -> pathlib.Path:
     return folder / "back"
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_bit_of_every_family(tmp_path: pathlib.Path, name: str, dtype: str):
@@ -56,6 +58,7 @@ def test_every_bit_of_every_family(tmp_path: pathlib.Path, name: str, dtype: str
     assert HuggingFaceDirectory(back).config == HuggingFaceDirectory(tmp_path / "foreign").config
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe-dense-layers", "qwen3_moe-dense-layers", "deepseek"])
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", LAYOUTS)

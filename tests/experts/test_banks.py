@@ -23,7 +23,7 @@ from moe_jax.functional.routing import Routing
 from moe_jax.functional.sparse_tile import entry_rows
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
 from tests.numerics import assert_close, made_at_once, randomised
-from tests.tiers import some
+from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -125,12 +125,10 @@ def draw(rng, tokens, top_k, concentration):
     return x, weights, jnp.asarray(experts, jnp.int32), target
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("kind", "strategy", "ffn_kind"),
-    some(
-        [(*way, ("gated-biases", "plain-biases")[index % 2]) for index, way in enumerate(STRATEGIES)] + COMPRESSED,
-        [(*way, ("plain-biases", "gated-biases")[index % 2]) for index, way in enumerate(STRATEGIES)],
-    ),
+    [(*way, ffn_kind) for way in STRATEGIES for ffn_kind in ("gated-biases", "plain-biases")] + COMPRESSED,
 )
 def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     # The shapes are few, so that programs are compiled once; routing, which is data, is drawn freely.
@@ -146,13 +144,11 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     check()
 
 
+@one_in(5)
 @pytest.mark.parametrize("kind", ["full", "low-rank", "sparse", "quantized-2", "bitmap-3-alone", "joint-low-rank"])
 @pytest.mark.parametrize(
     ("axes", "tokens"),
-    some(
-        [({"fsdp": 2, "expert": 2, "tensor": 2}, 16)],
-        [({"data": 2, "fsdp": 2, "expert": 2}, 16), ({"expert": 4, "tensor": 2}, 16), ({"expert": 4, "tensor": 2}, 5)],
-    ),
+    [({"data": 2, "fsdp": 2, "expert": 2}, 16), ({"expert": 4, "tensor": 2}, 16), ({"expert": 4, "tensor": 2}, 5)],
     ids=str,
 )
 def test_bank_over_a_mesh_equals_one_device(kind, axes, tokens):
@@ -176,7 +172,8 @@ def test_bank_over_a_mesh_equals_one_device(kind, axes, tokens):
     assert_close(got, expected)
 
 
-@pytest.mark.parametrize("kind", some(list(KINDS)[::3], [*list(KINDS)[1::3], *list(KINDS)[2::3]]))
+@one_in(3)
+@pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_is_within_its_rounding(kind):
     graphdef, params, rest = random_bank(kind, "gated")
     x, weights, experts, _ = draw(np.random.default_rng(0), 32, 2, 1.0)
@@ -188,6 +185,7 @@ def test_bfloat16_is_within_its_rounding(kind):
     assert 0 < error < 0.03
 
 
+@one_in(2)
 @pytest.mark.parametrize(("kind", "strategy"), [pair for pair in STRATEGIES if pair[0] != "full"])
 def test_no_strategy_holds_a_kernel_per_expert(kind, strategy):
     d_model, hidden, experts = 128, 1024, 32

@@ -19,6 +19,7 @@ from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
 from moe_jax.nn import Head
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
 from tests.numerics import assert_close, made_at_once, normal, randomised
+from tests.tiers import one_in
 from tests.train.models import config_of
 
 D_MODEL, EXPERTS, TOKENS, TOP_K = 16, 4, 16, 2
@@ -118,6 +119,7 @@ def bank_with(kind, nf4, lora):
     return randomised(fresh_bank(BANKS[kind], expert))
 
 
+@one_in(5)
 @pytest.mark.parametrize(("nf4", "lora"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("kind", BANKS)
 def test_banks_equal_experts_with_everything_added_up(kind, nf4, lora):
@@ -166,6 +168,7 @@ def with_dropped_out_base(bank, x, routing, key):
     return base["down"](h, fold_in(key, 2)) + y
 
 
+@one_in(4)
 @pytest.mark.parametrize("strategy", ["auto", "synthesised", "factored-grouped"])
 @pytest.mark.parametrize("kind", ["low-rank", "sparse", "quantized"])
 def test_the_dropout_of_a_base_with_lora_is_applied_whatever_the_strategy(kind, strategy):

@@ -28,6 +28,7 @@ from moe_jax.models import FFNConfig, LoRAConfig, MoEConfig, config_from_json, c
 from moe_jax.open_source import open_source
 from moe_jax.sharding import leaf_spec, make_mesh
 from tests.numerics import assert_close
+from tests.tiers import long
 from tests.train.conftest import byte_tokenizer
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
@@ -134,6 +135,7 @@ def test_plan_and_inspect_count_it(folder, capsys):
     assert described["experts"][0]["bank"]["kind"] == "scaled" and described["parameters"] == plan["total_params"]
 
 
+@long
 def test_it_is_trained_alike_on_any_mesh(folder, trained):
     model, losses = trained
     np.testing.assert_allclose(losses["mesh"], losses["data"], atol=1e-4)

@@ -22,7 +22,7 @@ from moe_jax.functional.relative_bias import RelativeBiasConfig  # noqa: E402
 from moe_jax.loading import leaf_specs, load_model, model_leaves  # noqa: E402
 from moe_jax.model_dir import ModelDirectory  # noqa: E402
 from moe_jax.nn import init_cache  # noqa: E402
-from tests.tiers import EVERY  # noqa: E402
+from tests.tiers import EVERY, one_in  # noqa: E402
 
 SMALL = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, decoder_start_token_id=0)
 SWITCH = dict(
@@ -161,6 +161,7 @@ def test_logits_equal_transformers(name, tmp_path, strict_numerics):
         pytest.fail(f"{np.abs(got - logits).max()=}; {first_difference(source, expected, tokens)}")
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("name", FIRST)
 def test_greedy_continuations_equal_transformers(name, tmp_path):
     """With caches, in which cross-attention's keys are made once; without; and by Transformers."""
@@ -199,6 +200,7 @@ def test_greedy_continuations_equal_transformers(name, tmp_path):
     np.testing.assert_array_equal(uncached, theirs[:, 1:])
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("name", FIRST)
 def test_loss_and_gradient_equal_transformers(name, tmp_path, strict_numerics):
     reference, source = random_model(name, tmp_path / "weights")

@@ -10,6 +10,7 @@ from moe_jax import cli
 from moe_jax.companions import TOKENIZER
 from tests.convert.conftest import CONFIGS, expected_tensors, write_checkpoint
 from tests.convert.test_tiktoken_file import ids_by_ranks, learned_ranks, write_ranks
+from tests.tiers import long, one_in
 from tests.train.conftest import byte_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 20
@@ -72,6 +73,7 @@ def generated(output_of, model: str) -> dict:
     return json.loads(output_of("generate", model, *given))[0]
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("name", ["stablelm", "phi"])
 def test_ders_of_stablelm_and_phi(name, folder, output_of):
     write_random(folder, CONFIGS[name], 264)
@@ -88,6 +90,7 @@ def test_ders_of_stablelm_and_phi(name, folder, output_of):
     assert len(generated(output_of, "small")["ids"]) > 0
 
 
+@long
 def test_pesc_of_the_first_qwen(folder, output_of):
     """With the tokenizer that is made of its vocabulary."""
     ranks = learned_ranks()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moe_jax.functional import attention as module
 from moe_jax.functional.attention import Visibility, attention
 from moe_jax.functional.relative_bias import RelativeBiasConfig, bias_by_distance
+from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -53,6 +54,7 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
 
 # The shapes are few, so that programs are compiled once; documents, which are data, are drawn freely. Chunks of two
 # make bands of several chunks, which are looped over.
+@one_in(2)
 @pytest.mark.parametrize(
     ("length", "heads", "mask", "window", "scale", "soft_cap", "chunk"),
     [
@@ -122,6 +124,7 @@ def causal(x, length, bias=None):
     return attention(x, x, x, Visibility(positions, positions), bias=bias, aligned=True)
 
 
+@one_in(2)
 @pytest.mark.parametrize("biased", [False, True])
 def test_backward_keeps_no_scores_but_those_of_a_chunk(biased):
     def temporaries(length):

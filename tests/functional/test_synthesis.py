@@ -17,6 +17,7 @@ from moe_jax.functional.packing import codes_shape, pack, scales_shape
 from moe_jax.functional.sparse_product import grouped_sparse_matmul
 from moe_jax.functional.synthesis import synthesised_matmul
 from tests.numerics import assert_close
+from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -70,6 +71,7 @@ def program(kind, columns, reference):
 group_sizes = st.lists(st.integers(0, ROWS // GROUPS), min_size=GROUPS, max_size=GROUPS)
 
 
+@one_in(2)
 @pytest.mark.parametrize("columns", [128, 64, 48], ids=["one tile", "equal tiles", "a narrower last tile"])
 @pytest.mark.parametrize("kind", ["low-rank", "sparse", "quantized"])
 def test_synthesised_product_and_gradient(kind, columns, monkeypatch):

@@ -24,6 +24,7 @@ from moe_jax.nn.layers import FFN
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
 from tests.numerics import assert_close, gradients_and_output, made_at_once, normal, randomised
+from tests.tiers import one_in
 
 D_MODEL = 12
 EXPERT = FFNConfig(dim=10, bias=True)
@@ -108,6 +109,7 @@ def layer_program(config, reference):
     return gradients_and_output(graphdef, rest, per_expert_reference if reference else lambda moe, x: moe(x)[0])
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_layer_equals_one_adapter_per_expert(name):
     @settings(max_examples=4)
@@ -209,6 +211,7 @@ def test_dropout_is_for_training_and_keeps_the_mean():
     assert not np.array_equal(apply(moe, x, jax.random.key(0)), expected)
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["pesc", "routed"])
 def test_a_layer_over_a_mesh_equals_one_device(name):
     """With dropout, and so many adapters that rows are sorted, which every device does for itself."""

@@ -14,6 +14,7 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig,
 from moe_jax.nn import Decoder
 from moe_jax.nn.router_stats import stats_per_layer
 from moe_jax.sharding import path_name
+from tests.tiers import one_in
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
 FFN = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=16))
@@ -55,6 +56,7 @@ def test_no_key_no_randomness(strict_numerics):
 OTHER = dataclasses.replace(MOE, mlp=dataclasses.replace(CODER, capacity_factor=1e6))
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("layers", [(MOE, MOE, MOE), (MOE, OTHER, MOE, OTHER)], ids=["stacked", "blocks of a repeat"])
 def test_every_layer_draws_differently(layers):
     """Equal layers that leave their input as it is: without noise their routers do the same."""

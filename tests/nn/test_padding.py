@@ -16,7 +16,7 @@ from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, Perf
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
 from tests.numerics import assert_close, made_at_once, randomised
-from tests.tiers import some
+from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -96,7 +96,8 @@ def draw(seed):
     return texts, targets, left, right
 
 
-@pytest.mark.parametrize("name", some(list(CASES)[::2], list(CASES)[1::2]))
+@one_in(3)
+@pytest.mark.parametrize("name", CASES)
 def test_padding_changes_nothing(name):
     @settings(max_examples=4)
     @given(st.integers(0, 999))
@@ -119,10 +120,9 @@ def test_neighbours_change_nothing(name):
         assert_close(with_others[1::2], per_text[1::2])
 
 
-@pytest.mark.parametrize(
-    "axes", some([{"fsdp": 2, "expert": 2, "tensor": 2}], [{"data": 2, "fsdp": 2, "expert": 2}]), ids=str
-)
-@pytest.mark.parametrize("name", some(["full, capacity"], ["PERFT-R sorted", "low-rank synthesised"]))
+@one_in(5)
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("name", ["full, capacity", "PERFT-R sorted", "low-rank synthesised"])
 def test_padding_changes_nothing_over_a_mesh(name, axes):
     texts, targets, some, others = draw(0)
     expected = results(name, texts, targets, some, 0.0, 0)

@@ -14,6 +14,7 @@ from moe_jax.models.config import PerftConfig
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import path_name
 from tests.jaxprs import equations
+from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -85,6 +86,7 @@ GATED = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize("options", GATED, ids=str)
 def test_the_task_reaches_the_router_where_its_config_says_so(options):
     """All but one expert per token with a weight that is always 1, which is never made anew (see `upcycle`)."""

@@ -6,6 +6,7 @@ import pytest
 
 import moe_jax
 from moe_jax import cli
+from tests.tiers import long
 from tests.train.models import encoder_decoder, write_config
 from tests.train.test_pairs import SWITCH
 
@@ -62,6 +63,7 @@ def labelled(folder, name: str, capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@long
 def test_a_switch_labels_what_it_has_not_seen_also_when_compressed(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     before = labelled(folder, "run/model", capsys)

@@ -20,6 +20,7 @@ from moe_jax.models import (
 from moe_jax.nn import Decoder, auxiliary_loss
 from moe_jax.nn.router_stats import stats_per_layer
 from moe_jax.peft import split_model, trainable_paths
+from tests.tiers import one_in
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
 EXPERT = FFNConfig(dim=16)
@@ -51,6 +52,7 @@ def router_of(trained, name):
     return (mlp["perft"] if name == "perft-r" else mlp)["router"]["kernel"]
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", MLPS)
 def test_a_collapsed_router_is_pulled_back(name):
     """All tokens go to the first adapter of every layer; task and balance loss together spread them."""

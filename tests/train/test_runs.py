@@ -16,6 +16,7 @@ from moe_jax import cli
 from moe_jax.train.signals import StopSignals
 from tests.conftest import COMPILER_FLAGS, ROOT
 from tests.disks import small_disk
+from tests.tiers import long
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
 
 STEPS = 90
@@ -201,6 +202,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     assert not (workplace / "diverged" / "model").exists()
 
 
+@long
 def test_two_processes_train_like_one(workplace, monkeypatch, tmp_path):
     """Two processes of four devices, started by the launch script, and one process of eight."""
     program = tmp_path / "moe-jax"

@@ -19,6 +19,7 @@ from moe_jax.train.placement import local_rows, place
 from moe_jax.train.program import Program, first_state, make_program
 from moe_jax.train.recipe import MeshSection, ModelSection, PartitionSection, Recipe, ScheduleSection, TrainSection
 from moe_jax.train.step import StepMetrics, TrainState, step_key
+from tests.tiers import one_in
 from tests.train.models import BANKS, FFN, config_of, moe, recipe_of
 
 
@@ -89,6 +90,7 @@ def two_layers():
     return run(recipe_of(), TWO_LAYERS)
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize(
     "mesh",
     [MeshSection(data=2, fsdp=4), MeshSection(fsdp=2, expert=2, tensor=2)],

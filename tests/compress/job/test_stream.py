@@ -22,6 +22,7 @@ from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from tests.compress.conftest import EXPERTS, MemorySource, memory_moe, same_weights
 from tests.disks import run_python
+from tests.tiers import one_in
 from tests.upcycle.conftest import DTYPES, dense_config, random_leaves, write_model
 
 BANKS = {
@@ -254,6 +255,7 @@ compress(ModelDirectory(Path(sys.argv[1])), Path(sys.argv[2]), method, described
 """
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize(
     ("name", "options", "group_bytes"),
     [
