@@ -25,9 +25,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # No test asks the Hugging Face Hub; `test_hub.py` has one of its own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# A shell starts what it runs in the background with SIGINT ignored, and processes inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts what it runs in the background with SIGINT ignored, nohup ignores SIGHUP, and processes inherit that.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
