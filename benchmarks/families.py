@@ -128,7 +128,9 @@ class Trial:
     def export(self, model: Path, name: str) -> str:
         """Exports; what Transformers says of the result, or why there is none."""
         target = self.folder / name
-        return refusal("export", model, target) or self.difference(target)
+        why = refusal("export", model, target)
+        # Without its advice, and without the name of a folder that is gone.
+        return self.difference(target) if why is None else why.partition(";")[0].replace(str(model), "it")
 
 
 def measure_conversion(trial: Trial, figures: Figures) -> Path:
