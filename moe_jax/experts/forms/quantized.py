@@ -15,6 +15,8 @@ from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import Coder, KernelForm
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.packing import SCALE_DTYPE, codes_shape, dequantize, pack, scaled_levels, scales_shape, unpack
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.packed_tile import PackedTile, why_not_packed
 
 BITS = (8, 4, 3, 2, 1)
 
@@ -81,6 +83,11 @@ class Quantized(KernelForm):
         group = (window.origin[0] + jnp.arange(rows, dtype=jnp.int32)) // self.group_size
         scales = jnp.take(scales.astype(jnp.float32), group, axis=0)
         return scaled_levels(unpack(codes, rows, self.bits, jnp.float32), scales, self.bits)
+
+    def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
+        """See `KernelForm`."""
+        reason = why_not_packed(self.bits, self.group_size, shape[0])
+        return PackedTile(self.bits, self.group_size, shape[0]) if reason is None else reason
 
     def specs(self, split: Split) -> dict[str, P]:
         """See `KernelForm`."""

@@ -45,10 +45,12 @@ def current_core() -> Core:
     return ANY_CORE if device is None else _CORES.get(device.device_kind, ANY_CORE)
 
 
-def block_bytes(shape: tuple[int, int], dtype: jnp.dtype) -> int:
-    """Bytes of a block in fast memory, where rows are padded to 128 entries and columns to 32 bytes."""
+def block_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
+    """Bytes of a block in fast memory, where rows are padded to 128 entries and columns to 32 bytes or one entry."""
     itemsize = jnp.dtype(dtype).itemsize
-    return round_up(shape[0], 32 // itemsize) * round_up(shape[1], LANES) * itemsize
+    *leading, rows, columns = shape
+    rows = 1 if rows == 1 else round_up(rows, 32 // itemsize)
+    return math.prod(leading) * rows * round_up(columns, LANES) * itemsize
 
 
 def round_up(size: int, multiple: int) -> int:

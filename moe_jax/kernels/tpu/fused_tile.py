@@ -14,12 +14,12 @@ from moe_jax.kernels.tpu.chip import Core
 
 
 class Operand(NamedTuple):
-    """An array [E, p, q] of all experts, and how p and q lie beside the kernels [i, o].
+    """An array [E, ...] of all experts, and how its axes after the first lie beside the kernels [i, o].
 
     Attributes:
       array: of all experts.
-      rows: the axis, 0 for p or 1 for q, that follows the rows of the kernel; None: neither does.
-      columns: the axis that follows the columns of the kernel, entry by entry; None: neither does.
+      rows: the axis that follows the rows of the kernel, 0 for the first one after E; None: none does.
+      columns: the axis that follows the columns of the kernel, entry by entry; None: none does.
       per_row: entries along the axis `rows` for each row of the kernel: 1/4 where a byte holds the codes of four rows.
     """
 
@@ -28,33 +28,34 @@ class Operand(NamedTuple):
     columns: int | None = None
     per_row: Fraction = Fraction(1)
 
-    def block(self, panel: tuple[int, int], *, of_rows: bool) -> tuple[int, int]:
-        """Shape of the block that belongs to a panel of the kernel: a range of its rows, or else of its columns."""
+    def block_of(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of the block that belongs to a block of the kernel."""
         block = list(self.array.shape[1:])
-        axis, size = (self.rows, int(panel[0] * self.per_row)) if of_rows else (self.columns, panel[1])
-        if axis is not None:
-            block[axis] = min(block[axis], size)
-        return block[0], block[1]
+        for axis, size in ((self.rows, int(height * self.per_row)), (self.columns, width)):
+            if axis is not None:
+                block[axis] = min(block[axis], size)
+        return tuple(block)
 
-    def index(self, panel: Any, *, of_rows: bool) -> tuple[Any, Any]:
-        """Index of the block that belongs to a panel."""
-        axis = self.rows if of_rows else self.columns
-        return (panel if axis == 0 else 0), (panel if axis == 1 else 0)
+    def index_of_block(self, down: Any, across: Any) -> tuple[Any, ...]:
+        """Index of the block that belongs to the block of the kernel with these indices."""
+        index = [0] * (self.array.ndim - 1)
+        for axis, block in ((self.rows, down), (self.columns, across)):
+            if axis is not None:
+                index[axis] = block
+        return tuple(index)
 
 
 class Piece(NamedTuple):
-    """A piece of the kernel; offsets may be traced, sizes are static.
+    """A piece of a block of the kernel; offsets may be traced, sizes are static.
 
     Attributes:
-      row, column: of its first entry, in the panel that is being made.
+      row, column: of its first entry, in the block.
       shape: of the piece.
-      top: the row of the kernel at which the panel begins.
     """
 
     row: Any
     column: Any
     shape: tuple[int, int]
-    top: Any
 
 
 class FusedTile(Protocol):
@@ -84,7 +85,7 @@ class FusedTile(Protocol):
         """A piece of what is added to the base, float32; called inside a Pallas kernel.
 
         Args:
-          refs: of the operands' blocks, of one expert: [p, q] each.
+          refs: of the operands' blocks, of one expert.
           piece: where it lies.
         """
         ...

@@ -4,8 +4,9 @@ XLA has a grouped kernel for the product of sorted rows alone: for this gradient
 every group in turn, E times the arithmetic.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, block_bytes, round_up
+from moe_jax.kernels.tpu.fused_tile import Operand, Piece
 from moe_jax.kernels.tpu.group_visits import Visits, group_visits
 from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
+from moe_jax.kernels.tpu.unpacking import scaled_rows
 
 ROW_BLOCK = 512
 
@@ -50,24 +53,85 @@ def grouped_outer(
       core: for which the sizes of blocks are chosen.
       interpret: run the kernel in interpret mode.
     """
+    return _outer(rows, dout, group_sizes, None, (), 1, dtype, core, interpret)
+
+
+def reduced_outer(
+    rows: Float[Array, "M i"],
+    dout: Float[Array, "M o"],
+    group_sizes: Int[Array, " E"],
+    tile: "Reducing",
+    operands: Sequence[Operand],
+    *,
+    core: Core = ANY_CORE,
+    interpret: bool = False,
+) -> Float[Array, "E s o"]:
+    """What a tile makes of the same sums, a row of every `tile.shared` rows; float32. The sums stay in fast memory.
+
+    Args:
+      rows, dout, group_sizes, core, interpret: see `grouped_outer`.
+      tile: reduces them.
+      operands: of the tile.
+    """
+    return _outer(rows, dout, group_sizes, tile, operands, tile.shared, jnp.float32, core, interpret)[:, :, 0]
+
+
+class Reducing(Protocol):
+    """A tile that reduces the gradient of its entries; see `kernels.tpu.packed_tile`."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def shared(self) -> int: ...
+
+    def reduce(self, refs: Sequence[Any], piece: Piece, gradient: Float[Array, "p q"]) -> Float[Array, "s q"]: ...
+
+
+def _outer(
+    rows: Array,
+    dout: Array,
+    group_sizes: Array,
+    tile: Reducing | None,
+    operands: Sequence[Operand],
+    shared: int,
+    dtype: Any,
+    core: Core,
+    interpret: bool,
+) -> Array:
     fan_in, fan_out = rows.shape[1], dout.shape[1]
-    blocks = plan_blocks(rows.shape[0], (fan_in, fan_out), rows.dtype, dtype, core)
+    unit = LANES if tile is None else tile.step
+    blocks = plan_blocks(rows.shape[0], (fan_in, fan_out), rows.dtype, dtype, unit, shared, operands, core)
     pad = max(0, blocks.rows - rows.shape[0])
     rows, dout = (jnp.pad(array, ((0, pad), (0, 0))) for array in (rows, dout))
     visits, count = group_visits(group_sizes, rows.shape[0], blocks.rows, every_group=True)
     grid = -(-fan_in // blocks.height), -(-fan_out // blocks.width), count
+
+    def of_operand(operand: Operand) -> pl.BlockSpec:
+        def index(h: Any, w: Any, v: Any, visits: Any) -> tuple:
+            return visits.group[v], *operand.index_of_block(h, w)
+
+        return pl.BlockSpec((None, *operand.block_of(blocks.height, blocks.width)), index)
+
     return pl.pallas_call(
-        partial(_kernel, blocks=blocks),
-        out_shape=jax.ShapeDtypeStruct((group_sizes.shape[0], fan_in, fan_out), dtype),
+        partial(_kernel, blocks=blocks, tile=tile),
+        out_shape=jax.ShapeDtypeStruct(
+            (group_sizes.shape[0], *((fan_in,) if tile is None else (fan_in // shared, 1)), fan_out), dtype
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
             in_specs=[
                 pl.BlockSpec((blocks.rows, blocks.height), lambda h, w, v, visits: (visits.block[v], h)),
                 pl.BlockSpec((blocks.rows, blocks.width), lambda h, w, v, visits: (visits.block[v], w)),
+                *map(of_operand, operands),
             ],
             out_specs=pl.BlockSpec(
                 (None, blocks.height, blocks.width), lambda h, w, v, visits: (visits.group[v], h, w)
+            )
+            if tile is None
+            else pl.BlockSpec(
+                (None, blocks.height // shared, 1, blocks.width), lambda h, w, v, visits: (visits.group[v], h, 0, w)
             ),
             scratch_shapes=[pltpu.VMEM((blocks.height, blocks.width), jnp.float32)],
         ),
@@ -78,15 +142,17 @@ def grouped_outer(
             flops=2 * rows.size * fan_out,
             bytes_accessed=rows.nbytes * grid[1]
             + dout.nbytes * grid[0]
-            + group_sizes.shape[0] * fan_in * fan_out * jnp.dtype(dtype).itemsize,
+            + sum(operand.array.nbytes for operand in operands)
+            + group_sizes.shape[0] * fan_in // shared * fan_out * jnp.dtype(dtype).itemsize,
             transcendentals=0,
         ),
         interpret=interpret,
-        name="grouped_outer",
-    )(visits, rows, dout)
+        name="grouped_outer" if tile is None else "reduced_outer",
+    )(visits, rows, dout, *(operand.array for operand in operands))
 
 
-def _kernel(visits: Visits, rows_ref: Any, dout_ref: Any, out_ref: Any, sum_ref: Any, *, blocks: "Blocks") -> None:
+def _kernel(visits: Visits, rows_ref: Any, dout_ref: Any, *refs: Any, blocks: "Blocks", tile: Reducing | None) -> None:
+    *operand_refs, out_ref, sum_ref = refs
     v = pl.program_id(2)
 
     @pl.when(changed(visits.group, v))
@@ -111,7 +177,27 @@ def _kernel(visits: Visits, rows_ref: Any, dout_ref: Any, out_ref: Any, sum_ref:
 
     @pl.when(jnp.logical_or(v == last, visits.group[v] != visits.group[jnp.minimum(v + 1, last)]))
     def _write() -> None:
-        out_ref[...] = sum_ref[...].astype(out_ref.dtype)
+        if tile is None:
+            out_ref[...] = sum_ref[...].astype(out_ref.dtype)
+        else:
+            _reduce(tile, operand_refs, sum_ref, out_ref)
+
+
+def _reduce(tile: Reducing, operand_refs: Sequence[Any], sum_ref: Any, out_ref: Any) -> None:
+    height, width = sum_ref.shape
+
+    def of_rows(row: Any, rows: int) -> None:
+        first = scaled_rows(row, tile.step, 1, tile.shared)
+
+        def piece(column: Any, columns: int) -> None:
+            across = pl.ds(column, columns)
+            gradient = sum_ref[pl.ds(row, rows), across]
+            reduced = tile.reduce(operand_refs, Piece(row, column, (rows, columns)), gradient)
+            out_ref[pl.ds(first, rows // tile.shared), :, across] = reduced[:, None, :]
+
+        in_pieces(width, COLUMNS, piece)
+
+    in_pieces(height, tile.step, of_rows)
 
 
 class Blocks(NamedTuple):
@@ -131,22 +217,49 @@ class Blocks(NamedTuple):
     vmem: int
 
 
-def plan_blocks(rows: int, shape: tuple[int, int], dtype: Any, out_dtype: Any, core: Core) -> Blocks:
-    """Chooses the blocks that move the fewest bytes."""
+def plan_blocks(
+    rows: int,
+    shape: tuple[int, int],
+    dtype: Any,
+    out_dtype: Any,
+    unit: int,
+    shared: int,
+    operands: Sequence[Operand],
+    core: Core,
+) -> Blocks:
+    """Chooses the blocks that move the fewest bytes.
+
+    Raises:
+      ValueError: if not even the smallest blocks fit.
+
+    Args:
+      rows: M.
+      shape: [i, o].
+      dtype, out_dtype: of the rows and of the result.
+      unit: blocks are multiples of so many rows of the kernel.
+      shared: rows of the kernel for a row of the result.
+      operands: of the tile that reduces the sums.
+      core: what they have to fit.
+    """
     itemsize = jnp.dtype(dtype).itemsize
     block = min(ROW_BLOCK, round_up(rows, 32 // itemsize))
     strip = block if block % core.rows else core.rows
     best = None
-    for across in range(1, -(-shape[0] // LANES) + 1):
-        height = shape[0] if across == 1 else round_up(-(-shape[0] // across), LANES)
+    for across in range(1, -(-shape[0] // unit) + 1):
+        height = shape[0] if across == 1 else round_up(-(-shape[0] // across), unit)
         for along in range(1, -(-shape[1] // LANES) + 1):
             width = shape[1] if along == 1 else round_up(-(-shape[1] // along), LANES)
             tile = (height, width)
-            vmem = 2 * (sum(block_bytes((block, side), dtype) for side in tile) + block_bytes(tile, out_dtype))
+            moved = sum(block_bytes((block, side), dtype) for side in tile)
+            moved += block_bytes(tile if shared == 1 else (height // shared, 1, width), out_dtype)
+            moved += sum(block_bytes(operand.block_of(height, width), operand.array.dtype) for operand in operands)
+            vmem = 2 * moved
             vmem += block_bytes(tile, jnp.float32) + 2 * block_bytes((strip, height), jnp.float32)
             # The product of a strip, before it is added.
             vmem += 2 * block_bytes((height, min(width, COLUMNS)), jnp.float32)
-            enough = min(core.cores, -(-shape[0] // LANES) * -(-shape[1] // LANES))
+            if operands:
+                vmem += 8 * 4 * COLUMNS * unit
+            enough = min(core.cores, -(-shape[0] // unit) * -(-shape[1] // LANES))
             if vmem + RESERVED > core.vmem or across * along < enough:
                 continue
             moved = rows * itemsize * (shape[0] * -(-shape[1] // width) + shape[1] * -(-shape[0] // height))
@@ -154,5 +267,6 @@ def plan_blocks(rows: int, shape: tuple[int, int], dtype: Any, out_dtype: Any, c
             if best is None or score < best[0]:
                 best = score, Blocks(block, strip, height, width, vmem)
             break
-    assert best is not None, f"blocks of {LANES} x {LANES} fit everywhere"
+    if best is None:
+        raise ValueError(f"no block of the gradients of kernels {shape} fits into {core.vmem} bytes of fast memory")
     return best[1]

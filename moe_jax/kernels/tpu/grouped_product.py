@@ -8,6 +8,7 @@ rows are read once for every panel, whose width is chosen so that this costs lea
 The transposed product, with the gradient of the output in the place of the rows, takes panels of rows of the kernels.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -79,12 +80,13 @@ def grouped_product(
 
     def of_operand(operand: Operand) -> pl.BlockSpec:
         def index(n: Any, v: Any, visits: Any) -> tuple:
-            return visits.group[v], *operand.index(n, of_rows=transposed)
+            return visits.group[v], *operand.index_of_block(*((n, 0) if transposed else (0, n)))
 
-        return pl.BlockSpec((None, *operand.block(panel, of_rows=transposed)), index)
+        return pl.BlockSpec((None, *operand.block_of(*panel)), index)
 
     specs = [pl.BlockSpec((plan.rows, padded.shape[1]), lambda n, v, visits: (visits.block[v], 0))]
-    specs += [] if base is None else [pl.BlockSpec(panel, of_base)]
+    # A block of the base is used for long: a second one, in which the next would arrive meanwhile, has to pay.
+    specs += [] if base is None else [pl.BlockSpec(panel, of_base, pipeline_mode=pl.Buffered(plan.bases))]
     specs += [of_operand(operand) for operand in operands]
     out = pl.pallas_call(
         partial(_kernel, tile=tile, plan=plan, has_base=base is not None, stored=stored, transposed=transposed),
@@ -125,13 +127,13 @@ def _kernel(
         (panel_ref,) = operand_refs
     else:
         *operand_refs, out_ref, panel_ref = refs
-    n, v = pl.program_id(0), pl.program_id(1)
+    v = pl.program_id(1)
 
     if not stored:
 
         @pl.when(jnp.logical_and(visits.end[v] > 0, changed(visits.group, v)))
         def _make() -> None:
-            _make_panel(panel_ref, base_ref, operand_refs, tile, n * plan.width if transposed else 0)
+            _make_panel(panel_ref, base_ref, operand_refs, tile)
 
     @pl.when(changed(visits.block, v))
     def _clear() -> None:
@@ -152,14 +154,13 @@ def _kernel(
     over_strips(visits, v, plan.rows, plan.strip, multiply)
 
 
-def _make_panel(panel_ref: Any, base_ref: Any, operand_refs: Sequence[Any], tile: FusedTile, top: Any) -> None:
-    """Makes the panel of one expert that begins at row `top` of its kernel."""
+def _make_panel(panel_ref: Any, base_ref: Any, operand_refs: Sequence[Any], tile: FusedTile) -> None:
     height, width = panel_ref.shape
 
     def of_rows(row: Any, rows: int) -> None:
         def piece(column: Any, columns: int) -> None:
             at = pl.ds(row, rows), pl.ds(column, columns)
-            made = tile.make(operand_refs, Piece(row, column, (rows, columns), top))
+            made = tile.make(operand_refs, Piece(row, column, (rows, columns)))
             if base_ref is not None:
                 made = base_ref[at].astype(jnp.float32) + made
             panel_ref[at] = made.astype(panel_ref.dtype)
@@ -180,6 +181,7 @@ class Plan(NamedTuple):
       strip: rows that are multiplied at a time; those of a block that no group has are left out strip by strip.
       width: columns of a panel, or rows of it in the transposed product.
       panels: number of panels of a kernel.
+      bases: blocks of the base in fast memory.
       vmem: bytes of fast memory.
       traffic: bytes that are read and written, if every group has rows.
     """
@@ -188,6 +190,7 @@ class Plan(NamedTuple):
     strip: int
     width: int
     panels: int
+    bases: int
     vmem: int
     traffic: int
 
@@ -204,7 +207,7 @@ def plan_blocks(
     transposed: bool,
     stored: bool,
 ) -> Plan:
-    """Chooses the blocks that move the fewest bytes, with those of the first blocks, which nothing overlaps, added.
+    """Chooses the blocks that move the fewest bytes; those during which nothing else can happen are counted twice.
 
     Args:
       rows: M.
@@ -228,15 +231,16 @@ def plan_blocks(
     for block in ROW_BLOCKS:
         block = min(block, round_up(rows, 32 // itemsize))
         strip = min(block, core.rows)
-        for panels in range(min(core.cores, most), most + 1) if block % strip == 0 else ():
+        choices = itertools.product((2, 1), range(min(core.cores, most), most + 1))
+        for bases, panels in choices if block % strip == 0 else ():
             columns = width if panels == 1 else round_up(-(-width // panels), unit)
             panel = (columns, depth) if transposed else (depth, columns)
             of_base = 0 if base is None else block_bytes(panel, base.dtype)
             of_expert = sum(
-                block_bytes(operand.block(panel, of_rows=transposed), operand.array.dtype) for operand in operands
+                block_bytes(operand.block_of(*panel), operand.array.dtype) for operand in operands
             )
             in_rows, out = (block_bytes((block, size), dtype) for size in (depth, columns))
-            vmem = 2 * (of_base + of_expert + in_rows + out) + (0 if stored else block_bytes(panel, dtype))
+            vmem = bases * of_base + 2 * (of_expert + in_rows + out) + (0 if stored else block_bytes(panel, dtype))
             # Pieces of float32: those that are made, and those that are multiplied.
             vmem += 6 * 4 * COLUMNS * max(step, strip)
             if vmem + RESERVED > core.vmem:
@@ -245,9 +249,9 @@ def plan_blocks(
             experts = operands[0].array.shape[0]
             moved = count * (rows * depth * itemsize + of_base + experts * of_expert)
             traffic = moved + rows * width * itemsize
-            score = moved + of_base + of_expert, -block
+            score = moved + of_base * (1 if bases == 2 else count) + of_expert, -block
             if best is None or score < best[0]:
-                best = score, Plan(block, strip, columns, count, vmem, traffic)
+                best = score, Plan(block, strip, columns, count, bases, vmem, traffic)
     if best is None:
         raise ValueError(f"no block of kernels {shape} fits into {core.vmem} bytes of fast memory")
     return best[1]

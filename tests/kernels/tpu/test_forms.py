@@ -1,0 +1,108 @@
+"""Products of experts in every form that has a fused tile, in interpret mode, against kernels that are stored."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.experts.forms import LowRank, Quantized
+from moe_jax.experts.forms.matrix import BASE, Matrix, Part
+from moe_jax.experts.forms.protocol import FormTiles
+from moe_jax.functional.packing import codes_shape, scales_shape
+from moe_jax.kernels.tpu import grouped_product
+from tests.numerics import assert_close
+from tests.tiers import some
+
+pytestmark = pytest.mark.usefixtures("strict_numerics", "fused")
+
+GROUPS, ROWS, SHAPE = 3, 37, (48, 136)
+
+
+def random(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def leaves(form, rng):
+    if isinstance(form, LowRank):
+        return {"a": random(rng, GROUPS, SHAPE[0], form.rank), "b": random(rng, GROUPS, form.rank, SHAPE[1])}
+    codes = rng.integers(0, 256, (GROUPS, *codes_shape(SHAPE, form.bits)))
+    scales = random(rng, GROUPS, *scales_shape(SHAPE, form.group_size))
+    return {"codes": jnp.asarray(codes, jnp.uint8), "scales": scales}
+
+
+@functools.cache
+def program(form, with_base, split, reference):
+    """Gradients of everything, and the product; `split` is the axis of which this device has the second half."""
+    shape = tuple(side // 2 if axis == split else side for axis, side in zip(("in", "out"), SHAPE, strict=True))
+    origin = np.array([side if axis == split else 0 for axis, side in zip(("in", "out"), shape, strict=True)])
+    part = None if split is None else Part(shape, jnp.asarray(origin, jnp.int32))
+    matrix = Matrix("up", SHAPE, split or "out")
+    tiles = FormTiles(form, shape, SHAPE)
+
+    def value(rows, trained, fixed, sizes, target):
+        arrays = trained | fixed
+        if reference:
+            base = arrays.pop(BASE, None)
+            here = {"origin": part.origin} if part else {}
+            kernels = [
+                tiles.tile(base, {name: array[e] for name, array in arrays.items()} | here, 0, shape[1])
+                for e in range(GROUPS)
+            ]
+            y = grouped_product.reference(rows, jnp.stack(kernels), sizes)
+        else:
+            y = form.grouped(rows, arrays, sizes, matrix, part)
+        return jnp.sum(y * target), y
+
+    return shape, jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
+
+
+def local(form, arrays, split):
+    """What the device has that holds the second half."""
+    for name, spec in (form.specs(split) | {BASE: (("tensor", None) if split == "in" else (None, "tensor"))}).items():
+        if name in arrays and "tensor" in spec:
+            axis = list(spec).index("tensor")
+            arrays[name] = jnp.split(arrays[name], 2, axis=axis)[1]
+    return arrays
+
+
+group_sizes = st.one_of(
+    st.lists(st.integers(0, ROWS // GROUPS), min_size=GROUPS, max_size=GROUPS),
+    st.sampled_from([[0, ROWS, 0], [0, 0, 0], [16, 0, 21]]),
+)
+
+FEW = [
+    (LowRank(rank=3), True, None),
+    (LowRank(rank=3), False, "in"),
+    (Quantized(bits=2, group_size=16), True, None),
+    (Quantized(bits=4, group_size=16), True, "in"),
+    (Quantized(bits=3), False, "out"),
+    (Quantized(bits=1, group_size=8), True, None),
+]
+REST = [
+    (Quantized(bits=bits, group_size=group_size), with_base, split)
+    for bits in (8, 4, 3, 2, 1)
+    for group_size in (None, 8, 32)
+    for with_base, split in ((True, None), (False, "in"), (True, "out"))
+]
+
+
+@pytest.mark.parametrize(("form", "with_base", "split"), some(FEW, REST))
+def test_product_and_gradients(form, with_base, split):
+    @settings(max_examples=2)
+    @given(group_sizes, st.integers(0, 99))
+    def check(sizes, seed):
+        rng = np.random.default_rng(seed)
+        arrays = leaves(form, rng) | ({BASE: random(rng, *SHAPE)} if with_base else {})
+        if split is not None:
+            arrays = local(form, arrays, split)
+        trained = {name: a for name, a in arrays.items() if name == BASE or form.is_trained(name, a)}
+        fixed = {name: array for name, array in arrays.items() if name not in trained}
+        (fan_in, fan_out), _ = program(form, with_base, split, True)
+        data = random(rng, ROWS, fan_in), trained, fixed, jnp.asarray(sizes, jnp.int32), random(rng, ROWS, fan_out)
+        assert_close(*(program(form, with_base, split, reference)[1](*data) for reference in (False, True)))
+
+    check()
