@@ -19,7 +19,9 @@ from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
-from moe_jax.functional.nf4 import Leaves, nf4_matmul, nf4_tile, quantize_nf4
+from moe_jax.functional.nf4 import BLOCK, LEVELS, SCALE_BLOCK, Leaves, nf4_matmul, nf4_tile, quantize_nf4
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.nf4_tile import NF4Tile, why_not_nf4
 
 _FOLDER = "nf4/"
 
@@ -51,6 +53,12 @@ class NF4(KernelForm):
         if window.origin is not None:
             leaves["origin"] = window.origin
         return nf4_tile(leaves, window.shape[0], window.whole[1], window.start, window.width)
+
+    def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
+        """See `KernelForm`."""
+        reason = why_not_nf4(BLOCK, shape[0])
+        levels = tuple(map(float, LEVELS))
+        return NF4Tile(levels, BLOCK, SCALE_BLOCK, shape[0], whole[1], _FOLDER) if reason is None else reason
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
         """See `KernelForm`."""

@@ -32,6 +32,7 @@ from moe_jax.finite import cast
 from moe_jax.functional.packing import SCALE_DTYPE, dequantize, pack, scales_shape
 from moe_jax.functional.sparse_product import grouped_sparse_matmul
 from moe_jax.functional.sparse_tile import bitmap_tile, entry_coordinates, scatter_tile
+from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 VALUE_BITS = (8, 4, 3, 2)
 
@@ -157,6 +158,12 @@ class Sparse(KernelForm):
         else:
             delta = scatter_tile(values, *entry_coordinates(arrays, window.origin), window.start, shape)
         return delta if base is None else base + delta
+
+    def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
+        """See `KernelForm`. There is none: a kernel can look up entries of a register only, and not of an array."""
+        if self.encoding == "bitmap":
+            return "the values of a bitmap lie at places that have to be counted, and Mosaic cannot look up an array"
+        return f"the entries of rows in {self.encoding.upper()} lie anywhere, and Mosaic cannot scatter into an array"
 
     def specs(self, split: Split) -> dict[str, P]:
         """See `KernelForm`. Entries are not split over `tensor`: every device takes those of its part."""

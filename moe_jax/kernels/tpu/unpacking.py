@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 
 def unpack(packed: UInt8[Array, "b q"], bits: int) -> Int[Array, "p q"]:
@@ -38,3 +38,17 @@ def scaled_rows(row: Any, step: int, numerator: int, denominator: int) -> Any:
     if isinstance(row, int):
         return row * numerator // denominator
     return pl.multiple_of(lax.div(row * numerator, denominator), step * numerator // denominator)
+
+
+def looked_up(table: Float[Array, "1 128"], codes: Int[Array, "p q"]) -> Float[Array, "p q"]:
+    """`table[0, codes]`: a register holds the table, and the units that move entries between lanes look it up."""
+    height, width = codes.shape
+    strips = []
+    for start in range(0, width, table.shape[1]):
+        strip = codes[:, start : start + table.shape[1]]
+        missing = table.shape[1] - strip.shape[1]
+        strip = jnp.pad(strip, ((0, 0), (0, missing))) if missing else strip
+        entries = jnp.broadcast_to(table, (height, table.shape[1]))
+        found = jnp.take_along_axis(entries, strip, axis=1, mode="promise_in_bounds")
+        strips.append(found[:, : found.shape[1] - missing])
+    return jnp.concatenate(strips, axis=1) if len(strips) > 1 else strips[0]

@@ -20,11 +20,18 @@ from flax import nnx  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from moe_jax.experts.forms import Full, LowRank  # noqa: E402
+from moe_jax.experts.forms import Full, LowRank, Quantized  # noqa: E402
 from moe_jax.experts.forms.matrix import BASE, Matrix  # noqa: E402
+from moe_jax.experts.forms.nf4 import NF4  # noqa: E402
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-FORMS = {"low-rank": LowRank(rank=16), "full": Full()}
+FORMS = {
+    "low-rank": LowRank(rank=16),
+    "full": Full(),
+    "2-bit": Quantized(bits=2, group_size=128),
+    "3-bit": Quantized(bits=3, group_size=128),
+    "nf4": NF4(),
+}
 
 
 def compiled(generation: str, kind: str, experts: int, shape: tuple[int, int], rows: int) -> dict:
@@ -57,7 +64,7 @@ def compiled(generation: str, kind: str, experts: int, shape: tuple[int, int], r
     }
 
 
-KERNELS = ("grouped_product", "grouped_product_transposed", "grouped_outer", "low_rank_gradients", "scale_gradients")
+KERNELS = ("grouped_product", "grouped_product_transposed", "grouped_outer", "low_rank_gradients", "reduced_outer")
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:

@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.experts.forms import LowRank, Quantized
+from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.matrix import BASE, Matrix, Part
+from moe_jax.experts.forms.nf4 import NF4
 from moe_jax.experts.forms.protocol import FormTiles
+from moe_jax.functional.nf4 import SCALE_LEVELS, quantize_nf4
 from moe_jax.functional.packing import codes_shape, scales_shape
 from moe_jax.kernels.tpu import grouped_product
+from moe_jax.kernels.tpu.nf4_tile import scale_levels
 from tests.numerics import assert_close
-from tests.tiers import some
+from tests.tiers import EVERY
 
 pytestmark = pytest.mark.usefixtures("strict_numerics", "fused")
 
@@ -29,6 +32,8 @@ def random(rng, *shape):
 def leaves(form, rng):
     if isinstance(form, LowRank):
         return {"a": random(rng, GROUPS, SHAPE[0], form.rank), "b": random(rng, GROUPS, form.rank, SHAPE[1])}
+    if isinstance(form, NF4):
+        return {f"nf4/{name}": leaf for name, leaf in quantize_nf4(random(rng, GROUPS, *SHAPE)).items()}
     codes = rng.integers(0, 256, (GROUPS, *codes_shape(SHAPE, form.bits)))
     scales = random(rng, GROUPS, *scales_shape(SHAPE, form.group_size))
     return {"codes": jnp.asarray(codes, jnp.uint8), "scales": scales}
@@ -76,11 +81,11 @@ group_sizes = st.one_of(
 
 FEW = [
     (LowRank(rank=3), True, None),
-    (LowRank(rank=3), False, "in"),
     (Quantized(bits=2, group_size=16), True, None),
     (Quantized(bits=4, group_size=16), True, "in"),
     (Quantized(bits=3), False, "out"),
     (Quantized(bits=1, group_size=8), True, None),
+    (NF4(), False, "in"),
 ]
 REST = [
     (Quantized(bits=bits, group_size=group_size), with_base, split)
@@ -88,9 +93,10 @@ REST = [
     for group_size in (None, 8, 32)
     for with_base, split in ((True, None), (False, "in"), (True, "out"))
 ]
+REST += [(LowRank(rank=3), False, "in"), (NF4(), False, None), (NF4(), False, "out")]
 
 
-@pytest.mark.parametrize(("form", "with_base", "split"), some(FEW, REST))
+@pytest.mark.parametrize(("form", "with_base", "split"), FEW + (REST if EVERY else []))
 def test_product_and_gradients(form, with_base, split):
     @settings(max_examples=2)
     @given(group_sizes, st.integers(0, 99))
@@ -106,3 +112,24 @@ def test_product_and_gradients(form, with_base, split):
         assert_close(*(program(form, with_base, split, reference)[1](*data) for reference in (False, True)))
 
     check()
+
+
+def test_codes_of_scales_are_computed_as_published():
+    got = jax.jit(scale_levels)(jnp.arange(256, dtype=jnp.uint8))
+    np.testing.assert_allclose(got, SCALE_LEVELS, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "reason"),
+    [
+        (Sparse(rate=0.5), SHAPE, "entries of rows in CSR"),
+        (Sparse(rate=0.5, encoding="bitmap"), SHAPE, "bitmap"),
+        (Quantized(bits=2), (12, 8), "codes of 2 bits of 12 rows"),
+        (Quantized(bits=2, group_size=24), (1016, 8), None),
+        (NF4(), (12, 8), "12 rows of NF4 codes"),
+    ],
+)
+def test_forms_without_a_fused_tile_say_why(form, shape, reason):
+    tile = form.fused_tile(shape, shape)
+    assert isinstance(tile, str) == (reason is not None)
+    assert reason is None or reason in tile

@@ -9,9 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.experts.forms import LowRank
-from moe_jax.experts.forms.protocol import FormTiles
-from moe_jax.functional.synthesis import synthesised_matmul
 from moe_jax.kernels.tpu import grouped_outer, grouped_product, low_rank_gradient
 from moe_jax.kernels.tpu.low_rank_tile import LowRankTile
 from moe_jax.kernels.tpu.stored_tile import StoredTile
@@ -146,40 +143,14 @@ def test_gradients_of_bfloat16_rows_are_not_rounded_on_the_way(dtype):
     )
 
 
-@functools.cache
-def gradients(rank, with_base, reference):
-    """A program for the gradients of everything, by the kernels or by plain JAX."""
-    tiles = FormTiles(LowRank(rank=rank), SHAPE, SHAPE)
-
-    def value(rows, base, arrays, sizes, target):
-        if reference:
-            y = grouped_product.reference(rows, dense(base, arrays), sizes)
-        else:
-            y = synthesised_matmul(rows, base, arrays, {}, sizes, tiles)
-        return jnp.sum(y * target), y
-
-    return jax.jit(jax.grad(value, argnums=(0, 1, 2) if with_base else (0, 2), has_aux=True))
-
-
-@pytest.mark.parametrize("with_base", [True, False], ids=["over a base", "without a base"])
-def test_low_rank_experts(with_base, fused):
-    @settings(max_examples=3)
-    @given(group_sizes, st.integers(0, 99))
-    def check(sizes, seed):
-        rng = np.random.default_rng(seed)
-        rows, base = random(rng, ROWS, SHAPE[0]), random(rng, *SHAPE) if with_base else None
-        data = rows, base, factors(rng), jnp.asarray(sizes, jnp.int32), random(rng, ROWS, SHAPE[1])
-        assert_close(*(gradients(RANK, with_base, reference)(*data) for reference in (False, True)))
-
-    check()
-
-
-def test_factors_that_do_not_fit_into_fast_memory(fused, monkeypatch):
+def test_factors_that_do_not_fit_into_fast_memory(monkeypatch):
+    """Plain products take their place, which round what lies between them."""
     monkeypatch.setattr(low_rank_gradient, "_block", lambda *_: None)
     rng = np.random.default_rng(0)
-    a, b = random(rng, GROUPS, SHAPE[0], 5), random(rng, GROUPS, 5, SHAPE[1])
-    data = random(rng, ROWS, SHAPE[0]), random(rng, *SHAPE), {"a": a, "b": b}, jnp.asarray([20, 0, 13, 9], jnp.int32)
-    target = random(rng, ROWS, SHAPE[1])
-    assert_close(*(gradients(5, True, reference)(*data, target) for reference in (False, True)))
-    with pytest.raises(ValueError, match="rank 5 of kernels"):
-        low_rank_gradient.low_rank_gradients(data[0], target, a, b, data[3], **SMALL)
+    rows, dout, arrays = random(rng, ROWS, SHAPE[0]), random(rng, ROWS, SHAPE[1]), factors(rng)
+    sizes = jnp.asarray([20, 0, 13, 9], jnp.int32)
+    got = jax.jit(lambda *data: LowRankTile().gradients(*data, ("a", "b"), sizes, **SMALL))(rows, dout, arrays)
+    expected = low_rank_gradient.reference(rows, dout, arrays["a"], arrays["b"], sizes)
+    assert_close([got["a"], got["b"]], expected)
+    with pytest.raises(ValueError, match="rank 3 of kernels"):
+        low_rank_gradient.low_rank_gradients(rows, dout, arrays["a"], arrays["b"], sizes, **SMALL)
