@@ -122,9 +122,7 @@ def reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
     return found
 
 
-def shortest(
-    graph: Mapping[str, set[str]], start: str, wanted: Callable[[str], bool]
-) -> list[str]:
+def shortest(graph: Mapping[str, set[str]], start: str, wanted: Callable[[str], bool]) -> list[str]:
     """The shortest chain of imports from a module to one that is wanted."""
     chains, seen = [[start]], set()
     for chain in chains:

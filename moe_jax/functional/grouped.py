@@ -6,7 +6,7 @@
   multiplies all rows with those of every group, E times the arithmetic. The tiles of its kernel, 128 x 256, read the
   rows of a Mixtral layer 56 times; those of JAX's own `megablox` must fit into 16 MiB. Ours take what the chip has.
   Where the compiler divides arrays between devices, as it cannot do with a kernel, it is `ragged_dot` nevertheless.
-- NVIDIA GPUs: kernels in Mosaic GPU or Triton (`kernels.gpu_grouped`).
+- NVIDIA GPUs: kernels in Mosaic GPU or Triton (`kernels.gpu.grouped`).
 
 The backend is chosen when the program is lowered, so that a step that is compiled for a TPU slice or a GPU on a machine
 without one gets theirs. All backends share one rule of differentiation.
@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.deferred import deferred
-from moe_jax.kernels.nvidia import compute_capability
+from moe_jax.kernels.gpu.nvidia import compute_capability
 from moe_jax.kernels.one_device import one_device
 from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product, zero_rows_beyond
 from moe_jax.kernels.tpu.chip import current_core
@@ -190,7 +190,7 @@ def _gpu_product(lhs: Array, rhs: Array, group_sizes: Array, *, transposed: bool
 
 
 def _traced_gpu_product(*arrays: Array, **options: Any) -> Array:
-    from moe_jax.kernels import gpu_grouped
+    from moe_jax.kernels.gpu import grouped as gpu_grouped
 
     return gpu_grouped.grouped_product(*arrays, **options)
 
@@ -201,7 +201,7 @@ def _gpu_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
 
 
 def _traced_gpu_outer(*arrays: Array, **options: Any) -> Array:
-    from moe_jax.kernels import gpu_grouped
+    from moe_jax.kernels.gpu import grouped as gpu_grouped
 
     return gpu_grouped.grouped_outer(*arrays, **options)
 

@@ -130,14 +130,8 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
       start: a column of the part.
       width: columns of the result.
     """
-    codes, scale_codes = (_columns(leaves[name], start, width) for name in ("codes", "scale_codes"))
-    first_row, first_column = (leaves["origin"][0], leaves["origin"][1]) if "origin" in leaves else (0, 0)
-    block = jnp.arange(scale_codes.shape[0], dtype=jnp.int32)[:, None]
-    column = jnp.arange(width, dtype=jnp.int32)[None, :] + first_column + start
-    group = (block * whole + column) // SCALE_BLOCK
-    scales = jnp.take(jnp.asarray(SCALE_LEVELS), scale_codes.astype(jnp.int32), mode="clip")
-    scales = scales * jnp.take(leaves["scales"], group, mode="clip") + leaves["offset"]
-
+    codes, scales = _columns(leaves["codes"], start, width), block_scales(leaves, whole, start, width)
+    first_row = leaves["origin"][0] if "origin" in leaves else 0
     halves = (codes[:, None, :] >> jnp.array([0, 4], jnp.uint8)[None, :, None]) & jnp.uint8(15)
     levels = _levels(halves.reshape(-1, width)[:rows])
     if "origin" in leaves:
@@ -145,6 +139,17 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
         return levels * jnp.take(scales, block, axis=0, mode="clip")
     per_row = jnp.broadcast_to(scales[:, None, :], (scales.shape[0], BLOCK, width))
     return levels * per_row.reshape(-1, width)[:rows]
+
+
+def block_scales(leaves: Leaves, whole: int, start: Int[Array, ""] | int, width: int) -> Float[Array, "b w"]:
+    """The scale of every block of the whole kernel's rows in some columns, float32; see `nf4_tile`."""
+    scale_codes = _columns(leaves["scale_codes"], start, width)
+    first_column = leaves["origin"][1] if "origin" in leaves else 0
+    block = jnp.arange(scale_codes.shape[0], dtype=jnp.int32)[:, None]
+    column = jnp.arange(width, dtype=jnp.int32)[None, :] + first_column + start
+    group = (block * whole + column) // SCALE_BLOCK
+    scales = jnp.take(jnp.asarray(SCALE_LEVELS), scale_codes.astype(jnp.int32), mode="clip")
+    return scales * jnp.take(leaves["scales"], group, mode="clip") + leaves["offset"]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

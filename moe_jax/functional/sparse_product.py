@@ -12,8 +12,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.grouped import PRODUCT, longest_tile, over_tiles, zero_rows_beyond
+from moe_jax.functional.grouped import PRODUCT, longest_tile, over_tiles
 from moe_jax.functional.sparse_tile import entry_coordinates
+from moe_jax.kernels.ragged_dot import zero_rows_beyond
 
 Positions = dict[str, Array]
 

@@ -4,9 +4,11 @@ One expert after another, and of an expert one tile of columns after another, is
 arrays, multiplied with the rows of its group, and forgotten; the gradient makes it once more. What is held at a time is
 one tile, never an [E, i, o] array (METHODS 3).
 
-The backend is chosen when the program is lowered: on TPU, tiles are made in fast memory by the kernels of
-`kernels.tpu` where the form has a *fused tile*; otherwise by loops of plain XLA, with tiles sized for the cache of
-a CPU.
+The backend is chosen when the program is lowered:
+
+- TPU: tiles are made in fast memory by the kernels of `kernels.tpu`, where the form has a *fused tile*.
+- NVIDIA GPUs: tiles are made by a Triton kernel where the form has it, else experts block by block (`block_synthesis`).
+- Otherwise loops of plain XLA, with tiles sized for the cache of a CPU.
 """
 
 import logging
@@ -20,6 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.grouped import (
     PRODUCT,
     longest_tile,
@@ -29,6 +32,7 @@ from moe_jax.functional.grouped import (
     when,
 )
 from moe_jax.kernels.deferred import deferred
+from moe_jax.kernels.gpu.nvidia import compute_capability, triton_fits
 from moe_jax.kernels.one_device import one_device
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
 from moe_jax.kernels.tpu.chip import current_core
@@ -44,10 +48,14 @@ class Tiles(Protocol):
 
     Attributes:
       shape: [i, o] of the kernel, or of the part of it that this device has.
+      adds_to_base: a kernel is the base plus something that does not depend on it.
     """
 
     @property
     def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def adds_to_base(self) -> bool: ...
 
     def tile(
         self, base: Float[Array, "i w"] | None, arrays: Stacked, start: Int[Array, ""] | int, width: int
@@ -62,7 +70,29 @@ class Tiles(Protocol):
         ...
 
     def fused(self) -> FusedTile | str:
-        """How tiles are made inside a Pallas kernel, which adds them to the base; or in words, why they are not."""
+        """How tiles are made inside a TPU kernel, which adds them to the base; or in words, why they are not."""
+        ...
+
+    def in_triton(self, arrays: Stacked) -> InTriton | None:
+        """How what is added to the base, or else the kernel, is made in a Triton kernel; None: it cannot be.
+
+        Args:
+          arrays: of all experts, by name.
+        """
+        ...
+
+    def thin_gradients(
+        self, lhs: Array, dout: Array, arrays: Stacked, group_sizes: Array, products: Any
+    ) -> Stacked | None:
+        """The gradients of the trained arrays without those of whole kernels, float32; None: there is no such way.
+
+        Args:
+          lhs: rows sorted by group.
+          dout: gradient of the product of the rows with the kernels.
+          arrays: of all experts, by name.
+          group_sizes: rows per group.
+          products: the grouped products of the platform; see `block_synthesis.Products`.
+        """
         ...
 
 
@@ -88,7 +118,8 @@ def synthesised_matmul(
       tiles: makes kernels of the base and the arrays.
     """
     out = jax.ShapeDtypeStruct((lhs.shape[0], tiles.shape[1]), lhs.dtype)
-    return _choose(tiles, _looped_product, _fused_product, out)(lhs, base, trained, fixed, group_sizes)
+    product = _choose(tiles, lhs.dtype, out, loops=_looped_product, tpu=_fused_product, gpu=_gpu_product)
+    return product(lhs, base, trained, fixed, group_sizes)
 
 
 def _forward(lhs: Array, base: Any, trained: Stacked, fixed: Stacked, group_sizes: Array, tiles: Tiles) -> tuple:
@@ -99,32 +130,51 @@ def _forward(lhs: Array, base: Any, trained: Stacked, fixed: Stacked, group_size
 def _backward(tiles: Tiles, residuals: tuple, dout: Array) -> tuple:
     lhs, base, trained, _, _ = residuals
     out = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (lhs, base, trained))
-    dlhs, dbase, dtrained = _choose(tiles, _looped_gradients, _fused_gradients, out)(*residuals, dout)
+    backends = {"loops": _looped_gradients, "tpu": _fused_gradients, "gpu": _gpu_gradients}
+    dlhs, dbase, dtrained = _choose(tiles, lhs.dtype, out, **backends)(*residuals, dout)
     return dlhs, dbase, dtrained, None, None
 
 
 synthesised_matmul.defvjp(_forward, _backward)
 
 
-def _choose(tiles: Tiles, loops: Callable[..., Any], fused: Callable[..., Any], out: Any) -> Callable[..., Any]:
-    """What the program does on the platform that it is lowered for; `out` says what it returns."""
-    tile, looped = tiles.fused(), partial(loops, tiles)
-    if isinstance(tile, str):
-        _say_why_not_fused(tile)
-        return looped
+def _choose(
+    tiles: Tiles,
+    dtype: jnp.dtype,
+    out: Any,
+    *,
+    loops: Callable[..., Any],
+    tpu: Callable[..., Any],
+    gpu: Callable[..., Any],
+) -> Callable[..., Any]:
+    """What the program does on the platform that it is lowered for.
+
+    Args:
+      tiles: makes kernels.
+      dtype: in which they are multiplied.
+      out: shapes and dtypes of what it returns.
+      loops, tpu, gpu: the backends.
+    """
+    looped, kernels = partial(loops, tiles), {}
     if not one_device():
         return looped
-    on_tpu: Any = partial(deferred, fused, out=out, tile=tile, shape=tiles.shape, core=current_core())
-    choose: Any = partial(lax.platform_dependent, tpu=on_tpu, default=looped)
-    return choose
+    tile, capability = tiles.fused(), compute_capability()
+    if isinstance(tile, str):
+        _say_why_not_fused(tile)
+    else:
+        kernels["tpu"] = partial(deferred, tpu, out=out, tile=tile, shape=tiles.shape, core=current_core())
+    if triton_fits(dtype, capability):
+        kernels["cuda"] = partial(deferred, gpu, out=out, tiles=tiles, capability=capability)
+    choose: Any = partial(lax.platform_dependent, default=looped, **kernels)
+    return choose if kernels else looped
 
 
 @lru_cache(maxsize=64)
 def _say_why_not_fused(reason: str) -> None:
-    logger.info("kernels of experts are made by loops of XLA on every platform: %s", reason)
+    logger.info("kernels of experts are made by loops of XLA on TPU: %s", reason)
 
 
-# ---- loops (CPU, and forms without a fused tile) ----------------------------------------------------------------
+# ---- loops (CPU, and what has no kernel) ------------------------------------------------------------------------
 
 
 def _looped_product(
@@ -269,3 +319,20 @@ def _fused_gradients(
         dbase = dbase.astype(base.dtype)
     dtrained = tile.gradients(lhs, dout, arrays, tuple(trained), group_sizes, **options)
     return dlhs, dbase, {name: dtrained[name].astype(array.dtype) for name, array in trained.items()}
+
+
+# ---- NVIDIA GPUs ------------------------------------------------------------------------------------------------
+
+
+def _gpu_product(*arguments: Any, tiles: Tiles, capability: Any) -> Array:
+    from moe_jax.functional.block_synthesis import block_product
+    from moe_jax.kernels.gpu.grouped import TritonProducts
+
+    return block_product(*arguments, tiles=tiles, products=TritonProducts(capability))
+
+
+def _gpu_gradients(*arguments: Any, tiles: Tiles, capability: Any) -> tuple:
+    from moe_jax.functional.block_synthesis import block_gradients
+    from moe_jax.kernels.gpu.grouped import TritonProducts
+
+    return block_gradients(*arguments, tiles=tiles, products=TritonProducts(capability))

@@ -60,9 +60,7 @@ def trained(moe, tmp_path_factory):
     for path, leaf in leaves.items():
         if path.endswith("/b"):
             leaves[path] = (0.1 * random.standard_normal(leaf.shape)).astype(leaf.dtype)
-    return write_model(
-        tmp_path_factory.mktemp("trained") / "model", source.config, leaves, source.tokenizer_files
-    )
+    return write_model(tmp_path_factory.mktemp("trained") / "model", source.config, leaves, source.tokenizer_files)
 
 
 def test_a_saved_model_is_the_model_to_the_last_bit(dense, tmp_path):

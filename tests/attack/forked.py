@@ -1,6 +1,6 @@
 """Runs commands in processes forked from this one; see `interrupted`.
 
-    python -m tests.attack.forked    requests and answers are lines of JSON on standard input and output
+python -m tests.attack.forked    requests and answers are lines of JSON on standard input and output
 """
 
 import contextlib

@@ -191,9 +191,7 @@ def test_no_strategy_holds_a_kernel_per_expert(kind, strategy):
     d_model, hidden, experts = 128, 1024, 32
     config = BankConfig(kind="sparse", rate=0.98) if kind == "sparse" else KINDS[kind]
     ffn_config = FFNConfig(dim=hidden)
-    bank = nnx.eval_shape(
-        lambda: make_bank(config, ffn_config, experts, d_model, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    )
+    bank = nnx.eval_shape(lambda: make_bank(config, ffn_config, experts, d_model, rngs=nnx.Rngs(0), dtype=jnp.float32))
     graphdef, params, rest = nnx.split(bank, nnx.Param, ...)
     x, routing = jnp.ones((16, d_model)), Routing(jnp.zeros((16, 2), jnp.int32), jnp.ones((16, 2)))
 

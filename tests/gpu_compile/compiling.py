@@ -61,8 +61,14 @@ def compiled(function: Any, *arguments: Any, topology: str = "h100:1") -> Progra
     mesh = mesh_of(topology)
     whole = NamedSharding(mesh, P())
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), arguments)
-    with jax.set_mesh(mesh):
-        done = jax.jit(function).lower(*shapes).compile()
+    # Without a GPU, a program that was compiled before cannot be loaded.
+    caches = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        with jax.set_mesh(mesh):
+            done = jax.jit(function).lower(*shapes).compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", caches)
     return Program(done.as_text(), done.memory_analysis().temp_size_in_bytes)
 
 

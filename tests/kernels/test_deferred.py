@@ -47,3 +47,14 @@ def test_a_branch_for_another_platform_is_never_traced():
 
     np.testing.assert_array_equal(jax.jit(choose)(A, B), A @ B)
     np.testing.assert_array_equal(choose(A, B), A @ B)
+
+
+def test_trees_go_in_and_come_out():
+    def function(tree, nothing, b, *, sign):
+        assert nothing is None
+        return {"sum": tree["a"] + b, "pair": (sign * b, tree["c"])}
+
+    tree = {"a": A, "c": np.int32(3)}
+    out = jax.eval_shape(lambda tree, b: function(tree, None, b, sign=-1), tree, A)
+    got = jax.jit(lambda tree, b: deferred(function, tree, None, b, out=out, sign=-1))(tree, A + 1)
+    jax.tree.map(np.testing.assert_array_equal, got, {"sum": 2 * A + 1, "pair": (-A - 1, np.int32(3))})

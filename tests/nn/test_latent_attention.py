@@ -113,7 +113,6 @@ def test_a_mesh_and_rematerialisation_change_nothing(axes):
         np.testing.assert_allclose(a, b, atol=1e-4 * max(1e-3, float(jnp.abs(b).max())), err_msg=str(path))
 
 
-
 def test_it_is_written_and_counted():
     config = model_config()
     assert config_from_json(config_to_json(config)) == config

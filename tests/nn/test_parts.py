@@ -99,9 +99,7 @@ def test_a_bidirectional_stack_without_rotation_on_embeddings(position):
     plain.check_values_and_gradients(stack, reference, jnp.asarray(x0), valid=jnp.asarray(valid))
 
 
-ENCODER = model_config(
-    *[bidirectional(GATED, num_heads=3, num_kv_heads=3)] * 2, d_model=12, rope=NO_ROPE
-)
+ENCODER = model_config(*[bidirectional(GATED, num_heads=3, num_kv_heads=3)] * 2, d_model=12, rope=NO_ROPE)
 DECODER = model_config(
     *[
         LayerConfig(

@@ -105,5 +105,3 @@ def test_kernels_are_quantised_once(tmp_path, monkeypatch):
                 expected = np.asarray(quantize_nf4(expected)[path.split("/")[-1]])
             assert leaf.tobytes() == expected.tobytes(), path
     assert all(path not in leaves.specs for path in own_leaves(tuned))
-
-

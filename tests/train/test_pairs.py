@@ -183,9 +183,7 @@ def test_batches_in_memory_on_one_device_train_as_those_of_files_on_eight(finish
     section = DataSection(sources=(SourceSection(path=str(finished / "train.jsonl")),), seq_len=8, input_len=16)
     data = open_data(section, CONFIG, tokenizer_path, seed=0, batch_size=8, rows=range(8))
     made, records = [next(data) for _ in range(6)], []
-    given = [
-        {name: batch[name] for name in ("inputs", "inputs_valid", "targets", "segment_ids")} for batch in made
-    ]
+    given = [{name: batch[name] for name in ("inputs", "inputs_valid", "targets", "segment_ids")} for batch in made]
     for batch, one in zip(made, given, strict=True):
         again = read_batch(one, CONFIG)
         assert np.array_equal(again["weights"], batch["weights"])

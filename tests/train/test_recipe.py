@@ -145,9 +145,7 @@ def test_only_harmless_keys_may_change_when_a_run_is_continued():
         eval=EvalSection(text="t"),
     )
     check_continues(before, harmless)
-    harmful = dataclasses.replace(
-        before, seed=3, optimizer=dataclasses.replace(before.optimizer, learning_rate=1.0)
-    )
+    harmful = dataclasses.replace(before, seed=3, optimizer=dataclasses.replace(before.optimizer, learning_rate=1.0))
     with pytest.raises(InputError) as error:
         check_continues(before, harmful)
     assert "optimizer.learning_rate (was 0.0003, is 1.0)" in str(error.value)

@@ -73,9 +73,7 @@ def test_every_nth_layer_becomes_an_moe(num_layers, options, moe_layers):
 
 def test_options_reach_the_moe():
     bank = parse_delta("low-rank:3", freeze_base=True)
-    options = UpcycleOptions(
-        num_experts=4, top_k=1, every=1, bank=bank, gate="top1", balance_coef=0.5, z_coef=0.1
-    )
+    options = UpcycleOptions(num_experts=4, top_k=1, every=1, bank=bank, gate="top1", balance_coef=0.5, z_coef=0.1)
     moe = upcycled_config(dense_config(), options).layers[0].mlp
     assert (moe.num_experts, moe.top_k, moe.gate, moe.bank) == (4, 1, "top1", bank)
     assert (moe.balance_coef, moe.z_coef) == (0.5, 0.1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, Window, ff
 from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
 from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
 from moe_jax.finite import cast
+from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.grouped import grouped_matmul
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.low_rank_tile import LowRankTile
@@ -84,6 +85,28 @@ class LowRank(KernelForm):
     def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
         """See `KernelForm`."""
         return LowRankTile()
+
+    def thin_gradients(
+        self,
+        lhs: Float[Array, "M i"],
+        dout: Float[Array, "M o"],
+        arrays: Arrays,
+        group_sizes: Int[Array, " E"],
+        products: Any,
+    ) -> dict[str, Array]:
+        """See `KernelForm`. `da = x^T (dy b^T)` and `db = (x a)^T dy`."""
+        a, b = (factor.astype(lhs.dtype) for factor in self.factors(arrays))
+        through_b = products.product(dout, b, group_sizes, transposed=True)
+        da = products.outer(lhs, through_b, group_sizes, dtype=jnp.float32)
+        db = products.outer(products.product(lhs, a, group_sizes), dout, group_sizes, dtype=jnp.float32)
+        return {"a": da, "b": db}
+
+    def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton:
+        """See `KernelForm`."""
+        from moe_jax.kernels.gpu.triton_makers import LowRankFactors
+
+        a, b = self.factors(arrays)
+        return InTriton(LowRankFactors(a.shape[-1]), (a, b), is_cheap=True)
 
     def specs(self, split: Split) -> dict[str, P]:
         """See `KernelForm`."""

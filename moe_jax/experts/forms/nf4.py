@@ -13,13 +13,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
-from moe_jax.functional.nf4 import BLOCK, LEVELS, SCALE_BLOCK, Leaves, nf4_matmul, nf4_tile, quantize_nf4
+from moe_jax.functional.block_synthesis import InTriton
+from moe_jax.functional.nf4 import (
+    BLOCK,
+    LEVELS,
+    SCALE_BLOCK,
+    Leaves,
+    block_scales,
+    nf4_matmul,
+    nf4_tile,
+    quantize_nf4,
+)
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.nf4_tile import NF4Tile, why_not_nf4
 
@@ -59,6 +69,16 @@ class NF4(KernelForm):
         reason = why_not_nf4(BLOCK, shape[0])
         levels = tuple(map(float, LEVELS))
         return NF4Tile(levels, BLOCK, SCALE_BLOCK, shape[0], whole[1], _FOLDER) if reason is None else reason
+
+    def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton:
+        """See `KernelForm`."""
+        from moe_jax.kernels.gpu.triton_makers import CodesOfLevels
+
+        leaves = nf4_leaves(arrays)
+        width = leaves["codes"].shape[-1]
+        scales = jax.vmap(lambda own: block_scales(own | {"origin": origin}, whole[1], 0, width))(leaves)
+        own = leaves["codes"], scales, jnp.asarray(LEVELS), origin[:1]
+        return InTriton(CodesOfLevels(BLOCK), own, is_cheap=False)
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
         """See `KernelForm`."""

@@ -9,7 +9,7 @@ and registers it (`moe_jax.experts.forms.by_name`). Nothing else asks which form
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.matrix import BASE, Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
+from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.linear import linear
 from moe_jax.functional.synthesis import synthesised_matmul
 from moe_jax.kernels.tpu.fused_tile import FusedTile
@@ -226,6 +227,35 @@ class KernelForm(ExpertForm):
         """
         return f"nothing says how {self.kind or type(self).__name__} kernels are made inside a Pallas kernel"
 
+    def thin_gradients(
+        self,
+        lhs: Float[Array, "M i"],
+        dout: Float[Array, "M o"],
+        arrays: Arrays,
+        group_sizes: Int[Array, " E"],
+        products: Any,
+    ) -> dict[str, Array] | None:
+        """The gradients of the trained arrays without those of whole kernels, float32; None: there is no such way.
+
+        Args:
+          lhs: rows sorted by expert.
+          dout: gradient of the product of the rows with their experts' kernels.
+          arrays: stacked over the experts.
+          group_sizes: number of rows of every expert.
+          products: the grouped products of the platform; see `functional.block_synthesis.Products`.
+        """
+        return None
+
+    def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton | None:
+        """How what is added to the base, or else the kernel, is made in a Triton kernel; None: it cannot be.
+
+        Args:
+          arrays: stacked over the experts. Over a mesh, the part of them that this device holds.
+          whole: [in, out] of a kernel.
+          origin: row and column of the kernel where the part begins.
+        """
+        return None
+
     def materialise(self, base: Float[Array, "i o"] | None, arrays: Arrays, matrix: Matrix) -> Float[Array, "i o"]:
         """Makes the whole kernel of one expert, in the dtype of the base; float32 if there is none."""
         wide = None if base is None else base.astype(jnp.float32)
@@ -398,6 +428,25 @@ class FormTiles:
     form: KernelForm
     shape: tuple[int, int]
     whole: tuple[int, int]
+
+    @property
+    def adds_to_base(self) -> bool:
+        """See `functional.synthesis.Tiles`."""
+        return self.form.adds_to_base
+
+    def thin_gradients(
+        self, lhs: Array, dout: Array, arrays: Arrays, group_sizes: Array, products: Any
+    ) -> dict[str, Array] | None:
+        """See `functional.synthesis.Tiles`."""
+        own = {name: array for name, array in arrays.items() if name != _ORIGIN}
+        return self.form.thin_gradients(lhs, dout, own, group_sizes, products)
+
+    def in_triton(self, arrays: Arrays) -> InTriton | None:
+        """See `functional.synthesis.Tiles`."""
+        own = {name: array for name, array in arrays.items() if name != _ORIGIN}
+        # It is the same for all experts.
+        origin = arrays[_ORIGIN][0] if _ORIGIN in arrays else jnp.zeros(2, jnp.int32)
+        return self.form.in_triton(own, self.whole, origin)
 
     def tile(
         self, base: Float[Array, "i w"] | None, arrays: Arrays, start: Int[Array, ""] | int, width: int

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.errors import MAX_SIZE, InputError
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import Coder, KernelForm
 from moe_jax.experts.platforms import Platform
+from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.packing import SCALE_DTYPE, codes_shape, dequantize, pack, scaled_levels, scales_shape, unpack
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.packed_tile import PackedTile, why_not_packed
@@ -88,6 +89,13 @@ class Quantized(KernelForm):
         """See `KernelForm`."""
         reason = why_not_packed(self.bits, self.group_size, shape[0])
         return PackedTile(self.bits, self.group_size, shape[0]) if reason is None else reason
+
+    def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton:
+        """See `KernelForm`."""
+        from moe_jax.kernels.gpu.triton_makers import ScaledCodes
+
+        own = arrays["codes"], arrays["scales"], origin[:1]
+        return InTriton(ScaledCodes(self.bits, self.group_size), own, is_cheap=False)
 
     def specs(self, split: Split) -> dict[str, P]:
         """See `KernelForm`."""

@@ -26,9 +26,7 @@ def check_orthonormal(found: module.TruncatedSVD) -> None:
 
 
 @settings(max_examples=20)
-@given(
-    seed=st.integers(0, 1000), shape=st.tuples(st.integers(1, 30), st.integers(1, 30)), share=st.floats(0.01, 1)
-)
+@given(seed=st.integers(0, 1000), shape=st.tuples(st.integers(1, 30), st.integers(1, 30)), share=st.floats(0.01, 1))
 def test_small_matrices_are_decomposed_as_numpy_does(seed, shape, share):
     matrix = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     rank = max(1, round(share * min(shape)))

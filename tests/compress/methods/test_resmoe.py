@@ -101,8 +101,10 @@ def test_orders_of_neurons_and_of_experts_change_nothing(tmp_path):
     method, results = make_method("resmoe", {"keep": 0.25}), {}
     for name, model in models.items():
         report = compress(model, tmp_path / name, method, described={})
-        results[name] = report.layers[0].objective, report.layers[0].error_per_neuron, logits(
-            ModelDirectory(tmp_path / name)
+        results[name] = (
+            report.layers[0].objective,
+            report.layers[0].error_per_neuron,
+            logits(ModelDirectory(tmp_path / name)),
         )
     for other in ("neurons", "experts"):
         assert results[other][:2] == pytest.approx(results["as it is"][:2], rel=1e-5)

@@ -24,9 +24,9 @@ def small_blocks(monkeypatch):
 def fused(small_blocks, monkeypatch):
     """Kernels that are made tile by tile are made in Pallas kernels, in interpret mode."""
 
-    def choose(tiles, loops, fused, out):
+    def choose(tiles, dtype, out, *, loops, tpu, gpu):
         tile = tiles.fused()
         assert not isinstance(tile, str), tile
-        return partial(fused, tile=tile, shape=tiles.shape, **SMALL)
+        return partial(tpu, tile=tile, shape=tiles.shape, **SMALL)
 
     monkeypatch.setattr(synthesis, "_choose", choose)

@@ -1,6 +1,6 @@
 """Triton's grouped products, run by the interpreter, against one product per row and group."""
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional import grouped
-from moe_jax.kernels import triton_grouped
-from moe_jax.kernels.gpu_grouped import outer_tile, product_tile
-from moe_jax.kernels.triton_grouped import Tile, row_tiles
+from moe_jax.kernels.gpu import triton_grouped
+from moe_jax.kernels.gpu.grouped import outer_tile, product_tile
+from moe_jax.kernels.gpu.triton_grouped import Tile, row_tiles
+from tests.tiers import long
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -65,6 +65,7 @@ def test_products_of_float32(cuts, seed):
         np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-5)
 
 
+@long
 def test_products_of_bfloat16_round_once():
     sizes = [17, 0, 20]
     arrays, got = interpreted(jnp.bfloat16)(sizes, 0)
@@ -90,25 +91,6 @@ def test_groups_that_begin_later():
     np.testing.assert_allclose(y[5:28], expected_y[5:28], rtol=1e-5, atol=1e-5)
     assert (np.delete(np.asarray(y), np.s_[5:28], 0) == 7).all()
     np.testing.assert_allclose(drhs, expected_outer[1:], rtol=1e-5, atol=1e-5)
-
-
-def test_gradient_through_the_seam(monkeypatch):
-    backend = {
-        "product": partial(triton_grouped.product, tile=TILE, interpret=True),
-        "transposed": partial(triton_grouped.product, tile=TILE, transposed=True, interpret=True),
-        "outer": partial(triton_grouped.outer, tile=TILE, interpret=True),
-    }
-    monkeypatch.setitem(grouped.BACKENDS, "triton", backend)
-    sizes = [17, 0, 20]
-    (lhs, rhs, dout), _ = interpreted(jnp.float32)(sizes, 0)
-    group_sizes = jnp.asarray(sizes, jnp.int32)
-
-    def gradient(backend):
-        product = partial(grouped.grouped_matmul, group_sizes=group_sizes, backend=backend)
-        return jax.jit(lambda lhs, rhs: jax.vjp(product, lhs, rhs)[1](dout))(lhs, rhs)
-
-    for got, expected in zip(gradient("triton"), gradient("blocked"), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)

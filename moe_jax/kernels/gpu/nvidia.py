@@ -3,9 +3,15 @@
 import re
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 Capability = tuple[int, int]
 """The compute capability of a GPU, such as (9, 0)."""
+
+# Triton has tensor-core products of these dtypes from Ampere on.
+TRITON_FROM: Capability = (8, 0)
+_TRITON_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 # By the device's name, from NVIDIA's list of CUDA GPUs; the first that is found in it counts. A mesh of GPUs that are
 # not there knows their name and nothing else.
@@ -44,6 +50,11 @@ def capability_of(name: str) -> Capability | None:
     if jax.default_backend() == "gpu" and jax.local_devices()[0].device_kind == name:
         return _parse(getattr(jax.local_devices()[0], "compute_capability", None))
     return None
+
+
+def triton_fits(dtype: DTypeLike, capability: Capability | None) -> bool:
+    """Whether Triton's kernels can be used for a dtype; a GPU that is not known is taken to be new enough."""
+    return jnp.dtype(dtype) in _TRITON_DTYPES and (capability is None or capability >= TRITON_FROM)
 
 
 def _parse(text: str | None) -> Capability | None:

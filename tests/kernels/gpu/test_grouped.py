@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels import gpu_grouped, mosaic_gpu_grouped
+from moe_jax.kernels.gpu import grouped, mosaic_grouped
 
 SIZES = jnp.asarray([3, 0, 5], jnp.int32)
 
@@ -17,11 +17,11 @@ def test_a_dense_product_is_not_silent(caplog):
     lhs, rhs = jnp.ones((10, 4)), jnp.ones((3, 4, 2))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            out = gpu_grouped.grouped_product(lhs, rhs, SIZES, capability=(7, 5))
-            gpu_grouped.grouped_product(out, rhs, SIZES, capability=(7, 5), transposed=True)
-        gpu_grouped.grouped_outer(lhs, out, SIZES, capability=(9, 0), one_device=False)
+            out = grouped.grouped_product(lhs, rhs, SIZES, capability=(7, 5))
+            grouped.grouped_product(out, rhs, SIZES, capability=(7, 5), transposed=True)
+        grouped.grouped_outer(lhs, out, SIZES, capability=(9, 0), one_device=False)
     np.testing.assert_array_equal(out, np.where(np.arange(10) < 8, 4, 0)[:, None] * np.ones((1, 2)))
-    old, divided = [record.getMessage() for record in caplog.records if record.name == gpu_grouped.__name__]
+    old, divided = [record.getMessage() for record in caplog.records if record.name == grouped.__name__]
     assert "this one has 7.5" in old and "3 times the arithmetic" in old
     assert "cannot divide" in divided and "3 times the arithmetic" in divided
 
@@ -45,4 +45,4 @@ def test_what_jaxs_kernel_for_hopper_takes(rows, fan_in, fan_out, dtype, capabil
     lhs = jax.ShapeDtypeStruct((rows, fan_in), dtype)
     for shape, transposed in ((1, fan_in, fan_out), False), ((1, fan_out, fan_in), True):
         kernels = jax.ShapeDtypeStruct(shape, dtype)
-        assert mosaic_gpu_grouped.fits(lhs, kernels, capability, transposed=transposed) == fits
+        assert mosaic_grouped.fits(lhs, kernels, capability, transposed=transposed) == fits

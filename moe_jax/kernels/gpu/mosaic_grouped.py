@@ -8,7 +8,7 @@ has, so that they cannot be lowered for a GPU that is not there.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.nvidia import Capability
+from moe_jax.kernels.gpu.nvidia import Capability
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
 
 ROWS, TERMS, COLUMNS = 128, 64, 128

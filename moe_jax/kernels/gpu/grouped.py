@@ -6,21 +6,21 @@
 """
 
 import logging
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels import mosaic_gpu_grouped, triton_grouped
-from moe_jax.kernels.nvidia import Capability
+from moe_jax.kernels.gpu import mosaic_grouped, triton_grouped
+from moe_jax.kernels.gpu.nvidia import TRITON_FROM, Capability, triton_fits
+from moe_jax.kernels.gpu.triton_grouped import Maker, Tile
+from moe_jax.kernels.gpu.triton_makers import OverBase
 from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product
-from moe_jax.kernels.triton_grouped import Tile
 
 logger = logging.getLogger(__name__)
-
-# Triton has tensor-core products of these dtypes from Ampere on.
-_TRITON_DTYPES, _TRITON_FROM = (jnp.bfloat16, jnp.float16, jnp.float32), (8, 0)
 
 
 def grouped_product(
@@ -42,10 +42,10 @@ def grouped_product(
       one_device: whether a kernel can be called; see `kernels.one_device`.
       transposed: multiplies with the transposed kernels.
     """
-    if one_device and mosaic_gpu_grouped.fits(lhs, rhs, capability, transposed=transposed):
-        return mosaic_gpu_grouped.product(lhs, rhs, group_sizes, transposed=transposed)
+    if one_device and mosaic_grouped.fits(lhs, rhs, capability, transposed=transposed):
+        return mosaic_grouped.product(lhs, rhs, group_sizes, transposed=transposed)
     if one_device and triton_fits(lhs.dtype, capability):
-        return triton_product(lhs, rhs, group_sizes, capability=capability, transposed=transposed)
+        return TritonProducts(capability).product(lhs, rhs, group_sizes, transposed=transposed)
     _warn_of_dense(group_sizes.shape[0], lhs.dtype.name, capability, one_device)
     return ragged_product(lhs, jnp.swapaxes(rhs, 1, 2) if transposed else rhs, group_sizes)
 
@@ -67,7 +67,7 @@ def grouped_outer(
       one_device: whether a kernel can be called; see `kernels.one_device`.
     """
     if one_device and triton_fits(lhs.dtype, capability):
-        return triton_outer(lhs, dout, group_sizes, capability=capability)
+        return TritonProducts(capability).outer(lhs, dout, group_sizes)
     _warn_of_dense(group_sizes.shape[0], lhs.dtype.name, capability, one_device)
     return ragged_outer(lhs, dout, group_sizes)
 
@@ -75,39 +75,68 @@ def grouped_outer(
 # ---- Triton, with tiles for the GPU and the shapes --------------------------------------------------------------
 
 
-def triton_fits(dtype: DTypeLike, capability: Capability | None) -> bool:
-    """Whether Triton's kernels can be used for a dtype; a GPU that is not known is taken to be new enough."""
-    return jnp.dtype(dtype) in _TRITON_DTYPES and (capability is None or capability >= _TRITON_FROM)
+class TritonProducts(NamedTuple):
+    """Triton's grouped products for a GPU.
 
+    Attributes:
+      capability: of the GPU; None: it is not known.
+      interpret: runs them on any platform, slowly.
+    """
 
-def triton_product(
-    lhs: Float[Array, "M i"],
-    rhs: Float[Array, "E i o"],
-    group_sizes: Int[Array, " E"],
-    *,
-    capability: Capability | None,
-    transposed: bool = False,
-    origin: Int[Array, ""] | None = None,
-    into: Float[Array, "M o"] | None = None,
-) -> Float[Array, "M o"]:
-    """See `triton_grouped.product`."""
-    terms, columns = lhs.shape[1], rhs.shape[1 if transposed else 2]
-    tile = product_tile(lhs.shape[0], rhs.shape[0], terms, columns, lhs.dtype, capability)
-    return triton_grouped.product(lhs, rhs, group_sizes, tile=tile, transposed=transposed, origin=origin, into=into)
+    capability: Capability | None
+    interpret: bool = False
 
+    def product(
+        self,
+        lhs: Float[Array, "M i"],
+        rhs: Float[Array, "E i o"],
+        group_sizes: Int[Array, " E"],
+        *,
+        transposed: bool = False,
+        origin: Int[Array, ""] | None = None,
+        into: Float[Array, "M o"] | None = None,
+    ) -> Float[Array, "M o"]:
+        """See `triton_grouped.product`."""
+        terms, columns = lhs.shape[1], rhs.shape[1 if transposed else 2]
+        tile = product_tile(lhs.shape[0], rhs.shape[0], terms, columns, lhs.dtype, self.capability)
+        options = {"transposed": transposed, "origin": origin, "into": into, "interpret": self.interpret}
+        return triton_grouped.product(lhs, rhs, group_sizes, tile=tile, **options)
 
-def triton_outer(
-    lhs: Float[Array, "M i"],
-    dout: Float[Array, "M o"],
-    group_sizes: Int[Array, " E"],
-    *,
-    capability: Capability | None,
-    origin: Int[Array, ""] | None = None,
-    dtype: DTypeLike | None = None,
-) -> Float[Array, "E i o"]:
-    """See `triton_grouped.outer`."""
-    tile = outer_tile(lhs.shape[0], group_sizes.shape[0], lhs.shape[1], dout.shape[1], lhs.dtype, capability)
-    return triton_grouped.outer(lhs, dout, group_sizes, tile=tile, origin=origin, dtype=dtype)
+    def made_product(
+        self,
+        lhs: Float[Array, "M i"],
+        base: Float[Array, "i o"] | None,
+        arrays: Sequence[Array],
+        group_sizes: Int[Array, " E"],
+        maker: Maker,
+        shape: tuple[int, int],
+        *,
+        transposed: bool = False,
+    ) -> Float[Array, "M o"]:
+        """See `triton_grouped.made_product`; to the base, if there is one, is added what the maker makes."""
+        terms, columns = (shape[1], shape[0]) if transposed else shape
+        tile = product_tile(lhs.shape[0], group_sizes.shape[0], terms, columns, lhs.dtype, self.capability)
+        # What a tile is made of takes registers and shared memory, too.
+        tile = tile._replace(columns=min(tile.columns, 128), stages=min(tile.stages, 3))
+        if base is not None:
+            arrays, maker = [base, *arrays], OverBase(maker)
+        arguments = lhs, arrays, group_sizes, maker, shape
+        return triton_grouped.made_product(*arguments, tile=tile, transposed=transposed, interpret=self.interpret)
+
+    def outer(
+        self,
+        lhs: Float[Array, "M i"],
+        dout: Float[Array, "M o"],
+        group_sizes: Int[Array, " E"],
+        *,
+        origin: Int[Array, ""] | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> Float[Array, "E i o"]:
+        """See `triton_grouped.outer`."""
+        shape = lhs.shape[0], group_sizes.shape[0], lhs.shape[1], dout.shape[1]
+        tile = outer_tile(*shape, lhs.dtype, self.capability)
+        options = {"origin": origin, "dtype": dtype, "interpret": self.interpret}
+        return triton_grouped.outer(lhs, dout, group_sizes, tile=tile, **options)
 
 
 def product_tile(
@@ -156,7 +185,7 @@ def _warn_of_dense(groups: int, dtype: str, capability: Capability | None, one_d
     reason = "the compiler cannot divide one between devices"
     if one_device:
         gpu = "" if capability is None else f", and this one has {capability[0]}.{capability[1]}"
-        needs = "bfloat16, float16 or float32, and a GPU of compute capability {}.{}".format(*_TRITON_FROM)
+        needs = "bfloat16, float16 or float32, and a GPU of compute capability {}.{}".format(*TRITON_FROM)
         reason = f"it needs {needs}{gpu}"
     logger.warning(
         "no grouped kernel for a product of %s rows with %d experts: %s. XLA multiplies every row with all experts: "

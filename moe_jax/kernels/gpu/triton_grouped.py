@@ -7,8 +7,10 @@ of a kernel or the axis that is summed over is masked: every shape fits. Sums ar
 The plain reference is one `jnp.dot` per group (tests/kernels).
 """
 
+import dataclasses
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +80,53 @@ def row_tiles(group_sizes: Int[Array, " E"], rows: int, tile: int, origin: Int[A
     return RowTiles(known, first, jnp.where(group == known, ends[known], 0))
 
 
+class Range(NamedTuple):
+    """Consecutive rows or columns of a kernel, inside a Pallas kernel.
+
+    Attributes:
+      start: the first.
+      size: how many.
+      inside: which of them exist; None: all.
+    """
+
+    start: Any
+    size: int
+    inside: Array | None
+
+    @property
+    def slice(self) -> Any:
+        """They, as an index."""
+        return pl.ds(self.start, self.size)
+
+    @property
+    def indices(self) -> Int[Array, " n"]:
+        """Each of them."""
+        return self.start + jnp.arange(self.size, dtype=jnp.int32)
+
+
+class Maker(Protocol):
+    """How entries of a kernel [i, o] are made inside a Pallas kernel. Static and hashable."""
+
+    def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
+        """Some rows and columns of the kernel of an expert; what does not exist may be anything finite.
+
+        Args:
+          refs: of the arrays it is made of.
+          expert: which.
+          rows, columns: of its kernel.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Kernels that are stored, as an array [E, i, o]."""
+
+    def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Array:
+        """See `Maker`."""
+        return load(refs[0].at[expert, rows.slice, columns.slice], rows.inside, columns.inside)
+
+
 def product(
     lhs: Float[Array, "M i"],
     rhs: Float[Array, "E i o"],
@@ -101,16 +150,42 @@ def product(
       into: the output's rows in no group. Its buffer becomes the output's where it is not used again.
       interpret: runs on any platform, slowly.
     """
+    shape = rhs.shape[1], rhs.shape[2]
+    options = {"tile": tile, "transposed": transposed, "origin": origin, "into": into, "interpret": interpret}
+    return made_product(lhs, [rhs], group_sizes, Stored(), shape, **options)
+
+
+def made_product(
+    lhs: Float[Array, "M i"],
+    arrays: Sequence[Array],
+    group_sizes: Int[Array, " E"],
+    maker: Maker,
+    shape: tuple[int, int],
+    *,
+    tile: Tile,
+    transposed: bool = False,
+    origin: Int[Array, ""] | None = None,
+    into: Float[Array, "M o"] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "M o"]:
+    """`product` with kernels that are made where they are multiplied, and are rounded to the dtype of `lhs` before.
+
+    Args:
+      lhs, group_sizes, tile, transposed, origin, into, interpret: see `product`.
+      arrays: of which kernels are made.
+      maker: makes them.
+      shape: [i, o] of a kernel.
+    """
     assert (origin is None) == (into is None)
-    rows, fan_out = lhs.shape[0], rhs.shape[1 if transposed else 2]
+    rows, fan_out = lhs.shape[0], shape[0 if transposed else 1]
     if rows == 0:
         return jnp.zeros((rows, fan_out), lhs.dtype) if into is None else into
     tiles = row_tiles(group_sizes, rows, tile.rows, origin)
     down, across = tiles.group.shape[0], pl.cdiv(fan_out, tile.columns)
-    arguments = [*tiles, lhs, rhs] + ([] if into is None else [into])
-    body = partial(_product_kernel, tile=tile, transposed=transposed, groups=group_sizes.shape[0], grid=(down, across))
+    arguments = [*tiles, lhs, *arrays] + ([] if into is None else [into])
+    options = {"maker": maker, "arrays": len(arrays), "groups": group_sizes.shape[0], "grid": (down, across)}
     return pl.pallas_call(
-        body,
+        partial(_product_kernel, tile=tile, transposed=transposed, **options),
         out_shape=jax.ShapeDtypeStruct((rows, fan_out), lhs.dtype),
         grid=(down * across,),
         input_output_aliases={} if into is None else {len(arguments) - 1: 0},
@@ -125,20 +200,20 @@ def _product_kernel(
     first_ref: Any,
     end_ref: Any,
     lhs_ref: Any,
-    rhs_ref: Any,
-    *out_refs: Any,
+    *refs: Any,
     tile: Tile,
     transposed: bool,
+    maker: Maker,
+    arrays: int,
     groups: int,
     grid: tuple[int, int],
 ) -> None:
-    out_ref = out_refs[-1]
+    out_ref, refs = refs[-1], refs[:arrays]
     row_tile, column_tile = nearby(pl.program_id(0), grid)
     group, first, end = group_ref[row_tile], first_ref[row_tile], end_ref[row_tile]
     terms, fan_out, start = lhs_ref.shape[1], out_ref.shape[1], column_tile * tile.columns
-    rows, columns = pl.ds(first, tile.rows), pl.ds(start, tile.columns)
     row_inside = first + jnp.arange(tile.rows, dtype=jnp.int32) < end
-    column_inside = start + jnp.arange(tile.columns, dtype=jnp.int32) < fan_out
+    rows, columns = Range(first, tile.rows, row_inside), existing(start, tile.columns, fan_out)
 
     @pl.when(first < end)
     def _():
@@ -146,19 +221,15 @@ def _product_kernel(
         kernel = jnp.minimum(group, groups - 1)
 
         def add(step: Array, total: Array) -> Array:
-            at = pl.ds(step * tile.terms, tile.terms)
-            inside = term_mask(step, tile.terms, terms)
-            left = load(lhs_ref.at[rows, at], row_inside, inside)
-            if transposed:
-                right = load(rhs_ref.at[kernel, columns, at], column_inside, inside)
-            else:
-                right = load(rhs_ref.at[kernel, at, columns], inside, column_inside)
+            at = existing(step * tile.terms, tile.terms, terms)
+            left = load(lhs_ref.at[rows.slice, at.slice], rows.inside, at.inside)
+            right = maker(refs, kernel, *((columns, at) if transposed else (at, columns))).astype(left.dtype)
             return total + plgpu.dot(left, right, trans_b=transposed)
 
         steps = jnp.minimum(groups - group, 1) * pl.cdiv(terms, tile.terms)
         total = lax.fori_loop(0, steps, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))
-        mask = row_inside[:, None] & column_inside[None, :]
-        plgpu.store(out_ref.at[rows, columns], total.astype(out_ref.dtype), mask=mask)
+        mask = tile_mask(total.shape, rows.inside, columns.inside)
+        plgpu.store(out_ref.at[rows.slice, columns.slice], total.astype(out_ref.dtype), mask=mask)
 
 
 def outer(
@@ -203,22 +274,20 @@ def _outer_kernel(
 ) -> None:
     (down, across), group = nearby(pl.program_id(0), grid), pl.program_id(1)
     start, end = start_ref[group], end_ref[group]
-    fan_in, fan_out = lhs_ref.shape[1], dout_ref.shape[1]
-    into, out = pl.ds(down * tile.rows, tile.rows), pl.ds(across * tile.columns, tile.columns)
-    into_inside = down * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32) < fan_in
-    out_inside = across * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32) < fan_out
+    into = existing(down * tile.rows, tile.rows, lhs_ref.shape[1])
+    out = existing(across * tile.columns, tile.columns, dout_ref.shape[1])
 
     def add(step: Array, total: Array) -> Array:
         first = start + step * tile.terms
         inside = first + jnp.arange(tile.terms, dtype=jnp.int32) < end
-        left = load(lhs_ref.at[pl.ds(first, tile.terms), into], inside, into_inside)
-        right = load(dout_ref.at[pl.ds(first, tile.terms), out], inside, out_inside)
+        left = load(lhs_ref.at[pl.ds(first, tile.terms), into.slice], inside, into.inside)
+        right = load(dout_ref.at[pl.ds(first, tile.terms), out.slice], inside, out.inside)
         return total + plgpu.dot(left, right, trans_a=True)
 
     steps = (end - start + tile.terms - 1) // tile.terms
     total = lax.fori_loop(0, steps, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))
-    mask = into_inside[:, None] & out_inside[None, :]
-    plgpu.store(out_ref.at[group, into, out], total.astype(out_ref.dtype), mask=mask)
+    mask = tile_mask(total.shape, into.inside, out.inside)
+    plgpu.store(out_ref.at[group, into.slice, out.slice], total.astype(out_ref.dtype), mask=mask)
 
 
 # ---- parts of kernels -------------------------------------------------------------------------------------------
@@ -236,15 +305,21 @@ def nearby(index: Array, grid: tuple[int, int]) -> tuple[Array, Array]:
     return band * _TILES_TOGETHER + within % height, within // height
 
 
-def term_mask(step: Array, tile: int, terms: int) -> Array | None:
-    """Which terms of a tile exist; None: all of all tiles."""
-    return None if terms % tile == 0 else step * tile + jnp.arange(tile, dtype=jnp.int32) < terms
+def existing(start: Any, size: int, whole: int) -> Range:
+    """The range from `start` on, of which `whole` exist, if it does not always begin and end with a tile."""
+    inside = None if whole % size == 0 else start + jnp.arange(size, dtype=jnp.int32) < whole
+    return Range(start, size, inside)
 
 
 def load(ref: Any, rows: Array | None, columns: Array | None) -> Array:
     """Loads a tile; zeros outside of the masks of its rows and columns. None: all are inside."""
-    mask = None if rows is None else jnp.broadcast_to(rows[:, None], ref.shape)
-    if columns is not None:
-        across = jnp.broadcast_to(columns[None, :], ref.shape)
-        mask = across if mask is None else mask & across
+    mask = tile_mask(ref.shape, rows, columns)
     return plgpu.load(ref, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+
+
+def tile_mask(shape: tuple[int, ...], rows: Array | None, columns: Array | None) -> Array | None:
+    """The mask of a tile from those of its rows and of its columns; None: all are inside."""
+    if rows is None and columns is None:
+        return None
+    mask = jnp.ones(shape, bool) if rows is None else jnp.broadcast_to(rows[:, None], shape)
+    return mask if columns is None else mask & jnp.broadcast_to(columns[None, :], shape)
