@@ -1,20 +1,26 @@
 """Generation with a KV cache, for batches of prompts of different lengths.
 
 Of a model with an encoder, a prompt is what the encoder is given, once; the decoder begins with its own first token.
+
+Lengths are rounded up to buckets, for which programs are compiled, and tokens come in blocks: the first at once, then
+ever more together. Neither changes a result.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Bool, Int, PRNGKeyArray
 
+from moe_jax.decoding import MOST_STEPS, Choosing, Sampling, begin, continue_rows
 from moe_jax.errors import MAX_SIZE, InputError, is_finite
-from moe_jax.functional.sampling import sample
-from moe_jax.nn import Caches, Decoder, init_cache
+from moe_jax.functional.buckets import bucket
+from moe_jax.models import ModelConfig
+from moe_jax.nn import Decoder, unstacked
+
+_FIRST_BLOCK = 8
 
 
 class NonFiniteLogits(InputError):
@@ -34,8 +40,11 @@ def generate(
 ) -> list[list[int]]:
     """Continues every prompt, or with an encoder answers it.
 
-    Prompts are padded on the right: a row's tokens take the slots 0, 1, ... of its cache, and what padding
-    left in later slots is overwritten before it can be seen. A prompt's result does not depend on its neighbours.
+    Prompts are padded on the right: a row's tokens take the slots 0, 1, ... of its cache, and what padding left in
+    later slots is overwritten before it can be seen. A prompt's result does not depend on its neighbours.
+
+    The layers of a model that is stacked are copied into arrays of their own first, which takes as much memory again;
+    of a model that was loaded for generation (`load_model(..., stacked=False)`) they need not be.
 
     Args:
       model: the decoder.
@@ -55,14 +64,19 @@ def generate(
     finished = [False] * len(prompts)
     results: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(
-        model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, key=key
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        key=key,
+        eos_ids=eos_ids,
     ):
         for row, token in enumerate(tokens.tolist()):
             finished[row] = finished[row] or token in eos_ids
             if not finished[row]:
                 results[row].append(token)
-        if all(finished):
-            break
     return results
 
 
@@ -75,76 +89,52 @@ def stream(
     top_k: int | None = None,
     top_p: float | None = None,
     key: PRNGKeyArray | None = None,
+    eos_ids: Sequence[int] = (),
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """Yields the next token of every row, step after step; the caller decides when to stop. See `generate`."""
+    """Yields the next token of every row, step after step, until every row was given one of `eos_ids`.
+
+    The first comes at once, the others in blocks, which grow. A row goes on beyond its own end as long as others do.
+    See `generate` for the arguments and errors.
+    """
     _check(model, prompts, max_new_tokens, temperature, top_k, top_p, key)
     key = jax.random.key(0) if key is None else key
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    padded = np.zeros((len(prompts), int(lengths.max())), np.int32)
+    padded = np.zeros((len(prompts), _bucket(int(lengths.max()), model.config)), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
-    graphdef, state = nnx.split(model)
-    choose = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
-
-    encoder_valid = None
     if model.config.has_encoder:
-        source_slots = padded.shape[1]
-        caches = init_cache(model.config, len(prompts), max_new_tokens, model.compute_dtype, source_slots=source_slots)
-        encoder_valid = jnp.asarray(np.arange(source_slots) < lengths[:, None])
-        logits, caches = _encode(graphdef, state, jnp.asarray(padded), encoder_valid, caches)
-        lengths = np.ones_like(lengths)
+        slots = _bucket(max_new_tokens, model.config)
     else:
-        caches = init_cache(model.config, len(prompts), padded.shape[1] + max_new_tokens, model.compute_dtype)
-        logits, caches = _prefill(graphdef, state, jnp.asarray(padded), jnp.asarray(lengths), caches)
-    for step in range(max_new_tokens):
-        tokens = choose(logits, jax.random.fold_in(key, step))
-        finite = np.asarray(_finite_rows(logits))
-        if not finite.all():
-            raise NonFiniteLogits(f"prompt {np.argmin(finite) + 1} has logits that are not finite at token {step + 1}")
-        yield np.asarray(tokens)
-        if step + 1 < max_new_tokens:
-            logits, caches = _decode(graphdef, state, tokens, jnp.asarray(lengths + step), caches, encoder_valid)
+        slots = _bucket(padded.shape[1] + max_new_tokens, model.config, needed=int(lengths.max()) + max_new_tokens)
+    choosing = Choosing(temperature == 0.0, None if temperature == 0.0 else top_k, bool(temperature and top_p))
+    stop_ids = np.full(bucket(len(eos_ids), least=4), -1, np.int32)
+    stop_ids[: len(eos_ids)] = eos_ids
+    sampling = Sampling(key, jnp.float32(temperature), jnp.float32(top_p or 1.0), jnp.asarray(stop_ids))
+
+    parts = nnx.split(unstacked(model))
+    progress = begin(*parts, jnp.asarray(padded), jnp.asarray(lengths), sampling, choosing=choosing, slots=slots)
+    yield _checked(np.asarray(progress.tokens), np.asarray(progress.finite), 1)
+    done, block_size = 1, _FIRST_BLOCK
+    while done < max_new_tokens and bool(progress.goes_on()):
+        until = min(max_new_tokens, done + block_size)
+        progress, block = continue_rows(*parts, progress, sampling, jnp.int32(until), choosing=choosing)
+        tokens, finite, step = np.asarray(block), np.asarray(progress.finite), int(progress.step)
+        for row in range(step - done):
+            is_last = done + row + 1 == step
+            yield _checked(tokens[row], finite if is_last else np.ones_like(finite), done + row + 1)
+        done, block_size = step, MOST_STEPS
 
 
-@jax.jit
-def _finite_rows(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
-    return jnp.all(jnp.isfinite(logits), axis=-1)
+def _checked(tokens: Int[np.ndarray, " B"], finite: Bool[np.ndarray, " B"], step: int) -> Int[np.ndarray, " B"]:
+    if not finite.all():
+        raise NonFiniteLogits(f"prompt {np.argmin(finite) + 1} has logits that are not finite at token {step}")
+    return tokens
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _prefill(
-    graphdef: nnx.GraphDef, state: nnx.State, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], caches: Caches
-) -> tuple[Float[Array, "B V"], Caches]:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-    valid = positions < lengths[:, None]
-    out = nnx.merge(graphdef, state)(tokens, positions=positions, valid=valid, caches=caches, last_only=lengths - 1)
-    return out.logits[:, 0], out.caches
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _encode(
-    graphdef: nnx.GraphDef, state: nnx.State, inputs: Int[Array, "B S"], valid: Bool[Array, "B S"], caches: Caches
-) -> tuple[Float[Array, "B V"], Caches]:
-    """Runs the encoder, and the decoder on its first token."""
-    model = nnx.merge(graphdef, state)
-    first = jnp.full((inputs.shape[0], 1), model.config.decoder_start_id, jnp.int32)
-    out = model(first, inputs=inputs, inputs_valid=valid, positions=jnp.zeros_like(first), caches=caches)
-    return out.logits[:, 0], out.caches
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _decode(
-    graphdef: nnx.GraphDef,
-    state: nnx.State,
-    tokens: Int[Array, " B"],
-    positions: Int[Array, " B"],
-    caches: Caches,
-    encoder_valid: Bool[Array, "B S"] | None = None,
-) -> tuple[Float[Array, "B V"], Caches]:
-    out = nnx.merge(graphdef, state)(
-        tokens[:, None], positions=positions[:, None], caches=caches, encoder_valid=encoder_valid
-    )
-    return out.logits[:, 0], out.caches
+def _bucket(length: int, config: ModelConfig, *, needed: int | None = None) -> int:
+    """The bucket of a length, or less where the model has only so many positions, but not less than is needed."""
+    size = bucket(length)
+    return max(needed or length, min(size, config.max_positions)) if config.bounded_positions else size
 
 
 def _check(

@@ -15,8 +15,8 @@ from moe_jax.errors import raise_if_any
 from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.finite import cast, check_finite
 from moe_jax.model_source import ModelSource
-from moe_jax.models import ModelConfig, segments_of
-from moe_jax.nn import Decoder
+from moe_jax.models import ModelConfig, segments_of, single_layers
+from moe_jax.nn import Decoder, is_stacked, unstacked
 from moe_jax.sharding import path_name, state_shardings
 
 _STACKED = re.compile(r"(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
@@ -60,13 +60,15 @@ def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDt
     return dict(sorted(specs.items(), key=lambda item: _by_layer(item[0])))
 
 
-def disk_paths(config: ModelConfig, path: str) -> list[str]:
+def disk_paths(config: ModelConfig, path: str, *, stacked: bool = True) -> list[str]:
     """Paths on disk of a parameter in memory: one per repeat if it is stacked.
 
     stack/segments/0/blocks/1/mlp/up/kernel -> layers/1/mlp/up/kernel, layers/3/mlp/up/kernel, ...
     stack/final_norm/scale                  -> final_norm/scale
     encoder/final_norm/scale                -> encoder_norm/scale
     encoder/relative_bias/table             -> encoder_relative_bias/table
+
+    With `stacked` false, of a model whose layers were unstacked (`nn.unstacked`): every parameter has one path.
     """
     match = _STACKED.fullmatch(path)
     if not match:
@@ -75,7 +77,8 @@ def disk_paths(config: ModelConfig, path: str) -> list[str]:
         return [path.removeprefix("stack/")]
     in_encoder = match[1] == "encoder/"
     start = 0 if in_encoder else config.num_encoder_layers
-    segment = segments_of((config.encoder if in_encoder else config.decoder).layers)[int(match[2])]
+    segments = segments_of((config.encoder if in_encoder else config.decoder).layers)
+    segment = (segments if stacked else single_layers(segments))[int(match[2])]
     layers = (start + segment.layer(repeat, int(match[3])) for repeat in range(segment.repeats))
     return [f"layers/{layer}/{match[4]}" for layer in layers]
 
@@ -88,6 +91,7 @@ def load_model(
     remat: str = "none",
     mesh: Mesh | None = None,
     finite: bool = False,
+    stacked: bool = True,
 ) -> Decoder:
     """Reads a model, leaf by leaf; layers are stacked on the device, so the host holds one leaf at a time.
 
@@ -99,13 +103,14 @@ def load_model(
       remat: see `Decoder`.
       mesh: shards by the rule table; None: one device.
       finite: refuse weights that are not finite.
+      stacked: whether layers are stacked; if not, every layer has arrays of its own, as generation wants them.
 
     Raises:
       InputError: if the source lacks leaves, has others, or they have other shapes (all are listed), or weights are too
         large for `param_dtype`.
     """
     model = abstract_model(source.config, compute_dtype=compute_dtype, remat=remat)
-    graphdef, state = nnx.split(model)
+    graphdef, state = nnx.split(model if stacked else unstacked(model))
     specs = source.specs()
     check_leaves(leaf_specs(source.config), specs, str(source.path))
     if mesh is None:
@@ -120,18 +125,20 @@ def load_model(
         return cast(name, leaf, dtype)
 
     def load(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
-        names = disk_paths(source.config, path_name(path))
+        names = disk_paths(source.config, path_name(path), stacked=stacked)
         dtype = jnp.result_type(*(specs[name].dtype for name in names))
         wanted = param_dtype(path_name(path)) if callable(param_dtype) else param_dtype
         if wanted and may_be_cast(names[0], dtype):
             dtype = jnp.dtype(wanted)
         if leaf.shape == specs[names[0]].shape:
             return _put(read(names[0], dtype), sharding)
-        stacked = _zeros_program(leaf.shape, dtype, sharding)()
+        if len(names) == 1:
+            return _put(read(names[0], dtype)[None], sharding)
+        layers = _zeros_program(leaf.shape, dtype, sharding)()
         layer_sharding = _without_leading_axis(sharding)
         for index, name in enumerate(names):
-            stacked = _set_layer(stacked, _put(read(name, dtype), layer_sharding), index)
-        return stacked
+            layers = _set_layer(layers, _put(read(name, dtype), layer_sharding), index)
+        return layers
 
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(load, state, shardings))
 
@@ -155,7 +162,7 @@ def stacked_leaves(model: Decoder) -> dict[str, tuple[jax.Array, int | None]]:
     stacked; layer after layer."""
     entries = {}
     for path, leaf in _leaves(nnx.state(model)):
-        for index, name in enumerate(disk_paths(model.config, path)):
+        for index, name in enumerate(disk_paths(model.config, path, stacked=is_stacked(model))):
             entries[name] = leaf, index if _STACKED.fullmatch(path) else None
     return dict(sorted(entries.items(), key=lambda entry: _by_layer(entry[0])))
 

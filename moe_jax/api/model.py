@@ -32,6 +32,7 @@ class Loading:
     compute_dtype: str = "float32"
     remat: str = "none"
     mesh: Mesh | None = None
+    stacked: bool = True
 
 
 class Model:
@@ -95,6 +96,7 @@ class Model:
                 compute_dtype=loading.compute_dtype,
                 remat=loading.remat,
                 mesh=loading.mesh,
+                stacked=loading.stacked,
             )
             if loading.dtype is not None:
                 self._decoder.config = dataclasses.replace(self._decoder.config, dtype=loading.dtype)

@@ -59,7 +59,7 @@ def run(options: Options) -> None:
     prompts: list[Prompt] = [*options.prompt, *_lines(options.prompts_file), *map(_parse_ids, options.ids)]
     if not prompts:
         raise InputError("nothing to continue: give --prompt, --prompts-file or --ids")
-    model = Model.of_source(options.open(options.model), Loading(compute_dtype=options.compute_dtype))
+    model = Model.of_source(options.open(options.model), Loading(compute_dtype=options.compute_dtype, stacked=False))
     results = generate(
         model,
         prompts,

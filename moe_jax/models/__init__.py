@@ -15,5 +15,6 @@ from moe_jax.models.moe_config import PerftConfig as PerftConfig
 from moe_jax.models.moe_config import SelectionConfig as SelectionConfig
 from moe_jax.models.segments import Segment as Segment
 from moe_jax.models.segments import segments_of as segments_of
+from moe_jax.models.segments import single_layers as single_layers
 from moe_jax.models.serialize import config_from_json as config_from_json
 from moe_jax.models.serialize import config_to_json as config_to_json

@@ -48,3 +48,12 @@ def segments_of(layers: tuple[LayerConfig, ...]) -> tuple[Segment, ...]:
         segments.append(best)
         start += best.repeats * len(best.pattern)
     return tuple(segments)
+
+
+def single_layers(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """The same layers in segments of one repeat each: what a program that is not to scan over layers is made of."""
+    return tuple(
+        Segment(segment.layer(repeat, 0), segment.pattern, 1)
+        for segment in segments
+        for repeat in range(segment.repeats)
+    )

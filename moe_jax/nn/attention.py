@@ -1,6 +1,4 @@
-"""The attention module, with its key-value cache."""
-
-from typing import NamedTuple
+"""The attention module."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,22 +6,12 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.linear import lora_for
 from moe_jax.functional.attention import Visibility, attention
+from moe_jax.functional.cached_attention import MOST_QUERIES, cached_attention
 from moe_jax.functional.keys import fold_in
 from moe_jax.functional.rope import apply_rope
 from moe_jax.models.config import PROJECTIONS, AttentionConfig, ModelConfig
+from moe_jax.nn.cache import KVCache, Slots
 from moe_jax.nn.layers import Linear, Norm
-
-
-class KVCache(NamedTuple):
-    """Keys (rotated) and values of one layer; slot s holds the token at position s of the row.
-
-    Attributes:
-      cross: the same of cross-attention, where slot s holds token s of the encoder's output; None: it has none.
-    """
-
-    k: Float[Array, "B S K D"]
-    v: Float[Array, "B S K D"]
-    cross: "KVCache | None" = None
 
 
 def make_projections(config: AttentionConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> dict[str, Linear]:
@@ -68,6 +56,7 @@ class Attention(nnx.Module):
         *,
         rope: tuple[Array, Array] | None = None,
         cache: KVCache | None = None,
+        slots: Slots | None = None,
         bias: Float[Array, "H n"] | None = None,
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T d"], KVCache | None]:
@@ -77,7 +66,8 @@ class Attention(nnx.Module):
           x: what queries are made of.
           visible: which queries see which keys.
           rope: cosines and sines for queries and keys; None: neither is rotated.
-          cache: keys and values of the row so far; those of `x` are written into the slots that are its positions.
+          cache: keys and values of the row so far; those of `x` are written into it.
+          slots: where; with a cache.
           bias: per head and distance (see `functional.attention`).
           key: for LoRA's dropout in training.
         """
@@ -86,15 +76,17 @@ class Attention(nnx.Module):
         k, v = self._keys_and_values(x, keys["k"], keys["v"])
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        if cache is not None:
-            rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-            slots = visible.positions
-            cache = cache._replace(
-                k=cache.k.at[rows, slots].set(k.astype(cache.k.dtype)),
-                v=cache.v.at[rows, slots].set(v.astype(cache.v.dtype)),
-            )
-            k, v = cache.k.astype(x.dtype), cache.v.astype(x.dtype)
-        y = self._attend(q, k, v, visible, bias, aligned=cache is None)
+        if cache is None:
+            return self.o(self._attend(q, k, v, visible, bias, aligned=True), keys["o"]), None
+        assert slots is not None, "a cache goes with slots"
+        cache = cache._replace(
+            k=slots.write(cache.k, k.transpose(0, 2, 1, 3)), v=slots.write(cache.v, v.transpose(0, 2, 1, 3))
+        )
+        if slots.begins:
+            y = self._attend(q, k, v, visible, bias, aligned=True)
+        else:
+            visible = visible._replace(key_positions=slots.key_positions(cache.k.shape[2]))
+            y = self._attend_to_cache(q, cache, visible, bias)
         return self.o(y, keys["o"]), cache
 
     def across(
@@ -119,11 +111,13 @@ class Attention(nnx.Module):
         q = self._queries(x, keys["q"])
         if source is not None:
             k, v = self._keys_and_values(source.astype(x.dtype), keys["k"], keys["v"])
+            y = self._attend(q, k, v, visible, None, aligned=False)
             if cache is not None:
-                cache = KVCache(k.astype(cache.k.dtype), v.astype(cache.v.dtype))
-        if cache is not None:
-            k, v = cache.k.astype(x.dtype), cache.v.astype(x.dtype)
-        y = self._attend(q, k, v, visible, None, aligned=False)
+                k, v = (made.astype(cache.k.dtype).transpose(0, 2, 1, 3) for made in (k, v))
+                cache = KVCache(k, v)
+        else:
+            assert cache is not None, "cross-attention needs an encoder's output, or what was made of it"
+            y = self._attend_to_cache(q, cache, visible, None)
         return self.o(y, keys["o"]), cache
 
     def _queries(self, x: Float[Array, "B T d"], key: Array | None) -> Float[Array, "B T H D"]:
@@ -143,6 +137,24 @@ class Attention(nnx.Module):
             projected = jnp.clip(projected, -self.config.clip_qkv, self.config.clip_qkv)
         heads = projected.reshape(*projected.shape[:2], -1, self.config.head_dim)
         return getattr(self, norm or "")(heads) if kind in ("head", "head_layer") else heads
+
+    def _attend_to_cache(
+        self, q: Array, cache: KVCache, visible: Visibility, bias: Array | None
+    ) -> Float[Array, "B T w"]:
+        if q.shape[1] > MOST_QUERIES:
+            k, v = (a.transpose(0, 2, 1, 3).astype(q.dtype) for a in cache[:2])
+            return self._attend(q, k, v, visible, bias, aligned=False)
+        y = cached_attention(
+            [(q, cache.k)],
+            cache.v,
+            visible,
+            mask=self.config.mask,
+            window=self.config.sliding_window,
+            scale=self.config.scale,
+            soft_cap=self.config.score_soft_cap,
+            bias=bias,
+        )
+        return y.reshape(*q.shape[:2], -1)
 
     def _attend(
         self, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None, *, aligned: bool

@@ -10,13 +10,12 @@ from jaxtyping import Array, Float
 from moe_jax.functional import keys
 from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
-from moe_jax.nn.attention import Attention, KVCache
+from moe_jax.nn.attention import Attention
+from moe_jax.nn.cache import Cache, KVCache
 from moe_jax.nn.context import Context
-from moe_jax.nn.latent_attention import LatentAttention, LatentCache
+from moe_jax.nn.latent_attention import LatentAttention
 from moe_jax.nn.layers import FFN, Norm
 from moe_jax.nn.moe import MoE
-
-Cache = KVCache | LatentCache
 
 
 class Block(nnx.Module):
@@ -50,7 +49,9 @@ class Block(nnx.Module):
         def attend(x: Array) -> tuple[Array, Cache | None]:
             rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
             attention_key = keys.fold_in(key, keys.ATTENTION)
-            return self.attention(x, context.visible, rope=rope, cache=cache, bias=bias, key=attention_key)
+            return self.attention(
+                x, context.visible, rope=rope, cache=cache, slots=context.slots, bias=bias, key=attention_key
+            )
 
         def attend_across(x: Array) -> tuple[Array, KVCache | None]:
             assert context.source is not None

@@ -10,6 +10,7 @@ from moe_jax.errors import InputError
 from moe_jax.functional.attention import Visibility
 from moe_jax.functional.rope import RopeConfig, rope_tables
 from moe_jax.models.config import ModelConfig
+from moe_jax.nn.cache import Slots
 from moe_jax.nn.embed import default_positions
 
 RopeTables = tuple[Float[Array, "B T r"], Float[Array, "B T r"]]
@@ -33,10 +34,11 @@ class Context(NamedTuple):
 
     Attributes:
       rope: tables for the tokens, by rotary embedding and width of what it is for.
-      visible: which tokens see which; with caches, a query's position is also its slot.
+      visible: which tokens see which; with caches, of queries and not of keys, which every cache has of its own.
       valid: tokens that are not padding; None: all.
       source: for cross-attention; None: there is none.
       relative_bias: of attention that has one, per head and distance.
+      slots: where in the caches the tokens go; None: there are none.
     """
 
     rope: Mapping[tuple[RopeConfig, int], RopeTables]
@@ -44,6 +46,7 @@ class Context(NamedTuple):
     valid: Bool[Array, "B T"] | None = None
     source: Source | None = None
     relative_bias: Float[Array, "H n"] | None = None
+    slots: Slots | None = None
 
 
 def make_context(
@@ -58,6 +61,7 @@ def make_context(
     encoder_valid: Bool[Array, "B S"] | None = None,
     num_slots: int | None = None,
     num_source_slots: int | None = None,
+    begins: bool = False,
     relative_bias: Float[Array, "H n"] | None = None,
 ) -> Context:
     """Makes the context of a pass over [B, T] tokens; arguments as in `Stack`.
@@ -71,8 +75,9 @@ def make_context(
       prefix: see `Stack`.
       encoder_output: see `Stack`.
       encoder_valid: see `Stack`.
-      num_slots: of the caches; None: there are none.
+      num_slots: of the longest cache; None: there are none.
       num_source_slots: of the caches of cross-attention; None: there are none.
+      begins: see `Stack`.
       relative_bias: see `Context`.
 
     Raises:
@@ -91,11 +96,15 @@ def make_context(
         valid = segment_ids > 0
     # Padding is a document of its own: nothing of a text sees it, and it does not make a text longer.
     segments = valid.astype(jnp.int32) if segment_ids is None and valid is not None else segment_ids
-    if num_slots is None:
+    slots = None
+    if num_slots is not None:
+        # What padding leaves in a cache lies after the last token, where no query looks before it is written again.
+        last = positions if valid is None else jnp.where(valid, positions, -1)
+        slots = Slots(positions, jnp.max(last, axis=1), begins)
+    if num_slots is None or begins:
         visible = Visibility(in_row, in_row, segments, segments, prefix)
     else:
-        # Slots that padding was written to are written again before a query sees them.
-        visible = Visibility(positions, default_positions((shape[0], num_slots)), prefix=prefix)
+        visible = Visibility(positions, positions, prefix=prefix)
     rotations = {(config.rope_of(layer), layer.attention.rope_dim) for layer in config.layers}
     limit = config.max_positions
     tables = {(rope, width): rope_tables(rope, width, limit, positions, segments) for rope, width in rotations}
@@ -104,7 +113,7 @@ def make_context(
         keys = None if encoder_valid is None else encoder_valid.astype(jnp.int32)
         queries = None if encoder_valid is None else jnp.ones(shape, jnp.int32)
         source = Source(encoder_output, Visibility(in_row, default_positions((shape[0], source_length)), queries, keys))
-    return Context(tables, visible, valid, source, relative_bias)
+    return Context(tables, visible, valid, source, relative_bias, slots)
 
 
 def _check_length(config: ModelConfig, length: int) -> None:

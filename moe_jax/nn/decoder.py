@@ -10,10 +10,11 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.errors import InputError
 from moe_jax.functional import keys
 from moe_jax.models.config import ModelConfig
+from moe_jax.nn.cache import Caches
 from moe_jax.nn.embed import Embed
 from moe_jax.nn.head import Head
 from moe_jax.nn.router_stats import StackedStats
-from moe_jax.nn.stack import Caches, Stack, StackOutput
+from moe_jax.nn.stack import Stack, StackOutput
 
 
 class DecoderOutput(NamedTuple):
@@ -118,6 +119,7 @@ class Decoder(nnx.Module):
         encoder_output: Float[Array, "B S e"] | None = None,
         encoder_valid: Bool[Array, "B S"] | None = None,
         caches: Caches | None = None,
+        begins: bool = False,
         last_only: Int[Array, " B"] | None = None,
         key: Array | None = None,
     ) -> DecoderOutput:
@@ -135,6 +137,7 @@ class Decoder(nnx.Module):
           encoder_output: for cross-attention; that of `encode`, or of an encoder elsewhere.
           encoder_valid: tokens of it that are not padding.
           caches: to continue a row.
+          begins: with caches, whether rows begin with this call.
           last_only: index of the one position per row whose logits are wanted; None: all.
           key: of all that is random in training (the noise of `coder` routers); None, as at evaluation: nothing is.
 
@@ -153,6 +156,7 @@ class Decoder(nnx.Module):
             encoder_output=encoder_output,
             encoder_valid=encoder_valid,
             caches=caches,
+            begins=begins,
             key=key,
         )
         if last_only is not None:

@@ -1,7 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2), with a cache that holds latents and no keys or values."""
 
 from functools import partial
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,22 +8,13 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.mesh import shard_batch
 from moe_jax.functional.attention import Visibility, attention
+from moe_jax.functional.cached_attention import MOST_QUERIES, cached_attention
 from moe_jax.functional.keys import fold_in
 from moe_jax.functional.rope import apply_rope
 from moe_jax.models.config import AttentionConfig, LatentConfig, ModelConfig
 from moe_jax.nn.attention import make_projections
+from moe_jax.nn.cache import LatentCache, Slots
 from moe_jax.nn.layers import Linear, Norm
-
-
-class LatentCache(NamedTuple):
-    """Latents (normed) and shared keys (rotated) of one layer; slot s holds those of the token at position s.
-
-    There is never a cache of cross-attention in it.
-    """
-
-    latent: Float[Array, "B S r"]
-    key: Float[Array, "B S p"]
-    cross: None = None
 
 
 class LatentAttention(nnx.Module):
@@ -58,6 +48,7 @@ class LatentAttention(nnx.Module):
         *,
         rope: tuple[Array, Array] | None = None,
         cache: LatentCache | None = None,
+        slots: Slots | None = None,
         bias: None = None,
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T d"], LatentCache | None]:
@@ -75,17 +66,17 @@ class LatentAttention(nnx.Module):
             turn = partial(apply_rope, cos=rope[0], sin=rope[1], interleaved=self._latent.interleaved)
             q = jnp.concatenate([q[..., : self._plain], turn(q[..., self._plain :])], axis=-1)
             shared = turn(shared[:, :, None, :])[:, :, 0, :]
+        begins = True
         if cache is not None:
-            rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-            cache = LatentCache(
-                cache.latent.at[rows, visible.positions].set(latent.astype(cache.latent.dtype)),
-                cache.key.at[rows, visible.positions].set(shared.astype(cache.key.dtype)),
-            )
-            latent, shared = cache.latent.astype(x.dtype), cache.key.astype(x.dtype)
-        if cache is not None and self._is_cheaper_absorbed(x.shape[1], latent.shape[1]):
+            assert slots is not None, "a cache goes with slots"
+            begins, cache = slots.begins, LatentCache(slots.write(cache.latent, latent), slots.write(cache.key, shared))
+            if not begins:
+                latent, shared = cache.latent.astype(x.dtype), cache.key.astype(x.dtype)
+                visible = visible._replace(key_positions=slots.key_positions(latent.shape[1]))
+        if not begins and self._is_cheaper_absorbed(x.shape[1], latent.shape[1]):
             y = self._attend_to_latents(q, latent, shared, visible)
         else:
-            y = self._attend_to_heads(q, latent, shared, visible, keys["kv_up"], aligned=cache is None)
+            y = self._attend_to_heads(q, latent, shared, visible, keys["kv_up"], aligned=begins)
         return self.o(y.reshape(*x.shape[:2], -1), keys["o"]), cache
 
     def _attend_to_heads(
@@ -103,9 +94,16 @@ class LatentAttention(nnx.Module):
         """Turns queries into queries of latents, and results of latents into those of heads; for caches."""
         up = self.kv_up.materialise().astype(q.dtype).reshape(self._latent.kv_rank, self.config.num_heads, -1)
         of_latents = jnp.einsum("bthn,rhn->bthr", q[..., : self._plain], up[..., : self._plain])
-        q = jnp.concatenate([of_latents, q[..., self._plain :]], axis=-1)
-        k = jnp.concatenate([latent, shared], axis=-1)[:, :, None, :]
-        y = self._attention(q, k, latent[:, :, None, :], visible, aligned=False)
+        if q.shape[1] <= MOST_QUERIES:
+            config, values = self.config, latent[:, None]
+            parts = [(of_latents, values), (q[..., self._plain :], shared[:, None])]
+            y = cached_attention(
+                parts, values, visible, mask=config.mask, window=config.sliding_window, scale=config.score_scale
+            )
+        else:
+            q = jnp.concatenate([of_latents, q[..., self._plain :]], axis=-1)
+            k = jnp.concatenate([latent, shared], axis=-1)[:, :, None, :]
+            y = self._attention(q, k, latent[:, :, None, :], visible, aligned=False)
         return jnp.einsum("bthr,rhw->bthw", y, up[..., self._plain :])
 
     def _attention(self, q: Array, k: Array, v: Array, visible: Visibility, *, aligned: bool) -> Array:

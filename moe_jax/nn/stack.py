@@ -1,5 +1,6 @@
 """The middle part of a model: layers, stacked and scanned where they repeat."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -16,10 +17,9 @@ from moe_jax.functional.relative_bias import bias_by_distance
 from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
 from moe_jax.models.segments import Segment, segments_of
-from moe_jax.nn.attention import KVCache
-from moe_jax.nn.block import Block, Cache
+from moe_jax.nn.block import Block
+from moe_jax.nn.cache import Cache, Caches, longest_row, source_slots
 from moe_jax.nn.context import Context, make_context
-from moe_jax.nn.latent_attention import LatentCache
 from moe_jax.nn.layers import Norm
 from moe_jax.nn.router_stats import StackedStats
 
@@ -31,10 +31,6 @@ REMAT_POLICIES = {
         jax.checkpoint_policies.save_only_these_names(PRODUCT),
     ),
 }
-
-Caches = tuple[tuple[Cache, ...], ...]
-"""Per segment, per block of its pattern: keys and values, or latents, stacked over the repeats."""
-
 
 class StackOutput(NamedTuple):
     """Attributes:
@@ -63,7 +59,7 @@ class Stack(nnx.Module):
         self.config = config
         self.remat = remat
         self.segments = nnx.List(
-            [BlockStack(segment, config, rngs=rngs, dtype=dtype) for segment in segments_of(config.layers)]
+            [_fresh_segment(segment, config, rngs=rngs, dtype=dtype) for segment in segments_of(config.layers)]
         )
         self.final_norm = make_final_norm(config)
         biased = config.shared_bias()
@@ -81,14 +77,15 @@ class Stack(nnx.Module):
         encoder_output: Float[Array, "B S e"] | None = None,
         encoder_valid: Bool[Array, "B S"] | None = None,
         caches: Caches | None = None,
+        begins: bool = False,
         key: Array | None = None,
     ) -> StackOutput:
         """Applies all layers.
 
         Args:
           x: activations; their dtype is that of the computation.
-          positions: position of every token in its document; default 0, 1, ... With caches it is also the slot that
-            the token takes, and a query sees the slots up to its own.
+          positions: position of every token in its document; default 0, 1, ... With caches it says which slot the
+            token takes, and a query sees what was written for positions up to its own.
           segment_ids: document of every token when several are packed in a row, counted from 1; attention stays inside
             a document and 0 marks padding.
           valid: tokens that are not padding; with caches, only padding may follow padding. None: those of a document,
@@ -98,6 +95,8 @@ class Stack(nnx.Module):
             made of it are kept there.
           encoder_valid: tokens of it that are not padding; None: all.
           caches: from `init_cache`, to continue a row.
+          begins: with caches, that the rows begin with this call, at position 0: its tokens then see each other alone,
+            which costs nothing for slots that are still empty.
           key: of all that is random in training; None, as at evaluation: nothing is.
 
         Raises:
@@ -112,8 +111,9 @@ class Stack(nnx.Module):
             prefix=prefix,
             encoder_output=encoder_output,
             encoder_valid=encoder_valid,
-            num_slots=None if caches is None else caches[0][0][0].shape[2],
-            num_source_slots=_source_slots(caches),
+            num_slots=longest_row(caches),
+            num_source_slots=source_slots(caches),
+            begins=begins,
             relative_bias=self.relative_bias() if self.config.shared_bias() is not None else None,
         )
         x = shard_batch(x)
@@ -146,52 +146,19 @@ def make_final_norm(config: ModelConfig) -> Norm:
     return Norm(kind, config.d_model, config.norm_eps, dtype=jnp.dtype(config.dtype))
 
 
-def init_cache(
-    config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype, *, source_slots: int | None = None
-) -> Caches:
-    """Empty caches of a decoder.
-
-    Args:
-      config: of the model.
-      batch: rows.
-      slots: tokens that a row has at most.
-      dtype: of the caches.
-      source_slots: tokens of the encoder's output, for cross-attention: the first call with the caches brings the
-        output, and later ones find in them what was made of it. None: every call brings it.
-    """
-    layers = config.decoder.layers
-
-    def empty(repeats: int, length: int, attention: AttentionConfig) -> Cache:
-        latent = attention.latent
-        if latent is not None:
-            lead = (repeats, batch, length)
-            return LatentCache(jnp.zeros((*lead, latent.kv_rank), dtype), jnp.zeros((*lead, latent.rope_dim), dtype))
-        shape = (repeats, batch, length, attention.num_kv_heads, attention.head_dim)
-        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-    def cache(segment: Segment, layer: LayerConfig) -> Cache:
-        own = empty(segment.repeats, slots, layer.attention)
-        if layer.cross is None or source_slots is None:
-            return own
-        assert isinstance(own, KVCache), "latent attention goes without cross-attention"
-        return own._replace(cross=empty(segment.repeats, source_slots, layer.cross))
-
-    return tuple(tuple(cache(s, layer) for layer in s.pattern) for s in segments_of(layers))
-
-
-def _source_slots(caches: Caches | None) -> int | None:
-    every = (cache for segment in caches or () for cache in segment if isinstance(cache, KVCache))
-    found = [cache.cross.k.shape[2] for cache in every if cache.cross is not None]
-    return found[0] if found else None
-
-
 class BlockStack(nnx.Module):
-    """A segment: every parameter of its pattern of blocks carries a leading axis [repeats]."""
+    """A segment: every parameter of its pattern of blocks carries a leading axis [repeats].
 
-    def __init__(self, segment: Segment, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        self.start = segment.start
-        self.repeats = segment.repeats
-        self.blocks = nnx.List([_stack(layer, model, segment.repeats, rngs, dtype) for layer in segment.pattern])
+    Attributes:
+      start: index in the stack of the first layer.
+      repeats: of the pattern.
+      blocks: one per layer of the pattern.
+    """
+
+    def __init__(self, start: int, repeats: int, blocks: Iterable[Block]):
+        self.start = start
+        self.repeats = repeats
+        self.blocks = nnx.List(blocks)
 
     def __call__(
         self,
@@ -228,14 +195,28 @@ class BlockStack(nnx.Module):
                 stats.extend(router)
             return x, (None if caches is None else tuple(new_caches), tuple(stats))
 
+        if caches is not None and self.repeats == 1:
+            # Not through a loop of one turn, whose caches would be copied into it and out of it.
+            first = jax.tree.map(lambda array: array[0], (params, caches))
+            x, (new_caches, stats) = repeat(x, (*first, jnp.full((), self.start, jnp.int32)))
+            stacked = jax.tree.map(lambda array: array[None], (new_caches, stats))
+            return x, _with_cross(stacked[0], caches, fills_cross), stacked[1]
         if remat != "none":
             # Inside scan the loop itself keeps the compiler from merging the two forward passes.
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[remat], prevent_cse=False)
         first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
         x, (new_caches, stats) = jax.lax.scan(repeat, x, (params, caches, first_layers))
-        if caches is not None and not fills_cross:
-            new_caches = tuple(new._replace(cross=old.cross) for new, old in zip(new_caches, caches, strict=True))
-        return x, new_caches, stats
+        return x, None if caches is None else _with_cross(new_caches, caches, fills_cross), stats
+
+
+def _with_cross(new: tuple[Cache, ...], old: tuple[Cache, ...], filled: bool) -> tuple[Cache, ...]:
+    """The caches with those of cross-attention, which are the old ones unless they were filled just now."""
+    return new if filled else tuple(a._replace(cross=b.cross) for a, b in zip(new, old, strict=True))
+
+
+def _fresh_segment(segment: Segment, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> BlockStack:
+    blocks = [_stack(layer, model, segment.repeats, rngs, dtype) for layer in segment.pattern]
+    return BlockStack(segment.start, segment.repeats, blocks)
 
 
 def _stack(layer: LayerConfig, model: ModelConfig, repeats: int, rngs: nnx.Rngs, dtype: jnp.dtype) -> Block:

@@ -1,0 +1,16 @@
+"""Lengths in buckets, so that a program that was compiled for one serves many."""
+
+
+def bucket(length: int, *, least: int = 16) -> int:
+    """The smallest of `least`, 1.5 `least`, 2 `least`, 3 `least`, 4 `least`, ... that is not below `length`.
+
+    Args:
+      length: at least 1.
+      least: an even number.
+    """
+    size = least
+    while size < length:
+        if 3 * size // 2 >= length:
+            return 3 * size // 2
+        size *= 2
+    return size

@@ -1,0 +1,138 @@
+"""Caches of attention: what was made of a row's tokens before, kept for the tokens after them.
+
+A cache of S slots holds the token at position p in slot `p mod S`: a cache with a slot for every position of the row
+in order, a shorter one as a ring, in which a token takes the place of the one S positions before it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.functional.buckets import bucket
+from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
+from moe_jax.models.segments import Segment, segments_of, single_layers
+
+
+class KVCache(NamedTuple):
+    """Keys (rotated) and values of one layer.
+
+    Attributes:
+      cross: the same of cross-attention, where slot s holds token s of the encoder's output; None: it has none.
+    """
+
+    k: Float[Array, "B K S D"]
+    v: Float[Array, "B K S D"]
+    cross: "KVCache | None" = None
+
+
+class LatentCache(NamedTuple):
+    """Latents (normed) and shared keys (rotated) of one layer. There is never a cache of cross-attention in it."""
+
+    latent: Float[Array, "B S r"]
+    key: Float[Array, "B S p"]
+    cross: None = None
+
+
+Cache = KVCache | LatentCache
+Caches = tuple[tuple[Cache, ...], ...]
+"""Per segment, per block of its pattern: a cache whose arrays are stacked over the repeats."""
+
+
+class Slots(NamedTuple):
+    """Where the tokens of a call go.
+
+    Attributes:
+      positions: of the tokens.
+      last: position of the last token of every row that is not padding.
+      begins: whether the rows begin with this call, so that its tokens see each other and nothing in the caches.
+    """
+
+    positions: Int[Array, "B T"]
+    last: Int[Array, " B"]
+    begins: bool
+
+    def key_positions(self, size: int) -> Int[Array, "B S"]:
+        """Position of the token in every one of `size` slots after this call; in an empty one, a later position."""
+        slot = jnp.arange(size, dtype=jnp.int32)[None, :]
+        behind = (self.last[:, None] - slot) % size
+        return jnp.where(behind <= self.last[:, None], self.last[:, None] - behind, slot)
+
+    def write(self, cache: Float[Array, "B *H S w"], tokens: Float[Array, "B *H T w"]) -> Float[Array, "B *H S w"]:
+        """A cache, of heads or of none, with what the tokens of this call bring."""
+        size, length, axis = cache.shape[-2], tokens.shape[-2], cache.ndim - 2
+        tokens = tokens.astype(cache.dtype)
+        if not self.begins:
+            if length == 1:
+                put = jax.vmap(lambda row, token, at: jax.lax.dynamic_update_slice_in_dim(row, token, at, axis - 1))
+                return put(cache, tokens, self.positions[:, 0] % size)
+            rows = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
+            moved = jnp.moveaxis(cache, axis, 1).at[rows, self.positions % size].set(jnp.moveaxis(tokens, axis, 1))
+            return jnp.moveaxis(moved, 1, axis)
+        if length <= size:
+            return jax.lax.dynamic_update_slice_in_dim(cache, tokens, 0, axis)
+        kept = jnp.expand_dims(self.key_positions(size), (*range(1, axis), axis + 1))
+        return jnp.take_along_axis(tokens, kept, axis=axis)
+
+
+def init_cache(
+    config: ModelConfig,
+    batch: int,
+    slots: int,
+    dtype: jnp.dtype,
+    *,
+    source_slots: int | None = None,
+    stacked: bool = True,
+    rings: bool = False,
+) -> Caches:
+    """Empty caches of a decoder.
+
+    Args:
+      config: of the model.
+      batch: rows.
+      slots: tokens that a row has at most.
+      dtype: of the caches.
+      source_slots: tokens of the encoder's output, for cross-attention: the first call with the caches brings the
+        output, and later ones find in them what was made of it. None: every call brings it.
+      stacked: for a model whose layers are stacked, as they are unless they were unstacked (`nn.unstacked`).
+      rings: layers with a sliding window have only the slots that it needs. The first call then has to begin the rows
+        (`begins`), and later ones to bring one token of each.
+    """
+    segments = segments_of(config.decoder.layers)
+
+    def empty(repeats: int, length: int, attention: AttentionConfig) -> Cache:
+        latent = attention.latent
+        if rings and attention.sliding_window is not None:
+            length = min(length, bucket(attention.sliding_window))
+        if latent is not None:
+            lead = (repeats, batch, length)
+            return LatentCache(jnp.zeros((*lead, latent.kv_rank), dtype), jnp.zeros((*lead, latent.rope_dim), dtype))
+        shape = (repeats, batch, attention.num_kv_heads, length, attention.head_dim)
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def cache(segment: Segment, layer: LayerConfig) -> Cache:
+        own = empty(segment.repeats, slots, layer.attention)
+        if layer.cross is None or source_slots is None:
+            return own
+        assert isinstance(own, KVCache), "latent attention goes without cross-attention"
+        return own._replace(cross=empty(segment.repeats, source_slots, layer.cross))
+
+    return tuple(
+        tuple(cache(segment, layer) for layer in segment.pattern)
+        for segment in (segments if stacked else single_layers(segments))
+    )
+
+
+def longest_row(caches: Caches | None) -> int | None:
+    """Slots of the longest cache, stacked or not; None without caches."""
+    if caches is None:
+        return None
+    return max(cache[0].shape[-2] for segment in caches for cache in segment)
+
+
+def source_slots(caches: Caches | None) -> int | None:
+    """Tokens of the encoder's output that the caches have room for; None: they keep nothing of it."""
+    every = (cache for segment in caches or () for cache in segment if isinstance(cache, KVCache))
+    found = [cache.cross.k.shape[-2] for cache in every if cache.cross is not None]
+    return found[0] if found else None
