@@ -16,6 +16,9 @@ from moe_jax.nn.embed import default_positions
 RopeTables = tuple[Float[Array, "B T r"], Float[Array, "B T r"]]
 """Cosines and sines."""
 
+FixedContext = tuple[tuple[tuple[RopeConfig, int], ...], bool]
+"""What of a context is no array: which rotary embeddings there are tables of, and whether the rows begin."""
+
 
 class Source(NamedTuple):
     """What cross-attention attends to.
@@ -47,6 +50,19 @@ class Context(NamedTuple):
     source: Source | None = None
     relative_bias: Float[Array, "H n"] | None = None
     slots: Slots | None = None
+
+    def split(self) -> tuple["Context", FixedContext]:
+        """A pytree of its arrays alone, and all else, hashable: what a program takes as two arguments."""
+        slots = None if self.slots is None else self.slots._replace(begins=None)
+        arrays = self._replace(rope=tuple(self.rope.values()), slots=slots)
+        return arrays, (tuple(self.rope), self.slots is not None and self.slots.begins)
+
+    @classmethod
+    def joined(cls, arrays: "Context", fixed: FixedContext) -> "Context":
+        """The context whose parts `split` gave."""
+        rotations, begins = fixed
+        slots = None if arrays.slots is None else arrays.slots._replace(begins=begins)
+        return arrays._replace(rope=dict(zip(rotations, arrays.rope, strict=True)), slots=slots)
 
 
 def make_context(

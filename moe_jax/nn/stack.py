@@ -1,7 +1,8 @@
 """The middle part of a model: layers, stacked and scanned where they repeat."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
 from moe_jax.models.segments import Segment, segments_of
 from moe_jax.nn.block import Block
 from moe_jax.nn.cache import Cache, Caches, longest_row, source_slots
-from moe_jax.nn.context import Context, make_context
+from moe_jax.nn.context import Context, FixedContext, make_context
 from moe_jax.nn.layers import Norm
 from moe_jax.nn.router_stats import StackedStats
 
@@ -182,31 +183,47 @@ class BlockStack(nnx.Module):
         """
         graphdef, params = nnx.split(self.blocks)
         fills_cross = context.source is not None and context.source.output is not None
-
-        def repeat(x: Array, scanned: tuple) -> tuple[Array, tuple]:
-            params, caches, first_layer = scanned
-            blocks = nnx.merge(graphdef, params)
-            new_caches, stats = [], []
-            for position, block in enumerate(blocks):
-                layer_key = keys.fold_in(key, first_layer + position)
-                x, cache, router = block(x, context, None if caches is None else caches[position], layer_key)
-                # What is in the caches of cross-attention already is not to be copied for every token.
-                new_caches.append(cache if cache is None or fills_cross else cache._replace(cross=None))
-                stats.extend(router)
-            return x, (None if caches is None else tuple(new_caches), tuple(stats))
-
         if caches is not None and self.repeats == 1:
             # Not through a loop of one turn, whose caches would be copied into it and out of it.
             first = jax.tree.map(lambda array: array[0], (params, caches))
-            x, (new_caches, stats) = repeat(x, (*first, jnp.full((), self.start, jnp.int32)))
+            arrays, fixed = context.split()
+            x, (new_caches, stats) = _apply_once(graphdef, fixed, x, (*first, jnp.int32(self.start)), arrays, key)
             stacked = jax.tree.map(lambda array: array[None], (new_caches, stats))
             return x, _with_cross(stacked[0], caches, fills_cross), stacked[1]
+
+        def repeat(x: Array, scanned: tuple) -> tuple[Array, tuple]:
+            return _apply_pattern(graphdef, x, scanned, context, key)
+
         if remat != "none":
             # Inside scan the loop itself keeps the compiler from merging the two forward passes.
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[remat], prevent_cse=False)
         first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
         x, (new_caches, stats) = jax.lax.scan(repeat, x, (params, caches, first_layers))
         return x, None if caches is None else _with_cross(new_caches, caches, fills_cross), stats
+
+
+def _apply_pattern(
+    graphdef: nnx.GraphDef, x: Array, given: tuple, context: Context, key: Array | None
+) -> tuple[Array, tuple]:
+    """Applies blocks one after another; `given` are their parameters, their caches, and the index of the first."""
+    params, caches, first_layer = given
+    fills_cross = context.source is not None and context.source.output is not None
+    new_caches, stats = [], []
+    for position, block in enumerate(nnx.merge(graphdef, params)):
+        layer_key = keys.fold_in(key, first_layer + position)
+        x, cache, router = block(x, context, None if caches is None else caches[position], layer_key)
+        # What is in the caches of cross-attention already is not to be copied for every token.
+        new_caches.append(cache if cache is None or fills_cross else cache._replace(cross=None))
+        stats.extend(router)
+    return x, (None if caches is None else tuple(new_caches), tuple(stats))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _apply_once(
+    graphdef: nnx.GraphDef, fixed: FixedContext, x: Array, given: tuple, arrays: Any, key: Array | None
+) -> tuple[Array, tuple]:
+    """The same as a program of its own: layers that are alike, but not stacked, are traced once for all."""
+    return _apply_pattern(graphdef, x, given, Context.joined(arrays, fixed), key)
 
 
 def _with_cross(new: tuple[Cache, ...], old: tuple[Cache, ...], filled: bool) -> tuple[Cache, ...]:

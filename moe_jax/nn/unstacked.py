@@ -47,8 +47,9 @@ def _single_layers(segment: BlockStack) -> list[BlockStack]:
 def _parts(state: nnx.State, repeats: int) -> list[nnx.State]:
     """Slices [1, ...] of stacked parameters, one per repeat, split over devices as these are."""
     if all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), state)
-        return [one] * repeats
+        # A tree for each: NNX takes variables that are the same object for tied ones.
+        one = lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
+        return [jax.tree.map(one, state) for _ in range(repeats)]
     return _cut(state, repeats)
 
 
