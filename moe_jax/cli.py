@@ -18,6 +18,7 @@ from typing import Any
 
 import moe_jax
 from moe_jax.arguments import parse_arguments
+from moe_jax.compiled_programs import keep_compiled_programs
 from moe_jax.errors import InputError, clipped, first_line, nearest, printable, shown
 from moe_jax.open_source import open_source as open_source
 
@@ -132,6 +133,7 @@ def _run(arguments: list[str]) -> None:
     if command not in COMMANDS:
         raise InputError(f"unknown command {shown(command)}{nearest(command, COMMANDS)}; see moe-jax --help")
     _avoid_absent_tpu()
+    keep_compiled_programs()
     module = importlib.import_module(f"moe_jax.commands.{command}")
     options = parse_arguments(module.Options, rest, command=command)
     if options is not None:
