@@ -20,16 +20,25 @@ import jax.numpy as jnp
 import numpy as np
 from etils.epath.gpath import PosixGPath
 
-# Orbax makes the name of its v1 API when it is imported, and takes more than its annotations say.
-# pyright: reportMissingImports=none, reportArgumentType=none
-try:
-    import orbax.checkpoint.v1 as ocp
-except ImportError:  # Orbax 0.12 still keeps its v1 API here.
-    import orbax.checkpoint.experimental.v1 as ocp
-
 from moe_jax.errors import InputError, first_line
 from moe_jax.processes import first_decides, is_first_process
 from moe_jax.staging import remove_directory
+
+
+class _Orbax:
+    """Orbax's v1 API, imported when it is first used: that takes half a second, and few commands need it."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Orbax makes the name of this API when it is imported; 0.12 still keeps it in another place.
+        # pyright: reportMissingImports=none
+        try:
+            import orbax.checkpoint.v1 as orbax
+        except ImportError:
+            import orbax.checkpoint.experimental.v1 as orbax
+        return getattr(orbax, name)
+
+
+ocp: Any = _Orbax()
 
 PARTIAL = ".partial_save"  # Orbax's suffix for a checkpoint that is not finalized
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
@@ -101,7 +110,7 @@ def read_leaf(directory: Path, path: str) -> np.ndarray:
         raise InputError(f"cannot read {path} of {directory}: {first_line(error)}") from error
 
 
-def _raw_files() -> ocp.Context:
+def _raw_files() -> Any:
     """Settings with which a leaf becomes a file that holds nothing but its bytes."""
     context = _context()
     # Plain Zarr v2 files instead of Orbax's database: written without a copy, and a leaf is one file that can be
@@ -111,7 +120,7 @@ def _raw_files() -> ocp.Context:
     return context
 
 
-def _context() -> ocp.Context:
+def _context() -> Any:
     """The settings of everything that goes through Orbax."""
     context = ocp.Context()
     context.array.saving.use_compression = False

@@ -5,6 +5,7 @@ Nothing here imports JAX; a command's module is imported when the command is cho
 
 import contextlib
 import errno
+import gc
 import importlib
 import importlib.util
 import os
@@ -134,6 +135,9 @@ def _run(arguments: list[str]) -> None:
         raise InputError(f"unknown command {shown(command)}{nearest(command, COMMANDS)}; see moe-jax --help")
     _avoid_absent_tpu()
     keep_compiled_programs()
+    # Imports and tracing make many objects that stay. To look through all of them as often as Python does by itself
+    # takes a fifth of their time.
+    gc.set_threshold(100_000, 20, 100)
     module = importlib.import_module(f"moe_jax.commands.{command}")
     options = parse_arguments(module.Options, rest, command=command)
     if options is not None:

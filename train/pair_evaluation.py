@@ -18,7 +18,6 @@ from moe_jax.models import ModelConfig
 from moe_jax.sharding import make_mesh
 from moe_jax.train.evaluation import Evaluation, exp
 from moe_jax.train.forward import Batch, run_to_head
-from moe_jax.train.pair_batches import stack_pairs
 from moe_jax.train.placement import batch_shards, local_rows, place
 from moe_jax.train.sources import PAIR_KEYS, JsonLines
 from moe_jax.train.tokenizer import Pair, Tokenizer
@@ -112,6 +111,9 @@ class RowScores:
 
     def _batches(self) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
         """Batches of pairs of like lengths, and which pairs their first rows hold."""
+        # Here and not above: with it comes Grain, which other commands that evaluate nothing import in vain.
+        from moe_jax.train.pair_batches import stack_pairs
+
         groups: dict[tuple[int, int | None], list[int]] = {}
         for index, pair in enumerate(self._pairs):
             input_len = None if pair.inputs is None else _padded(len(pair.inputs))
