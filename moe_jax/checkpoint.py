@@ -30,9 +30,8 @@ class _Orbax:
 
     def __getattr__(self, name: str) -> Any:
         # Orbax makes the name of this API when it is imported; 0.12 still keeps it in another place.
-        # pyright: reportMissingImports=none
         try:
-            import orbax.checkpoint.v1 as orbax
+            import orbax.checkpoint.v1 as orbax  # pyright: ignore[reportMissingImports]
         except ImportError:
             import orbax.checkpoint.experimental.v1 as orbax
         return getattr(orbax, name)

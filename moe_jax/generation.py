@@ -6,7 +6,9 @@ Lengths are rounded up to buckets, for which programs are compiled, and tokens c
 ever more together. Neither changes a result.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from moe_jax.errors import MAX_SIZE, InputError, is_finite
 from moe_jax.functional.buckets import bucket
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder, unstacked
+from moe_jax.sharding import mesh_of
 
 _FIRST_BLOCK = 8
 
@@ -112,12 +115,20 @@ def stream(
     sampling = Sampling(key, jnp.float32(temperature), jnp.float32(top_p or 1.0), jnp.asarray(stop_ids))
 
     parts = nnx.split(unstacked(model))
-    progress = begin(*parts, jnp.asarray(padded), jnp.asarray(lengths), sampling, choosing=choosing, slots=slots)
+    mesh = mesh_of(parts[1])
+
+    def over_mesh() -> AbstractContextManager:
+        # Around every program and not around all: between them the caller's code runs.
+        return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+    with over_mesh():
+        progress = begin(*parts, jnp.asarray(padded), jnp.asarray(lengths), sampling, choosing=choosing, slots=slots)
     yield _checked(np.asarray(progress.tokens), np.asarray(progress.finite), 1)
     done, block_size = 1, _FIRST_BLOCK
     while done < max_new_tokens and bool(progress.goes_on()):
         until = min(max_new_tokens, done + block_size)
-        progress, block = continue_rows(*parts, progress, sampling, jnp.int32(until), choosing=choosing)
+        with over_mesh():
+            progress, block = continue_rows(*parts, progress, sampling, jnp.int32(until), choosing=choosing)
         tokens, finite, step = np.asarray(block), np.asarray(progress.finite), int(progress.step)
         for row in range(step - done):
             is_last = done + row + 1 == step

@@ -160,6 +160,13 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
     return shardings
 
 
+def mesh_of(state: nnx.State) -> Mesh | None:
+    """The devices that the arrays of a state are split over; None: they are on one."""
+    shardings = {leaf.sharding for leaf in jax.tree.leaves(state)}
+    meshes = (one.mesh for one in shardings if isinstance(one, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+
 def path_name(path: tuple) -> str:
     """`stack/segments/0/blocks/1/mlp/...` from a key path of a state."""
     parts = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path)

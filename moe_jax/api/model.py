@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -19,7 +18,7 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig,
 from moe_jax.nn import Decoder
 from moe_jax.open_source import open_source
 from moe_jax.peft.parameter_sizes import parameter_sizes
-from moe_jax.sharding import make_mesh
+from moe_jax.sharding import make_mesh, mesh_of
 from moe_jax.staging import refuse_existing
 from moe_jax.train.tokenizer import Tokenizer
 
@@ -136,9 +135,7 @@ class Model:
     @property
     def mesh(self) -> Mesh | None:
         """The devices that the decoder is split over; None: it is on one."""
-        shardings = {leaf.sharding for leaf in jax.tree.leaves(nnx.state(self.decoder))}
-        meshes = (one.mesh for one in shardings if isinstance(one, jax.sharding.NamedSharding))
-        return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+        return mesh_of(nnx.state(self.decoder))
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from moe_jax.commands import BaseFlag
+from moe_jax.commands.mesh_option import parse_mesh
 from moe_jax.errors import InputError, shown
 
 
@@ -42,6 +43,9 @@ class Options(BaseFlag):
     """Tokens that end a text, besides those that the model names as EOS."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the activations."""
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
+    """Devices to split the model over, such as tensor=8 or data=2,tensor=4: `tensor` splits kernels, and caches by
+    heads; `expert` splits experts; all but `tensor` split the prompts, if they divide them. Without it, one device."""
     json: bool = False
     """Prints JSON and nothing else: a list with prompt, prompt_ids, text, ids and stopped of every prompt."""
 
@@ -51,15 +55,19 @@ def run(options: Options) -> None:
 
     Raises:
       FileNotFoundError: if there is no model or no file of prompts.
-      InputError: for bad prompts or sampling options, or a text prompt for a model without tokenizer.
+      InputError: for bad prompts or sampling options, a text prompt for a model without tokenizer, or a mesh that does
+        not fit the devices.
     """
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import Prompt, generate
+    from moe_jax.sharding import make_mesh
 
     prompts: list[Prompt] = [*options.prompt, *_lines(options.prompts_file), *map(_parse_ids, options.ids)]
     if not prompts:
         raise InputError("nothing to continue: give --prompt, --prompts-file or --ids")
-    model = Model.of_source(options.open(options.model), Loading(compute_dtype=options.compute_dtype, stacked=False))
+    mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
+    loading = Loading(compute_dtype=options.compute_dtype, mesh=mesh, stacked=False)
+    model = Model.of_source(options.open(options.model), loading)
     results = generate(
         model,
         prompts,

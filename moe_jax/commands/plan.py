@@ -2,15 +2,15 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from moe_jax.commands.adapt import AdaptFlags, adapt_options
+from moe_jax.commands.mesh_option import parse_mesh
 from moe_jax.commands.upcycle import UpcycleFlags
-from moe_jax.errors import InputError, flag_of, shown
+from moe_jax.errors import InputError, flag_of
 
 if TYPE_CHECKING:
     from moe_jax.commands.planned_compression import PlannedCompression
@@ -78,7 +78,7 @@ def run(options: Options) -> None:
 
     config = _planned_config(read_config(options.model), options)
     plan, tuned = make_plan(config), tuned_parameters(config)
-    memory = training_memory(config, _mesh(options.mesh)) if options.mesh is not None else None
+    memory = training_memory(config, parse_mesh(options.mesh)) if options.mesh is not None else None
     compressed = _compression(config, options)
     if options.json:
         described = dataclasses.asdict(plan)
@@ -130,18 +130,6 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
         layers=options.compress_layers,
         dtype=options.dtype,
     )
-
-
-def _mesh(text: str) -> dict[str, int]:
-    """`fsdp=8,tensor=2` as a dict."""
-
-    mesh = {}
-    for part in text.split(","):
-        axis, _, size = part.partition("=")
-        if not re.fullmatch(r"\s*\d{1,9}\s*", size) or axis.strip() in mesh:
-            raise InputError(f"--mesh {shown(text)}: expected each axis once with its size, as in fsdp=8,tensor=2")
-        mesh[axis.strip()] = int(size)
-    return mesh
 
 
 def _print(

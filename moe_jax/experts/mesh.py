@@ -34,3 +34,13 @@ def shard_batch(x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
         return x
     split = x.shape[0] % axes_size(mesh, *BATCH_AXES) == 0
     return jax.lax.with_sharding_constraint(x, P(BATCH_AXES if split else None, None, None))
+
+
+def shard_cache(cache: Float[Array, "B *H S w"]) -> Float[Array, "B *H S w"]:
+    """Over a mesh, a cache is split like the batch, and its heads, if it has any, over `tensor`; where they divide."""
+    mesh = current_mesh()
+    if mesh is None:
+        return cache
+    rows = BATCH_AXES if splits_batch(mesh, cache.shape[0]) else None
+    heads = ["tensor" if size % mesh.shape["tensor"] == 0 else None for size in cache.shape[1:-2]]
+    return jax.lax.with_sharding_constraint(cache, P(rows, *heads, None, None))

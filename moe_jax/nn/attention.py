@@ -5,6 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.experts.linear import lora_for
+from moe_jax.experts.mesh import shard_cache
 from moe_jax.functional.attention import Visibility, attention
 from moe_jax.functional.cached_attention import MOST_QUERIES, cached_attention
 from moe_jax.functional.keys import fold_in
@@ -113,7 +114,7 @@ class Attention(nnx.Module):
             k, v = self._keys_and_values(source.astype(x.dtype), keys["k"], keys["v"])
             y = self._attend(q, k, v, visible, None, aligned=False)
             if cache is not None:
-                k, v = (made.astype(cache.k.dtype).transpose(0, 2, 1, 3) for made in (k, v))
+                k, v = (shard_cache(made.astype(cache.k.dtype).transpose(0, 2, 1, 3)) for made in (k, v))
                 cache = KVCache(k, v)
         else:
             assert cache is not None, "cross-attention needs an encoder's output, or what was made of it"

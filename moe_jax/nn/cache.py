@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.experts.mesh import shard_cache
 from moe_jax.functional.buckets import bucket
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
 from moe_jax.models.segments import Segment, segments_of, single_layers
@@ -61,6 +62,9 @@ class Slots(NamedTuple):
 
     def write(self, cache: Float[Array, "B *H S w"], tokens: Float[Array, "B *H T w"]) -> Float[Array, "B *H S w"]:
         """A cache, of heads or of none, with what the tokens of this call bring."""
+        return shard_cache(self._written(cache, tokens))
+
+    def _written(self, cache: Float[Array, "B *H S w"], tokens: Float[Array, "B *H T w"]) -> Float[Array, "B *H S w"]:
         size, length, axis = cache.shape[-2], tokens.shape[-2], cache.ndim - 2
         tokens = tokens.astype(cache.dtype)
         if not self.begins:
