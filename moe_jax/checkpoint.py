@@ -18,6 +18,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging as absl_logging
 from etils.epath.gpath import PosixGPath
 
 from moe_jax.errors import InputError, first_line
@@ -379,4 +380,4 @@ def _is_worth_saying(record: logging.LogRecord) -> bool:
     return not raised_anyway and not any(noise in record.getMessage() for noise in _NOISE)
 
 
-logging.getLogger("absl").addFilter(_is_worth_saying)
+absl_logging.get_absl_logger().addFilter(_is_worth_saying)

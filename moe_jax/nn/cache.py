@@ -4,13 +4,14 @@ A cache of S slots holds the token at position p in slot `p mod S`: a cache with
 in order, a shorter one as a ring, in which a token takes the place of the one S positions before it.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.mesh import shard_cache
+from moe_jax.experts.mesh import current_mesh, shard_cache
 from moe_jax.functional.buckets import bucket
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
 from moe_jax.models.segments import Segment, segments_of, single_layers
@@ -69,8 +70,10 @@ class Slots(NamedTuple):
         tokens = tokens.astype(cache.dtype)
         if not self.begins:
             if length == 1:
-                put = jax.vmap(lambda row, token, at: jax.lax.dynamic_update_slice_in_dim(row, token, at, axis - 1))
-                return put(cache, tokens, self.positions[:, 0] % size)
+                put, at = _put_tokens, self.positions[:, 0] % size
+                if current_mesh() is None:
+                    put = partial(jax.lax.platform_dependent, cpu=_put_one_by_one, default=_put_tokens)
+                return put(cache, tokens, at)
             rows = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
             moved = jnp.moveaxis(cache, axis, 1).at[rows, self.positions % size].set(jnp.moveaxis(tokens, axis, 1))
             return jnp.moveaxis(moved, 1, axis)
@@ -78,6 +81,28 @@ class Slots(NamedTuple):
             return jax.lax.dynamic_update_slice_in_dim(cache, tokens, 0, axis)
         kept = jnp.expand_dims(self.key_positions(size), (*range(1, axis), axis + 1))
         return jnp.take_along_axis(tokens, kept, axis=axis)
+
+
+def _put_tokens(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Array:
+    axis = cache.ndim - 2
+    put = jax.vmap(lambda row, token, at: jax.lax.dynamic_update_slice_in_dim(row, token, at, axis - 1))
+    return put(cache, tokens, slots)
+
+
+def _put_one_by_one(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Array:
+    """The same as a loop, which XLA:CPU leaves as it is.
+
+    An update that it sees it joins with everything that reads the cache afterwards, each time with a copy of the cache.
+    """
+
+    def put(row: Array, cache: Array) -> Array:
+        token = jax.lax.dynamic_slice_in_dim(tokens, row, 1, 0)
+        zero = jnp.zeros((), jnp.int32)
+        return jax.lax.dynamic_update_slice(cache, token, (row, *[zero] * (cache.ndim - 3), slots[row], zero))
+
+    # A loop whose turns can be counted would be unrolled if it has but one. Slots are never negative.
+    rows = jnp.where(slots[0] >= 0, jnp.int32(cache.shape[0]), jnp.int32(0))
+    return jax.lax.fori_loop(jnp.int32(0), rows, put, cache)
 
 
 def init_cache(

@@ -11,7 +11,7 @@ import moe_jax
 from moe_jax.commands import adapt, compress, convert, eval, export, generate, merge, upcycle
 
 # What differs on purpose: a verb returns what a command prints, and computes with a model as it was loaded: `load` has
-# `base`.
+# `base` and `mesh`.
 RENAMED = {"classify": "examples", "no_step0_check": "step0_check", "dst": "out", "src": "model"}
 OF_COMMANDS = {
     "convert": {"dry_run"},
@@ -20,7 +20,7 @@ OF_COMMANDS = {
     "compress": {"model_base", "json", "sweep", "text"},
     "evaluate": {"base", "json", "compute_dtype", "split", "classify", "labels", "template"},
     "classify": {"base", "json", "compute_dtype", "split", "text", "seq_len"},
-    "generate": {"base", "json", "compute_dtype", "prompts_file", "ids"},
+    "generate": {"base", "json", "compute_dtype", "mesh", "prompts_file", "ids"},
 }
 COMMANDS = {
     "convert": convert.Options,
