@@ -13,14 +13,15 @@ class Platform(NamedTuple):
 
     Attributes:
       operations_per_byte: the operations done in the time that it takes to read one byte from memory.
-      per_sparse_entry: to multiply a row with one entry of a sparse kernel.
+      per_sparse_entry: to multiply a row with one entry of a sparse kernel; None: nothing does this there, and such a
+        product makes dense kernels (`functional.sparse_product`).
       per_scatter: to write one entry of a sparse kernel into a tile.
       per_gather: to look up one entry of a kernel whose positions are a bitmap.
       per_unpack: to unpack one code.
     """
 
     operations_per_byte: float
-    per_sparse_entry: float
+    per_sparse_entry: float | None
     per_scatter: float
     per_gather: float
     per_unpack: float
@@ -31,7 +32,7 @@ class Platform(NamedTuple):
 # bytes, and a TPU takes some nanosecond.
 PLATFORMS = {
     "cpu": Platform(operations_per_byte=15, per_sparse_entry=600, per_scatter=1300, per_gather=200, per_unpack=100),
-    "gpu": Platform(operations_per_byte=300, per_sparse_entry=3600, per_scatter=9600, per_gather=2400, per_unpack=300),
+    "gpu": Platform(operations_per_byte=300, per_sparse_entry=None, per_scatter=9600, per_gather=2400, per_unpack=300),
     "tpu": Platform(
         operations_per_byte=240, per_sparse_entry=240_000, per_scatter=240_000, per_gather=24_000, per_unpack=240
     ),

@@ -4,10 +4,11 @@ One expert after another, and of an expert one tile of columns after another, is
 arrays, multiplied with the rows of its group, and forgotten; the gradient makes it once more. What is held at a time is
 one tile, never an [E, i, o] array (METHODS 3).
 
-The backend is chosen when the program is lowered:
+The backend is chosen when the program is lowered (`kernels.by_platform`):
 
 - TPU: tiles are made in fast memory by the kernels of `kernels.tpu`, where the form has a *fused tile*.
-- NVIDIA GPUs: tiles are made by a Triton kernel where the form has it, else experts block by block (`block_synthesis`).
+- NVIDIA GPUs: tiles are made by a Triton kernel where the form has one and it pays, else the kernels of a block of
+  experts at a time by XLA (`block_synthesis` decides).
 - Otherwise loops of plain XLA, with tiles sized for the cache of a CPU.
 """
 
@@ -31,11 +32,8 @@ from moe_jax.functional.grouped import (
     tile_width,
     when,
 )
-from moe_jax.kernels.deferred import deferred
-from moe_jax.kernels.gpu.nvidia import compute_capability, triton_fits
-from moe_jax.kernels.one_device import one_device
+from moe_jax.kernels.by_platform import Kernel, by_platform
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
-from moe_jax.kernels.tpu.chip import current_core
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 logger = logging.getLogger(__name__)
@@ -155,18 +153,12 @@ def _choose(
       out: shapes and dtypes of what it returns.
       loops, tpu, gpu: the backends.
     """
-    looped, kernels = partial(loops, tiles), {}
-    if not one_device():
-        return looped
-    tile, capability = tiles.fused(), compute_capability()
+    tile, fused = tiles.fused(), None
     if isinstance(tile, str):
         _say_why_not_fused(tile)
     else:
-        kernels["tpu"] = partial(deferred, tpu, out=out, tile=tile, shape=tiles.shape, core=current_core())
-    if triton_fits(dtype, capability):
-        kernels["cuda"] = partial(deferred, gpu, out=out, tiles=tiles, capability=capability)
-    choose: Any = partial(lax.platform_dependent, default=looped, **kernels)
-    return choose if kernels else looped
+        fused = Kernel(tpu, {"tile": tile, "shape": tiles.shape})
+    return by_platform(partial(loops, tiles), dtype, out, tpu=fused, gpu=Kernel(gpu, {"tiles": tiles}))
 
 
 @lru_cache(maxsize=64)

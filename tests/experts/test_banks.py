@@ -233,6 +233,14 @@ def test_a_mesh_of_one_device_is_none():
             assert choose_strategy(*arguments) == expected
 
 
+def test_entries_are_not_multiplied_one_by_one_on_gpu():
+    """What `entrywise` does there is what `grouped` does."""
+    form = BankConfig(kind="sparse", rate=0.9999).form
+    matrices = tuple(ffn_matrices(FFNConfig(dim=2816), 1024).values())
+    ways = {name: form.delta_costs(matrices, Load(8, 4096, 2), platform) for name, platform in PLATFORMS.items()}
+    assert {name for name, costs in ways.items() if "entrywise" in costs} == {"cpu", "tpu"}
+
+
 def test_costs_belong_to_the_platform():
     config, expert = BankConfig(kind="quantized", bits=2, group_size=128), FFNConfig(dim=2816)
     matrices = tuple(ffn_matrices(expert, 1024).values())

@@ -10,10 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_jax.experts.forms import LowRank, Quantized
+from moe_jax.experts.forms.positions import to_csr
 from moe_jax.experts.forms.protocol import FormTiles
 from moe_jax.functional import block_synthesis
 from moe_jax.functional.block_synthesis import block_gradients, block_product, experts_per_block
 from moe_jax.functional.packing import codes_shape, scales_shape
+from moe_jax.functional.sparse_product import EntryTiles
 from moe_jax.kernels.gpu.grouped import TritonProducts
 from tests.numerics import assert_close
 from tests.tiers import long, one_in
@@ -57,6 +59,11 @@ def experts(kind):
         return FormTiles(LowRank(rank=3), SHAPE, SHAPE), arrays, {}
     if kind == "scaled":
         return Scaled(), {"s": random(rng, EXPERTS, SHAPE[1])}, {}
+    if kind == "entries":
+        positions = [np.sort(rng.choice(SHAPE[0] * SHAPE[1], 50, replace=False)) for _ in range(EXPERTS)]
+        columns, row_ends = (np.stack(part) for part in zip(*(to_csr(p, SHAPE) for p in positions), strict=True))
+        fixed = {"columns": jnp.asarray(columns), "row_ends": jnp.asarray(row_ends)}
+        return EntryTiles(SHAPE), {"values": random(rng, EXPERTS, 50)}, fixed
     codes = jnp.asarray(rng.integers(0, 256, (EXPERTS, *codes_shape(SHAPE, 2))), jnp.uint8)
     scales = random(rng, EXPERTS, *scales_shape(SHAPE, 8))
     return ByBlocks(Quantized(bits=2, group_size=8), SHAPE, SHAPE), {"scales": scales}, {"codes": codes}
@@ -91,7 +98,7 @@ def programs(kind):
 
 
 @one_in(2)
-@pytest.mark.parametrize("kind", ["low-rank", "quantized", "scaled"])
+@pytest.mark.parametrize("kind", ["low-rank", "quantized", "scaled", "entries"])
 def test_values_and_gradients(kind, monkeypatch):
     monkeypatch.setattr(block_synthesis, "BLOCK_ENTRIES", 2 * SHAPE[0] * SHAPE[1])
     assert experts_per_block(EXPERTS, SHAPE) == 2

@@ -9,6 +9,7 @@ from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.matrix import Matrix
 from moe_jax.experts.forms.nf4 import NF4
 from moe_jax.experts.forms.protocol import FormTiles
+from moe_jax.functional.sparse_product import grouped_sparse_matmul
 from moe_jax.functional.synthesis import synthesised_matmul
 from tests.gpu_compile.compiling import MIB, compiled, needs_xla_gpu, shape
 
@@ -62,3 +63,26 @@ def test_many_rows_hold_a_block_of_kernels_and_no_more(form):
     found = program(form, 8192, backward=True)
     assert not found.dynamic_loops
     assert (EXPERTS, *SHAPE) not in {dims for _, dims in found.arrays()}
+
+
+@pytest.mark.parametrize("encoding", ["csr", "coo"])
+def test_entries_of_sparse_deltas_are_multiplied_a_block_of_kernels_at_a_time(encoding):
+    entries = Sparse(rate=0.999, encoding=encoding)
+    leaves = nnx.eval_shape(lambda: entries.fresh(nnx.Rngs(0), Matrix("up", SHAPE), (EXPERTS,), jnp.dtype("bfloat16")))
+    values = leaves.pop("values")
+
+    def run(lhs, values, positions, sizes, dout):
+        y, pull = jax.vjp(
+            lambda lhs, values: grouped_sparse_matmul(lhs, values, positions, sizes, SHAPE[1]), lhs, values
+        )
+        return y, pull(dout)
+
+    rows = 8192
+    found = compiled(
+        run, shape(rows, SHAPE[0]), values, leaves, shape(EXPERTS, dtype="int32"), shape(rows, SHAPE[1])
+    )
+    assert not found.dynamic_loops
+    assert {*found.kernels} == {"pallas_triton"}
+    assert (EXPERTS, *SHAPE) not in {dims for _, dims in found.arrays()}
+    # One kernel, or its gradient, in float32, and the kernel rounded.
+    assert found.temporaries <= (2 * KERNEL_MIB + KERNEL_MIB + 16) * MIB

@@ -211,7 +211,7 @@ class Sparse(KernelForm):
     def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, float]:
         """See `KernelForm`."""
         costs = super().delta_costs(matrices, load, platform)
-        if self.encoding != "bitmap":
+        if self.encoding != "bitmap" and platform.per_sparse_entry is not None:
             costs["entrywise"] = load.rows * sum(map(self.kept_entries, matrices)) * platform.per_sparse_entry
         return costs
 
