@@ -4,6 +4,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from moe_jax.functional.attention import Placement
+
 BATCH_AXES = ("data", "fsdp", "expert")
 """The axes that split the batch."""
 
@@ -44,3 +46,16 @@ def shard_cache(cache: Float[Array, "B *H S w"]) -> Float[Array, "B *H S w"]:
     rows = BATCH_AXES if splits_batch(mesh, cache.shape[0]) else None
     heads = ["tensor" if size % mesh.shape["tensor"] == 0 else None for size in cache.shape[1:-2]]
     return jax.lax.with_sharding_constraint(cache, P(rows, *heads, None, None))
+
+
+def attention_placement(rows: int) -> Placement | None:
+    """How attention of so many rows runs on the mesh in use; None: there is none, and the platform is not known."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    if mesh.empty or device is None:
+        return None
+    platform = "gpu" if device.platform == "cuda" else device.platform
+    if mesh.size == 1:
+        return Placement(platform)
+    batch = BATCH_AXES if splits_batch(mesh, rows) else ()
+    return Placement(platform, batch, "tensor", mesh.shape["tensor"], mesh.size)

@@ -1,5 +1,8 @@
 """Grouped-query attention with causal, bidirectional, prefix, sliding-window and packed-document masks.
 
+On TPUs JAX's splash kernels compute what they can (`kernels.splash_attention`). Everything else, and everything on
+other platforms, is computed as follows; that is also the reference for kernels.
+
 Queries are taken in chunks, and a chunk meets only the keys that it can see: half the arithmetic of a causal product,
 and scores that stay in the cache of a CPU core. The scores of a chunk are recomputed in the backward pass instead of
 being kept, so memory grows with the length and not with its square.
@@ -9,18 +12,24 @@ of a band are looped over and meet all the keys that the band sees. The program 
 causal product costs 1 / MAX_BANDS more arithmetic than it has to at worst.
 """
 
+import logging
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.functional.relative_bias import bias_between
 
+logger = logging.getLogger(__name__)
+
 CHUNK = 128
+# For fewer queries, as in decoding, kernels are not worth it.
+FEW_QUERIES = 128
 MAX_BANDS = 8
 MASKS = ("causal", "bidirectional", "prefix")
 
@@ -39,6 +48,24 @@ class Visibility(NamedTuple):
     segments: Int[Array, "B T"] | None = None
     key_segments: Int[Array, "B S"] | None = None
     prefix: Int[Array, " B"] | None = None
+
+
+class Placement(NamedTuple):
+    """Where attention runs: what of the mesh in use it has to know.
+
+    Attributes:
+      platform: that the program is for.
+      batch: axes that split the rows; none: every device has all.
+      heads: the axis that splits the heads; None: every device has all.
+      parts: into how many parts that axis splits them.
+      devices: of the mesh.
+    """
+
+    platform: str
+    batch: tuple[str, ...] = ()
+    heads: str | None = None
+    parts: int = 1
+    devices: int = 1
 
 
 class _Tokens(NamedTuple):
@@ -85,6 +112,7 @@ def attention(
     soft_cap: float | None = None,
     bias: Float[Array, "H n"] | None = None,
     aligned: bool,
+    placement: Placement | None = None,
 ) -> Float[Array, "B T H W"]:
     """Softmax attention, in the dtype of `q`; scores, their scaling and the softmax are float32.
 
@@ -98,9 +126,102 @@ def attention(
       bias: added to the scores after that: per head and distance, from `relative_bias.bias_by_distance`.
       aligned: query t and key s have positions t and s (no cache), so that keys that a mask hides from a whole chunk of
         queries need not be looked at.
+      placement: where it runs; a kernel is called only if that is known.
     """
     assert mask in MASKS and not (mask == "prefix" and window is not None), (mask, window)
     assert mask != "prefix" or visible.prefix is not None, "mask 'prefix' needs the lengths of the prefixes"
+    if placement is not None and placement.platform == "tpu" and q.shape[1] > FEW_QUERIES:
+        reason = _beyond_splash(q, k, v, mask=mask, window=window, bias=bias, aligned=aligned)
+        if reason is None:
+            return _by_splash(q, k, v, visible, placement, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
+        _say_once("splash attention", reason)
+    return _in_chunks(
+        q, k, v, visible, mask=mask, window=window, scale=scale, soft_cap=soft_cap, bias=bias, aligned=aligned
+    )
+
+
+def _beyond_splash(
+    q: Array, k: Array, v: Array, *, mask: str, window: int | None, bias: Array | None, aligned: bool
+) -> str | None:
+    """Why splash kernels cannot compute this; None: they can."""
+    from moe_jax.kernels.splash_attention import MAX_WIDTH
+
+    if mask == "prefix":
+        return "of a prefix mask only the data says what is seen"
+    if bias is not None:
+        return "scores have a bias"
+    if not aligned and (mask != "bidirectional" or window is not None):
+        return "only the data says at which positions queries are"
+    if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
+        return f"heads are wider than {MAX_WIDTH}"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _say_once(kernel: str, reason: str) -> None:
+    logger.warning("attention goes without %s, which is faster: %s", kernel, reason)
+
+
+def _by_splash(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K W"],
+    visible: Visibility,
+    placement: Placement,
+    *,
+    mask: str,
+    window: int | None,
+    scale: float | None,
+    soft_cap: float | None,
+) -> Float[Array, "B T H W"]:
+    from moe_jax.kernels.splash_attention import splash_attention
+
+    kernel = partial(
+        splash_attention,
+        nearest=0 if mask == "causal" else None if window is None else 1 - window,
+        farthest=None if window is None else window - 1,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        soft_cap=soft_cap,
+    )
+    return over_devices(kernel, placement)(q, k, v, visible.segments, visible.key_segments)
+
+
+def over_devices(kernel: Callable[..., Array], placement: Placement) -> Callable[..., Array]:
+    """A kernel `(q, k, v, segments, key_segments) -> y`, called by every device for its rows and heads.
+
+    The compiler cannot divide a kernel. Key heads that there are fewer of than parts are repeated.
+    """
+    if placement.devices == 1:
+        return kernel
+
+    def whole(q: Array, k: Array, v: Array, segments: Array | None, key_segments: Array | None) -> Array:
+        heads, kv_heads = q.shape[2], k.shape[2]
+        together = math.lcm(kv_heads, placement.parts)
+        by_heads = placement.heads is not None and heads % together == 0
+        if by_heads and together > kv_heads:
+            k, v = (jnp.repeat(a, together // kv_heads, axis=2) for a in (k, v))
+        split, tokens = P(placement.batch, None, placement.heads if by_heads else None), P(placement.batch, None)
+        specs = (split, split, split, tokens, tokens)
+        return jax.shard_map(kernel, in_specs=specs, out_specs=split, check_vma=False)(
+            q, k, v, segments, key_segments
+        )
+
+    return whole
+
+
+def _in_chunks(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K W"],
+    visible: Visibility,
+    *,
+    mask: str,
+    window: int | None,
+    scale: float | None,
+    soft_cap: float | None,
+    bias: Float[Array, "H n"] | None,
+    aligned: bool,
+) -> Float[Array, "B T H W"]:
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
     if visible.prefix is not None:

@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.experts.linear import lora_for
-from moe_jax.experts.mesh import shard_cache
+from moe_jax.experts.mesh import attention_placement, shard_cache
 from moe_jax.functional.attention import Visibility, attention
 from moe_jax.functional.cached_attention import MOST_QUERIES, cached_attention
 from moe_jax.functional.keys import fold_in
@@ -171,5 +171,6 @@ class Attention(nnx.Module):
             soft_cap=self.config.score_soft_cap,
             bias=bias,
             aligned=aligned,
+            placement=attention_placement(q.shape[0]),
         )
         return y.reshape(*q.shape[:2], -1)

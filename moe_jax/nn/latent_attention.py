@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.mesh import shard_batch
+from moe_jax.experts.mesh import attention_placement, shard_batch
 from moe_jax.functional.attention import Visibility, attention
 from moe_jax.functional.cached_attention import MOST_QUERIES, cached_attention
 from moe_jax.functional.keys import fold_in
@@ -111,6 +111,7 @@ class LatentAttention(nnx.Module):
         return attention(
             q, k, v, visible,
             mask=config.mask, window=config.sliding_window, scale=config.score_scale, aligned=aligned,
+            placement=attention_placement(q.shape[0]),
         )  # fmt: skip
 
     def _is_cheaper_absorbed(self, queries: int, slots: int) -> bool:
