@@ -1,7 +1,8 @@
 """Grouped-query attention with causal, bidirectional, prefix, sliding-window and packed-document masks.
 
-On TPUs JAX's splash kernels compute what they can (`kernels.splash_attention`). Everything else, and everything on
-other platforms, is computed as follows; that is also the reference for kernels.
+Kernels compute what they can: on TPUs JAX's splash attention (`kernels.tpu.splash_attention`), on NVIDIA GPUs cuDNN's flash
+attention and Triton's (`kernels.gpu_attention`). Everything else, and everything on other platforms, is computed as
+follows; that is also the reference for kernels.
 
 Queries are taken in chunks, and a chunk meets only the keys that it can see: half the arithmetic of a causal product,
 and scores that stay in the cache of a CPU core. The scores of a chunk are recomputed in the backward pass instead of
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.functional.relative_bias import bias_between
+from moe_jax.kernels.nvidia import compute_capability
 
 logger = logging.getLogger(__name__)
 
@@ -130,42 +132,20 @@ def attention(
     """
     assert mask in MASKS and not (mask == "prefix" and window is not None), (mask, window)
     assert mask != "prefix" or visible.prefix is not None, "mask 'prefix' needs the lengths of the prefixes"
-    if placement is not None and placement.platform == "tpu" and q.shape[1] > FEW_QUERIES:
-        reason = _beyond_splash(q, k, v, mask=mask, window=window, bias=bias, aligned=aligned)
-        if reason is None:
-            return _by_splash(q, k, v, visible, placement, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
-        _say_once("splash attention", reason)
+    if placement is not None and q.shape[1] > FEW_QUERIES:
+        options: Any = dict(mask=mask, window=window, scale=scale, soft_cap=soft_cap, bias=bias, aligned=aligned)
+        kernel = _kernel(q, k, v, visible, placement, **options)
+        if kernel is not None:
+            return _over_devices(kernel, placement)(q, k, v, visible.segments, visible.key_segments)
     return _in_chunks(
         q, k, v, visible, mask=mask, window=window, scale=scale, soft_cap=soft_cap, bias=bias, aligned=aligned
     )
 
 
-def _beyond_splash(
-    q: Array, k: Array, v: Array, *, mask: str, window: int | None, bias: Array | None, aligned: bool
-) -> str | None:
-    """Why splash kernels cannot compute this; None: they can."""
-    from moe_jax.kernels.splash_attention import MAX_WIDTH
-
-    if mask == "prefix":
-        return "of a prefix mask only the data says what is seen"
-    if bias is not None:
-        return "scores have a bias"
-    if not aligned and (mask != "bidirectional" or window is not None):
-        return "only the data says at which positions queries are"
-    if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
-        return f"heads are wider than {MAX_WIDTH}"
-    return None
-
-
-@lru_cache(maxsize=64)
-def _say_once(kernel: str, reason: str) -> None:
-    logger.warning("attention goes without %s, which is faster: %s", kernel, reason)
-
-
-def _by_splash(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K W"],
+def _kernel(
+    q: Array,
+    k: Array,
+    v: Array,
     visible: Visibility,
     placement: Placement,
     *,
@@ -173,20 +153,52 @@ def _by_splash(
     window: int | None,
     scale: float | None,
     soft_cap: float | None,
-) -> Float[Array, "B T H W"]:
-    from moe_jax.kernels.splash_attention import splash_attention
+    bias: Array | None,
+    aligned: bool,
+) -> Callable[..., Array] | None:
+    """The platform's kernel `(q, k, v, segments, key_segments) -> y`; None, with a word in the log: it has none."""
+    # The distances from a query back to the keys that it sees.
+    nearest = 0 if mask == "causal" else None if window is None else 1 - window
+    farthest = None if window is None else window - 1
+    reason = _beyond_kernels(mask, window, bias, aligned)
+    band: Any = dict(nearest=nearest, farthest=farthest, scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if placement.platform == "tpu":
+        from moe_jax.kernels.tpu import splash_attention as splash
 
-    kernel = partial(
-        splash_attention,
-        nearest=0 if mask == "causal" else None if window is None else 1 - window,
-        farthest=None if window is None else window - 1,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
-        soft_cap=soft_cap,
-    )
-    return over_devices(kernel, placement)(q, k, v, visible.segments, visible.key_segments)
+        reason = reason or splash.refusal(q, v)
+        kernel = partial(splash.splash_attention, soft_cap=soft_cap, **band)
+    elif placement.platform == "gpu":
+        from moe_jax.kernels import gpu_attention as gpu
+
+        packed, capability = visible.segments is not None, compute_capability()
+        limits: Any = dict(nearest=nearest, farthest=farthest, soft_cap=soft_cap, capability=capability)
+        reason = reason or gpu.refusal(q, k, v, packed=packed, **limits)
+        kernel = partial(gpu.gpu_attention, **band)
+    else:
+        return None
+    if reason is None:
+        return kernel
+    _say_once(placement.platform, reason)
+    return None
 
 
-def over_devices(kernel: Callable[..., Array], placement: Placement) -> Callable[..., Array]:
+def _beyond_kernels(mask: str, window: int | None, bias: Array | None, aligned: bool) -> str | None:
+    """Why no platform's kernel can compute this; None: one may."""
+    if mask == "prefix":
+        return "of a prefix mask only the data says what is seen"
+    if bias is not None:
+        return "scores have a bias"
+    if not aligned and (mask != "bidirectional" or window is not None):
+        return "only the data says at which positions queries are"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _say_once(platform: str, reason: str) -> None:
+    logger.warning("attention goes without the %s's kernels, which are faster: %s", platform.upper(), reason)
+
+
+def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callable[..., Array]:
     """A kernel `(q, k, v, segments, key_segments) -> y`, called by every device for its rows and heads.
 
     The compiler cannot divide a kernel. Key heads that there are fewer of than parts are repeated.

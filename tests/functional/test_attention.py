@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.experts.mesh import attention_placement
 from moe_jax.functional import attention as module
-from moe_jax.functional.attention import Visibility, attention
+from moe_jax.functional.attention import Placement, Visibility, attention
 from moe_jax.functional.relative_bias import RelativeBiasConfig, bias_by_distance
+from moe_jax.sharding import make_mesh
+from tests.jaxprs import equations
 from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -199,3 +202,71 @@ def test_accelerator_form_equals_cpu_form():
         for form in (module._loop_over_heads, module._all_heads_at_once)
     )
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def kernels_of(placement, length=300, dtype="bfloat16", packed=True, **options):
+    """Names of the kernels that a program calls."""
+    x = jax.ShapeDtypeStruct((2, length, 4, 64), dtype)
+    positions = jnp.broadcast_to(jnp.arange(length)[None], (2, length))
+    documents = (jnp.zeros((2, length), jnp.int32),) * 2 if packed else ()
+    prefix = {"prefix": jnp.ones(2, jnp.int32)} if options.get("mask") == "prefix" else {}
+    visible = Visibility(positions, positions, *documents, **prefix)
+    given = dict(aligned=True, placement=placement) | options
+    program = jax.make_jaxpr(lambda x: attention(x, x, x, visible, **given))(x)
+    return [one.params["name"] for one in equations(program) if one.primitive.name == "pallas_call"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "kernel", "reason"),
+    [
+        (None, {}, None, None),
+        ("cpu", {}, None, None),
+        ("tpu", {"soft_cap": 30.0, "window": 100}, "splash_mha_fwd_segmented_no_residuals", None),
+        ("tpu", {"mask": "bidirectional", "aligned": False}, "splash_mha_fwd_segmented_no_residuals", None),
+        ("tpu", {"length": 100}, None, None),
+        ("tpu", {"mask": "prefix"}, None, "TPU's kernels, which are faster: of a prefix mask only the data says"),
+        ("tpu", {"aligned": False}, None, "TPU's kernels, which are faster: only the data says at which positions"),
+        ("tpu", {"bias": jnp.zeros((4, 9))}, None, "TPU's kernels, which are faster: scores have a bias"),
+        ("gpu", {}, "mha_forward", None),
+        ("gpu", {"soft_cap": 30.0}, None, "GPU's kernels, which are faster: scores are capped"),
+        ("gpu", {"dtype": "float32"}, None, "GPU's kernels, which are faster: activations are float32"),
+    ],
+)
+def test_the_platforms_kernel_or_one_word_why_not(platform, options, kernel, reason, caplog):
+    module._say_once.cache_clear()
+    for _ in range(2):
+        found = kernels_of(None if platform is None else Placement(platform), **options)
+        assert found == ([] if kernel is None else [kernel])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (reason is not None) and all(reason in message for message in said)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "heads"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 4, (4, 2)),
+        ({"expert": 2, "tensor": 4}, 4, (8, 2)),  # as many parts as twice the key heads
+        ({"fsdp": 2, "tensor": 4}, 3, (6, 3)),  # neither rows nor heads can be divided
+    ],
+)
+def test_a_kernel_is_called_by_every_device_for_its_rows_and_heads(sizes, rows, heads):
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (
+        jnp.asarray(rng.standard_normal((rows, 12, count, 4)), jnp.float32) for count in (*heads, heads[1], heads[0])
+    )
+    segments = jnp.asarray(np.cumsum(rng.random((rows, 12)) < 0.3, axis=1), jnp.int32)
+
+    def kernel(q, k, v, segments, key_segments):
+        positions = jnp.broadcast_to(jnp.arange(12)[None], segments.shape)
+        return attention(q, k, v, Visibility(positions, positions, segments, key_segments), aligned=True)
+
+    def results(function):
+        value = lambda q, k, v: jnp.sum(function(q, k, v, segments, segments) * weight)  # noqa: E731
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))(q, k, v)
+
+    expected = results(kernel)
+    with jax.set_mesh(make_mesh(sizes)):
+        placement = attention_placement(rows)
+        got = results(module._over_devices(kernel, placement))
+    assert placement == Placement("cpu", ("data", "fsdp", "expert") if rows == 4 else (), "tensor", sizes["tensor"], 8)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)

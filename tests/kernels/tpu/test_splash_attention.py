@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.functional.attention import Visibility, attention
-from moe_jax.kernels.splash_attention import _Band, _IsInside, splash_attention
+from moe_jax.kernels.tpu.splash_attention import _Band, _IsInside, splash_attention
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

@@ -74,6 +74,11 @@ def splash_attention(
     return y.transpose(0, 2, 1, 3)[:, :length]
 
 
+def refusal(q: Array, v: Array) -> str | None:
+    """Why the kernels do not compute attention of such operands; None: they do."""
+    return f"heads are wider than {MAX_WIDTH}" if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH else None
+
+
 def _block(length: int, row_bytes: int) -> int:
     """Queries, or keys, of a block: large ones for long rows, small ones where little is to be added to the row."""
     # The largest, with which a mask of 131,072 tokens takes a second and not ten, need room for their rows in VMEM.
