@@ -1,16 +1,8 @@
 """Grouped-query attention with causal, bidirectional, prefix, sliding-window and packed-document masks.
 
-Kernels compute what they can: on TPUs JAX's splash attention (`kernels.tpu.splash_attention`), on NVIDIA GPUs cuDNN's flash
-attention and Triton's (`kernels.gpu_attention`). Everything else, and everything on other platforms, is computed as
-follows; that is also the reference for kernels.
-
-Queries are taken in chunks, and a chunk meets only the keys that it can see: half the arithmetic of a causal product,
-and scores that stay in the cache of a CPU core. The scores of a chunk are recomputed in the backward pass instead of
-being kept, so memory grows with the length and not with its square.
-
-Chunks that see different numbers of keys cannot share a loop. So chunks are joined in at most `MAX_BANDS` bands; those
-of a band are looped over and meet all the keys that the band sees. The program does not grow with the length, and a
-causal product costs 1 / MAX_BANDS more arithmetic than it has to at worst.
+Kernels compute what they can: on TPUs JAX's splash attention (`kernels.tpu.splash_attention`), on NVIDIA GPUs cuDNN's
+flash attention and Triton's (`kernels.gpu_attention`). Everything else, and everything on other platforms, is computed
+by `chunked_attention`. No array grows with the square of the length.
 """
 
 import logging
@@ -22,34 +14,25 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from moe_jax.functional.relative_bias import bias_between
+from moe_jax.functional.chunked_attention import Visibility as Visibility
+from moe_jax.functional.chunked_attention import chunked_attention
+from moe_jax.kernels import gpu_attention
+from moe_jax.kernels.deferred import deferred
 from moe_jax.kernels.nvidia import compute_capability
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 128
+MASKS = ("causal", "bidirectional", "prefix")
+PLATFORMS = {"tpu", "gpu"}
+"""Those that have kernels."""
+_LOWERED = {"tpu": "tpu", "gpu": "cuda"}
+"""What they are called when a program is lowered."""
 # For fewer queries, as in decoding, kernels are not worth it.
 FEW_QUERIES = 128
-MAX_BANDS = 8
-MASKS = ("causal", "bidirectional", "prefix")
-
-
-class Visibility(NamedTuple):
-    """The data that masks are made of.
-
-    Attributes:
-      positions, key_positions: positions in the row (not in the document); with a cache, slots.
-      segments, key_segments: document of every token, which sees its own document only; None: one document a row.
-      prefix: length of the prefix of every row, which mask `prefix` lets every query see.
-    """
-
-    positions: Int[Array, "B T"]
-    key_positions: Int[Array, "B S"]
-    segments: Int[Array, "B T"] | None = None
-    key_segments: Int[Array, "B S"] | None = None
-    prefix: Int[Array, " B"] | None = None
+# Wider heads would leave splash attention no room in VMEM for its blocks (v5e has 16 MiB for a kernel).
+SPLASH_WIDTH = 256
 
 
 class Placement(NamedTuple):
@@ -68,38 +51,6 @@ class Placement(NamedTuple):
     heads: str | None = None
     parts: int = 1
     devices: int = 1
-
-
-class _Tokens(NamedTuple):
-    """What masks know of some tokens of a row; `prefix` is that of the row, for each of them."""
-
-    positions: Int[Array, " n"]
-    segments: Int[Array, " n"] | None
-    prefix: Int[Array, " n"] | None
-
-
-class _Keys(NamedTuple):
-    """Keys and values, float32, of one head of a row, and the biases by distance of the query heads that share it."""
-
-    k: Float[Array, "s D"]
-    v: Float[Array, "s W"]
-    tokens: _Tokens
-    bias: Float[Array, "G n"] | None
-
-
-class _Band(NamedTuple):
-    """`count` chunks of `size` queries from `start` on, and the range of keys that at least one of them sees.
-
-    Attributes:
-      span: how many consecutive keys of the range one chunk needs.
-    """
-
-    start: int
-    size: int
-    count: int
-    first_key: int
-    last_key: int
-    span: int
 
 
 def attention(
@@ -128,74 +79,74 @@ def attention(
       bias: added to the scores after that: per head and distance, from `relative_bias.bias_by_distance`.
       aligned: query t and key s have positions t and s (no cache), so that keys that a mask hides from a whole chunk of
         queries need not be looked at.
-      placement: where it runs; a kernel is called only if that is known.
+      placement: where it runs; None: on one device, of a platform that is known when the program is lowered.
     """
     assert mask in MASKS and not (mask == "prefix" and window is not None), (mask, window)
     assert mask != "prefix" or visible.prefix is not None, "mask 'prefix' needs the lengths of the prefixes"
-    if placement is not None and q.shape[1] > FEW_QUERIES:
-        options: Any = dict(mask=mask, window=window, scale=scale, soft_cap=soft_cap, bias=bias, aligned=aligned)
-        kernel = _kernel(q, k, v, visible, placement, **options)
-        if kernel is not None:
-            return _over_devices(kernel, placement)(q, k, v, visible.segments, visible.key_segments)
-    return _in_chunks(
-        q, k, v, visible, mask=mask, window=window, scale=scale, soft_cap=soft_cap, bias=bias, aligned=aligned
-    )
+    form = _Form(mask, window, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, soft_cap, aligned)
+    platforms = PLATFORMS if placement is None else {placement.platform} & PLATFORMS
+    refusals = {one: _beyond_kernels(one, form, q, k, v, visible, bias) for one in sorted(platforms)}
+    if q.shape[1] <= FEW_QUERIES or all(refusals.values()):
+        if placement is not None and q.shape[1] > FEW_QUERIES:
+            _say_once(placement.platform, refusals.get(placement.platform))
+        return chunked_attention(q, k, v, visible, bias, **form._asdict())
+    if placement is None:
+        return _when_lowered(form, tuple(one for one, reason in refusals.items() if reason is None), q, k, v, visible)
+    kernel = partial(_by_kernel, form=form, platform=placement.platform)
+    return _over_devices(kernel, placement)(q, k, v, visible.segments, visible.key_segments)
 
 
-def _kernel(
-    q: Array,
-    k: Array,
-    v: Array,
-    visible: Visibility,
-    placement: Placement,
-    *,
-    mask: str,
-    window: int | None,
-    scale: float | None,
-    soft_cap: float | None,
-    bias: Array | None,
-    aligned: bool,
-) -> Callable[..., Array] | None:
-    """The platform's kernel `(q, k, v, segments, key_segments) -> y`; None, with a word in the log: it has none."""
-    # The distances from a query back to the keys that it sees.
-    nearest = 0 if mask == "causal" else None if window is None else 1 - window
-    farthest = None if window is None else window - 1
-    reason = _beyond_kernels(mask, window, bias, aligned)
-    band: Any = dict(nearest=nearest, farthest=farthest, scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if placement.platform == "tpu":
-        from moe_jax.kernels.tpu import splash_attention as splash
+class _Form(NamedTuple):
+    """What is computed, apart from arrays; see `attention`."""
 
-        reason = reason or splash.refusal(q, v)
-        kernel = partial(splash.splash_attention, soft_cap=soft_cap, **band)
-    elif placement.platform == "gpu":
-        from moe_jax.kernels import gpu_attention as gpu
+    mask: str
+    window: int | None
+    scale: float
+    soft_cap: float | None
+    aligned: bool
 
-        packed, capability = visible.segments is not None, compute_capability()
-        limits: Any = dict(nearest=nearest, farthest=farthest, soft_cap=soft_cap, capability=capability)
-        reason = reason or gpu.refusal(q, k, v, packed=packed, **limits)
-        kernel = partial(gpu.gpu_attention, **band)
-    else:
-        return None
-    if reason is None:
-        return kernel
-    _say_once(placement.platform, reason)
-    return None
+    def band(self) -> tuple[int | None, int | None]:
+        """The least and the largest distance from a query back to a key that it sees; None: any."""
+        if self.window is None:
+            return (0 if self.mask == "causal" else None), None
+        return (0 if self.mask == "causal" else 1 - self.window), self.window - 1
 
 
-def _beyond_kernels(mask: str, window: int | None, bias: Array | None, aligned: bool) -> str | None:
-    """Why no platform's kernel can compute this; None: one may."""
-    if mask == "prefix":
+def _by_kernel(
+    q: Array, k: Array, v: Array, segments: Array | None, key_segments: Array | None, *, form: _Form, platform: str
+) -> Float[Array, "B T H W"]:
+    """By the kernel of a platform, which computes this; on one device."""
+    nearest, farthest = form.band()
+    given: Any = dict(nearest=nearest, farthest=farthest, scale=form.scale)
+    if platform == "tpu":
+        from moe_jax.kernels.tpu.splash_attention import splash_attention
+
+        return splash_attention(q, k, v, segments, key_segments, soft_cap=form.soft_cap, **given)
+    return gpu_attention.gpu_attention(q, k, v, segments, key_segments, **given)
+
+
+def _beyond_kernels(
+    platform: str, form: _Form, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
+) -> str | None:
+    """Why the kernels of a platform do not compute this; None: they do."""
+    if form.mask == "prefix":
         return "of a prefix mask only the data says what is seen"
     if bias is not None:
         return "scores have a bias"
-    if not aligned and (mask != "bidirectional" or window is not None):
+    if not form.aligned and (form.mask != "bidirectional" or form.window is not None):
         return "only the data says at which positions queries are"
-    return None
+    if platform == "tpu":
+        wide = max(q.shape[-1], v.shape[-1]) > SPLASH_WIDTH
+        return f"heads are wider than {SPLASH_WIDTH}" if wide else None
+    nearest, farthest = form.band()
+    limits: Any = dict(nearest=nearest, farthest=farthest, soft_cap=form.soft_cap, capability=compute_capability())
+    return gpu_attention.refusal(q, k, v, packed=visible.segments is not None, **limits)
 
 
 @lru_cache(maxsize=64)
-def _say_once(platform: str, reason: str) -> None:
-    logger.warning("attention goes without the %s's kernels, which are faster: %s", platform.upper(), reason)
+def _say_once(platform: str, reason: str | None) -> None:
+    if reason is not None:
+        logger.warning("attention goes without the %s's kernels, which are faster: %s", platform.upper(), reason)
 
 
 def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callable[..., Array]:
@@ -221,189 +172,49 @@ def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callabl
     return whole
 
 
-def _in_chunks(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K W"],
-    visible: Visibility,
-    *,
-    mask: str,
-    window: int | None,
-    scale: float | None,
-    soft_cap: float | None,
-    bias: Float[Array, "H n"] | None,
-    aligned: bool,
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _when_lowered(
+    form: _Form, platforms: tuple[str, ...], q: Array, k: Array, v: Array, visible: Visibility
 ) -> Float[Array, "B T H W"]:
-    batch, length, heads, width = q.shape
-    kv_heads = k.shape[2]
-    if visible.prefix is not None:
-        visible = visible._replace(prefix=jnp.broadcast_to(visible.prefix[:, None], (batch, length)))
-    q = q.reshape(batch, length, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
-    # Gradients of keys and values are sums over chunks, which are to be float32 whatever the dtype of the activations.
-    k, v = (a.transpose(0, 2, 1, 3).astype(jnp.float32) for a in (k, v))
-    if bias is not None:
-        bias = bias.reshape(kv_heads, heads // kv_heads, -1)
-    one_head = partial(
-        _one_key_head,
-        bands=_bands(length, k.shape[2], mask=mask, window=window, aligned=aligned),
-        mask=mask,
-        window=window,
-        scale=1 / math.sqrt(width) if scale is None else scale,
-        soft_cap=soft_cap,
-    )
-    y = jax.lax.platform_dependent(
-        q, k, v, visible, bias, cpu=partial(_loop_over_heads, one_head), default=partial(_all_heads_at_once, one_head)
-    )
-    return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[-1])
+    """By the kernel of the platform that the program is lowered for, if it is one of these; on one device.
+
+    The backward pass computes the forward pass again: the rule of a kernel is found when the program is lowered.
+    """
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
+    return jax.lax.platform_dependent(
+        q, k, v, visible,
+        default=lambda q, k, v, visible: chunked_attention(q, k, v, visible, **form._asdict()),
+        **{_LOWERED[one]: partial(deferred, _lowered, out=out, form=form, platform=one) for one in platforms},
+    )  # fmt: skip
 
 
-def _all_heads_at_once(
-    one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
-) -> Float[Array, "B K G T W"]:
-    of_row = jax.vmap(one_head, in_axes=(0, 0, 0, None, 0))
-    return jax.vmap(of_row, in_axes=(0, 0, 0, 0, None))(q, k, v, visible, bias)
+def _when_lowered_forward(form: _Form, platforms: tuple[str, ...], *given: Any) -> tuple[Array, tuple]:
+    return _when_lowered(form, platforms, *given), given
 
 
-def _loop_over_heads(
-    one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
-) -> Float[Array, "B K G T W"]:
-    """XLA:CPU has no good kernel for a product with two batch axes: one head after another is three times faster."""
+def _when_lowered_backward(form: _Form, platforms: tuple[str, ...], given: tuple, cotangent: Array) -> tuple:
+    def of_chunks(q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array) -> tuple:
+        return jax.vjp(lambda q, k, v: chunked_attention(q, k, v, visible, **form._asdict()), q, k, v)[1](cotangent)
 
-    def of_row(row: tuple) -> Array:
-        *heads, visible = row
-        return jax.lax.map(lambda head: one_head(*head[:3], visible, head[3]), (*heads, bias))
-
-    return jax.lax.map(of_row, (q, k, v, visible))
-
-
-def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned: bool) -> list[_Band]:
-    """Cuts the queries into bands of whole chunks, and a last one of what is left of a chunk."""
-    chunks, rest = divmod(length, CHUNK)
-    hides_later = aligned and mask == "causal"
-    reach = window - 1 if aligned and window is not None else None
-    # Where every chunk needs the same number of keys from the same range, one band is enough.
-    num_bands = MAX_BANDS if hides_later or reach is not None else 1
-    cuts = [chunks * i // num_bands for i in range(num_bands + 1)]
-    ranges = [(a * CHUNK, CHUNK, b - a) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]
-    if rest:
-        ranges.append((chunks * CHUNK, rest, 1))
-
-    def band(start: int, size: int, count: int) -> _Band:
-        stop = start + size * count
-        first_key = 0 if reach is None else max(0, start - reach)
-        last_key = stop if hides_later else num_keys if reach is None else min(num_keys, stop + reach)
-        seen_by_chunk = num_keys if reach is None else size + reach * (1 if hides_later else 2)
-        return _Band(start, size, count, first_key, last_key, min(seen_by_chunk, last_key - first_key))
-
-    return [band(*given) for given in ranges]
+    out = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in given[:3])
+    gradients = jax.lax.platform_dependent(
+        *given, cotangent,
+        default=of_chunks,
+        **{_LOWERED[one]: partial(deferred, _lowered_backward, out=out, form=form, platform=one) for one in platforms},
+    )  # fmt: skip
+    return (*gradients, None)
 
 
-def _one_key_head(
-    q: Float[Array, "G T D"],
-    k: Float[Array, "S D"],
-    v: Float[Array, "S W"],
-    visible: Visibility,
-    bias: Float[Array, "G n"] | None,
-    *,
-    bands: list[_Band],
-    mask: str,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
-) -> Float[Array, "G T W"]:
-    """All queries that share a key head, of one row of the batch; keys and values float32."""
-    tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
-    keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None), bias)
-    results = []
-    for band in bands:
-        one_band = partial(_one_band, band, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
-        # Also what is cut out of the row for a chunk is cut out again, where that does not repeat the loop of a band.
-        one_band = jax.checkpoint(one_band) if band.count == 1 else one_band
-        results.append(one_band(q, tokens, keys))
-    return jnp.concatenate(results, axis=1)
+_when_lowered.defvjp(_when_lowered_forward, _when_lowered_backward)
 
 
-def _one_band(
-    band: _Band,
-    q: Float[Array, "G T D"],
-    tokens: _Tokens,
-    keys: _Keys,
-    *,
-    mask: str,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
-) -> Float[Array, "G t W"]:
-    """The queries of a band, from all queries and keys of a row."""
-    stop = band.start + band.size * band.count
-    keys = _cut(keys, lambda a: a[band.first_key : band.last_key])
-    tokens = jax.tree.map(lambda a: a[band.start : stop].reshape(band.count, band.size), tokens)
-    queries = jnp.moveaxis(q[:, band.start : stop].reshape(q.shape[0], band.count, band.size, -1), 1, 0)
-    # The first key that a chunk sees. Where its span would begin or end outside the band's keys it is moved inside:
-    # masks are made of positions and do not mind.
-    firsts = band.start + band.size * jnp.arange(band.count, dtype=jnp.int32) - (window or 1) + 1
-    firsts = jnp.clip(firsts - band.first_key, 0, band.last_key - band.first_key - band.span)
-
-    def one_chunk(chunk: tuple[Array, _Tokens, Array]) -> Float[Array, "G t W"]:
-        queries, tokens, first = chunk
-        given: Any = dict(span=band.span, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
-        return _one_chunk(queries, tokens, first, keys, **given)
-
-    if band.count == 1:
-        return one_chunk(jax.tree.map(lambda a: a[0], (queries, tokens, firsts)))
-    # Inside a loop nothing can merge the two forward passes.
-    recomputed = jax.checkpoint(one_chunk, prevent_cse=False)
-    y = jax.lax.map(recomputed, (queries, tokens, firsts))
-    return jnp.moveaxis(y, 0, 1).reshape(q.shape[0], stop - band.start, -1)
+def _lowered(
+    q: Array, k: Array, v: Array, visible: Visibility, *, form: _Form, platform: str
+) -> Float[Array, "B T H W"]:
+    return _by_kernel(q, k, v, visible.segments, visible.key_segments, form=form, platform=platform)
 
 
-def _one_chunk(
-    q: Float[Array, "G t D"],
-    queries: _Tokens,
-    first: Int[Array, ""],
-    keys: _Keys,
-    *,
-    span: int,
-    mask: str,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
-) -> Float[Array, "G t W"]:
-    """A chunk of queries on `span` keys from `first` on."""
-    group, size, width = q.shape
-    if span < keys.k.shape[0]:
-        keys = _cut(keys, lambda a: jax.lax.dynamic_slice_in_dim(a, first, span, axis=0))
-    k, v = keys.k.astype(q.dtype), keys.v.astype(q.dtype)
-    scores = jax.lax.dot_general(
-        q.reshape(-1, width), k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    ).reshape(group, size, span)
-    scores = scores * jnp.float32(scale)
-    if soft_cap is not None:
-        scores = jnp.tanh(scores / jnp.float32(soft_cap)) * jnp.float32(soft_cap)
-    if keys.bias is not None:
-        scores = scores + bias_between(keys.bias, queries.positions, keys.tokens.positions)
-    seen = _mask(queries, keys.tokens, mask, window)
-    scores = jnp.where(seen[None], scores, jnp.finfo(jnp.float32).min)
-    shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(-1, span)
-    return (shares @ v).reshape(group, size, v.shape[-1])
-
-
-def _cut(keys: _Keys, cut: Callable[[Array], Array]) -> _Keys:
-    """The same for some of the keys."""
-    k, v, tokens = jax.tree.map(cut, keys[:3])
-    return _Keys(k, v, tokens, keys.bias)
-
-
-def _mask(queries: _Tokens, keys: _Tokens, mask: str, window: int | None) -> Bool[Array, "t s"]:
-    """Which keys a query sees, in one row of the batch."""
-    distance = queries.positions[:, None] - keys.positions[None, :]
-    seen = jnp.ones_like(distance, bool) if mask == "bidirectional" else distance >= 0
-    if mask == "prefix":
-        assert queries.prefix is not None
-        seen |= keys.positions[None, :] < queries.prefix[:, None]
-    if window is not None:
-        seen &= jnp.abs(distance) < window
-    if queries.segments is not None:
-        assert keys.segments is not None
-        seen &= queries.segments[:, None] == keys.segments[None, :]
-    return seen
+def _lowered_backward(
+    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, form: _Form, platform: str
+) -> tuple[Array, Array, Array]:
+    return jax.vjp(lambda q, k, v: _lowered(q, k, v, visible, form=form, platform=platform), q, k, v)[1](cotangent)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_jax.experts.mesh import attention_placement
 from moe_jax.functional import attention as module
+from moe_jax.functional import chunked_attention as chunks
 from moe_jax.functional.attention import Placement, Visibility, attention
 from moe_jax.functional.relative_bias import RelativeBiasConfig, bias_by_distance
 from moe_jax.sharding import make_mesh
@@ -73,7 +74,7 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
     ],
 )
 def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap, chunk, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", chunk)
+    monkeypatch.setattr(chunks, "CHUNK", chunk)
 
     @settings(max_examples=8, deadline=None)
     @given(boundary=st.floats(0, 1), seed=st.integers(0, 999))
@@ -95,7 +96,7 @@ def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap
 @pytest.mark.parametrize(("mask", "aligned"), [("causal", True), ("bidirectional", True), ("causal", False)])
 def test_relative_biases_and_their_gradients(mask, aligned, monkeypatch):
     """Chunk by chunk, with several chunks in a band, against all biases in one array of queries and keys."""
-    monkeypatch.setattr(module, "CHUNK", 2)
+    monkeypatch.setattr(chunks, "CHUNK", 2)
     shape = {"q": (2, 21, 4, 8), "k": (2, 21, 2, 8), "v": (2, 21, 2, 8), "table": (7, 4), "weight": (2, 21, 4, 8)}
     given = {name: jax.random.normal(jax.random.key(i), size) for i, (name, size) in enumerate(shape.items())}
     positions = jnp.broadcast_to(jnp.arange(21)[None], (2, 21))
@@ -153,7 +154,7 @@ def test_the_program_does_not_grow_with_the_length(options):
 
 def test_bands_need_little_more_arithmetic_than_the_mask():
     for length, window, bound in ((32768, None, 1.13), (32768, 1024, 1.15), (1024, None, 1.13)):
-        bands = module._bands(length, length, mask="causal", window=window, aligned=True)
+        bands = chunks._bands(length, length, mask="causal", window=window, aligned=True)
         assert sum(band.size * band.count for band in bands) == length
         done = sum(band.count * band.size * band.span for band in bands)
         seen = sum(min(t + 1, window or length) for t in range(length))
@@ -175,7 +176,7 @@ def test_scaling_does_not_round_the_queries():
 
 def test_sums_over_chunks_are_float32(monkeypatch):
     """Every query adds the same to the gradient of the first value; in bfloat16 the sum would stop growing at 256."""
-    monkeypatch.setattr(module, "CHUNK", 1)
+    monkeypatch.setattr(chunks, "CHUNK", 1)
     length = 1024
     positions = jnp.arange(length)[None]
     zeros = jnp.zeros((1, length, 1, 8), jnp.bfloat16)
@@ -193,13 +194,13 @@ def test_accelerator_form_equals_cpu_form():
     q = jax.random.normal(jax.random.key(0), (2, 3, 2, 40, 8))
     k, v = (jax.random.normal(jax.random.key(i), (2, 3, 40, 8)) for i in (1, 2))
     positions = jnp.broadcast_to(jnp.arange(40)[None], (2, 40))
-    bands = module._bands(40, 40, mask="causal", window=None, aligned=True)
-    one_head = partial(module._one_key_head, bands=bands, mask="causal", window=None, scale=0.5, soft_cap=None)
+    bands = chunks._bands(40, 40, mask="causal", window=None, aligned=True)
+    one_head = partial(chunks._one_key_head, bands=bands, mask="causal", window=None, scale=0.5, soft_cap=None)
     visible = Visibility(positions, positions)
     bias = jax.random.normal(jax.random.key(3), (3, 2, 9))
     a, b = (
         jax.jit(lambda q, k, v, bias, form=form: form(one_head, q, k, v, visible, bias))(q, k, v, bias)
-        for form in (module._loop_over_heads, module._all_heads_at_once)
+        for form in (chunks._loop_over_heads, chunks._all_heads_at_once)
     )
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -270,3 +271,25 @@ def test_a_kernel_is_called_by_every_device_for_its_rows_and_heads(sizes, rows, 
         got = results(module._over_devices(kernel, placement))
     assert placement == Placement("cpu", ("data", "fsdp", "expert") if rows == 4 else (), "tensor", sizes["tensor"], 8)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize("mask", ["causal", "bidirectional"])
+def test_where_the_platform_is_not_known_yet_the_gradient_is_that_of_the_chunks(mask):
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (jnp.asarray(rng.standard_normal((1, 150, count, 8)), jnp.bfloat16) for count in (2, 1, 1, 2))
+    positions = jnp.arange(150)[None]
+    segments = jnp.asarray(np.cumsum(rng.random((1, 150)) < 0.05, axis=1), jnp.int32)
+    visible = Visibility(positions, positions, segments, segments)
+
+    def results(placement):
+        def value(q, k, v):
+            y = attention(q, k, v, visible, mask=mask, aligned=True, placement=placement)
+            return jnp.sum((y * weight).astype(jnp.float32))
+
+        program = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
+        deferred = [one for one in equations(jax.make_jaxpr(program)(q, k, v)) if one.primitive.name == "deferred"]
+        return program(q, k, v), len(deferred)
+
+    (got, kernels), (expected, none) = results(None), results(Placement("cpu"))
+    assert (kernels, none) == (4, 0)  # of two platforms, forward and backward
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, expected)

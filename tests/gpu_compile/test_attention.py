@@ -1,5 +1,6 @@
 """Attention in programs for GPUs is a flash kernel, forward and backward, and holds nothing as large as its scores."""
 
+import contextlib
 import math
 
 import jax
@@ -23,7 +24,7 @@ TRITON = ["pallas_triton"] * 3
 LLAMA_3_8B, QWEN_1_7B, BERT = (32, 8, 128), (16, 8, 128), (12, 12, 64)
 
 
-def program(heads, length, *, packed, mesh=None, dtype="bfloat16", **options):
+def program(heads, length, *, packed, mesh=None, known=True, dtype="bfloat16", **options):
     query_heads, key_heads, width = heads
     sizes = mesh or {}
     devices = gpu_topology.gpu_devices(f"h100:{math.prod(sizes.values())}")
@@ -41,7 +42,8 @@ def program(heads, length, *, packed, mesh=None, dtype="bfloat16", **options):
         return jax.ShapeDtypeStruct((rows, length, *shape), dtype, sharding=NamedSharding(made, spec))
 
     operands = [given(dtype, count, width) for count in (query_heads, key_heads, key_heads)]
-    with jax.set_mesh(made):
+    # Without a mesh in use the platform is known only when the program is lowered.
+    with jax.set_mesh(made) if known else contextlib.nullcontext():
         done = jax.jit(jax.grad(value, argnums=(0, 1, 2))).lower(*operands, given("int32")).compile()
     return Program(done.as_text(), done.memory_analysis().temp_size_in_bytes)
 
@@ -57,6 +59,8 @@ def program(heads, length, *, packed, mesh=None, dtype="bfloat16", **options):
         (LLAMA_3_8B, 4096, dict(packed=True), TRITON),
         (LLAMA_3_8B, 4096, dict(packed=True, mesh={"fsdp": 2, "tensor": 4}), TRITON),
         (BERT, 1000, dict(packed=True, mask="bidirectional"), TRITON),
+        (QWEN_1_7B, 4096, dict(packed=False, known=False), [CUDNN[0], *CUDNN]),
+        (QWEN_1_7B, 4096, dict(packed=True, known=False), [TRITON[0], *TRITON]),
         (QWEN_1_7B, 131_072, dict(packed=True, window=131_072), TRITON),
     ],
 )

@@ -22,9 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.grouped import PRODUCT
 
-# Wider heads would not leave room in VMEM for blocks of the sizes below (v5e has 16 MiB for a kernel).
-MAX_WIDTH = 256
-
 
 def splash_attention(
     q: Float[Array, "B T H D"],
@@ -42,7 +39,7 @@ def splash_attention(
     """Softmax attention in the dtype of `q`, of queries and keys whose positions are 0, 1, ...; has gradients.
 
     Args:
-      q, k, v: H is a multiple of K; consecutive query heads share a key head. Widths up to `MAX_WIDTH`.
+      q, k, v: H is a multiple of K; consecutive query heads share a key head.
       segments, key_segments: documents, at least 0; a query sees keys of its own. None: there is one.
       nearest: a query sees keys at least this many positions before it (0: itself, negative: after it); None: all.
       farthest: and at most this many positions before it; None: all.
@@ -72,11 +69,6 @@ def splash_attention(
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         y: Any = jax.vmap(kernel)(*heads_first, documents)
     return y.transpose(0, 2, 1, 3)[:, :length]
-
-
-def refusal(q: Array, v: Array) -> str | None:
-    """Why the kernels do not compute attention of such operands; None: they do."""
-    return f"heads are wider than {MAX_WIDTH}" if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH else None
 
 
 def _block(length: int, row_bytes: int) -> int:
