@@ -85,7 +85,10 @@ def attention(
     assert mask != "prefix" or visible.prefix is not None, "mask 'prefix' needs the lengths of the prefixes"
     form = _Form(mask, window, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, soft_cap, aligned)
     platforms = PLATFORMS if placement is None else {placement.platform} & PLATFORMS
-    refusals = {one: _beyond_kernels(one, form, q, k, v, visible, bias) for one in sorted(platforms)}
+    # cuDNN is called through JAX's custom partitioning, which asks for devices while it is traced: a kernel that is
+    # found when the program is lowered is Triton's, which computes what has documents.
+    packed = visible.segments is not None or placement is None
+    refusals = {one: _beyond_kernels(one, form, q, k, v, bias, packed) for one in sorted(platforms)}
     if q.shape[1] <= FEW_QUERIES or all(refusals.values()):
         if placement is not None and q.shape[1] > FEW_QUERIES:
             _say_once(placement.platform, refusals.get(placement.platform))
@@ -126,7 +129,7 @@ def _by_kernel(
 
 
 def _beyond_kernels(
-    platform: str, form: _Form, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
+    platform: str, form: _Form, q: Array, k: Array, v: Array, bias: Array | None, packed: bool
 ) -> str | None:
     """Why the kernels of a platform do not compute this; None: they do."""
     if form.mask == "prefix":
@@ -140,7 +143,7 @@ def _beyond_kernels(
         return f"heads are wider than {SPLASH_WIDTH}" if wide else None
     nearest, farthest = form.band()
     limits: Any = dict(nearest=nearest, farthest=farthest, soft_cap=form.soft_cap, capability=compute_capability())
-    return gpu_attention.refusal(q, k, v, packed=visible.segments is not None, **limits)
+    return gpu_attention.refusal(q, k, v, packed=packed, **limits)
 
 
 @lru_cache(maxsize=64)
@@ -211,7 +214,10 @@ _when_lowered.defvjp(_when_lowered_forward, _when_lowered_backward)
 def _lowered(
     q: Array, k: Array, v: Array, visible: Visibility, *, form: _Form, platform: str
 ) -> Float[Array, "B T H W"]:
-    return _by_kernel(q, k, v, visible.segments, visible.key_segments, form=form, platform=platform)
+    segments, key_segments = visible.segments, visible.key_segments
+    if platform == "gpu" and segments is None:
+        segments = key_segments = jnp.zeros(q.shape[:2], jnp.int32)
+    return _by_kernel(q, k, v, segments, key_segments, form=form, platform=platform)
 
 
 def _lowered_backward(

@@ -59,7 +59,7 @@ def program(heads, length, *, packed, mesh=None, known=True, dtype="bfloat16", *
         (LLAMA_3_8B, 4096, dict(packed=True), TRITON),
         (LLAMA_3_8B, 4096, dict(packed=True, mesh={"fsdp": 2, "tensor": 4}), TRITON),
         (BERT, 1000, dict(packed=True, mask="bidirectional"), TRITON),
-        (QWEN_1_7B, 4096, dict(packed=False, known=False), [CUDNN[0], *CUDNN]),
+        (QWEN_1_7B, 4096, dict(packed=False, known=False), [TRITON[0], *TRITON]),
         (QWEN_1_7B, 4096, dict(packed=True, known=False), [TRITON[0], *TRITON]),
         (QWEN_1_7B, 131_072, dict(packed=True, window=131_072), TRITON),
     ],
