@@ -79,7 +79,7 @@ def attention(
       bias: added to the scores after that: per head and distance, from `relative_bias.bias_by_distance`.
       aligned: query t and key s have positions t and s (no cache), so that keys that a mask hides from a whole chunk of
         queries need not be looked at.
-      placement: where it runs; None: on one device, of a platform that is known when the program is lowered.
+      placement: where it runs; None: that is known when the program is lowered, and kernels are for one device only.
     """
     assert mask in MASKS and not (mask == "prefix" and window is not None), (mask, window)
     assert mask != "prefix" or visible.prefix is not None, "mask 'prefix' needs the lengths of the prefixes"
@@ -179,16 +179,12 @@ def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callabl
 def _when_lowered(
     form: _Form, platforms: tuple[str, ...], q: Array, k: Array, v: Array, visible: Visibility
 ) -> Float[Array, "B T H W"]:
-    """By the kernel of the platform that the program is lowered for, if it is one of these; on one device.
+    """By the kernel of the platform that the program is lowered for, if it is one of these and has one device.
 
     The backward pass computes the forward pass again: the rule of a kernel is found when the program is lowered.
     """
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
-    return jax.lax.platform_dependent(
-        q, k, v, visible,
-        default=lambda q, k, v, visible: chunked_attention(q, k, v, visible, **form._asdict()),
-        **{_LOWERED[one]: partial(deferred, _lowered, out=out, form=form, platform=one) for one in platforms},
-    )  # fmt: skip
+    return _by_platform(platforms, (q, k, v, visible), out, form=form, kernel=_lowered, chunks=_of_chunks)
 
 
 def _when_lowered_forward(form: _Form, platforms: tuple[str, ...], *given: Any) -> tuple[Array, tuple]:
@@ -196,19 +192,21 @@ def _when_lowered_forward(form: _Form, platforms: tuple[str, ...], *given: Any) 
 
 
 def _when_lowered_backward(form: _Form, platforms: tuple[str, ...], given: tuple, cotangent: Array) -> tuple:
-    def of_chunks(q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array) -> tuple:
-        return jax.vjp(lambda q, k, v: chunked_attention(q, k, v, visible, **form._asdict()), q, k, v)[1](cotangent)
-
     out = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in given[:3])
-    gradients = jax.lax.platform_dependent(
-        *given, cotangent,
-        default=of_chunks,
-        **{_LOWERED[one]: partial(deferred, _lowered_backward, out=out, form=form, platform=one) for one in platforms},
-    )  # fmt: skip
-    return (*gradients, None)
+    functions: Any = dict(kernel=_lowered_backward, chunks=_of_chunks_backward)
+    return (*_by_platform(platforms, (*given, cotangent), out, form=form, **functions), None)
 
 
 _when_lowered.defvjp(_when_lowered_forward, _when_lowered_backward)
+
+
+def _by_platform(
+    platforms: tuple[str, ...], given: tuple, out: Any, *, form: _Form, kernel: Callable, chunks: Callable
+) -> Any:
+    """By the kernel on these platforms, but by chunks on others and where the compiler divides the program."""
+    options: Any = dict(out=out, divided=chunks, form=form)
+    kernels = {_LOWERED[one]: partial(deferred, kernel, **options, platform=one) for one in platforms}
+    return jax.lax.platform_dependent(*given, default=partial(chunks, form=form), **kernels)
 
 
 def _lowered(
@@ -224,3 +222,17 @@ def _lowered_backward(
     q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, form: _Form, platform: str
 ) -> tuple[Array, Array, Array]:
     return jax.vjp(lambda q, k, v: _lowered(q, k, v, visible, form=form, platform=platform), q, k, v)[1](cotangent)
+
+
+def _of_chunks(
+    q: Array, k: Array, v: Array, visible: Visibility, *, form: _Form, platform: str | None = None
+) -> Float[Array, "B T H W"]:
+    del platform
+    return chunked_attention(q, k, v, visible, **form._asdict())
+
+
+def _of_chunks_backward(
+    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, form: _Form, platform: str | None = None
+) -> tuple[Array, Array, Array]:
+    del platform
+    return jax.vjp(lambda q, k, v: _of_chunks(q, k, v, visible, form=form), q, k, v)[1](cotangent)

@@ -23,6 +23,7 @@ def deferred(
     function: Callable[..., PyTree[Array]],
     *arguments: PyTree[Array],
     out: PyTree[jax.ShapeDtypeStruct],
+    divided: Callable[..., PyTree[Array]] | None = None,
     **options: Hashable,
 ) -> PyTree[Array]:
     """`function(*arguments, **options)`, which is traced when the program is lowered.
@@ -34,13 +35,15 @@ def deferred(
       function: programs are the same if it and the options are.
       arguments: trees of arrays.
       out: shapes and dtypes of the result.
+      divided: takes the function's place in a program for several devices that the compiler divides between them, as it
+        cannot divide a kernel. None: the function is none, or is known to be called on one device.
       options: further arguments.
     """
     arrays, structure = jax.tree.flatten(arguments)
     leaves, out_structure = jax.tree.flatten(out)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
-    call = _Call(function, tuple(sorted(options.items())), structure)
-    return jax.tree.unflatten(out_structure, _deferred.bind(*arrays, call=call, shapes=shapes))
+    calls = [_Call(one, tuple(sorted(options.items())), structure) for one in (function, divided or function)]
+    return jax.tree.unflatten(out_structure, _deferred.bind(*arrays, call=calls[0], divided=calls[1], shapes=shapes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +71,8 @@ class _Mapped:
 
 
 @_deferred.def_abstract_eval
-def _abstract(*_: Any, call: Callable[..., list[Array]], shapes: tuple) -> list[ShapedArray]:
-    del call
+def _abstract(*_: Any, shapes: tuple, **calls: Callable[..., list[Array]]) -> list[ShapedArray]:
+    del calls
     return [ShapedArray(shape, dtype) for shape, dtype in shapes]
 
 
@@ -83,10 +86,18 @@ def _traced(*arrays: Array, call: Callable[..., list[Array]], shapes: tuple) -> 
 def _batched(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
     size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
     shapes = tuple(((size, *shape), dtype) for shape, dtype in params["shapes"])
-    out = _deferred.bind(*arrays, call=_Mapped(params["call"], tuple(axes)), shapes=shapes)
+    calls = {name: _Mapped(params[name], tuple(axes)) for name in ("call", "divided")}
+    out = _deferred.bind(*arrays, **calls, shapes=shapes)
     return out, [0] * len(out)
 
 
+def _lowered(context: mlir.LoweringRuleContext, *arrays: Any, call: Any, divided: Any, shapes: tuple) -> Any:
+    # Only a program that the compiler divides says there of how many devices; inside `shard_map` it has none.
+    devices = getattr(context.module_context.axis_context, "num_devices", 1)
+    chosen = call if devices == 1 else divided
+    return mlir.lower_fun(_traced, multiple_results=True)(context, *arrays, call=chosen, shapes=shapes)
+
+
 _deferred.def_impl(lambda *arrays, **params: jax.jit(partial(_deferred.bind, **params))(*arrays))
-mlir.register_lowering(_deferred, mlir.lower_fun(_traced, multiple_results=True))
+mlir.register_lowering(_deferred, _lowered)
 batching.primitive_batchers[_deferred] = _batched

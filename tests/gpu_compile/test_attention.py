@@ -14,6 +14,7 @@ from moe_jax.functional.attention import Visibility, attention
 from moe_jax.sharding import make_mesh
 from moe_jax.train import gpu_topology
 from tests.gpu_compile.compiling import Program, needs_xla_gpu
+from tests.uncached import uncached
 
 pytestmark = needs_xla_gpu
 
@@ -43,7 +44,7 @@ def program(heads, length, *, packed, mesh=None, known=True, dtype="bfloat16", *
 
     operands = [given(dtype, count, width) for count in (query_heads, key_heads, key_heads)]
     # Without a mesh in use the platform is known only when the program is lowered.
-    with jax.set_mesh(made) if known else contextlib.nullcontext():
+    with uncached(), jax.set_mesh(made) if known else contextlib.nullcontext():
         done = jax.jit(jax.grad(value, argnums=(0, 1, 2))).lower(*operands, given("int32")).compile()
     return Program(done.as_text(), done.memory_analysis().temp_size_in_bytes)
 
@@ -73,6 +74,14 @@ def test_attention_is_a_flash_kernel(heads, length, options, kernels):
 
 
 def test_without_a_kernel_nothing_is_as_large_as_the_scores_either():
-    made = program(BERT, 4096, packed=True, soft_cap=30.0)
+    chunks(BERT, packed=True, soft_cap=30.0)
+
+
+def test_a_program_that_the_compiler_divides_has_no_kernel():
+    chunks(BERT, packed=True, mesh={"fsdp": 2, "tensor": 2}, known=False)
+
+
+def chunks(heads, **options):
+    made = program(heads, 4096, **options)
     assert not [kernel for kernel in made.kernels if "fmha" in kernel or "triton" in kernel]
-    assert max(math.prod(shape) for _, shape in made.arrays()) < 12 * 4096 * 4096 // 4
+    assert max(math.prod(shape) for _, shape in made.arrays()) < heads[0] * 4096 * 4096 // 4

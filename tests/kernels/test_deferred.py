@@ -58,3 +58,22 @@ def test_trees_go_in_and_come_out():
     out = jax.eval_shape(lambda tree, b: function(tree, None, b, sign=-1), tree, A)
     got = jax.jit(lambda tree, b: deferred(function, tree, None, b, out=out, sign=-1))(tree, A + 1)
     jax.tree.map(np.testing.assert_array_equal, got, {"sum": 2 * A + 1, "pair": (-A - 1, np.int32(3))})
+
+
+def test_a_program_that_the_compiler_divides_has_another_function():
+    def divided(a, b, *, scale):
+        return -scale * (a @ b)
+
+    def choose(a, b):
+        out = jax.ShapeDtypeStruct((a.shape[0], 4), a.dtype)
+        return deferred(scaled_product, a, b, out=out, divided=divided, scale=2.0)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    rows = jax.device_put(A, jax.NamedSharding(mesh, jax.P("data")))
+    np.testing.assert_array_equal(jax.jit(choose)(A, B), 2 * A @ B)
+    np.testing.assert_array_equal(jax.jit(choose)(rows, B), -2 * A @ B)
+    many = jax.jit(jax.vmap(lambda a, b: choose(a[None], b), in_axes=(0, None)))
+    np.testing.assert_array_equal(many(rows, B)[:, 0], -2 * A @ B)
+    with jax.set_mesh(mesh):
+        each = jax.shard_map(choose, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P("data"))
+        np.testing.assert_array_equal(jax.jit(each)(rows, B), 2 * A @ B)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_jax.functional.attention import Visibility, attention
 from moe_jax.kernels.tpu.splash_attention import _Band, _IsInside, splash_attention
+from tests.jaxprs import equations
 from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -40,7 +41,7 @@ def output_and_gradients(q, k, v, weight, segments, *, form, mask, window, scale
 
 
 # Lengths that blocks of 128 divide, and do not; widths of keys, and other ones of values.
-@one_in(2, first=1)
+@one_in(3)
 @pytest.mark.parametrize(
     ("length", "heads", "widths", "mask", "window", "soft_cap", "packed"),
     [
@@ -67,6 +68,22 @@ def test_values_and_gradients(length, heads, widths, mask, window, soft_cap, pac
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)
 
     check()
+
+
+def test_the_program_and_its_masks_do_not_grow_with_the_length():
+    def sizes(length):
+        x = jax.ShapeDtypeStruct((1, length, 2, 128), jnp.bfloat16)
+        segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        options = dict(nearest=0, farthest=None, scale=0.1)
+
+        def value(q, k, v, segments):
+            return jnp.sum(splash_attention(q, k, v, segments, segments, **options).astype(jnp.float32))
+
+        program = jax.make_jaxpr(jax.grad(value, argnums=(0, 1, 2)))(x, x, x, segments)
+        return len(list(equations(program))), max(constant.size for constant in program.consts if constant.ndim > 1)
+
+    (few, small), (many, large) = sizes(2048), sizes(131_072)  # the largest constants that are made of blocks
+    assert few == many and small < large <= 128 * 128
 
 
 def test_other_keys_than_those_of_the_row():
