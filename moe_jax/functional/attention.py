@@ -1,8 +1,8 @@
 """Grouped-query attention with causal, bidirectional, prefix, sliding-window and packed-document masks.
 
 Kernels compute what they can: on TPUs JAX's splash attention (`kernels.tpu.splash_attention`), on NVIDIA GPUs cuDNN's
-flash attention and Triton's (`kernels.gpu_attention`). Everything else, and everything on other platforms, is computed
-by `chunked_attention`. No array grows with the square of the length.
+flash attention and Triton's (`kernels.gpu.flash_attention`). Everything else, and everything on other platforms, is
+computed by `chunked_attention`. No array grows with the square of the length.
 """
 
 import logging
@@ -18,9 +18,9 @@ from jaxtyping import Array, Float
 
 from moe_jax.functional.chunked_attention import Visibility as Visibility
 from moe_jax.functional.chunked_attention import chunked_attention
-from moe_jax.kernels import gpu_attention
 from moe_jax.kernels.deferred import deferred
-from moe_jax.kernels.nvidia import compute_capability
+from moe_jax.kernels.gpu import flash_attention
+from moe_jax.kernels.gpu.nvidia import compute_capability
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def _by_kernel(
         from moe_jax.kernels.tpu.splash_attention import splash_attention
 
         return splash_attention(q, k, v, segments, key_segments, soft_cap=form.soft_cap, **given)
-    return gpu_attention.gpu_attention(q, k, v, segments, key_segments, **given)
+    return flash_attention.flash_attention(q, k, v, segments, key_segments, **given)
 
 
 def _beyond_kernels(
@@ -143,7 +143,7 @@ def _beyond_kernels(
         return f"heads are wider than {SPLASH_WIDTH}" if wide else None
     nearest, farthest = form.band()
     limits: Any = dict(nearest=nearest, farthest=farthest, soft_cap=form.soft_cap, capability=compute_capability())
-    return gpu_attention.refusal(q, k, v, packed=packed, **limits)
+    return flash_attention.refusal(q, k, v, packed=packed, **limits)
 
 
 @lru_cache(maxsize=64)

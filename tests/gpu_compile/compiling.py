@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.train import gpu_topology
+from tests.uncached import uncached
 
 needs_xla_gpu = pytest.mark.skipif(
     not gpu_topology.has_plugin(), reason="JAX's CUDA plugin, which holds XLA:GPU, is not installed"
@@ -61,14 +62,8 @@ def compiled(function: Any, *arguments: Any, topology: str = "h100:1") -> Progra
     mesh = mesh_of(topology)
     whole = NamedSharding(mesh, P())
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), arguments)
-    # Without a GPU, a program that was compiled before cannot be loaded.
-    caches = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        with jax.set_mesh(mesh):
-            done = jax.jit(function).lower(*shapes).compile()
-    finally:
-        jax.config.update("jax_enable_compilation_cache", caches)
+    with uncached(), jax.set_mesh(mesh):
+        done = jax.jit(function).lower(*shapes).compile()
     return Program(done.as_text(), done.memory_analysis().temp_size_in_bytes)
 
 

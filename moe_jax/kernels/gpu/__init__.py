@@ -1,1 +1,1 @@
-"""Grouped products on NVIDIA GPUs: plain ones, and products with kernels that are made inside the product."""
+"""Kernels for NVIDIA GPUs: grouped products, plain or with kernels that are made inside the product; attention."""

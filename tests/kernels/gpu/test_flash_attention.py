@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.functional.attention import Visibility, attention
-from moe_jax.kernels.gpu_attention import gpu_attention, refusal
+from moe_jax.kernels.gpu.flash_attention import flash_attention, refusal
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -18,7 +18,7 @@ def output_and_gradients(q, k, v, weight, segments, *, form, mask):
     def value(q, k, v):
         if form == "kernel":
             nearest = 0 if mask == "causal" else None
-            y = gpu_attention(q, k, v, segments, segments, nearest=nearest, farthest=None, scale=0.3, interpret=True)
+            y = flash_attention(q, k, v, segments, segments, nearest=nearest, farthest=None, scale=0.3, interpret=True)
         else:
             positions = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
             visible = Visibility(positions, positions, segments, segments)

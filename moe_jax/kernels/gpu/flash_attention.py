@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.nvidia import Capability
+from moe_jax.kernels.gpu.nvidia import Capability
 
 # What both take on every GPU from Ampere on. cuDNN takes wider heads on Hopper.
 MAX_WIDTH, FROM = 128, (8, 0)
@@ -30,7 +30,7 @@ def refusal(
     soft_cap: float | None,
     capability: Capability | None,
 ) -> str | None:
-    """Why no kernel computes attention of such operands; None: one does. Arguments as in `gpu_attention`.
+    """Why no kernel computes attention of such operands; None: one does. Arguments as in `flash_attention`.
 
     Args:
       packed: whether there are documents.
@@ -54,7 +54,7 @@ def refusal(
     return None if k.shape[1] == length else "rows of another length have documents or padding"
 
 
-def gpu_attention(
+def flash_attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
