@@ -1,8 +1,9 @@
 """Attention on TPUs, by JAX's splash kernels: what a mask hides is neither read nor computed, block by block.
 
 Nothing is held that grows with the square of the length: a mask is a band of distances between query and key, which is
-computed inside the kernel, and documents are compared there. On the host a mask has an entry per block; blocks grow
-with the length, so that making and compiling a program takes about the same time for every length.
+computed inside the kernel, and documents are compared there. On the host a mask has an entry per block, of which there
+are at most 128 x 128 up to 131,072 tokens, as blocks grow with the length. The program has the same size for every
+length; to make and compile it takes one to two times as long for 131,072 tokens as for 8192.
 
 What is computed is what `functional.attention` computes, rounded elsewhere: the kernel does not scale scores, so
 queries are scaled and rounded (exactly, where the scale is a power of two), and what meets the values is not.
