@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from moe_jax.data_sheets import chip_of_kind
 from moe_jax.errors import InputError, first_line, shown
 from moe_jax.models import ModelConfig
 from moe_jax.train import gpu_topology
@@ -26,12 +27,6 @@ _ENVIRONMENT = {
     # Several compilations may use the library at a time, because none of them uses a chip.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-
-# Memory of a device in bytes; of TPU chips from Google's documentation of the TPU versions.
-_HBM_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32, "TPU7x": 192}
-_HBM = {kind: size << 30 for kind, size in _HBM_GIB.items()}
-_HBM |= {gpu.name: gpu.memory for gpu in gpu_topology.GPUS.values()}
-
 
 def prepare_environment() -> None:
     """Describes a TPU to libtpu and keeps JAX itself on the CPU; call it before JAX is imported."""
@@ -82,6 +77,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
     # Outputs that lie in the buffers of donated arguments are counted once.
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     kind = devices[0].device_kind
+    chip = chip_of_kind(kind)
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
     return {
         "topology": topology,
@@ -95,7 +91,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
             "temporaries": memory.temp_size_in_bytes,
             "code": memory.generated_code_size_in_bytes,
             "total": held + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
-            "hbm": _HBM.get(kind),
+            "hbm": None if chip is None else chip.memory,
         },
         "model_flops": step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices),
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),

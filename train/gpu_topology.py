@@ -8,6 +8,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
+from moe_jax.data_sheets import chip_of_kind
 from moe_jax.errors import InputError, first_line, shown
 
 # The plugin gives up where there is no driver, unless it is told not to look.
@@ -15,7 +16,7 @@ _ENVIRONMENT = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
 class GPU(NamedTuple):
-    """A GPU as XLA has to know it, from NVIDIA's data sheets and CUDA's properties of the device.
+    """A GPU as XLA has to know it, from CUDA's properties of the device; its memory is in `moe_jax.data_sheets`.
 
     Attributes:
       name: as the driver gives it.
@@ -24,8 +25,6 @@ class GPU(NamedTuple):
       fpus: float32 units of each.
       shared_kib: shared memory of each; a program may have 1 KiB less.
       l2_mib: second-level cache.
-      memory: bytes that the driver leaves to programs.
-      bandwidth: of the memory in bytes per second.
       clock_ghz: the highest.
     """
 
@@ -35,14 +34,12 @@ class GPU(NamedTuple):
     fpus: int
     shared_kib: int
     l2_mib: int
-    memory: int
-    bandwidth: int
     clock_ghz: float
 
 
 GPUS = {
-    "h100": GPU("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 228, 50, 84_942_979_072, 3_352_320_000_000, 1.98),
-    "a100": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 164, 40, 84_986_691_584, 2_039_000_000_000, 1.41),
+    "h100": GPU("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 228, 50, 1.98),
+    "a100": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 164, 40, 1.41),
 }
 
 _TARGET = """
@@ -52,7 +49,7 @@ gpu_device_info {{
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared_by_request}
   core_count: {gpu.cores} fpus_per_core: {gpu.fpus} l2_cache_size: {l2} clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {gpu.memory} memory_bandwidth: {gpu.bandwidth}
+  device_memory_size: {chip.memory} memory_bandwidth: {bandwidth}
   cuda_compute_capability {{ major: {gpu.capability[0]} minor: {gpu.capability[1]} }}
 }}
 platform_name: "CUDA"
@@ -103,5 +100,13 @@ def gpu_devices(topology: str) -> list[Any]:
 
 def target(gpu: GPU) -> str:
     """XLA's description of a GPU, a `GpuTargetConfigProto` as text."""
-    shared = gpu.shared_kib * 1024
-    return _TARGET.format(gpu=gpu, shared=shared, shared_by_request=shared - 1024, l2=gpu.l2_mib << 20)
+    shared, chip = gpu.shared_kib * 1024, chip_of_kind(gpu.name)
+    assert chip is not None, f"{gpu.name} is not in the table of chips"
+    return _TARGET.format(
+        gpu=gpu,
+        chip=chip,
+        bandwidth=round(chip.bandwidth),
+        shared=shared,
+        shared_by_request=shared - 1024,
+        l2=gpu.l2_mib << 20,
+    )

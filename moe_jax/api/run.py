@@ -22,6 +22,7 @@ from moe_jax.open_source import read_config
 from moe_jax.peft.options import adapted_config
 from moe_jax.peft.options import chosen_options as _adapt_options
 from moe_jax.plan import Plan, TrainingMemory, TunedParameters, make_plan, training_memory, tuned_parameters
+from moe_jax.planned_strategies import PlannedStrategies, planned_strategies
 from moe_jax.train.evaluation import Evaluation, Evaluator, check_seq_len, read_text
 from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
 from moe_jax.train.sources import Example
@@ -268,10 +269,12 @@ class ModelPlan(Plan):
     Attributes:
       peft: what is trained of a model with a frozen base; None: it has none.
       training_bytes_per_chip: of training with AdamW over a mesh; None: no mesh was given.
+      strategies: how experts would be applied on a platform; None: none was given.
     """
 
     peft: TunedParameters | None = None
     training_bytes_per_chip: TrainingMemory | None = None
+    strategies: PlannedStrategies | None = None
 
 
 def plan(
@@ -280,6 +283,8 @@ def plan(
     upcycle: Mapping[str, Any] | None = None,
     adapt: Mapping[str, Any] | None = None,
     mesh: Mapping[str, int] | None = None,
+    platform: str | None = None,
+    tokens: int | None = None,
 ) -> ModelPlan:
     """Counts parameters, bytes and FLOP of a model from its config alone, or of what it would become.
 
@@ -294,6 +299,9 @@ def plan(
       adapt: options of `adapt`: count the model with these adapters; after `upcycle`, if both are given.
       mesh: sizes of the axes `data`, `fsdp`, `expert` and `tensor`: adds the bytes per chip of training with AdamW, in
         float32 but for what is frozen, without activations.
+      platform: a key of `moe_jax.data_sheets.CHIPS`, such as `v5e`, `h100` or `cpu`: adds the strategy by which experts
+        would be applied there, and the least time of every one.
+      tokens: of a training batch on one device of the platform; default 8192.
 
     Raises:
       FileNotFoundError: if there is no config at the path.
@@ -307,11 +315,14 @@ def plan(
         config = upcycled_config(config, _read_options(_upcycle_options, upcycle))
     if adapt is not None:
         config = adapted_config(config, _read_options(_adapt_options, adapt))
+    if tokens is not None and platform is None:
+        raise InputError("tokens: only with platform")
     counted = make_plan(config)
     return ModelPlan(
         **{field.name: getattr(counted, field.name) for field in dataclasses.fields(counted)},
         peft=tuned_parameters(config),
         training_bytes_per_chip=None if mesh is None else training_memory(config, mesh),
+        strategies=None if platform is None else planned_strategies(config, platform, tokens),
     )
 
 

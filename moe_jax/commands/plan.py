@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moe_jax.commands.planned_compression import PlannedCompression
     from moe_jax.models import ModelConfig
     from moe_jax.plan import Plan, TrainingMemory, TunedParameters
+    from moe_jax.planned_strategies import PlannedStrategies
 
 _ADAPT = ("perft-r", "perft-e", "perft-d", "perft-s", "lora")
 _NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", "compress_layers", "dtype")
@@ -62,6 +63,11 @@ class Options(UpcycleFlags, AdaptFlags):
         Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="float32|bfloat16|float16")
     ] = None
     """With --compress: dtype of all parameters; by default that of the config."""
+    platform: Annotated[str | None, tyro.conf.arg(metavar="v4|v5e|v5p|v6e|v7x|h100|a100|cpu")] = None
+    """A TPU generation, a GPU, or cpu. Adds the strategy by which the experts of each kind of layer would be applied
+    there, for a training batch and for decoding, and the least time of every one."""
+    tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """With --platform: tokens of a training batch on one device (default 8192)."""
     json: bool = False
     """Prints JSON and nothing else."""
 
@@ -79,7 +85,7 @@ def run(options: Options) -> None:
     config = _planned_config(read_config(options.model), options)
     plan, tuned = make_plan(config), tuned_parameters(config)
     memory = training_memory(config, parse_mesh(options.mesh)) if options.mesh is not None else None
-    compressed = _compression(config, options)
+    compressed, strategies = _compression(config, options), _strategies(config, options)
     if options.json:
         described = dataclasses.asdict(plan)
         if tuned is not None:
@@ -88,11 +94,17 @@ def run(options: Options) -> None:
             described["training_bytes_per_chip"] = dataclasses.asdict(memory)
         if compressed is not None:
             described["compression"] = compressed.to_json()
+        if strategies is not None:
+            described["strategies"] = dataclasses.asdict(strategies)
         print(json.dumps(described, indent=2))
         return
     _print(options.model, config, plan, tuned, memory)
     if compressed is not None:
         compressed.print()
+    if strategies is not None:
+        from moe_jax.commands.planned_platform import print_strategies
+
+        print_strategies(strategies)
 
 
 def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
@@ -130,6 +142,16 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
         layers=options.compress_layers,
         dtype=options.dtype,
     )
+
+
+def _strategies(config: "ModelConfig", options: Options) -> "PlannedStrategies | None":
+    if options.platform is None:
+        if options.tokens is not None:
+            raise InputError("--tokens: only with --platform")
+        return None
+    from moe_jax.planned_strategies import planned_strategies
+
+    return planned_strategies(config, options.platform, options.tokens)
 
 
 def _print(

@@ -19,7 +19,7 @@ from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.protocol import ExpertForm
 from moe_jax.experts.linear import apply_ffn, ffn_linears
 from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
-from moe_jax.experts.platforms import PLATFORMS, current_platform
+from moe_jax.experts.platforms import Platform, current_chip
 from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
 from moe_jax.functional.dropout import dropout
 from moe_jax.functional.keys import fold_in
@@ -49,8 +49,8 @@ class Adapters(nnx.Module):
         if routing is None:
             return all_adapters(x, down, up, config.activation, config.scale)
         num_adapters, _, rank = down.shape
-        costs = PLATFORMS[current_platform()]
-        way = cheaper_way(num_adapters, rank, routing.experts.shape[1], costs.operations_per_byte)
+        platform = Platform.of(current_chip(), x.dtype.itemsize)
+        way = cheaper_way(num_adapters, rank, routing.experts.shape[1], platform.operations_per_byte)
         apply = partial(routed_adapters, activation=config.activation, scale=config.scale, way=way)
         mesh = current_mesh()
         if way == "side-by-side" or mesh is None:

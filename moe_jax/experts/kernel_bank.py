@@ -67,7 +67,7 @@ class KernelBank(ExpertBank):
         activation, matrices, strategy = self.expert.activation, self._matrices.items(), "synthesised"
         if self._own_form.over_base:
             load = Load(self.num_experts, x.shape[0], routing.experts.shape[1])
-            strategy = choose_strategy(self.config, self.expert, x.shape[1], load, self.strategy)
+            strategy = choose_strategy(self.config, self.expert, x.shape[1], load, x.dtype.itemsize, self.strategy)
         if strategy == "synthesised":
             kernels = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in matrices}
             for name in kernels if self.config.has_base else ():

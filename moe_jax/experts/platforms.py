@@ -4,46 +4,96 @@ from typing import NamedTuple
 
 import jax
 
-BYTES_PER_ENTRY = 4
-"""Of a kernel, when its bytes are estimated."""
+from moe_jax.data_sheets import CHIPS, Chip, chip_of_kind
+
+
+class Cost(NamedTuple):
+    """Estimated seconds of a way to apply experts, at the peak of the chip.
+
+    Attributes:
+      products: in its matrix unit.
+      reading: bytes that come from memory or go there.
+      making: entries of kernels that are made of what is stored.
+    """
+
+    products: float
+    reading: float = 0.0
+    making: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """As if one part followed the other: a platform may do them at the same time, but what is less is better."""
+        return sum(self)
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest: `products`, `bytes`, or `making` of kernels."""
+        return max(zip(self, ("products", "bytes", "making"), strict=True))[1]
+
+    def __add__(self, other: "Cost") -> "Cost":  # type: ignore[override]
+        return Cost(*(one + two for one, two in zip(self, other, strict=True)))
 
 
 class Platform(NamedTuple):
-    """Costs in operations of a dense matrix product.
+    """What a choice depends on: a chip, numbers of a size, and the seconds that single entries take.
 
     Attributes:
-      operations_per_byte: the operations done in the time that it takes to read one byte from memory.
-      per_sparse_entry: to multiply a row with one entry of a sparse kernel; None: nothing does this there, and such a
+      chip: with its peaks, from its maker.
+      itemsize: bytes of a number, of activations and of parameters.
+      sparse_entry: to multiply a row with one entry of a sparse kernel; None: nothing does this there, and such a
         product makes dense kernels (`functional.sparse_product`).
-      per_scatter: to write one entry of a sparse kernel into a tile.
-      per_gather: to look up one entry of a kernel whose positions are a bitmap.
-      per_unpack: to unpack one code.
+      scatter: to write one entry of a sparse kernel into a tile.
+      gather: to look up one entry of a kernel whose positions are a bitmap.
+      unpack: to unpack one code.
     """
 
-    operations_per_byte: float
-    per_sparse_entry: float | None
-    per_scatter: float
-    per_gather: float
-    per_unpack: float
+    chip: Chip
+    itemsize: int
+    sparse_entry: float | None
+    scatter: float
+    gather: float
+    unpack: float
+
+    @classmethod
+    def of(cls, chip: Chip, itemsize: int) -> "Platform":
+        """A chip that multiplies numbers of so many bytes."""
+        return cls(chip, itemsize, *_PER_ENTRY[chip.platform](chip))
+
+    @property
+    def operations_per_byte(self) -> float:
+        """Operations that are done in the time in which one byte is moved."""
+        return self.chip.operations_per_second(self.itemsize) / self.chip.bandwidth
+
+    def products(self, operations: float) -> Cost:
+        """Of so many operations in the matrix unit."""
+        return Cost(operations / self.chip.operations_per_second(self.itemsize))
+
+    def reading(self, moved: float) -> Cost:
+        """Of so many bytes."""
+        return Cost(0.0, moved / self.chip.bandwidth)
 
 
-# CPU: measured, 3 ns for an entry at 190 GFLOP/s. Accelerators are estimated, not measured: operations in bfloat16 by
-# bytes per second are from the data sheets (H100 295, TPU v5e 240); for a single entry a GPU moves a sector of 32
-# bytes, and a TPU takes some nanosecond.
-PLATFORMS = {
-    "cpu": Platform(operations_per_byte=15, per_sparse_entry=600, per_scatter=1300, per_gather=200, per_unpack=100),
-    "gpu": Platform(operations_per_byte=300, per_sparse_entry=None, per_scatter=9600, per_gather=2400, per_unpack=300),
-    "tpu": Platform(
-        operations_per_byte=240, per_sparse_entry=240_000, per_scatter=240_000, per_gather=24_000, per_unpack=240
-    ),
+# Seconds per entry: `sparse_entry`, `scatter`, `gather`, `unpack`. On CPU: measured. On accelerators: estimated, not
+# measured; for a single entry a GPU moves a sector of 32 bytes, or a quarter of it where neighbours share one, and a
+# TPU core takes some nanosecond, which is its vector unit's doing and much the same in all generations.
+_PER_ENTRY = {
+    "cpu": lambda chip: (3.2e-9, 6.8e-9, 1.05e-9, 0.53e-9),
+    "gpu": lambda chip: (None, 32 / chip.bandwidth, 8 / chip.bandwidth, 1 / chip.bandwidth),
+    "tpu": lambda chip: tuple(seconds / chip.cores for seconds in (1.2e-9, 1.2e-9, 1.2e-10, 1.2e-12)),
 }
+# What a device that the table of chips lacks is taken for.
+_BY_PLATFORM = {"cpu": "cpu", "tpu": "v5e"}
 
 
-def current_platform() -> str:
-    """The platform that the program being traced will run on: that of the mesh, or JAX's default.
+def current_chip() -> Chip:
+    """What the program being traced will run on: the device of the mesh in use, or else of JAX's default backend.
 
-    A platform that is not in `PLATFORMS` counts as a GPU.
+    A device that the table of chips lacks counts as a v5e if it is a TPU, and as an H100 if it is no CPU.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    name = jax.default_backend() if device is None else device.platform
-    return name if name in PLATFORMS else "gpu"
+    if device is not None:
+        kind, platform = device.device_kind, device.platform
+    else:
+        platform = jax.default_backend()
+        kind = platform if platform == "cpu" else jax.local_devices()[0].device_kind
+    return chip_of_kind(kind) or CHIPS[_BY_PLATFORM.get(platform, "h100")]

@@ -1,8 +1,9 @@
 """The choice between the exact ways to apply experts over a base, by a small cost model (METHODS 3).
 
-The model counts the floating-point operations of a call and the bytes of parameters that it reads; the costs of both
-belong to the platform (`experts.platforms`). The attribute `strategy` of a bank overrules the model unless it is
-`auto`. It is set when the bank is made, from the environment variable MOE_JAX_STRATEGY, and can be changed later:
+The model counts the floating-point operations of a call and the bytes of parameters that it reads; what both take is
+known of the chip that the program is lowered for (`experts.platforms`). The attribute `strategy` of a bank overrules
+the model unless it is `auto`. It is set when the bank is made, from the environment variable MOE_JAX_STRATEGY, and can
+be changed later:
 
     set_strategy(model, "synthesised")
 
@@ -11,15 +12,17 @@ The strategy is part of the graphdef, so that a step compiled for another strate
 
 import logging
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from moe_jax.errors import InputError, nearest, shown
 from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.forms.lora import whole_form
 from moe_jax.experts.forms.matrix import Load, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.mesh import current_mesh
-from moe_jax.experts.platforms import PLATFORMS, current_platform
+from moe_jax.experts.platforms import Cost, Platform, current_chip
 
 if TYPE_CHECKING:
     from moe_jax.experts.bank_config import BankConfig
@@ -48,7 +51,9 @@ def strategy_from_environment() -> str:
     return check_strategy(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT)
 
 
-def choose_strategy(config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, asked: str = "auto") -> str:
+def choose_strategy(
+    config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, itemsize: int = 4, asked: str = "auto"
+) -> str:
     """Chooses `synthesised`, or `factored-` followed by a way to apply deltas (see `experts.factored`).
 
     Args:
@@ -56,19 +61,30 @@ def choose_strategy(config: "BankConfig", expert: FFNConfig, d_model: int, load:
       expert: the shape of an expert.
       d_model: width of the model.
       load: the numbers of experts and tokens.
+      itemsize: bytes of a number of the activations; parameters count as if they had as many.
       asked: the strategy of the bank, one of `STRATEGIES`.
     """
-    return _choose(config, expert, d_model, load, asked, current_mesh() is None, current_platform())
+    platform = Platform.of(current_chip(), itemsize)
+    return _choose(config, expert, d_model, load, asked, current_mesh() is None, platform)
 
 
-@lru_cache(maxsize=1024)
-def _choose(
-    config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, asked: str, alone: bool, platform: str
-) -> str:
-    """Cached, so that a choice is logged once."""
-    assert isinstance(config.form, KernelForm)
+def strategy_costs(
+    config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, platform: Platform, *, alone: bool = True
+) -> dict[str, Cost]:
+    """What the strategies take, those that a bank has; none if nothing is chosen for such experts.
+
+    Args:
+      config, expert, d_model, load: see `choose_strategy`. Whole kernels have one way, `grouped`; their LoRA is
+        not counted.
+      platform: on which.
+      alone: there is one device.
+    """
     matrices = tuple(ffn_matrices(expert, d_model).values())
-    costs = config.form.cost(matrices, load, PLATFORMS[platform], has_base=config.has_base)
+    if not config.form.over_base:
+        return {"grouped": whole_form(expert.nf4, None).cost(matrices, load, platform, has_base=False)["synthesised"]}
+    if not isinstance(config.form, KernelForm):
+        return {}
+    costs = config.form.cost(matrices, load, platform, has_base=config.has_base)
     if config.has_base and (expert.nf4 or expert.lora is not None):
         # Inside a kernel's tile, LoRA would become `W + A B`, without its dropout. Over a mesh, sparse and quantised
         # deltas then have no better way than to sort rows that are sharded.
@@ -79,14 +95,28 @@ def _choose(
         # Rows sorted over a mesh would be gathered everywhere. Only `side-by-side` needs no exchange at all, and
         # `synthesised` is written by hand for a mesh.
         costs = {name: cost for name, cost in costs.items() if name in ("factored-side-by-side", "synthesised")}
-    allowed = {name: cost for name, cost in costs.items() if asked == "auto" or name.startswith(asked)} or costs
-    best = min(allowed, key=allowed.__getitem__)
-    shown = ", ".join(f"{name} {cost:.2g}" for name, cost in costs.items())
+    return costs
+
+
+@lru_cache(maxsize=1024)
+def _choose(
+    config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, asked: str, alone: bool, platform: Platform
+) -> str:
+    """Cached, so that a choice is logged once."""
+    costs = strategy_costs(config, expert, d_model, load, platform, alone=alone)
+    best = cheapest(costs, asked)
+    shown = ", ".join(f"{name} {1e6 * cost.total:.2g}" for name, cost in costs.items())
     logger.info(
-        "%s experts, %d tokens, top-%d, on %s: %s (costs: %s)",
-        config.kind, load.tokens, load.top_k, platform, best, shown,
+        "%s experts, %d tokens, top-%d, on %s: %s (microseconds: %s)",
+        config.kind, load.tokens, load.top_k, platform.chip.name, best, shown,
     )  # fmt: skip
     return best
+
+
+def cheapest(costs: Mapping[str, Cost], asked: str = "auto") -> str:
+    """The strategy that takes least among those that `asked` leaves, or among all if it leaves none."""
+    allowed = [name for name in costs if asked == "auto" or name.startswith(asked)] or list(costs)
+    return min(allowed, key=lambda name: costs[name].total)
 
 
 def check_strategy(name: str, where: str) -> str:

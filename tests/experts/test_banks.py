@@ -11,13 +11,15 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh
 
+from moe_jax.data_sheets import CHIPS
 from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_strategy
 from moe_jax.experts.forms.matrix import Load, ffn_matrices
 from moe_jax.experts.forms.positions import from_csr, to_csr
-from moe_jax.experts.platforms import PLATFORMS
-from moe_jax.experts.strategy import _choose, choose_strategy
+from moe_jax.experts.platforms import Platform, current_chip
+from moe_jax.experts.strategy import _choose, choose_strategy, strategy_costs
 from moe_jax.functional.ffn import ffn
 from moe_jax.functional.routing import Routing
 from moe_jax.functional.sparse_tile import entry_rows
@@ -215,7 +217,7 @@ def test_cost_model_chooses_and_says_so_once(caplog):
         assert chosen(BankConfig(kind="low-rank", rank=4), 4096) == "factored-side-by-side"
         assert chosen(BankConfig(kind="low-rank", rank=4), 4096) == "factored-side-by-side"
     (record,) = caplog.records
-    said = "low-rank experts, 4096 tokens, top-2, on cpu: factored-side-by-side .costs: "
+    said = "low-rank experts, 4096 tokens, top-2, on cpu: factored-side-by-side .microseconds: "
     assert re.match(said, record.getMessage())
     assert chosen(BankConfig(kind="low-rank", rank=256), 4096, experts=64) == "factored-grouped"
     assert chosen(BankConfig(kind="sparse", rate=0.9), 4096) == "synthesised"
@@ -237,18 +239,52 @@ def test_entries_are_not_multiplied_one_by_one_on_gpu():
     """What `entrywise` does there is what `grouped` does."""
     form = BankConfig(kind="sparse", rate=0.9999).form
     matrices = tuple(ffn_matrices(FFNConfig(dim=2816), 1024).values())
-    ways = {name: form.delta_costs(matrices, Load(8, 4096, 2), platform) for name, platform in PLATFORMS.items()}
-    assert {name for name, costs in ways.items() if "entrywise" in costs} == {"cpu", "tpu"}
+    load = Load(8, 4096, 2)
+    ways = {name: form.delta_costs(matrices, load, Platform.of(chip, 2)) for name, chip in CHIPS.items()}
+    assert {CHIPS[name].platform for name, costs in ways.items() if "entrywise" in costs} == {"cpu", "tpu"}
 
 
 def test_costs_belong_to_the_platform():
     config, expert = BankConfig(kind="quantized", bits=2, group_size=128), FFNConfig(dim=2816)
     matrices = tuple(ffn_matrices(expert, 1024).values())
-    costs = [config.form.cost(matrices, Load(8, 64, 2), platform, has_base=True) for platform in PLATFORMS.values()]
-    assert len({cost["synthesised"] for cost in costs}) == len(PLATFORMS)
+    platforms = {name: Platform.of(chip, 2) for name, chip in CHIPS.items()}
+    costs = [config.form.cost(matrices, Load(8, 64, 2), platform, has_base=True) for platform in platforms.values()]
+    assert len({cost["synthesised"] for cost in costs}) == len(CHIPS)
     # Bytes are dearer beside operations on an accelerator, so that more tokens are needed to outweigh reading them.
-    reading = {name: PLATFORMS[name].operations_per_byte for name in PLATFORMS}
-    assert reading["cpu"] < reading["tpu"] < reading["gpu"]
+    reading = {name: platform.operations_per_byte for name, platform in platforms.items()}
+    assert reading["cpu"] < reading["v5e"] < reading["h100"] < reading["v6e"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "expected"),
+    [
+        ("TPU v5 lite", "tpu", "v5e"),
+        ("TPU v5", "tpu", "v5p"),
+        ("TPU v6 lite", "tpu", "v6e"),
+        ("NVIDIA H100 80GB HBM3", "gpu", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "gpu", "a100"),
+        ("TPU of tomorrow", "tpu", "v5e"),
+        ("a GPU that nobody knows", "gpu", "h100"),
+        ("cpu", "cpu", "cpu"),
+    ],
+)
+def test_the_chip_is_that_of_the_mesh(kind, platform, expected):
+    """A program that is lowered for an absent accelerator is made for that."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=device)):
+        assert current_chip().name == expected
+    assert current_chip().name == "cpu"
+
+
+def test_the_choice_differs_with_the_generation():
+    """The same layer and batch: where products are dearer beside bytes, fewer of them are worth more bytes."""
+    config, load = BankConfig(kind="low-rank", rank=16), Load(8, 8192, 2)
+    costs = {
+        name: strategy_costs(config, FFNConfig(dim=11008), 4096, load, Platform.of(CHIPS[name], 2))
+        for name in ("v5e", "v6e")
+    }
+    ratios = {name: of["factored-grouped"].total / of["factored-side-by-side"].total for name, of in costs.items()}
+    assert ratios["v5e"] < ratios["v6e"]
 
 
 def test_a_compiled_step_follows_the_strategy(monkeypatch):
@@ -278,10 +314,10 @@ def test_a_compiled_step_follows_the_strategy(monkeypatch):
 
 def test_strategies_are_honoured_or_refused(monkeypatch):
     arguments = BankConfig(kind="low-rank", rank=4), FFNConfig(dim=16), 8, Load(4, 8, 2)
-    assert choose_strategy(*arguments, "synthesised") == "synthesised"
-    assert choose_strategy(*arguments, "factored-grouped") == "factored-grouped"
+    assert choose_strategy(*arguments, asked="synthesised") == "synthesised"
+    assert choose_strategy(*arguments, asked="factored-grouped") == "factored-grouped"
     # A strategy that the form does not support is ignored.
-    assert choose_strategy(*arguments, "factored-entrywise") == choose_strategy(*arguments)
+    assert choose_strategy(*arguments, asked="factored-entrywise") == choose_strategy(*arguments)
     bank = fresh_bank("low-rank", "gated")
     with pytest.raises(InputError, match="strategy.*synthesised"):
         set_strategy(bank, "synthesized")

@@ -1,6 +1,7 @@
 """Plain kernels: of a linear map, or of experts without a base (vanilla upcycling, Mixtral, OLMoE)."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
 from moe_jax.experts.forms.protocol import KernelForm, Streams
+from moe_jax.experts.platforms import Platform
 from moe_jax.functional.grouped import grouped_matmul
 from moe_jax.functional.linear import linear
 
@@ -51,6 +53,10 @@ class Full(KernelForm):
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
         """See `KernelForm`."""
         return linear(x, arrays["kernel"])
+
+    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+        """See `KernelForm`. They are multiplied as they are stored."""
+        return 0.0
 
     def specs(self, split: Split) -> dict[str, P]:
         """See `KernelForm`."""

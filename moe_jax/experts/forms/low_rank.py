@@ -17,7 +17,7 @@ from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, Window, ffn_matrices
 from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
-from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
+from moe_jax.experts.platforms import Cost, Platform
 from moe_jax.finite import cast
 from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.grouped import grouped_matmul
@@ -134,22 +134,22 @@ class LowRank(KernelForm):
         """See `ExpertForm`."""
         return False
 
-    def own_bytes(self, matrices: Sequence[Matrix]) -> float:
+    def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
         """See `KernelForm`."""
-        return BYTES_PER_ENTRY * self.rank * sum(sum(matrix.shape) for matrix in matrices)
+        return itemsize * self.rank * sum(sum(matrix.shape) for matrix in matrices)
 
-    def build_operations(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         """See `KernelForm`."""
-        return 2.0 * self.rank * sum(matrix.size for matrix in matrices)
+        return platform.products(2.0 * self.rank * sum(matrix.size for matrix in matrices)).total
 
-    def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, float]:
+    def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, Cost]:
         """See `KernelForm`."""
         into, out = (self.rank * sum(matrix.shape[axis] for matrix in matrices) for axis in (0, 1))
         # Sorting moves the rows of every matrix, which costs about two reads and writes of them.
-        moved = 4 * BYTES_PER_ENTRY * load.rows * sum(sum(matrix.shape) for matrix in matrices)
+        moved = 4 * platform.itemsize * load.rows * sum(sum(matrix.shape) for matrix in matrices)
         return {
-            "side-by-side": 2 * load.num_experts * (load.tokens * into + load.rows * out),
-            "grouped": 2 * load.rows * (into + out) + platform.operations_per_byte * moved,
+            "side-by-side": platform.products(2 * load.num_experts * (load.tokens * into + load.rows * out)),
+            "grouped": platform.products(2 * load.rows * (into + out)) + platform.reading(moved),
         }
 
     # ---- how it is encoded ------------------------------------------------------------------------------------------

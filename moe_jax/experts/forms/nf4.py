@@ -5,6 +5,7 @@ float32, eight times the size of its codes, between devices, tile after tile.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
+from moe_jax.experts.platforms import Platform
 from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.nf4 import (
     BLOCK,
@@ -83,6 +85,14 @@ class NF4(KernelForm):
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
         """See `KernelForm`."""
         return nf4_linear(x, nf4_leaves(arrays), matrix.shape[0], matrix.split)
+
+    def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
+        """See `KernelForm`. Codes, and a byte for the scale of a block."""
+        return (1 / 2 + 1 / BLOCK) * sum(matrix.size for matrix in matrices)
+
+    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+        """See `KernelForm`."""
+        return platform.unpack * sum(matrix.size for matrix in matrices)
 
     def specs(self, split: Split) -> dict[str, P]:
         """See `KernelForm`."""

@@ -22,7 +22,7 @@ from moe_jax.draws import FRESH
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.matrix import BASE, Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
-from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
+from moe_jax.experts.platforms import Cost, Platform
 from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.linear import linear
 from moe_jax.functional.synthesis import synthesised_matmul
@@ -335,37 +335,42 @@ class KernelForm(ExpertForm):
         """See `ExpertForm`. By default true, as `multiplied_entries` counts whole kernels."""
         return True
 
-    def own_bytes(self, matrices: Sequence[Matrix]) -> float:
-        """Estimated bytes read for one expert's own part; by default, those of whole kernels."""
-        return BYTES_PER_ENTRY * sum(matrix.size for matrix in matrices)
+    def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
+        """Estimated bytes read for one expert's own part; by default, those of whole kernels.
 
-    def build_operations(self, matrices: Sequence[Matrix], platform: Platform) -> float:
-        """Estimated operations that make the kernels of one expert; by default, two per entry."""
-        return 2.0 * sum(matrix.size for matrix in matrices)
+        Args:
+          matrices: of an expert.
+          itemsize: bytes of a parameter that is a floating-point number.
+        """
+        return itemsize * sum(matrix.size for matrix in matrices)
 
-    def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, float]:
-        """The ways to apply the deltas alone, with the operations that each takes; memory traffic is not included."""
-        size = sum(matrix.size for matrix in matrices)
-        return {"grouped": 2 * load.rows * size + load.used_experts * self.build_operations(matrices, platform)}
+    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+        """Estimated seconds that it takes to make the kernels of one expert; by default, two operations per entry."""
+        return platform.products(2.0 * sum(matrix.size for matrix in matrices)).total
 
-    def cost(
-        self, matrices: Sequence[Matrix], load: Load, platform: Platform, *, has_base: bool
-    ) -> dict[str, float]:
-        """The estimated cost of every strategy (`experts.strategy`), in operations; bytes read are converted to them.
+    def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, Cost]:
+        """The ways to apply the deltas alone, with what each takes; reading the parameters is not included."""
+        products = platform.products(2 * load.rows * sum(matrix.size for matrix in matrices))
+        return {"grouped": products._replace(making=load.used_experts * self.making(matrices, platform))}
+
+    def cost(self, matrices: Sequence[Matrix], load: Load, platform: Platform, *, has_base: bool) -> dict[str, Cost]:
+        """The estimated cost of every strategy (`experts.strategy`).
 
         Args:
           matrices: of an expert.
           load: the numbers of experts and tokens.
-          platform: the costs of operations.
+          platform: what operations, bytes and entries cost.
           has_base: whether there is a base.
         """
-        size, own = sum(matrix.size for matrix in matrices), self.own_bytes(matrices)
-        base, used = (BYTES_PER_ENTRY * size if has_base else 0), load.used_experts
-        made = 2 * load.rows * size + used * self.build_operations(matrices, platform)
-        costs = {"synthesised": made + platform.operations_per_byte * used * (base + own)}
+        size, own = sum(matrix.size for matrix in matrices), self.own_bytes(matrices, platform.itemsize)
+        base, used = (platform.itemsize * size if has_base else 0), load.used_experts
+        # One kernel of a TPU brings every panel of the base once; elsewhere it is read for every expert.
+        bases = 1.0 if platform.chip.platform == "tpu" else used
+        made = platform.products(2 * load.rows * size)._replace(making=used * self.making(matrices, platform))
+        costs = {"synthesised": made + platform.reading(bases * base + used * own)}
         if self.adds_to_base:
-            once = 2 * load.tokens * size if has_base else 0
-            once += platform.operations_per_byte * (base + used * own)
+            once = platform.products(2 * load.tokens * size if has_base else 0)
+            once += platform.reading(base + used * own)
             ways = self.delta_costs(matrices, load, platform)
             costs |= {f"factored-{way}": once + operations for way, operations in ways.items()}
         return costs

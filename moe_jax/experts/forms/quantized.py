@@ -106,13 +106,13 @@ class Quantized(KernelForm):
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
 
-    def own_bytes(self, matrices: Sequence[Matrix]) -> float:
+    def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
         """See `KernelForm`."""
         return self.bits / 8 * sum(matrix.size for matrix in matrices)
 
-    def build_operations(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         """See `KernelForm`."""
-        return platform.per_unpack * sum(matrix.size for matrix in matrices)
+        return platform.unpack * sum(matrix.size for matrix in matrices)
 
     # ---- how it is encoded ------------------------------------------------------------------------------------------
 

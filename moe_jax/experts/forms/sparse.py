@@ -27,7 +27,7 @@ from moe_jax.experts.forms.positions import (
 )
 from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
 from moe_jax.experts.forms.quantized import check_group_size
-from moe_jax.experts.platforms import BYTES_PER_ENTRY, Platform
+from moe_jax.experts.platforms import Cost, Platform
 from moe_jax.finite import cast
 from moe_jax.functional.packing import SCALE_DTYPE, dequantize, pack, scales_shape
 from moe_jax.functional.sparse_product import grouped_sparse_matmul
@@ -196,23 +196,24 @@ class Sparse(KernelForm):
         """See `ExpertForm`."""
         return False
 
-    def own_bytes(self, matrices: Sequence[Matrix]) -> float:
+    def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
         """See `KernelForm`."""
         entries = sum(map(self.kept_entries, matrices))
-        values = entries * (BYTES_PER_ENTRY if self.bits is None else self.bits / 8)
+        values = entries * (itemsize if self.bits is None else self.bits / 8)
         return values + (sum(matrix.size for matrix in matrices) / 8 if self.encoding == "bitmap" else 2 * entries)
 
-    def build_operations(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         """See `KernelForm`."""
         if self.encoding == "bitmap":
-            return platform.per_gather * sum(matrix.size for matrix in matrices)
-        return platform.per_scatter * sum(map(self.kept_entries, matrices))
+            return platform.gather * sum(matrix.size for matrix in matrices)
+        return platform.scatter * sum(map(self.kept_entries, matrices))
 
-    def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, float]:
+    def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, Cost]:
         """See `KernelForm`."""
         costs = super().delta_costs(matrices, load, platform)
-        if self.encoding != "bitmap" and platform.per_sparse_entry is not None:
-            costs["entrywise"] = load.rows * sum(map(self.kept_entries, matrices)) * platform.per_sparse_entry
+        if self.encoding != "bitmap" and platform.sparse_entry is not None:
+            entries = load.rows * sum(map(self.kept_entries, matrices))
+            costs["entrywise"] = Cost(entries * platform.sparse_entry)
         return costs
 
     # ---- how it is encoded ------------------------------------------------------------------------------------------

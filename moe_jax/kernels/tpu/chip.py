@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moe_jax.data_sheets import CHIPS
+
 MIB = 1 << 20
 RESERVED = 8 * MIB
 """What the compiler needs besides the blocks of a kernel."""
@@ -26,14 +28,8 @@ class Core(NamedTuple):
     rows: int
 
 
-# Google's documentation of the TPU versions, and the table that JAX has of them (`pallas.tpu.get_tpu_info`).
 _CORES = {
-    "TPU v5 lite": Core(128 * MIB, 1, 128),
-    "TPU v5e": Core(128 * MIB, 1, 128),
-    "TPU v6 lite": Core(128 * MIB, 1, 256),
-    "TPU v6e": Core(128 * MIB, 1, 256),
-    "TPU v5": Core(64 * MIB, 2, 128),
-    "TPU v5p": Core(64 * MIB, 2, 128),
+    kind: Core(chip.vmem, chip.cores, chip.matrix_rows) for chip in CHIPS.values() if chip.vmem for kind in chip.kinds
 }
 ANY_CORE = Core(64 * MIB, 2, 128)
 """Blocks that fit here fit everywhere."""

@@ -1,0 +1,86 @@
+"""What accelerators can do, by their makers' word: the one table for rooflines, memory and sizes of blocks.
+
+A roofline is the least time that a program can take: that of its products at the peak of the matrix units, or that of
+its bytes at the bandwidth of the memory, whichever is longer. No program reaches either.
+"""
+
+from typing import NamedTuple
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+class Chip(NamedTuple):
+    """A device of JAX's.
+
+    Attributes:
+      name: as options take it.
+      platform: `cpu`, `gpu` or `tpu`.
+      kinds: what JAX calls the device (`device_kind`); the compiler's name comes first.
+      bfloat16: operations per second in products of bfloat16 with sums in float32, none of them saved by sparsity.
+      float32: of float32, as the platform multiplies it where it is asked for full precision.
+      bandwidth: of the memory, bytes per second.
+      memory: bytes of it; None: not a property of the chip.
+      vmem: bytes of fast memory of a TPU core; 0: kernels are not compiled for it here.
+      cores: TPU cores that share a device.
+      matrix_rows: rows of weights that a TPU's matrix unit holds.
+      source: of the figures.
+    """
+
+    name: str
+    platform: str
+    kinds: tuple[str, ...]
+    bfloat16: float
+    float32: float
+    bandwidth: float
+    memory: int | None
+    source: str
+    vmem: int = 0
+    cores: int = 1
+    matrix_rows: int = 0
+
+    def operations_per_second(self, itemsize: int) -> float:
+        """Of products of floating-point numbers of so many bytes; those of one or two count as bfloat16."""
+        return self.float32 if itemsize >= 4 else self.bfloat16
+
+
+_TPU_DOCS = "https://docs.cloud.google.com/tpu/docs"
+# No document has the float32 peak of a TPU: XLA and Mosaic make a product of full precision of six in bfloat16. The
+# sizes of fast memory and of the matrix units are those of JAX's own table (`pallas.tpu.get_tpu_info`).
+_TPUS = (
+    Chip("v4", "tpu", ("TPU v4",), 275e12, 275e12 / 6, 1.2e12, 32 * _GIB, f"{_TPU_DOCS}/v4"),
+    Chip(
+        "v5e", "tpu", ("TPU v5 lite", "TPU v5e"), 197e12, 197e12 / 6, 0.819e12, 16 * _GIB, f"{_TPU_DOCS}/v5e",
+        128 * _MIB, 1, 128,
+    ),
+    Chip(
+        "v5p", "tpu", ("TPU v5", "TPU v5p"), 459e12, 459e12 / 6, 2.765e12, 95 * _GIB, f"{_TPU_DOCS}/v5p",
+        64 * _MIB, 2, 128,
+    ),
+    Chip(
+        "v6e", "tpu", ("TPU v6 lite", "TPU v6e"), 918e12, 918e12 / 6, 1.638e12, 32 * _GIB, f"{_TPU_DOCS}/v6e",
+        128 * _MIB, 1, 256,
+    ),
+    Chip("v7x", "tpu", ("TPU7x",), 2307e12, 2307e12 / 6, 7.38e12, 192 * _GIB, f"{_TPU_DOCS}/tpu7x"),
+)  # fmt: skip
+# Data sheets give the H100 twice these, with sparsity. Memory is what the driver leaves to programs; bandwidths are not
+# rounded: 5120 bits at the clock of the memory.
+_GPUS = (
+    Chip(
+        "h100", "gpu", ("NVIDIA H100 80GB HBM3",), 989.4e12, 67e12, 3.35232e12, 84_942_979_072,
+        "NVIDIA H100 data sheet, SXM: https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet",
+    ),
+    Chip(
+        "a100", "gpu", ("NVIDIA A100-SXM4-80GB",), 312e12, 19.5e12, 2.039e12, 84_986_691_584,
+        "NVIDIA A100 80GB data sheet, SXM: nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
+    ),
+)  # fmt: skip
+_CPU = Chip("cpu", "cpu", ("cpu",), 180e9, 190e9, 12.7e9, None, "measured on two threads of one core of an AMD EPYC")
+
+CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS, _CPU)}
+_BY_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.kinds}
+
+
+def chip_of_kind(kind: str) -> Chip | None:
+    """The chip with a `device_kind`; None if the table lacks it."""
+    return _BY_KIND.get(kind)
