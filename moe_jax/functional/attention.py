@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.functional.chunked_attention import Visibility as Visibility
 from moe_jax.functional.chunked_attention import chunked_attention
-from moe_jax.kernels.deferred import deferred
+from moe_jax.kernels.deferred import Bound, deferred
 from moe_jax.kernels.gpu import flash_attention
 from moe_jax.kernels.gpu.nvidia import compute_capability
 
@@ -204,9 +204,10 @@ def _by_platform(
     platforms: tuple[str, ...], given: tuple, out: Any, *, form: _Form, kernel: Callable, chunks: Callable
 ) -> Any:
     """By the kernel on these platforms, but by chunks on others and where the compiler divides the program."""
-    options: Any = dict(out=out, divided=chunks, form=form)
+    by_chunks = Bound(chunks, form=form)
+    options: Any = dict(out=out, divided=by_chunks, form=form)
     kernels = {_LOWERED[one]: partial(deferred, kernel, **options, platform=one) for one in platforms}
-    return jax.lax.platform_dependent(*given, default=partial(chunks, form=form), **kernels)
+    return jax.lax.platform_dependent(*given, default=by_chunks, **kernels)
 
 
 def _lowered(
@@ -224,15 +225,11 @@ def _lowered_backward(
     return jax.vjp(lambda q, k, v: _lowered(q, k, v, visible, form=form, platform=platform), q, k, v)[1](cotangent)
 
 
-def _of_chunks(
-    q: Array, k: Array, v: Array, visible: Visibility, *, form: _Form, platform: str | None = None
-) -> Float[Array, "B T H W"]:
-    del platform
+def _of_chunks(q: Array, k: Array, v: Array, visible: Visibility, *, form: _Form) -> Float[Array, "B T H W"]:
     return chunked_attention(q, k, v, visible, **form._asdict())
 
 
 def _of_chunks_backward(
-    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, form: _Form, platform: str | None = None
+    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, form: _Form
 ) -> tuple[Array, Array, Array]:
-    del platform
     return jax.vjp(lambda q, k, v: _of_chunks(q, k, v, visible, form=form), q, k, v)[1](cotangent)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.deferred import deferred
+from moe_jax.kernels.deferred import Bound, deferred
 from moe_jax.kernels.gpu.nvidia import compute_capability
 from moe_jax.kernels.one_device import one_device
 from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product, zero_rows_beyond
@@ -180,13 +180,15 @@ def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
 # ---- NVIDIA GPUs ------------------------------------------------------------------------------------------------
 
 
-def _gpu_options() -> dict[str, Any]:
-    return {"capability": compute_capability(), "one_device": one_device()}
+def _gpu_deferred(function: Callable[..., Array], *arrays: Array, out: jax.ShapeDtypeStruct, **options: Any) -> Array:
+    options["capability"] = compute_capability()
+    divided = Bound(function, one_device=False, **options)
+    return deferred(function, *arrays, out=out, divided=divided, one_device=one_device(), **options)
 
 
 def _gpu_product(lhs: Array, rhs: Array, group_sizes: Array, *, transposed: bool = False) -> Array:
     out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1 if transposed else 2]), lhs.dtype)
-    return deferred(_traced_gpu_product, lhs, rhs, group_sizes, out=out, transposed=transposed, **_gpu_options())
+    return _gpu_deferred(_traced_gpu_product, lhs, rhs, group_sizes, out=out, transposed=transposed)
 
 
 def _traced_gpu_product(*arrays: Array, **options: Any) -> Array:
@@ -197,7 +199,7 @@ def _traced_gpu_product(*arrays: Array, **options: Any) -> Array:
 
 def _gpu_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
     out = jax.ShapeDtypeStruct((group_sizes.shape[0], lhs.shape[1], dout.shape[1]), lhs.dtype)
-    return deferred(_traced_gpu_outer, lhs, dout, group_sizes, out=out, **_gpu_options())
+    return _gpu_deferred(_traced_gpu_outer, lhs, dout, group_sizes, out=out)
 
 
 def _traced_gpu_outer(*arrays: Array, **options: Any) -> Array:
@@ -211,7 +213,9 @@ def _traced_gpu_outer(*arrays: Array, **options: Any) -> Array:
 
 def _tpu_product(lhs: Array, rhs: Array, group_sizes: Array, *, transposed: bool = False) -> Array:
     out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1 if transposed else 2]), lhs.dtype)
-    return deferred(_traced_tpu_product, lhs, rhs, group_sizes, out=out, transposed=transposed, core=current_core())
+    divided = BACKENDS["ragged_dot"]["transposed" if transposed else "product"]
+    options: Any = dict(out=out, divided=divided, transposed=transposed, core=current_core())
+    return deferred(_traced_tpu_product, lhs, rhs, group_sizes, **options)
 
 
 def _traced_tpu_product(lhs: Array, rhs: Array, group_sizes: Array, **options: Any) -> Array:
@@ -224,7 +228,8 @@ def _traced_tpu_product(lhs: Array, rhs: Array, group_sizes: Array, **options: A
 
 def _tpu_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
     out = jax.ShapeDtypeStruct((group_sizes.shape[0], lhs.shape[1], dout.shape[1]), lhs.dtype)
-    return deferred(_traced_tpu_outer, lhs, dout, group_sizes, out=out, core=current_core())
+    options: Any = dict(out=out, divided=BACKENDS["ragged_dot"]["outer"], core=current_core())
+    return deferred(_traced_tpu_outer, lhs, dout, group_sizes, **options)
 
 
 def _traced_tpu_outer(lhs: Array, dout: Array, group_sizes: Array, **options: Any) -> Array:

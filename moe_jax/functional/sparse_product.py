@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.grouped import PRODUCT, longest_tile, over_tiles
 from moe_jax.functional.sparse_tile import entry_coordinates, scatter_tile
-from moe_jax.kernels.by_platform import Kernel, by_platform
+from moe_jax.kernels.by_platform import by_platform
+from moe_jax.kernels.deferred import Bound
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
 
 Positions = dict[str, Array]
@@ -44,7 +45,7 @@ def grouped_sparse_matmul(
       width: o.
     """
     out = jax.ShapeDtypeStruct((lhs.shape[0], width), lhs.dtype)
-    loops, gpu = partial(_looped_product, width), Kernel(_gpu_product, {"width": width})
+    loops, gpu = Bound(_looped_product, width=width), Bound(_gpu_product, width=width)
     product = by_platform(loops, lhs.dtype, out, gpu=gpu)
     return product(lhs, values, positions, group_sizes)
 
@@ -57,7 +58,7 @@ def _forward(lhs: Array, values: Array, positions: Positions, group_sizes: Array
 def _backward(width: int, residuals: tuple, dout: Array) -> tuple:
     lhs, values, _, _ = residuals
     out = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (lhs, values))
-    loops, gpu = partial(_looped_gradients, width), Kernel(_gpu_gradients, {"width": width})
+    loops, gpu = Bound(_looped_gradients, width=width), Bound(_gpu_gradients, width=width)
     gradients = by_platform(loops, lhs.dtype, out, gpu=gpu)
     return *gradients(*residuals, dout), None, None
 
@@ -68,7 +69,7 @@ grouped_sparse_matmul.defvjp(_forward, _backward)
 # ---- loops (entry by entry) -------------------------------------------------------------------------------------
 
 
-def _looped_product(width: int, lhs: Array, values: Array, positions: Positions, group_sizes: Array) -> Array:
+def _looped_product(lhs: Array, values: Array, positions: Positions, group_sizes: Array, *, width: int) -> Array:
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts = jnp.cumsum(group_sizes) - group_sizes
     padded = jnp.pad(lhs, ((0, slack), (0, 0)))
@@ -88,7 +89,7 @@ def _looped_product(width: int, lhs: Array, values: Array, positions: Positions,
 
 
 def _looped_gradients(
-    width: int, lhs: Array, values: Array, positions: Positions, group_sizes: Array, dout: Array
+    lhs: Array, values: Array, positions: Positions, group_sizes: Array, dout: Array, *, width: int
 ) -> tuple[Array, Array]:
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts = jnp.cumsum(group_sizes) - group_sizes

@@ -32,7 +32,8 @@ from moe_jax.functional.grouped import (
     tile_width,
     when,
 )
-from moe_jax.kernels.by_platform import Kernel, by_platform
+from moe_jax.kernels.by_platform import by_platform
+from moe_jax.kernels.deferred import Bound
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 
@@ -157,8 +158,8 @@ def _choose(
     if isinstance(tile, str):
         _say_why_not_fused(tile)
     else:
-        fused = Kernel(tpu, {"tile": tile, "shape": tiles.shape})
-    return by_platform(partial(loops, tiles), dtype, out, tpu=fused, gpu=Kernel(gpu, {"tiles": tiles}))
+        fused = Bound(tpu, tile=tile, shape=tiles.shape)
+    return by_platform(Bound(loops, tiles=tiles), dtype, out, tpu=fused, gpu=Bound(gpu, tiles=tiles))
 
 
 @lru_cache(maxsize=64)
@@ -170,7 +171,7 @@ def _say_why_not_fused(reason: str) -> None:
 
 
 def _looped_product(
-    tiles: Tiles, lhs: Array, base: Array | None, trained: Stacked, fixed: Stacked, group_sizes: Array
+    lhs: Array, base: Array | None, trained: Stacked, fixed: Stacked, group_sizes: Array, *, tiles: Tiles
 ) -> Array:
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(tiles.shape, rows)
@@ -197,7 +198,14 @@ def _looped_product(
 
 
 def _looped_gradients(
-    tiles: Tiles, lhs: Array, base: Array | None, trained: Stacked, fixed: Stacked, group_sizes: Array, dout: Array
+    lhs: Array,
+    base: Array | None,
+    trained: Stacked,
+    fixed: Stacked,
+    group_sizes: Array,
+    dout: Array,
+    *,
+    tiles: Tiles,
 ) -> tuple:
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(tiles.shape, rows)

@@ -36,14 +36,31 @@ def deferred(
       arguments: trees of arrays.
       out: shapes and dtypes of the result.
       divided: takes the function's place in a program for several devices that the compiler divides between them, as it
-        cannot divide a kernel. None: the function is none, or is known to be called on one device.
+        cannot divide a kernel; it is called without the options. None: the function is no kernel, or is known to be
+        called on one device.
       options: further arguments.
     """
     arrays, structure = jax.tree.flatten(arguments)
     leaves, out_structure = jax.tree.flatten(out)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
-    calls = [_Call(one, tuple(sorted(options.items())), structure) for one in (function, divided or function)]
-    return jax.tree.unflatten(out_structure, _deferred.bind(*arrays, call=calls[0], divided=calls[1], shapes=shapes))
+    call = _Call(Bound(function, **options), structure)
+    other = call if divided is None else _Call(divided, structure)
+    return jax.tree.unflatten(out_structure, _deferred.bind(*arrays, call=call, divided=other, shapes=shapes))
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Bound:
+    """A function with some of its options. Unlike a `functools.partial` it equals another with the same."""
+
+    function: Callable[..., PyTree[Array]]
+    options: tuple[tuple[str, Hashable], ...]
+
+    def __init__(self, function: Callable[..., PyTree[Array]], **options: Hashable) -> None:
+        object.__setattr__(self, "function", function)
+        object.__setattr__(self, "options", tuple(sorted(options.items())))
+
+    def __call__(self, *arguments: PyTree[Array], **others: Hashable) -> PyTree[Array]:
+        return self.function(*arguments, **dict(self.options), **others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +68,10 @@ class _Call:
     """A function of trees, as one of their leaves."""
 
     function: Callable[..., PyTree[Array]]
-    options: tuple[tuple[str, Hashable], ...]
     structure: Any
 
     def __call__(self, *arrays: Array) -> list[Array]:
-        arguments = jax.tree.unflatten(self.structure, arrays)
-        return jax.tree.leaves(self.function(*arguments, **dict(self.options)))
+        return jax.tree.leaves(self.function(*jax.tree.unflatten(self.structure, arrays)))
 
 
 @dataclasses.dataclass(frozen=True)
