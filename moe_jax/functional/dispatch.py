@@ -5,6 +5,7 @@ is a permutation, so dispatch and combine are gathers, and so are their gradient
 gather into a scatter, which is serial on CPU and slow on accelerators.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -49,9 +50,14 @@ def dispatch(x: Float[Array, "T d"], order: Order, top_k: int) -> Float[Array, "
     return _dispatch(x, order, top_k)
 
 
+def _rows(x: Float[Array, "n d"], indices: Int[Array, " m"]) -> Float[Array, "m d"]:
+    """The rows with these indices, all of which exist: to make others NaN would read and write everything again."""
+    return jnp.take(x, indices, axis=0, mode="clip")
+
+
 # `nondiff_argnums` loses the types of a decorated function.
 _dispatch: Any = jax.custom_vjp(
-    lambda x, order, top_k: jnp.take(x, order.sorted_to_flat // top_k, axis=0), nondiff_argnums=(2,)
+    lambda x, order, top_k: _rows(x, order.sorted_to_flat // top_k), nondiff_argnums=(2,)
 )
 
 
@@ -60,24 +66,31 @@ def _dispatch_fwd(x: Array, order: Order, top_k: int) -> tuple[Array, Order]:
 
 
 def _dispatch_bwd(top_k: int, order: Order, dy: Array) -> tuple[Array, None]:
-    per_choice = jnp.take(dy, order.flat_to_sorted, axis=0).reshape(-1, top_k, dy.shape[-1])
-    return jnp.sum(per_choice, axis=1), None
+    return jnp.sum(_per_choice(dy, order, top_k), axis=0), None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
-@jax.custom_vjp
-def _unsort(y: Float[Array, "M d"], order: Order) -> Float[Array, "M d"]:
-    return jnp.take(y, order.flat_to_sorted, axis=0)
+def _per_choice(y: Float[Array, "M d"], order: Order, top_k: int) -> Float[Array, "k T d"]:
+    """The rows of the first choices of all tokens, then those of the second, and so on.
+
+    In that order no copy is needed: where the k rows of a token lie side by side, a TPU pads them to eight.
+    """
+    rows = order.flat_to_sorted.reshape(-1, top_k).T
+    return _rows(y, rows.reshape(-1)).reshape(*rows.shape, y.shape[-1])
 
 
-def _unsort_fwd(y: Array, order: Order) -> tuple[Array, Order]:
-    return _unsort(y, order), order
+_unsort: Any = jax.custom_vjp(_per_choice, nondiff_argnums=(2,))
 
 
-def _unsort_bwd(order: Order, dy: Array) -> tuple[Array, None]:
-    return jnp.take(dy, order.sorted_to_flat, axis=0), None
+def _unsort_fwd(y: Array, order: Order, top_k: int) -> tuple[Array, Order]:
+    return _unsort(y, order, top_k), order
+
+
+def _unsort_bwd(top_k: int, order: Order, dy: Array) -> tuple[Array, None]:
+    token, choice = jnp.divmod(order.sorted_to_flat, top_k)
+    return _rows(dy.reshape(-1, dy.shape[-1]), choice * dy.shape[1] + token), None
 
 
 _unsort.defvjp(_unsort_fwd, _unsort_bwd)
@@ -94,8 +107,10 @@ def combine(y: Float[Array, "M d"], order: Order, weights: Float[Array, "T k"]) 
     Returns:
       The weighted sums, accumulated in float32 and rounded once to the dtype of `y`.
     """
-    per_choice = _unsort(y, order).reshape(*weights.shape, y.shape[-1])
-    return jnp.sum(per_choice.astype(jnp.float32) * weights[:, :, None], axis=1).astype(y.dtype)
+    per_choice = _unsort(y, order, weights.shape[1])
+    # Choice by choice: XLA:TPU would write a sum's operand of several axes to memory in float32.
+    terms = (per_choice[i].astype(jnp.float32) * weights[:, i, None] for i in range(weights.shape[1]))
+    return functools.reduce(jnp.add, terms).astype(y.dtype)
 
 
 @jax.custom_vjp
@@ -106,10 +121,11 @@ def weighted_sum(choices: Float[Array, "T k f"], weights: Float[Array, "T k"]) -
     the result therefore is that choice to the last bit, however a compiler rounds products, and an upcycled model
     starts as its dense model (METHODS 2.5). The gradient is that of the plain sum.
     """
-    wide = choices.astype(jnp.float32)
-    total = jnp.sum(weights, axis=1)[:, None] * wide[:, 0]
+    # Choice by choice: converted as a whole, XLA:TPU would write them to memory in float32.
+    first = choices[:, 0].astype(jnp.float32)
+    total = jnp.sum(weights, axis=1)[:, None] * first
     for i in range(1, choices.shape[1]):
-        total = total + weights[:, i, None] * (wide[:, i] - wide[:, 0])
+        total = total + weights[:, i, None] * (choices[:, i].astype(jnp.float32) - first)
     return total.astype(choices.dtype)
 
 
