@@ -96,3 +96,16 @@ FAMILIES_COMPRESSED = Table(
     ("family", "", "bytes", "loss before", "after", "exported, in Transformers"),
     ("{}", "{}", "{:.2f}", "{:.3f}", "{:.3f}", "{}"),
 )
+HOT_PATH = Table(
+    "layers",
+    ("chip", "shape", "experts", "strategy", "GB moved", "least", "of the least (aim 1.3)",
+     "kernels alone, of the least", "FLOP per byte", "fast memory of kernels, MiB", "least time, ms",
+     "share of products"),
+    ("{}", "{}", "{}", "{}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.0f}", "{:.0f}", "{:.2f}", "{:.2f}"),
+)  # fmt: skip
+HOT_PATH_AGAINST = Table(
+    "against",
+    ("chip", "shape", "experts", "of one dense FFN (low-rank: aim 1.2)", "of one dense FFN per row multiplied",
+     "of full experts"),
+    ("{}", "{}", "{}", "{:.2f}", "{:.2f}", "{:.2f}"),
+)  # fmt: skip

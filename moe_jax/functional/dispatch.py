@@ -6,6 +6,7 @@ gather into a scatter, which is serial on CPU and slow on accelerators.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -66,10 +67,16 @@ def _dispatch_fwd(x: Array, order: Order, top_k: int) -> tuple[Array, Order]:
 
 
 def _dispatch_bwd(top_k: int, order: Order, dy: Array) -> tuple[Array, None]:
-    return jnp.sum(_per_choice(dy, order, top_k), axis=0), None
+    per_choice = _per_choice(dy, order, top_k)
+    return _sum(per_choice[i].astype(jnp.float32) for i in range(top_k)).astype(dy.dtype), None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+def _sum(terms: Iterable[Float[Array, "T d"]]) -> Float[Array, "T d"]:
+    """One after another: XLA:TPU would write the operand of a sum over several axes to memory in float32."""
+    return functools.reduce(jnp.add, terms)
 
 
 def _per_choice(y: Float[Array, "M d"], order: Order, top_k: int) -> Float[Array, "k T d"]:
@@ -81,21 +88,7 @@ def _per_choice(y: Float[Array, "M d"], order: Order, top_k: int) -> Float[Array
     return _rows(y, rows.reshape(-1)).reshape(*rows.shape, y.shape[-1])
 
 
-_unsort: Any = jax.custom_vjp(_per_choice, nondiff_argnums=(2,))
-
-
-def _unsort_fwd(y: Array, order: Order, top_k: int) -> tuple[Array, Order]:
-    return _unsort(y, order, top_k), order
-
-
-def _unsort_bwd(top_k: int, order: Order, dy: Array) -> tuple[Array, None]:
-    token, choice = jnp.divmod(order.sorted_to_flat, top_k)
-    return _rows(dy.reshape(-1, dy.shape[-1]), choice * dy.shape[1] + token), None
-
-
-_unsort.defvjp(_unsort_fwd, _unsort_bwd)
-
-
+@jax.custom_vjp
 def combine(y: Float[Array, "M d"], order: Order, weights: Float[Array, "T k"]) -> Float[Array, "T d"]:
     """Undoes the sorting and sums over the choices of every token.
 
@@ -107,10 +100,26 @@ def combine(y: Float[Array, "M d"], order: Order, weights: Float[Array, "T k"]) 
     Returns:
       The weighted sums, accumulated in float32 and rounded once to the dtype of `y`.
     """
-    per_choice = _unsort(y, order, weights.shape[1])
-    # Choice by choice: XLA:TPU would write a sum's operand of several axes to memory in float32.
-    terms = (per_choice[i].astype(jnp.float32) * weights[:, i, None] for i in range(weights.shape[1]))
-    return functools.reduce(jnp.add, terms).astype(y.dtype)
+    top_k = weights.shape[1]
+    per_choice = _per_choice(y, order, top_k)
+    terms = (per_choice[i].astype(jnp.float32) * weights[:, i, None] for i in range(top_k))
+    return _sum(terms).astype(y.dtype)
+
+
+def _combine_fwd(y: Array, order: Order, weights: Array) -> tuple[Array, tuple[Array, Order, Array]]:
+    return combine(y, order, weights), (y, order, weights)
+
+
+def _combine_bwd(saved: tuple[Array, Order, Array], dz: Array) -> tuple[Array, None, Array]:
+    y, order, weights = saved
+    top_k = weights.shape[1]
+    of_rows = jnp.take(weights.reshape(-1), order.sorted_to_flat, mode="clip")
+    dy = _rows(dz, order.sorted_to_flat // top_k).astype(jnp.float32) * of_rows[:, None]
+    products = (dz.astype(jnp.float32) * row.astype(jnp.float32) for row in _per_choice(y, order, top_k))
+    return dy.astype(y.dtype), None, jnp.stack([jnp.sum(product, axis=1) for product in products], axis=1)
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 @jax.custom_vjp
