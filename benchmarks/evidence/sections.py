@@ -112,6 +112,16 @@ SECTIONS = (
         layouts.layer_decoding(8),
     ),
     _program("compiled_steps", "python benchmarks/compiled_steps.py", _TRAINING, layouts.COMPILED),
+    _program(
+        "hot_path",
+        "python benchmarks/hot_path.py",
+        (
+            *("moe_jax/functional", "moe_jax/kernels", "moe_jax/experts", "moe_jax/data_sheets.py"),
+            *("benchmarks/hbm/layers.py", "benchmarks/hbm/traffic.py"),
+        ),
+        layouts.HOT_PATH,
+        layouts.HOT_PATH_AGAINST,
+    ),
     _reported(
         "ders_quality",
         "python benchmarks/ders_quality.py DATA",
