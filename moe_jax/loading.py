@@ -14,6 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from moe_jax.errors import raise_if_any
 from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.finite import cast, check_finite
+from moe_jax.memory import available_memory
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, segments_of, single_layers
 from moe_jax.nn import Decoder, is_stacked, unstacked
@@ -141,6 +142,22 @@ def load_model(
         return layers
 
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(load, state, shardings))
+
+
+def dtype_for_generation(source: ModelSource, compute_dtype: str, mesh: Mesh | None = None) -> str | None:
+    """The `param_dtype` with which a model that is only to generate is best loaded.
+
+    On a CPU XLA converts narrower weights to the dtype of the activations anew for every token, which takes several
+    times as long as the token itself. So there they are widened when they are read, which changes no result, unless
+    that needs more than half of the memory that is free.
+    """
+    platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+    if platform != "cpu" or compute_dtype != "float32":
+        return None
+    specs = source.specs().items()
+    widened = sum(spec.size * (4 if may_be_cast(path, spec.dtype) else spec.dtype.itemsize) for path, spec in specs)
+    available = available_memory()
+    return "float32" if available is None or widened <= available // 2 else None
 
 
 def may_be_cast(path: str, dtype: jnp.dtype) -> bool:

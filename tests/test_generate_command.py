@@ -5,7 +5,9 @@ import json
 
 import pytest
 
-from moe_jax import cli
+import moe_jax
+from moe_jax import cli, loading
+from moe_jax.open_source import open_source
 from tests.train.conftest import BOS, EOS, byte_tokenizer
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
@@ -161,3 +163,15 @@ def test_a_broken_generation_config_is_refused(config, tmp_path, capsys, content
     path = write_model(tmp_path / "model", config, random_leaves(config), (tmp_path / "generation_config.json",))
     assert cli.main(["generate", str(path), "--ids", "1"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_on_a_cpu_weights_are_widened_once_and_not_for_every_token(config, tmp_path, monkeypatch):
+    narrow = dataclasses.replace(config, dtype="bfloat16")
+    model = write_model(tmp_path / "narrow", narrow, random_leaves(narrow))
+    stored = moe_jax.generate(moe_jax.load(model), [5, 6, 7], max_new_tokens=6)
+    assert moe_jax.generate(model, [5, 6, 7], max_new_tokens=6).ids == stored.ids
+    source = open_source(model)
+    assert loading.dtype_for_generation(source, "float32") == "float32"
+    assert loading.dtype_for_generation(source, "bfloat16") is None
+    monkeypatch.setattr(loading, "available_memory", lambda: 1000)
+    assert loading.dtype_for_generation(source, "float32") is None

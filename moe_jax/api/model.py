@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from moe_jax.errors import InputError
 from moe_jax.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
-from moe_jax.loading import load_model
+from moe_jax.loading import dtype_for_generation, load_model
 from moe_jax.model_source import ModelSource
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
@@ -32,6 +32,14 @@ class Loading:
     remat: str = "none"
     mesh: Mesh | None = None
     stacked: bool = True
+
+    @classmethod
+    def for_generation(
+        cls, source: ModelSource, *, compute_dtype: str = "float32", mesh: Mesh | None = None
+    ) -> "Loading":
+        """For a model that does nothing but generate."""
+        dtype = dtype_for_generation(source, compute_dtype, mesh)
+        return cls(dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, stacked=False)
 
 
 class Model:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from moe_jax.api.model import Model, ModelOrPath, open_model
+from moe_jax.api.model import Loading, Model, ModelOrPath, open_model
 from moe_jax.errors import InputError, shown
 from moe_jax.finite import is_floating, largest_magnitude
 from moe_jax.generation import NonFiniteLogits
@@ -233,7 +233,9 @@ def generate(
       InputError: for an empty prompt, bad sampling options, a text for a model without tokenizer, or logits that are
         not finite.
     """
-    model = open_lazily(model)
+    if not isinstance(model, Model):
+        source = open_model(model)
+        model = Model.of_source(source, Loading.for_generation(source))
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer))
     prompts: list[Any] = [prompt] if single else list(prompt)
     ids = [_prompt_ids(one, model) for one in prompts]

@@ -66,8 +66,9 @@ def run(options: Options) -> None:
     if not prompts:
         raise InputError("nothing to continue: give --prompt, --prompts-file or --ids")
     mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
-    loading = Loading(compute_dtype=options.compute_dtype, mesh=mesh, stacked=False)
-    model = Model.of_source(options.open(options.model), loading)
+    source = options.open(options.model)
+    loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh)
+    model = Model.of_source(source, loading)
     results = generate(
         model,
         prompts,
