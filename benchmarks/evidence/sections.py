@@ -99,7 +99,12 @@ def _reported(
 SECTIONS = (
     _program("convert", "python benchmarks/convert.py", ("convert", "moe_jax/commands"), layouts.CONVERT),
     _program(
-        "moe_vs_transformers", "python benchmarks/moe_vs_transformers.py", _MODEL, layouts.MOE_VS_TRANSFORMERS
+        "real_llm",
+        "python benchmarks/real_llm.py MODEL",
+        (*_TRAINING, "moe_jax/generation.py", "moe_jax/decoding.py", "moe_jax/cli.py", "moe_jax/commands"),
+        layouts.LLM_SPEED,
+        layouts.LLM_DECODING,
+        layouts.LLM_START,
     ),
     _program("upcycle_stories260k", "python benchmarks/upcycle_stories260k.py DATA", _TRAINING, layouts.UPCYCLED),
     _program(

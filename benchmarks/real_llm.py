@@ -1,0 +1,303 @@
+"""A real language model on a CPU, beside Transformers in the same run: forward, training, decoding, and start-up.
+
+    python benchmarks/real_llm.py MODEL [--rounds 5] [--only speed|decoding|start] [--out benchmarks/results]
+
+MODEL is SmolLM2-135M-Instruct as a Hugging Face directory. All is float32.
+
+- speed: forward (to the logits) and training step (loss, gradient, AdamW) of SmolLM2 with 4 x 512 tokens, and of a
+  Mixtral-shaped model with random weights: d 512, f 1024, 4 layers, 8 experts, top-2, vocabulary 4096, 4 x 512 tokens.
+  The two libraries take turns, and so do the matrix products of each model alone, made by XLA and by PyTorch: the ratio
+  of these is what the products allow.
+- decoding: 64 tokens after 32, greedily, for 1, 4 and 16 rows.
+- start: whole commands on a small model, each a process of its own, for the second time: programs that were compiled
+  the first time are found.
+
+Times are medians; the best are in brackets. OUT receives `real_llm.json`. Needs torch and transformers
+(`pip install -e '.[test]'`).
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+import transformers
+from flax import nnx
+
+import moe_jax
+from evidence.commands import write_recipe
+from evidence.layouts import LLM_DECODING, LLM_SPEED, LLM_START
+from evidence.results import RESULTS, Figures
+from evidence.stamp import ROOT, current_stamp
+from moe_jax.convert import HuggingFaceDirectory
+from moe_jax.generation import generate
+from moe_jax.loading import load_model
+from moe_jax.nn import Decoder
+from moe_jax.peft import split_model, trainable_paths
+from moe_jax.train.step import init_state, make_step
+from products import Product, in_torch, in_xla, products_of
+
+ROWS, LENGTH = 4, 512
+PROMPT, NEW_TOKENS = 32, 64
+Seconds = dict[str, list[float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("speed", "decoding", "start"))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    figures = Figures(
+        "real_llm", options.out, writes=True, stamp=lambda: current_stamp(also=("torch", "transformers"))
+    )
+    with tempfile.TemporaryDirectory() as name:
+        if options.only in (None, "speed"):
+            measure_speed(figures, options.model, Path(name), options.rounds)
+        if options.only in (None, "decoding"):
+            measure_decoding(figures, options.model, options.rounds)
+        if options.only in (None, "start"):
+            measure_start(figures, options.model, Path(name))
+
+
+def measure_speed(figures: Figures, smollm2: Path, work: Path, rounds: int) -> None:
+    save_mixtral_shaped(work / "mixtral")
+    rows = []
+    for name, folder in (("SmolLM2-135M", smollm2), ("Mixtral-shaped", work / "mixtral")):
+        ours, theirs = our_model(folder), their_model(folder)
+        tokens = np.random.default_rng(0).integers(0, ours.config.vocab_size, (ROWS, LENGTH))
+        check_equal(ours, theirs, tokens)
+        products = products_of(ours.config, ROWS, LENGTH)
+        programs = {"forward": (our_forward(ours, tokens), their_forward(theirs, tokens))}
+        programs["training step"] = (our_training(ours, tokens), their_training(theirs, tokens))
+        for kind, (run, run_theirs) in programs.items():
+            seconds = in_turns({"ours": run, "theirs": run_theirs}, rounds)
+            alone = [of_products(products, make, rounds, training=kind != "forward") for make in (in_xla, in_torch)]
+            allowed = [alone[1][i] / alone[0][i] for i in (0, 1)]
+            reached = [pick(seconds["theirs"]) / pick(seconds["ours"]) for pick in (statistics.median, min)]
+            share = [a / b for a, b in zip(reached, allowed, strict=True)]
+            rows.append([f"{name}, {kind}", *map(tokens_per_second, seconds.values()), reached, allowed, share])
+            figures.put_rows(LLM_SPEED.name, rows)
+        del ours, theirs, programs
+    print(LLM_SPEED.text(figures))
+
+
+def tokens_per_second(seconds: Sequence[float]) -> list[float]:
+    """In the median and in the best round."""
+    return [ROWS * LENGTH / statistics.median(seconds), ROWS * LENGTH / min(seconds)]
+
+
+def in_turns(programs: dict[str, Callable[[], object]], rounds: int) -> Seconds:
+    """Seconds of every round, after one that does not count."""
+    seconds: Seconds = {name: [] for name in programs}
+    for counts in (False, *[True] * rounds):
+        for name, run in programs.items():
+            begin = time.perf_counter()
+            run()
+            if counts:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def of_products(
+    products: dict[Product, int], make: Callable[..., Callable[[], object]], rounds: int, *, training: bool
+) -> tuple[float, float]:
+    """Seconds of all products, each made alone: by the medians and by the best rounds."""
+    median = best = 0.0
+    for product, times in products.items():
+        # Small ones are over before a clock is read.
+        repeats = max(1, int(2e9 // product.flops))
+        run = make(product, training=training)
+        (seconds,) = in_turns({"": lambda run=run, repeats=repeats: [run() for _ in range(repeats)]}, rounds).values()
+        median += statistics.median(seconds) / repeats * times
+        best += min(seconds) / repeats * times
+    return median, best
+
+
+def our_model(folder: Path, *, stacked: bool = True) -> Decoder:
+    return load_model(HuggingFaceDirectory(folder), param_dtype="float32", stacked=stacked)
+
+
+def their_model(folder: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def check_equal(ours: Decoder, theirs: transformers.PreTrainedModel, tokens: np.ndarray) -> None:
+    first = tokens[:1, :64]
+    with torch.no_grad():
+        expected = theirs(torch.tensor(first), use_cache=False).logits.numpy()
+    difference = np.abs(np.asarray(ours(jnp.asarray(first, jnp.int32)).logits) - expected).max()
+    if not difference < 1e-3:
+        raise SystemExit(f"the two models do not compute the same: logits differ by {difference}")
+
+
+def our_forward(model: Decoder, tokens: np.ndarray) -> Callable[[], object]:
+    graphdef, params, frozen = split_model(model, trainable_paths(model))
+    ids = jnp.asarray(tokens, jnp.int32)
+    run = jax.jit(lambda *parts: nnx.merge(graphdef, *parts)(ids).logits)
+    return lambda: jax.block_until_ready(run(params, frozen))
+
+
+def our_training(model: Decoder, tokens: np.ndarray) -> Callable[[], object]:
+    """The step of `moe-jax train`."""
+    graphdef, params, frozen = split_model(model, trainable_paths(model))
+    params = jax.tree.map(jnp.copy, params)  # they are given up to the step
+    optimizer = optax.adamw(1e-4)
+    step = make_step(graphdef, model.config, optimizer, optax.constant_schedule(1e-4))
+    step = jax.jit(step, donate_argnums=0)
+    ids = jnp.asarray(tokens, jnp.int32)
+    batch = {
+        "tokens": ids,
+        "targets": jnp.roll(ids, -1, axis=1),
+        "weights": jnp.ones(ids.shape).at[:, -1].set(0),
+        "segment_ids": jnp.ones_like(ids),
+        "positions": jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), ids.shape),
+    }
+    held = [init_state(params, optimizer)]
+
+    def run() -> float:
+        held[0], metrics = step(held[0], frozen, batch)
+        jax.block_until_ready(held[0])
+        return float(metrics.loss)
+
+    return run
+
+
+def their_forward(model: transformers.PreTrainedModel, tokens: np.ndarray) -> Callable[[], object]:
+    ids = torch.tensor(tokens)
+
+    def run() -> object:
+        with torch.no_grad():
+            return model(ids, use_cache=False, **without_router_logits(model)).logits
+
+    return run
+
+
+def without_router_logits(model: transformers.PreTrainedModel) -> dict[str, bool]:
+    """Of an MoE: only its loss needs them."""
+    return {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+
+
+def their_training(model: transformers.PreTrainedModel, tokens: np.ndarray) -> Callable[[], object]:
+    ids = torch.tensor(tokens)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def run() -> float:
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return run
+
+
+def save_mixtral_shaped(folder: Path) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=LENGTH,
+        output_router_logits=True,
+        router_aux_loss_coef=0.01,
+    )
+    torch.manual_seed(0)
+    transformers.MixtralForCausalLM(config).float().save_pretrained(folder)
+
+
+def measure_decoding(figures: Figures, folder: Path, rounds: int) -> None:
+    ours, theirs = our_model(folder, stacked=False), their_model(folder)
+    theirs.generation_config.eos_token_id = None
+    table = []
+    for rows in (1, 4, 16):
+        prompts = np.random.default_rng(rows).integers(0, ours.config.vocab_size, (rows, PROMPT))
+        ids = torch.tensor(prompts)
+
+        def run(prompts: np.ndarray = prompts) -> object:
+            return generate(ours, prompts.tolist(), max_new_tokens=NEW_TOKENS)
+
+        def run_theirs(ids: torch.Tensor = ids) -> object:
+            with torch.no_grad():
+                return theirs.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+                )
+
+        seconds = in_turns({"ours": run, "theirs": run_theirs}, rounds)
+        tokens = rows * NEW_TOKENS
+        speeds = [[tokens / statistics.median(one), tokens / min(one)] for one in seconds.values()]
+        table.append([rows, *speeds, [a / b for a, b in zip(*speeds, strict=True)]])
+        figures.put_rows(LLM_DECODING.name, table)
+    print(LLM_DECODING.text(figures))
+
+
+def measure_start(figures: Figures, smollm2: Path, work: Path) -> None:
+    config = HuggingFaceDirectory(smollm2).config
+    layer = config.layers[0]
+    attention = dataclasses.replace(layer.attention, num_heads=4, num_kv_heads=2, head_dim=16)
+    layer = dataclasses.replace(layer, attention=attention, mlp=dataclasses.replace(layer.mlp, dim=128))
+    small = dataclasses.replace(config, d_model=64, layers=(layer,) * 4)
+    tokenizer = smollm2 / "tokenizer.json"
+    dense = moe_jax.save(moe_jax.Model(Decoder(small, rngs=nnx.Rngs(0)), tokenizer_files=[tokenizer]), work / "dense")
+    text = work / "text.txt"
+    text.write_text("A program that is run for the second time need not be compiled.\n" * 200)
+    recipe = write_recipe(work / "recipe.toml", text, seq_len=64, learning_rate=1e-4, warmup_steps=1, steps=2)
+    rest = ("--experts", 4, "--delta", "low-rank:4")
+
+    def commands(at: str) -> dict[str, tuple[object, ...]]:
+        """With outputs of their own in every round."""
+        out = work / at
+        run_of_train = (f"model.path={out / 'moe'}", f"run_dir={out / 'run'}")
+        return {
+            "inspect": ("inspect", dense),
+            "plan": ("plan", dense),
+            "export": ("export", dense, out / "exported"),
+            "convert": ("convert", out / "exported", out / "converted"),
+            "generate": ("generate", dense, "--prompt", "A program", "--max-new-tokens", 16),
+            "eval": ("eval", dense, "--text", text, "--seq-len", 64),
+            "upcycle": ("upcycle", dense, out / "moe", *rest),
+            "train": ("train", recipe, "--set", *run_of_train),
+            "compress": ("compress", out / "moe", out / "compressed", "--method", "ders-quantize", "--bits", 4),
+        }
+
+    rows = []
+    for name in commands(""):
+        first, second = (seconds_of(commands(at)[name], work) for at in ("first", "second"))
+        rows.append([f"`{name}`", first, second])
+        figures.put_rows(LLM_START.name, rows)
+    print(LLM_START.text(figures))
+
+
+def seconds_of(words: Sequence[object], work: Path) -> float:
+    """Of a whole command, in a process of its own; programs are kept in a folder of this run."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environment = {**kept, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(work / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "moe_jax.cli", *map(str, words)]
+    begin = time.perf_counter()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed: {done.stderr[-400:]}")
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
