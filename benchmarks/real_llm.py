@@ -158,7 +158,6 @@ def our_training(model: Decoder, tokens: np.ndarray) -> Callable[[], object]:
     params = jax.tree.map(jnp.copy, params)  # they are given up to the step
     optimizer = optax.adamw(1e-4)
     step = make_step(graphdef, model.config, optimizer, optax.constant_schedule(1e-4))
-    step = jax.jit(step, donate_argnums=0)
     ids = jnp.asarray(tokens, jnp.int32)
     batch = {
         "tokens": ids,
@@ -168,9 +167,10 @@ def our_training(model: Decoder, tokens: np.ndarray) -> Callable[[], object]:
         "positions": jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), ids.shape),
     }
     held = [init_state(params, optimizer)]
+    compiled = jax.jit(step, donate_argnums=0).lower(held[0], frozen, batch).compile()
 
     def run() -> float:
-        held[0], metrics = step(held[0], frozen, batch)
+        held[0], metrics = compiled(held[0], frozen, batch)
         jax.block_until_ready(held[0])
         return float(metrics.loss)
 

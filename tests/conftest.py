@@ -41,7 +41,7 @@ hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=
 hypothesis.settings.load_profile("reproducible")
 
 # Tracing makes many objects that stay; looking through all of them for cycles as often as Python does takes a fifth of
-# the time of tracing.
+# the time of tracing. What was imported is not looked at again.
 gc.set_threshold(100_000, 20, 100)
 
 MAX_COMPILED_BYTES = 500_000_000
@@ -75,6 +75,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = run
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from moe_jax.nn.router_stats import auxiliary_loss, load_per_layer
 from moe_jax.open_source import open_source
 from moe_jax.sharding import make_mesh
 from tests.convert.conftest import CONFIGS
+from tests.tiers import long, one_in
 from tests.upcycle.conftest import random_leaves, write_model
 
 QUIET = Console(quiet=True)
@@ -66,6 +67,7 @@ def switch(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("switch") / "model", config, random_leaves(config))
 
 
+@one_in(2)
 @pytest.mark.parametrize("options", [("--every", 2), PESC])
 def test_an_upcycled_t5_gives_its_logits(t5, tmp_path, options, capsys):
     assert run("upcycle", t5, tmp_path / "moe", "--experts", 4, *options) == 0, capsys.readouterr().err
@@ -102,6 +104,7 @@ METHODS = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_chosen_layers_of_both_stacks_are_compressed(switch, tmp_path, method, capsys):
     chosen = ("--layers", "encoder:1,decoder:top:1")
@@ -149,6 +152,7 @@ def test_layers_that_a_stack_does_not_have(text):
         parse_layers("encoder:1", read_hf_config(CONFIGS["mixtral"]))
 
 
+@long
 def test_on_a_mesh_it_is_the_same_model(switch):
     """Also the gradient, with recomputation."""
     source = ModelDirectory(switch)

@@ -13,6 +13,7 @@ from moe_jax.errors import InputError
 from moe_jax.generation import NonFiniteLogits, generate, stream
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.nn import Decoder, unstacked
+from tests.tiers import one_in
 
 PROMPTS = [[5, 3, 8, 1, 9, 2, 2], [4], [7, 7, 30]]
 
@@ -56,6 +57,7 @@ def greedy_without_cache(full_forward, prompt, steps):
     return row[len(prompt) :]
 
 
+@one_in(2)
 def test_greedy_equals_recomputation_for_prompts_of_different_lengths(model, full_forward):
     got = generate(model, PROMPTS, max_new_tokens=9)
     assert got == [greedy_without_cache(full_forward, prompt, 9) for prompt in PROMPTS]
@@ -90,6 +92,7 @@ def test_sampling_is_reproducible_and_follows_its_key(small):
     assert first == again != other
 
 
+@one_in(2)
 def test_neither_batch_nor_bucket_nor_block_changes_a_greedy_result(model, full_forward, monkeypatch):
     """Prompts shorter and longer than the window and the ring of slots that it has, and blocks of every kind."""
     prompts = [np.random.default_rng(n).integers(0, 40, n).tolist() for n in (1, 17, 30)]

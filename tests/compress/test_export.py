@@ -21,6 +21,7 @@ from moe_jax.open_source import open_source
 from tests.compress.conftest import RECIPE, MemorySource, moe_config, trained_leaves
 from tests.convert.conftest import CONFIGS
 from tests.convert.test_foreign_view import write_model
+from tests.tiers import one_in
 from tests.train.conftest import BOS, EOS, byte_tokenizer
 from tests.upcycle.conftest import dense_config, random_leaves
 from tests.upcycle.conftest import write_model as write_leaves
@@ -67,6 +68,7 @@ def test_transformers_gives_the_logits_of_the_compressed_model(source, tmp_path)
     assert np.abs(logits(out) - theirs(tmp_path / "hf")).max() < 1e-4
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["qwen2_moe-dense-layers", "qwen3_moe-dense-layers"])
 def test_dense_layers_and_shared_experts_stay_beside_compressed_experts(name, tmp_path):
     config = read_hf_config(CONFIGS[name])

@@ -13,6 +13,7 @@ from moe_jax.convert.families import FAMILIES
 from moe_jax.convert.table import FUSED, LAYOUTS, PER_EXPERT
 from moe_jax.model_dir import ModelDirectory
 from tests.convert.conftest import CONFIGS, assert_same_bits, read_tensors
+from tests.tiers import one_in
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -60,6 +61,7 @@ def assert_same_model(a: pathlib.Path, b: pathlib.Path) -> None:
         assert np.allclose(first(TOKENS).logits, second(TOKENS).logits, atol=1e-5)
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", KNOWN)
 def test_saved_converted_exported_loaded(saved, tmp_path: pathlib.Path, name: str):
     foreign = saved(name)

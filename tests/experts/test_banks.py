@@ -127,7 +127,7 @@ def draw(rng, tokens, top_k, concentration):
     return x, weights, jnp.asarray(experts, jnp.int32), target
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize(
     ("kind", "strategy", "ffn_kind"),
     [(*way, ffn_kind) for way in STRATEGIES for ffn_kind in ("gated-biases", "plain-biases")] + COMPRESSED,
@@ -146,7 +146,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     check()
 
 
-@one_in(5)
+@one_in(10)
 @pytest.mark.parametrize("kind", ["full", "low-rank", "sparse", "quantized-2", "bitmap-3-alone", "joint-low-rank"])
 @pytest.mark.parametrize(
     ("axes", "tokens"),
@@ -174,7 +174,7 @@ def test_bank_over_a_mesh_equals_one_device(kind, axes, tokens):
     assert_close(got, expected)
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_is_within_its_rounding(kind):
     graphdef, params, rest = random_bank(kind, "gated")
@@ -326,6 +326,7 @@ def test_strategies_are_honoured_or_refused(monkeypatch):
         make_bank(KINDS["low-rank"], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
+@one_in(2)
 @pytest.mark.parametrize("strategy", ["factored-side-by-side", "factored-grouped", "synthesised"])
 @pytest.mark.parametrize("through", ["delta", "bias"])
 def test_router_weights_are_not_rounded(through, strategy):
@@ -362,6 +363,7 @@ def test_counts_bytes_and_frozen_leaves():
     assert quantized.num_bytes() == 4 * 3 * 8 * 16 + codes + scales
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("full", "quantized-1")])
 def test_a_fresh_delta_changes_nothing(kind):
     bank = fresh_bank(kind, "gated")

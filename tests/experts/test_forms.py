@@ -23,6 +23,7 @@ from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
 from moe_jax.sharding import leaf_spec, path_name
 from tests.conftest import ROOT
+from tests.tiers import one_in
 
 EXPERTS, D_MODEL = 3, 16
 FFNS = {"gated": FFNConfig(dim=24), "plain": FFNConfig(dim=24, gated=False, bias=True)}
@@ -95,6 +96,7 @@ def test_every_leaf_has_a_place_on_a_mesh_and_the_kind_it_says(bank, ffn):
             assert all(len(specs[leaf]) == len(array.shape) for leaf, array in combined.items())
 
 
+@one_in(2)
 @pytest.mark.parametrize(("ffn", "dtype"), [("gated", "float32"), ("plain", "bfloat16")])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_experts_made_from_a_dense_ffn_are_that_ffn(form, ffn, dtype):

@@ -119,7 +119,7 @@ def bank_with(kind, nf4, lora):
     return randomised(fresh_bank(BANKS[kind], expert))
 
 
-@one_in(5)
+@one_in(10)
 @pytest.mark.parametrize(("nf4", "lora"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("kind", BANKS)
 def test_banks_equal_experts_with_everything_added_up(kind, nf4, lora):
@@ -130,6 +130,7 @@ def test_banks_equal_experts_with_everything_added_up(kind, nf4, lora):
     assert_close(*results, tolerance=2e-5)
 
 
+@one_in(2)
 @pytest.mark.parametrize("kind", ["full", "low-rank"])
 def test_banks_over_a_mesh_equal_one_device(kind):
     graphdef, params, rest = bank_with(kind, True, True)
@@ -168,7 +169,7 @@ def with_dropped_out_base(bank, x, routing, key):
     return base["down"](h, fold_in(key, 2)) + y
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize("strategy", ["auto", "synthesised", "factored-grouped"])
 @pytest.mark.parametrize("kind", ["low-rank", "sparse", "quantized"])
 def test_the_dropout_of_a_base_with_lora_is_applied_whatever_the_strategy(kind, strategy):

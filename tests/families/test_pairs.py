@@ -13,7 +13,7 @@ from moe_jax.loading import load_model  # noqa: E402
 from moe_jax.train.pair_evaluation import PairEvaluator  # noqa: E402
 from moe_jax.train.tokenizer import Pair  # noqa: E402
 from tests.families.test_encoder_decoder import NEW_TOKENS, random_model  # noqa: E402
-from tests.tiers import one_in  # noqa: E402
+from tests.tiers import long, one_in  # noqa: E402
 
 random = np.random.default_rng(1)
 LENGTHS = ((40, 17), (9, 14), (33, 1), (3, 5))
@@ -26,6 +26,7 @@ def pair_of(inputs: np.ndarray, targets: np.ndarray, start: int) -> Pair:
     return Pair(tokens, targets, np.ones(len(targets), np.float32), inputs)
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["t5", "switch"])
 def test_pairs_are_scored_as_by_transformers(name, tmp_path):
     """Each alone there, and here padded in one batch."""
@@ -46,7 +47,7 @@ def test_pairs_are_scored_as_by_transformers(name, tmp_path):
     np.testing.assert_allclose(evaluator(state).nll, sum(expected) / tokens, rtol=1e-4)
 
 
-@one_in(2, first=1)
+@long
 @pytest.mark.parametrize("name", ["t5", "switch"])
 def test_answers_are_those_of_transformers(name, tmp_path):
     """64 greedy tokens for inputs of different lengths in one batch; one by one in Transformers."""

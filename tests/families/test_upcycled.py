@@ -10,7 +10,7 @@ from moe_jax import cli
 from moe_jax.companions import TOKENIZER
 from tests.convert.conftest import CONFIGS, expected_tensors, write_checkpoint
 from tests.convert.test_tiktoken_file import ids_by_ranks, learned_ranks, write_ranks
-from tests.tiers import long, one_in
+from tests.tiers import long
 from tests.train.conftest import byte_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 20
@@ -73,7 +73,7 @@ def generated(output_of, model: str) -> dict:
     return json.loads(output_of("generate", model, *given))[0]
 
 
-@one_in(2, first=1)
+@long
 @pytest.mark.parametrize("name", ["stablelm", "phi"])
 def test_ders_of_stablelm_and_phi(name, folder, output_of):
     write_random(folder, CONFIGS[name], 264)

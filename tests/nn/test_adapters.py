@@ -109,7 +109,7 @@ def layer_program(config, reference):
     return gradients_and_output(graphdef, rest, per_expert_reference if reference else lambda moe, x: moe(x)[0])
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_layer_equals_one_adapter_per_expert(name):
     @settings(max_examples=4)
@@ -123,6 +123,7 @@ def test_a_layer_equals_one_adapter_per_expert(name):
     check()
 
 
+@one_in(2)
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 def test_both_ways_of_routed_adapters_are_one_function(activation):
     """Also where a token chooses the same adapter twice, and for tokens without weight."""

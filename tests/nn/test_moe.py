@@ -83,7 +83,7 @@ def layer_program(moe_config, reference):
     return gradients_and_output(graphdef, rest, per_ffn_reference if reference else lambda moe, x: moe(x)[0])
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize(
     ("name", "top_k"),
     [
@@ -115,7 +115,7 @@ def test_a_layer_equals_one_ffn_per_expert(name, top_k):
     check()
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("name", ["coder-low-rank-extended", "med-sparse", "sigmoid-full"])
 def test_a_layer_over_a_mesh_equals_one_device(name, axes):

@@ -56,7 +56,7 @@ def count(name, remat):
     return found[PRODUCTS[name][2]]
 
 
-@one_in(2)
+@one_in(6)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_dots_multiplies_nothing_with_a_kernel_again(name):
     assert count(name, "none") == count(name, "dots") < count(name, "full")

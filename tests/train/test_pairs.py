@@ -24,6 +24,7 @@ from moe_jax.train.program import draw_model
 from moe_jax.train.recipe import DataSection, SourceSection
 from moe_jax.train.sources import Example
 from moe_jax.train.tokenizer import Tokenizer
+from tests.tiers import long, one_in
 from tests.train.conftest import EOS
 from tests.train.models import FFN, config_of, encoder_decoder, write_config
 
@@ -166,6 +167,7 @@ def test_a_run_learns_and_reports_the_routers_of_both_stacks(finished):
     assert (scored.windows, scored.tokens, scored.cut) == (8, 16, 1)
 
 
+@long
 def test_a_resumed_run_gives_the_same_curve_to_the_last_bit(finished, monkeypatch):
     monkeypatch.chdir(finished)
     other = ["--set", "run_dir=resumed"]
@@ -179,6 +181,7 @@ def test_a_resumed_run_gives_the_same_curve_to_the_last_bit(finished, monkeypatc
     assert a.fingerprint() == b.fingerprint()
 
 
+@long
 def test_batches_in_memory_on_one_device_train_as_those_of_files_on_eight(finished, tokenizer_path):
     section = DataSection(sources=(SourceSection(path=str(finished / "train.jsonl")),), seq_len=8, input_len=16)
     data = open_data(section, CONFIG, tokenizer_path, seed=0, batch_size=8, rows=range(8))
@@ -234,6 +237,7 @@ def by_definition(model, pairs) -> np.ndarray:
     return np.array(found)
 
 
+@one_in(2)
 @pytest.mark.parametrize("config", [CONFIG, config_of(FFN, SWITCH)], ids=["encoder", "decoder"])
 def test_targets_are_scored_whatever_the_batch_and_the_mesh(tmp_path, tokenizer_path, config):
     longer = ("a longer input than that", "and its target " * 2)

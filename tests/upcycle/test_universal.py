@@ -15,6 +15,7 @@ from moe_jax.models import BankConfig, FFNConfig, MoEConfig, config_from_json, c
 from moe_jax.open_source import open_source
 from moe_jax.plan import trained_leaves
 from moe_jax.upcycle import UpcycleOptions, keeps_the_function, moe_leaves, parse_delta, upcycled_config
+from tests.tiers import long
 from tests.upcycle.conftest import dense_config, random_leaves
 
 EXPERTS = 3
@@ -227,6 +228,7 @@ fsdp = 8
 """
 
 
+@long
 @pytest.mark.parametrize("options", [("--delta", "low-rank:4", "--extended")], ids=["extended"])
 def test_every_command_works_on_the_model(options, data_dir, tmp_path, capsys, failing):
     source = data_dir / "weights" / "stories260K" / "hf"
