@@ -33,6 +33,7 @@ from evidence.results import RESULTS, Figures
 from moe_jax.experts import BankConfig, ExpertBank, FFNConfig, make_bank
 from moe_jax.functional.ffn import ffn
 from moe_jax.functional.routing import Routing, route
+from moe_jax.huge_pages import ask_for_huge_pages
 
 D_MODEL, HIDDEN, EXPERTS, TOKENS = 1024, 2816, 8, 4096
 FFN = FFNConfig(dim=HIDDEN)
@@ -180,6 +181,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("time", "memory", "decode"))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
+    ask_for_huge_pages()  # as commands do
     figures = Figures("ders_layer", options.out, writes=True)
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
     if options.only in (None, "time"):

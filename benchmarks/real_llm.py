@@ -44,6 +44,7 @@ from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, current_stamp
 from moe_jax.convert import HuggingFaceDirectory
 from moe_jax.generation import generate
+from moe_jax.huge_pages import ask_for_huge_pages
 from moe_jax.loading import load_model
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("speed", "decoding", "start"))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
+    ask_for_huge_pages()  # as commands do
     figures = Figures(
         "real_llm", options.out, writes=True, stamp=lambda: current_stamp(also=("torch", "transformers"))
     )

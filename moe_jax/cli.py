@@ -21,6 +21,7 @@ import moe_jax
 from moe_jax.arguments import parse_arguments
 from moe_jax.compiled_programs import keep_compiled_programs
 from moe_jax.errors import InputError, clipped, first_line, nearest, printable, shown
+from moe_jax.huge_pages import ask_for_huge_pages
 from moe_jax.open_source import open_source as open_source
 
 COMMANDS = {
@@ -39,6 +40,8 @@ COMMANDS = {
     "demo": "the whole job on a small model, offline, in minutes",
 }
 
+_COMPUTING = ("train", "eval", "compress", "demo")
+
 # Exit codes: 2 for errors that the user can correct (as in argparse), 128 + N for signal N (as in shells).
 USER_ERROR = 2
 SIGNALLED = 128
@@ -54,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code. A bug is not caught: it keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and arguments[:1] and arguments[0] in _COMPUTING:
+        ask_for_huge_pages()
     try:
         with _interruptions():
             _run(arguments)

@@ -1,0 +1,44 @@
+"""Memory in huge pages, where Linux gives them only to programs that ask.
+
+XLA takes what a program holds meanwhile anew from the system for every run on a CPU, and gives it back afterwards. With
+pages of 4 KiB each is a fault: 290,000 in a training step of a small MoE, a sixth of its time, and of a DeRS layer a
+quarter. Nothing here imports JAX.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+VARIABLE = "GLIBC_TUNABLES"
+TUNABLE = "glibc.malloc.hugetlb"
+_POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_LEAST_GLIBC = (2, 35)
+
+
+def ask_for_huge_pages() -> None:
+    """Starts this process anew with huge pages, if they are to be had and nothing was said about them.
+
+    The C library reads its tunables only when a process starts, so the process is replaced by itself, with the same
+    number, arguments and open files. To be called before anything else was done. To go without, set the variable
+    `GLIBC_TUNABLES` to `glibc.malloc.hugetlb=0`.
+    """
+    given = os.environ.get(VARIABLE, "")
+    if TUNABLE in given or not sys.executable or not _are_for_the_asking():
+        return
+    os.environ[VARIABLE] = ":".join(filter(None, (given, f"{TUNABLE}=1")))
+    try:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    except OSError:  # it goes without
+        os.environ.pop(VARIABLE)
+        if given:
+            os.environ[VARIABLE] = given
+
+
+def _are_for_the_asking() -> bool:
+    """Whether the C library can ask, and has to."""
+    try:
+        library, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").split()
+        is_new = tuple(map(int, version.split(".")[:2])) >= _LEAST_GLIBC
+        return library == "glibc" and is_new and "[madvise]" in _POLICY.read_text()
+    except (AttributeError, OSError, ValueError):  # another system
+        return False
