@@ -66,6 +66,8 @@ def test_kernels_compile_and_hold_no_kernel_of_all_experts(case, compiled):
     assert set(found["kernels"]) == KERNELS[kind]
     assert found["loops"] == 0
     # One kernel in float32, as a sum over all rows has it; the kernels of all experts would be E times half of that.
-    assert found["temporaries"] <= 4 * fan_in * fan_out < 2 * experts * fan_in * fan_out
+    # The gradient of the scales, a row for every 128 of a kernel, is in float32 until it is rounded.
+    scales = 4 * experts * fan_in // 128 * fan_out if kind.endswith("bit") else 0
+    assert found["temporaries"] <= 4 * fan_in * fan_out + scales < 2 * experts * fan_in * fan_out
     # A product of all rows, its gradients of rows, of experts and of a base, and no product for each expert.
     assert found["flops"] < 1.1 * 4 * 2 * rows * fan_in * fan_out
