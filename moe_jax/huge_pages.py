@@ -1,8 +1,8 @@
 """Memory in huge pages, where Linux gives them only to programs that ask.
 
 XLA takes what a program holds meanwhile anew from the system for every run on a CPU, and gives it back afterwards. With
-pages of 4 KiB each is a fault: 290,000 in a training step of a small MoE, a sixth of its time, and of a DeRS layer a
-quarter. Nothing here imports JAX.
+pages of 4 KiB a training step of a small MoE has hundreds of thousands of page faults; with huge ones, some hundred
+times fewer. Nothing here imports JAX.
 """
 
 import os

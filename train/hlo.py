@@ -36,7 +36,7 @@ class Collectives(NamedTuple):
 
 def collectives(hlo: str) -> dict[str, Collectives]:
     """Collectives of a compiled program (`compiled.as_text()`) by kind; those in a loop count once per iteration."""
-    entry, computations = _computations(hlo)
+    entry, computations = computations_of(hlo)
     totals: dict[str, Collectives] = {}
     chains: set[tuple[str, str]] = set()
 
@@ -66,7 +66,7 @@ def collectives(hlo: str) -> dict[str, Collectives]:
     return {kind: totals[kind] for kind in KINDS if kind in totals}
 
 
-def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
+def computations_of(hlo: str) -> tuple[str, dict[str, list[str]]]:
     """Name of the entry computation, and the lines of every computation by name."""
     entry = name = ""
     lines: dict[str, list[str]] = {}

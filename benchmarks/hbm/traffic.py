@@ -17,9 +17,10 @@ import math
 import re
 from typing import NamedTuple
 
+from moe_jax.train.hlo import computations_of
+
 _BITS = {"pred": 8}
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 _NAME = r"%([\w.-]+)"
 _ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
@@ -32,8 +33,6 @@ _FREE = {
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "iota", "copy-done", "async-done",
     "async-update", "partition-id", "opt-barrier",
 }  # fmt: skip
-
-
 # These read as much as they write.
 _PARTIAL = {"gather", "dynamic-slice", "slice"}
 
@@ -56,7 +55,7 @@ def traffic(hlo: str) -> Traffic:
     Raises:
       ValueError: if it branches, or loops a number of times that the compiler does not know.
     """
-    entry, computations = _computations(hlo)
+    entry, computations = computations_of(hlo)
     total = Traffic(0, 0, 0)
 
     def visit(name: str, times: int) -> None:
@@ -160,17 +159,3 @@ def _bytes(shape: str, *, everywhere: bool = False) -> int:
         bits = _BITS.get(dtype) or int(re.sub(r"^[a-z]+", "", dtype).partition("e")[0] or 0)
         total += math.ceil(bits * math.prod(int(size) for size in sizes.split(",") if size) / 8)
     return total
-
-
-def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
-    """Name of the entry computation, and the lines of every computation by name."""
-    entry = name = ""
-    lines: dict[str, list[str]] = {}
-    for line in hlo.splitlines():
-        if opened := _COMPUTATION.match(line):
-            name = opened[2]
-            lines[name] = []
-            entry = name if opened[1] else entry
-        elif name:
-            lines[name].append(line)
-    return entry, lines
