@@ -61,7 +61,8 @@ _TPUS = (
         "v6e", "tpu", ("TPU v6 lite", "TPU v6e"), 918e12, 918e12 / 6, 1.638e12, 32 * _GIB, f"{_TPU_DOCS}/v6e",
         128 * _MIB, 1, 256,
     ),
-    Chip("v7x", "tpu", ("TPU7x",), 2307e12, 2307e12 / 6, 7.38e12, 192 * _GIB, f"{_TPU_DOCS}/tpu7x"),
+    # JAX calls each half of this chip a device; the document has 2307e12, 7.38e12 and 192 GiB for the whole.
+    Chip("v7x", "tpu", ("TPU7x",), 1153.5e12, 1153.5e12 / 6, 3.69e12, 96 * _GIB, f"{_TPU_DOCS}/tpu7x"),
 )  # fmt: skip
 # Data sheets give the H100 twice these, with sparsity. Memory is what the driver leaves to programs; bandwidths are not
 # rounded: 5120 bits at the clock of the memory.
