@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # commands that only count start faster without JAX
 
 
 def is_parameter(spec: "jax.ShapeDtypeStruct") -> bool:
-    """Whether a leaf holds parameters. Integers are not: they are positions of sparse deltas or codes (METHODS 8)."""
+    """Whether a leaf holds parameters. Integers are positions of sparse deltas, or codes (methods.md 8)."""
     return spec.dtype.kind not in "iu"
 
 

@@ -36,7 +36,7 @@ class Plan:
       expert_params: of all expert banks: kernels or shared bases, deltas, adapters, and per-expert biases.
       universal_params: of universal FFNs beside the banks; one that is a bank's last delta counts as an expert.
       norm_params: of all norms.
-      active_params: parameters that one token meets, norms left out, as PERFT counts them (METHODS 8): embedding and
+      active_params: parameters that one token meets, norms left out, as PERFT counts them (methods.md 8): embedding and
         head, attention, dense and universal FFNs, routers, shared bases, and `top_k` of E of what experts have of their
         own (all of them where fewer are left after merging).
       trainable_params: parameters that training changes if no recipe says otherwise: all but frozen bases.
@@ -108,7 +108,7 @@ def make_plan(config: ModelConfig) -> Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TunedParameters:
-    """What is trained of a model with a frozen base (METHODS 8).
+    """What is trained of a model with a frozen base (methods.md 8).
 
     Attributes:
       total_params: adapters, LoRA, and the routers that choose among adapters.

@@ -1,4 +1,4 @@
-"""Step-0 equality: an upcycled or adapted model gives its source's logits before it is trained (METHODS 2.5).
+"""Step-0 equality: an upcycled or adapted model gives its source's logits before it is trained (methods.md 2.5).
 
 Both models are run on the same tokens, layer by layer from disk, so that only one layer is in memory at a time,
 whatever the size of the model. The layers are the modules that training runs; the final logits are compared.

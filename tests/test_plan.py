@@ -1,4 +1,4 @@
-"""Counts of `moe-jax plan` against closed formulas and published figures (METHODS 8)."""
+"""Counts of `moe-jax plan` against closed formulas and published figures (methods.md 8)."""
 
 import dataclasses
 import json

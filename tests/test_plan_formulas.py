@@ -1,4 +1,4 @@
-"""`plan` against the counts that DeRS publishes and their closed formulas (METHODS 8), universal FFN included."""
+"""`plan` against the counts that DeRS publishes and their closed formulas (methods.md 8), universal FFN included."""
 
 import json
 import math

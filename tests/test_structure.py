@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-# Rooms by level; a module may import, directly or through others, rooms of its own level and below (DESIGN.md).
+# Rooms by level; a module may import, directly or through others, rooms of its own level and below (CONTRIBUTING.md).
 # Modules beside the rooms have no level of their own: what they import decides who may import them.
 LEVELS = (
     ("functional", "kernels"),

@@ -10,7 +10,7 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig,
 def active_matmul_params(config: ModelConfig) -> int:
     """Entries of the matrices that one token is multiplied with; the embedding is a look-up and counts nothing.
 
-    Experts over a shared base count the base once and the deltas of the k chosen experts (METHODS 3).
+    Experts over a shared base count the base once and the deltas of the k chosen experts (methods.md 3).
     """
     layers = sum(_mlp_params(layer, config) for layer in config.layers)
     attention = sum(

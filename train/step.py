@@ -39,7 +39,7 @@ class StepMetrics(NamedTuple):
 
     Attributes:
       loss: mean negative log-likelihood of the scored tokens, before the update.
-      auxiliary: the sum of the auxiliary losses, with their coefficients (METHODS 1).
+      auxiliary: the sum of the auxiliary losses, with their coefficients (methods.md 1).
       grad_norm: global norm of the gradient, before clipping.
       learning_rate: of this step.
       scored: tokens scored.

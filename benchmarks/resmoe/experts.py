@@ -1,4 +1,4 @@
-"""The experts of a model as design matrices, whose rows are neurons (METHODS 5), and models with other experts."""
+"""The experts of a model as design matrices, whose rows are neurons (methods.md 5), and models with other experts."""
 
 from collections.abc import Sequence
 

@@ -93,6 +93,6 @@ def tuned_config(base: ModelConfig, variant: Variant) -> ModelConfig:
 
 
 def active_params(config: ModelConfig) -> int:
-    """Parameters beside a frozen base that a token meets (METHODS 8); 0 if the base is trained."""
+    """Parameters beside a frozen base that a token meets (methods.md 8); 0 if the base is trained."""
     own = own_leaves(config) if config.frozen_base else ()
     return sum(group.active for group in trained_groups(config, own))

@@ -1,4 +1,4 @@
-"""Trained MoE -> smaller MoE: DeRS compression, ResMoE and its baselines (METHODS 4 and 5)."""
+"""Trained MoE -> smaller MoE: DeRS compression, ResMoE and its baselines (methods.md 4 and 5)."""
 
 from moe_jax.compress.calibration.usage import Calibration as Calibration
 from moe_jax.compress.job.report import LayerReport as LayerReport

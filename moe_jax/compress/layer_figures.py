@@ -17,7 +17,7 @@ class LayerFigures:
 
     Attributes:
       relative_error: ||W^ - W|| / ||W||, of all experts together.
-      error_per_neuron: (1/E) sum_k ||W^_k - W_k||^2 / f, the error of a layer in METHODS 5.
+      error_per_neuron: (1/E) sum_k ||W^_k - W_k||^2 / f, the error of a layer in methods.md 5.
       delta_error: ||W^ - W|| / ||W - base||; None also where every expert equals the base. It is 1 where nothing of
         the deltas is left, and sqrt(p / (1 - p)) for DARE, whose rescaled entries are right only on average.
       cosine_mean, cosine_min: between an expert and the base, mean and least over the experts.

@@ -1,4 +1,4 @@
-"""Adapters as experts: after a shared FFN in PESC, beside an MoE in PERFT (METHODS 6, 7)."""
+"""Adapters as experts: after a shared FFN in PESC, beside an MoE in PERFT (methods.md 6, 7)."""
 
 import dataclasses
 from functools import partial

@@ -76,7 +76,7 @@ class ExpertBank(nnx.Module, abc.ABC):
         return re.compile("^base/(?!.*/lora/)" if not self.config.train_base else "^$")
 
     def num_parameters(self) -> int:
-        """The number of parameters; positions and codes are not parameters (METHODS 8)."""
+        """The number of parameters; positions and codes are not parameters (methods.md 8)."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
 
     def num_bytes(self) -> int:

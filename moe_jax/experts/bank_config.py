@@ -13,7 +13,7 @@ from moe_jax.experts.forms.positions import ENCODINGS
 
 @dataclasses.dataclass(frozen=True, init=False)
 class BankConfig:
-    """What the experts of a layer are made of (METHODS 2.1-2.3, 4, 5, 6).
+    """What the experts of a layer are made of (methods.md 2.1-2.3, 4, 5, 6).
 
         >>> moe_jax.BankConfig(kind="low-rank", rank=4).has_base, moe_jax.BankConfig().has_base
         (True, False)

@@ -15,7 +15,7 @@ def _check_strength(config: "AdapterConfig | LoRAConfig") -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """A bottleneck, `scale * act(h Down) Up` (METHODS 6, 7): LoRA's shape, or a parallel or sequential adapter's.
+    """A bottleneck, `scale * act(h Down) Up` (methods.md 6, 7): LoRA's shape, or a parallel or sequential adapter's.
 
         >>> moe_jax.AdapterConfig(rank=8, activation="gelu", scale=0.25).dropout
         0.0

@@ -1,4 +1,4 @@
-"""The factored FFN: products with the base are computed once per token, not once per expert (METHODS 3).
+"""The factored FFN: products with the base are computed once per token, not once per expert (methods.md 3).
 
 `x W_gate` and `x W_up` do not depend on the expert. The down projection is linear, so that the hidden states of a
 token's experts are summed before it. Only the activation and the products with the deltas remain per expert:

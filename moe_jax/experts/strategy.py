@@ -1,4 +1,4 @@
-"""The choice between the exact ways to apply experts over a base, by a small cost model (METHODS 3).
+"""The choice between the exact ways to apply experts over a base, by a small cost model (methods.md 3).
 
 The model counts the floating-point operations of a call and the bytes of parameters that it reads; what both take is
 known of the chip that the program is lowered for (`experts.platforms`). The attribute `strategy` of a bank overrules

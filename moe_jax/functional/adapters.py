@@ -1,4 +1,4 @@
-"""Adapters: `scale * act(x Down) Up`, one for all tokens, or several of which each token weights some (METHODS 6, 7).
+"""Adapters: `scale * act(x Down) Up`, one for all tokens, or several, weighted by each token (methods.md 6, 7).
 
 The cost is that of the two thin products: `Down Up`, which is as large as the kernels beside it, is never computed.
 """

@@ -128,7 +128,7 @@ def weighted_sum(choices: Float[Array, "T k f"], weights: Float[Array, "T k"]) -
 
     It is computed as `(sum_i w_i) x_0 + sum_i w_i (x_i - x_0)`. Where the choices are equal and the weights sum to 1,
     the result therefore is that choice to the last bit, however a compiler rounds products, and an upcycled model
-    starts as its dense model (METHODS 2.5). The gradient is that of the plain sum.
+    starts as its dense model (methods.md 2.5). The gradient is that of the plain sum.
     """
     # Choice by choice: converted as a whole, XLA:TPU would write them to memory in float32.
     first = choices[:, 0].astype(jnp.float32)

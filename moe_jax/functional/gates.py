@@ -1,4 +1,4 @@
-"""Gates: from a router's logits to the chosen experts and their weights. Always float32 (METHODS 1).
+"""Gates: from a router's logits to the chosen experts and their weights. Always float32 (methods.md 1).
 
 A gate is two small functions, registered by name: scores of all experts, and weights of the chosen ones. What bounds
 the choice, a bias or groups, goes with every gate. `register_gate` adds one, for `MoEConfig.gate` to name.
@@ -120,7 +120,7 @@ def _softmax_of_chosen(logits: Float[Array, "T k"], scores: Float[Array, "T k"])
     weights = jax.nn.softmax(logits, axis=-1)
     if logits.shape[1] == 2:
         # Each rounded on its own, the two would not quite sum to 1. So the sum of two equal experts is one of them to
-        # the last bit, and an upcycled model starts as its dense model (METHODS 2.5).
+        # the last bit, and an upcycled model starts as its dense model (methods.md 2.5).
         weights = jnp.stack([weights[:, 0], 1.0 - weights[:, 0]], axis=1)
     return weights
 

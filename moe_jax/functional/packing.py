@@ -1,4 +1,4 @@
-"""Codes of 8, 4, 3, 2 or 1 bits packed into bytes, and a scale per group (METHODS 4).
+"""Codes of 8, 4, 3, 2 or 1 bits packed into bytes, and a scale per group (methods.md 4).
 
 A kernel [i, o] is packed along its input axis. Byte j of column c holds the n = 8 / bits codes of the rows from j * n
 on, the first of them in the lowest bits; with three bits, three bytes hold eight codes, the lowest bits in the first

@@ -1,4 +1,4 @@
-"""Routing: which experts a token goes to, and with what weights. Always float32 (METHODS 1).
+"""Routing: which experts a token goes to, and with what weights. Always float32 (methods.md 1).
 
 It is deterministic, and drops nothing unless a capacity is given. What a universal FFN adds is in `universal`.
 """

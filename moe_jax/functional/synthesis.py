@@ -2,7 +2,7 @@
 
 One expert after another, and of an expert one tile of columns after another, is made from the base and the expert's own
 arrays, multiplied with the rows of its group, and forgotten; the gradient makes it once more. What is held at a time is
-one tile, never an [E, i, o] array (METHODS 3).
+one tile, never an [E, i, o] array (methods.md 3).
 
 The backend is chosen when the program is lowered (`kernels.by_platform`):
 

@@ -1,4 +1,4 @@
-"""Routing beside a universal FFN, one that sees every token: a shared expert (METHODS 2.4). Always float32."""
+"""Routing beside a universal FFN, one that sees every token: a shared expert (methods.md 2.4). Always float32."""
 
 import jax
 import jax.numpy as jnp

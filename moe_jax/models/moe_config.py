@@ -17,7 +17,7 @@ MAX_EXPERTS = 100_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerftConfig:
-    """PEFT experts beside a frozen MoE (PERFT; METHODS 7).
+    """PEFT experts beside a frozen MoE (PERFT; methods.md 7).
 
         >>> moe_jax.PerftConfig(variant="single", adapter=moe_jax.AdapterConfig(rank=8)).num_experts
         1
@@ -106,7 +106,7 @@ class MoEConfig:
       expert: shape of one expert.
       num_experts: E.
       top_k: experts per token k.
-      gate: one of `functional.gates.GATES` (METHODS 1). Of a universal FFN that brings its own it stays at its default.
+      gate: one of `functional.gates.GATES` (methods.md 1). A universal FFN that brings its own leaves it as it is.
         With top_k 1, one whose weights sum to 1 is for checkpoints that are so: see `router_learns`.
       gate_scale: the weights that the gate gives are multiplied by it.
       selection: what bounds the choice of experts besides the logits.
@@ -116,7 +116,7 @@ class MoEConfig:
         assignments of a sequence of n tokens, padding not counted; the others are dropped (residual only).
       universal: an FFN that sees every token, also called a shared expert, and how it is weighted. With `one` its
         weight is 1; with `sigmoid`, the sigmoid of a linear map of the token (Qwen2-MoE). Both go with any gate. Two
-        bring their own (METHODS 2.4): with `coder` the router is XFT's gate network, and all weights sum to 1; with
+        bring their own (methods.md 2.4): with `coder` the router is XFT's gate network, and all weights sum to 1; with
         `med` its weight is 1, beside `softmax_topk`. `none`: there is none.
       extended: the universal FFN is not a separate FFN but the last delta of the bank, over the base that the experts
         share.
@@ -166,7 +166,7 @@ class MoEConfig:
 
     def _check_adapters(self) -> None:
         if self.bank.form.needs_unit_weights:
-            # So that the shared FFN counts once (METHODS 6).
+            # So that the shared FFN counts once (methods.md 6).
             plain = self.gate == "topk_softmax" and self.universal == "none" and self.capacity_factor is None
             plain = plain and self.gate_scale == 1.0
             if not plain or self.merged_experts is not None:

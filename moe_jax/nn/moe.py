@@ -21,11 +21,11 @@ from moe_jax.nn.router_stats import router_losses
 
 
 class MoE(nnx.Module):
-    """Routes every token to `top_k` experts of a bank, and to the universal FFN where there is one (METHODS 2.4).
+    """Routes every token to `top_k` experts of a bank, and to the universal FFN where there is one (methods.md 2.4).
 
     The universal FFN stands beside the bank, or with `extended` is the bank's last expert. Of merged experts the bank
     holds fewer than the router has outputs, and `groups` int32[E] says which one each output means. PEFT experts add to
-    what all these give (METHODS 7).
+    what all these give (methods.md 7).
 
         >>> import jax.numpy as jnp
         >>> from flax import nnx
@@ -112,7 +112,7 @@ class MoE(nnx.Module):
         return (y + added).reshape(x.shape), (stats, *own_stats)
 
     def auxiliary_loss(self, stats: tuple[RouterStats, ...]) -> Float[Array, ""]:
-        """What is added to the loss in training (METHODS 1), float32; `stats` is what calling the layer gave."""
+        """What is added to the loss in training (methods.md 1), float32; `stats` is what calling the layer gave."""
         return router_losses(self.config, stats)
 
     def _selection(self) -> Selection:

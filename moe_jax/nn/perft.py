@@ -1,4 +1,4 @@
-"""PEFT experts beside a frozen MoE (PERFT; Liu et al. 2024, section 3; METHODS 7)."""
+"""PEFT experts beside a frozen MoE (PERFT; Liu et al. 2024, section 3; methods.md 7)."""
 
 import jax.numpy as jnp
 from flax import nnx

@@ -1,7 +1,7 @@
 """Routers: modules that own the parameters of logits.
 
-Float32 whatever the compute dtype, and products in the highest precision (METHODS 1): by default a TPU would round the
-operands of a float32 product to bfloat16, a GPU to TF32, which changes whom a token goes to.
+Float32 whatever the compute dtype, and products in the highest precision (methods.md 1): by default a TPU would round
+the operands of a float32 product to bfloat16, a GPU to TF32, which changes whom a token goes to.
 """
 
 import jax
@@ -51,7 +51,7 @@ class LinearRouter(Linear):
 
 
 class CoderRouter(nnx.Module):
-    """The gate network of XFT (METHODS 2.4): `hidden` [d, E], tanh, `out` [E, E]; `noise` [d, E], zero at first."""
+    """The gate network of XFT (methods.md 2.4): `hidden` [d, E], tanh, `out` [E, E]; `noise` [d, E], zero at first."""
 
     def __init__(self, d_model: int, num_experts: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.hidden = Linear((d_model, num_experts), rngs=rngs, dtype=dtype)

@@ -31,7 +31,7 @@ class RouterStatistics(NamedTuple):
 
 
 def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""]:
-    """Sum over all routers of `balance_coef * balance + z_coef * z + cv_coef * cv` (METHODS 1), float32."""
+    """Sum over all routers of `balance_coef * balance + z_coef * z + cv_coef * cv` (methods.md 1), float32."""
     return _weighted([position.coefficients for position in _routers(config)], router)
 
 

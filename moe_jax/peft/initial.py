@@ -16,7 +16,7 @@ def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.nda
     """Yields the leaves that the base does not have (`own_leaves`), in the order of `leaf_specs`.
 
     The first factor (`lora/a`, `adapters/down`) is drawn as in LoRA (Kaiming uniform), the second (`lora/b`,
-    `adapters/up`) is zero, and routers are normal with standard deviation 0.02 (METHODS 6, 7).
+    `adapters/up`) is zero, and routers are normal with standard deviation 0.02 (methods.md 6, 7).
 
     Args:
       config: of the tuned model.

@@ -14,7 +14,7 @@ METHODS = {"perft-r": "routed", "perft-e": "embedded", "perft-d": "dense", "perf
 BASES = ("stored", "nf4")
 ROUTER = "router"
 DROPOUT = 0.05
-# Alpha is twice the rank by default (METHODS 7).
+# Alpha is twice the rank by default (methods.md 7).
 LORA_SCALE = 2.0
 PARALLEL_SCALE = 1.0
 

@@ -1,4 +1,4 @@
-"""Numbers of parameters of a model, from its config alone (METHODS 8)."""
+"""Numbers of parameters of a model, from its config alone (methods.md 8)."""
 
 import math
 

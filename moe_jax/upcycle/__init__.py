@@ -1,4 +1,4 @@
-"""Dense model to MoE model (METHODS 2, 6): vanilla copies, a shared base with deltas, or adapter experts (PESC)."""
+"""Dense model to MoE model (methods.md 2, 6): vanilla copies, a shared base with deltas, or adapter experts (PESC)."""
 
 from moe_jax.step0 import Step0 as Step0
 from moe_jax.upcycle.choose import chosen_options as chosen_options

@@ -1,4 +1,4 @@
-"""Makes the leaves of an MoE layer from those of a dense FFN (METHODS 2.1-2.4), one at a time."""
+"""Makes the leaves of an MoE layer from those of a dense FFN (methods.md 2.1-2.4), one at a time."""
 
 from collections.abc import Iterator, Mapping
 

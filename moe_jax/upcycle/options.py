@@ -26,7 +26,7 @@ class UpcycleOptions:
       bank: the form of the experts.
       gate: how experts are weighted; one of `functional.gates.GATES`. Not with a universal FFN.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses.
-      universal: a copy of the FFN that sees every token beside the experts: `none`, `coder` or `med` (METHODS 2.4).
+      universal: a copy of the FFN that sees every token beside the experts: `none`, `coder` or `med` (methods.md 2.4).
       extended: the universal FFN is one more delta over the base that the experts share.
       rest: how the dense model's own parameters are treated. Only adapter experts allow anything but `full`.
     """
@@ -50,7 +50,7 @@ PESC = UpcycleOptions(
     bank=BankConfig(AdapterExperts(adapter=AdapterConfig(rank=512, activation="gelu", scale=0.25, dropout=0.1))),
     rest=Rest(kind="qlora", rank=64),
 )
-"""PESC with the settings of the released Camelidae models (METHODS 6), to be changed with `dataclasses.replace`."""
+"""PESC with the settings of the released Camelidae models (methods.md 6), to be changed with `dataclasses.replace`."""
 
 
 def parse_delta(text: str, *, freeze_base: bool = False) -> BankConfig:
@@ -107,7 +107,7 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
 
 
 def keeps_the_function(options: UpcycleOptions) -> bool:
-    """Whether the weights of a token's FFNs sum to 1, so that equal ones add up to the dense FFN (METHODS 2.5)."""
+    """Whether the weights of a token's FFNs sum to 1, so that equal ones add up to the dense FFN (methods.md 2.5)."""
     if options.universal != "none":
         return options.universal == "coder"
     if options.gate in GATES and GATES[options.gate].weights_sum_to_one:

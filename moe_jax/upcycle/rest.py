@@ -1,4 +1,4 @@
-"""How the dense model's own parameters are treated when adapter experts are added to it (PESC; METHODS 6)."""
+"""How the dense model's own parameters are treated when adapter experts are added to it (PESC; methods.md 6)."""
 
 import dataclasses
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Routing and its auxiliary losses (METHODS 1)."""
+"""Routing and its auxiliary losses (methods.md 1)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Routing beside a universal FFN (METHODS 2.4)."""
+"""Routing beside a universal FFN (methods.md 2.4)."""
 
 import jax
 import jax.numpy as jnp

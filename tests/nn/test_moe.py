@@ -55,7 +55,7 @@ def apply(moe, x, valid=None, key=None):
 
 
 def per_ffn_reference(moe, x):
-    """METHODS 2.4 word by word: every FFN materialised and applied to every token."""
+    """methods.md 2.4 word by word: every FFN materialised and applied to every token."""
     tokens, bank = x.reshape(-1, D_MODEL), moe.experts
     if moe.config.universal == "coder":
         logits = jnp.tanh(tokens @ moe.router.hidden.kernel[...]) @ moe.router.out.kernel[...]

@@ -1,4 +1,4 @@
-"""Counts of tuned models against METHODS 8: published ones at true size, and the leaves themselves in small."""
+"""Counts of tuned models against methods.md 8: published ones at true size, and the leaves themselves in small."""
 
 import dataclasses
 import io

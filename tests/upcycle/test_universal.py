@@ -1,4 +1,4 @@
-"""Upcycling with a universal FFN (METHODS 2.4): options, leaves, the command, and every command after it."""
+"""Upcycling with a universal FFN (methods.md 2.4): options, leaves, the command, and every command after it."""
 
 import json
 

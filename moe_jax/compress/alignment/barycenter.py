@@ -1,4 +1,4 @@
-"""Free-support 2-Wasserstein barycenter of point clouds of equal size (METHODS 5; ResMoE, arXiv 2503.06881, eq. 3).
+"""Free-support 2-Wasserstein barycenter of point clouds of equal size (methods.md 5; ResMoE, arXiv 2503.06881, eq. 3).
 
     min over W and permutations T_k of (1/E) sum_k ||T_k W_k - W||_F^2
 

@@ -1,4 +1,4 @@
-"""The design matrix of an expert: a row for every neuron (METHODS 5; ResMoE, arXiv 2503.06881, section 4.1).
+"""The design matrix of an expert: a row for every neuron (methods.md 5; ResMoE, arXiv 2503.06881, section 4.1).
 
 Gated: [G^T | U^T | D], f x 3d; plain: [W1^T | W2], f x 2d; with biases, those of the input side are columns more. The
 rows are points, an expert is a cloud of them, and their order means nothing.

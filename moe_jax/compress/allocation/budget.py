@@ -1,4 +1,4 @@
-"""The scheme that every layer gets: the same for all, or what a budget leaves for it (METHODS 5)."""
+"""The scheme that every layer gets: the same for all, or what a budget leaves for it (methods.md 5)."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""Schemes of coding tried on one layer: how far each would move the experts (METHODS 5).
+"""Schemes of coding tried on one layer: how far each would move the experts (methods.md 5).
 
 Of a large layer only a sample of the neurons is used, in whole groups of 128: where groups of scales lie along the
 neurons, the sample then has the same ones. Factorisations use all neurons.

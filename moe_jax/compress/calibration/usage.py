@@ -1,4 +1,4 @@
-"""How the experts are used: on a text, or as far as the weights of the router say (METHODS 5)."""
+"""How the experts are used: on a text, or as far as the weights of the router say (methods.md 5)."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pruning of residuals: which entries are kept, and the best centre for them (METHODS 5).
+"""Pruning of residuals: which entries are kept, and the best centre for them (methods.md 5).
 
 Functions take one matrix of all experts. Where one threshold holds for the whole design matrix of an expert (`concat`),
 `concat_counts` says beforehand how many entries are kept of each matrix.

@@ -1,4 +1,4 @@
-"""Kernels as codes of a few bits and a scale per group (METHODS 4); `functional.packing` says what these stand for."""
+"""Kernels as codes and a scale per group (methods.md 4); `functional.packing` says what these stand for."""
 
 from functools import partial
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The schemes in which residuals, or experts themselves, are coded, and the banks that store them (METHODS 5)."""
+"""The schemes in which residuals, or experts themselves, are coded, and the banks that store them (methods.md 5)."""
 
 import dataclasses
 import math
@@ -103,7 +103,7 @@ class LowRank:
         return False
 
     def rank(self, expert: FFNConfig, d_model: int) -> int:
-        """r, with as many numbers as the share of the entries: of [f, m d] for m matrices, or of [d, f] (METHODS 5)."""
+        """r, with as many numbers as that share of entries: of [f, m d] for m matrices, or of [d, f] (methods.md 5)."""
         matrices = len(expert.matrices) if self.design == "concat" else 1
         f, width = expert.dim, matrices * d_model
         return min(max(1, int(self.keep * f * width / (f + width))), f, width)

@@ -1,4 +1,4 @@
-"""Bytes of compressed experts in every form in which they can be stored, from a config alone (METHODS 5 and 8).
+"""Bytes of compressed experts in every form in which they can be stored, from a config alone (methods.md 5 and 8).
 
 The bank itself is built by `eval_shape` and its leaves are counted: no weights are needed, and no formula can disagree
 with the disk.

@@ -1,4 +1,4 @@
-"""The experts of a layer written in the form of a bank: centre, residuals and biases (METHODS 5)."""
+"""The experts of a layer written in the form of a bank: centre, residuals and biases (methods.md 5)."""
 
 from collections.abc import Mapping
 

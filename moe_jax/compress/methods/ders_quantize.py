@@ -1,4 +1,4 @@
-"""`ders-quantize`: every delta as codes of a few bits and a scale per group (METHODS 4)."""
+"""`ders-quantize`: every delta as codes of a few bits and a scale per group (methods.md 4)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""`ders-sparsify`: every delta keeps a share of its entries (METHODS 4; DARE, arXiv 2311.03099).
+"""`ders-sparsify`: every delta keeps a share of its entries (methods.md 4; DARE, arXiv 2311.03099).
 
 Everything random is drawn with NumPy on the host, from a separate Philox stream for every layer, matrix and expert. So
 the result depends neither on the order in which these are processed nor on whether a job was resumed.

@@ -1,4 +1,4 @@
-"""Methods that merge the experts of a group into one (METHODS 5): M-SMoE, MEO and Git Re-Basin.
+"""Methods that merge the experts of a group into one (methods.md 5): M-SMoE, MEO and Git Re-Basin.
 
 Each expert joins the most used one whose router logits are most similar to its own, as in M-SMoE (Li et al., 2024,
 "Merge, Then Compress", arXiv 2310.01334, section 3.2), with the same number of groups in every layer. The papers of MEO

@@ -1,4 +1,4 @@
-"""`mlp-fusion`: neurons clustered by k-means (Ai et al., 2025, arXiv 2307.08941; METHODS 5)."""
+"""`mlp-fusion`: neurons clustered by k-means (Ai et al., 2025, arXiv 2307.08941; methods.md 5)."""
 
 import dataclasses
 import time

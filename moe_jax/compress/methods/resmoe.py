@@ -1,4 +1,4 @@
-"""`resmoe`: a barycenter expert and one residual per expert (METHODS 5; ResMoE, arXiv 2503.06881).
+"""`resmoe`: a barycenter expert and one residual per expert (methods.md 5; ResMoE, arXiv 2503.06881).
 
 A layer is analysed first: its experts are aligned, which is what takes long, and under a budget every form of residual
 is tried on it. What is kept of that are the orders of the neurons and a few figures.

@@ -1,4 +1,4 @@
-"""`sp`: structured pruning, whole neurons at a time (METHODS 5)."""
+"""`sp`: structured pruning, whole neurons at a time (methods.md 5)."""
 
 import dataclasses
 import time

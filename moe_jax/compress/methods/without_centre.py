@@ -1,4 +1,4 @@
-"""Methods that store every expert on its own, in a form in which ResMoE stores residuals (METHODS 5)."""
+"""Methods that store every expert on its own, in a form in which ResMoE stores residuals (methods.md 5)."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""Low-rank deltas whose factor over the neurons is shared by the matrices of an expert (METHODS 5, SVD)."""
+"""Low-rank deltas whose factor over the neurons is shared by the matrices of an expert (methods.md 5, SVD)."""
 
 import dataclasses
 from collections.abc import Mapping

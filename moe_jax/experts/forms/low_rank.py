@@ -1,4 +1,4 @@
-"""Low-rank deltas (DeRS-LM; METHODS 2.2)."""
+"""Low-rank deltas (DeRS-LM; methods.md 2.2)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Positions of the entries of sparse deltas, in one of three encodings (METHODS 2.3, 5).
+"""Positions of the entries of sparse deltas, in one of three encodings (methods.md 2.3, 5).
 
 - `csr`: compressed sparse rows without the leading zero. `columns` holds the column of every entry, `row_ends` the
   number of entries in the rows up to and including each.

@@ -1,4 +1,4 @@
-"""Quantised deltas: codes of a few bits, and a scale per group (METHODS 4)."""
+"""Quantised deltas: codes of a few bits, and a scale per group (methods.md 4)."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Sparse deltas (DeRS-SM, DARE, ResMoE's pruned residuals; METHODS 2.3, 4, 5)."""
+"""Sparse deltas (DeRS-SM, DARE, ResMoE's pruned residuals; methods.md 2.3, 4, 5)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -83,7 +83,7 @@ def test_refit(experts, count, seed):
 @pytest.mark.parametrize("law", ["normal", "laplace", "t3"])
 @pytest.mark.parametrize(("experts", "least", "most"), [(8, 0.22, 0.29), (4, 0.34, 0.41)])
 def test_refit_gains_what_it_is_said_to_gain(experts, least, most, law):
-    # METHODS 5: 23-28 % less squared error at E = 8 and 35-40 % at E = 4, keep 25 %.
+    # methods.md 5: 23-28 % less squared error at E = 8 and 35-40 % at E = 4, keep 25 %.
     kernels = draw(0, experts, law, (200, 150))
     count = round(0.25 * kernels[0].size)
     errors = [prune(lambda: iter(kernels), mean_kernel(kernels), count, refit=refit).error for refit in (True, False)]

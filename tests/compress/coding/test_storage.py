@@ -1,4 +1,4 @@
-"""Bytes of compressed experts from a config alone: METHODS 8, the banks, and `moe-jax plan --compress`."""
+"""Bytes of compressed experts from a config alone: methods.md 8, the banks, and `moe-jax plan --compress`."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def mixtral(data_dir):
 
 
 def test_a_mixtral_layer_in_float32(mixtral, capsys):
-    """METHODS 8."""
+    """methods.md 8."""
     plan = planned(capsys, mixtral, "--compress", "resmoe", "--keep", 0.25, "--dtype", "float32")
     forms = {form["form"]: form for form in plan["forms"]}
     layer = {name: form["layer"] for name, form in forms.items()}
