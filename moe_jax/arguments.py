@@ -5,10 +5,12 @@ import dataclasses
 import io
 import math
 import re
+import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moe_jax.dtype_names import full_name
 from moe_jax.errors import InputError, clipped, flag_of, nearest, shown
 from moe_jax.json_toml import fits_64_bits
 from moe_jax.local_paths import check_local
@@ -37,7 +39,10 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
     try:
         with contextlib.redirect_stderr(printed), _parser_reports_to(options):
             parsed = tyro.cli(
-                options, args=list(arguments), prog=f"moe-jax {command}", config=(tyro.conf.FlagCreatePairsOff,)
+                options,
+                args=_with_full_names(options, arguments),
+                prog=f"moe-jax {command}",
+                config=(tyro.conf.FlagCreatePairsOff,),
             )
         _check_values(parsed)
         return parsed
@@ -47,6 +52,27 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
         raise _usage_error(_words(printed.getvalue()), command) from None
     except _Rejected as rejected:
         raise _usage_error(str(rejected), command) from None
+
+
+def _with_full_names(options: type, arguments: Sequence[str]) -> list[str]:
+    """The arguments, with dtypes by their full names: `--dtype bf16` is `--dtype bfloat16`."""
+    choices = {flag_of(name): _words_of(hint) for name, hint in typing.get_type_hints(options).items()}
+    full, flag = [], ""
+    for argument in arguments:
+        before, equals, value = argument.partition("=")
+        if equals and choices.get(before):
+            full.append(f"{before}={full_name(value, choices[before])}")
+        else:
+            full.append(full_name(argument, choices.get(flag, ())))
+        flag = argument
+    return full
+
+
+def _words_of(hint: Any) -> tuple[str, ...]:
+    """The words between which an option is a choice."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    return tuple(word for part in typing.get_args(hint) for word in _words_of(part))
 
 
 class _Rejected(Exception):

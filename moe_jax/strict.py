@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from moe_jax.dtype_names import full_name
 from moe_jax.errors import MAX_SHOWN, InputError, clipped, nearest, raise_if_any, shown
 from moe_jax.json_toml import fits_64_bits, is_unicode
 
@@ -43,9 +44,9 @@ def without_format(data: Mapping[str, Any], name: str, version: int, *, where: s
 def parse(cls: type[T], table: Mapping[str, Any], *, where: str, language: Literal["TOML", "JSON"]) -> T:
     """Builds `cls`, a dataclass whose fields may be dataclasses, from a parsed file.
 
-    Accepts fields of type bool, int (of 64 bits), float (finite; an integer is taken too), str (Unicode), `Literal`,
-    `X | None` (null in JSON), `tuple[X, ...]` (an array), dataclasses (a table), unions of these, and `Mapping` (a
-    table that is taken as it is).
+    Accepts fields of type bool, int (of 64 bits), float (finite; an integer is taken too), str (Unicode), `Literal` (of
+    dtypes also short names: `bf16`), `X | None` (null in JSON), `tuple[X, ...]` (an array), dataclasses (a table),
+    unions of these, and `Mapping` (a table that is taken as it is).
     Values that are already instances of a dataclass are taken as they are. A dataclass whose fields are not the keys of
     its table has a class method `from_json(table, build)`, where `build(cls, table)` makes another one in the same way.
 
@@ -116,6 +117,8 @@ class _Reader:
 
     def _checked(self, annotation: Any, value: Any, path: str) -> Any:
         """Returns `value` in the type of `annotation`; if it does not fit, notes the problem and returns None."""
+        if isinstance(value, str):
+            value = full_name(value, _words_of(annotation))
         option = next((option for option in _options(annotation) if _fits(option, value)), None)
         if option is None:
             hint = ""
@@ -173,6 +176,12 @@ def _options(annotation: Any) -> tuple[Any, ...]:
     """The types of a union; for any other type, the type itself."""
     is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _words_of(annotation: Any) -> tuple[str, ...]:
+    """The strings between which a field is a choice; none if it is no choice."""
+    literals = (option for option in _options(annotation) if typing.get_origin(option) is Literal)
+    return tuple(word for literal in literals for word in typing.get_args(literal) if isinstance(word, str))
 
 
 def _needed_besides(value: Any) -> str | None:

@@ -32,6 +32,8 @@ class Options:
     """A kind."""
     dry_run: bool = False
     """Writes nothing."""
+    dtype: Literal["bfloat16", "float16"] | None = None
+    """A dtype."""
 
 
 @pytest.fixture
@@ -108,6 +110,17 @@ def test_usage_errors_are_one_line(convert, capsys, arguments, message):
     out, err = capsys.readouterr()
     assert err.startswith("moe-jax: error: ") and message in err
     assert err.count("\n") == 1 and len(err) < 300 and not out and not convert.seen
+
+
+@pytest.mark.parametrize("words", [("--dtype", "bf16"), ("--dtype=bf16",), ("--dtype", "bfloat16")])
+def test_dtypes_have_short_names(convert, words):
+    assert cli.main(["convert", "a", *words]) == 0
+    assert convert.seen == [convert.Options(Path("a"), dtype="bfloat16")]
+
+
+def test_a_short_name_of_no_choice_is_told_as_it_was_given(convert, capsys):
+    assert cli.main(["convert", "a", "--dtype", "fp32"]) == 2
+    assert "expected one of bfloat16, float16, got 'fp32'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -33,6 +33,17 @@ def read(**table) -> Cart:
     return parse(Cart, table, where="cart.json", language="JSON")
 
 
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    kind: Literal["float32", "bfloat16"] | None = None
+
+
+def test_dtypes_have_short_names():
+    assert parse(Numbers, {"kind": "bf16"}, where="x", language="TOML") == Numbers("bfloat16")
+    with pytest.raises(InputError, match="kind: expected one of 'float32', 'bfloat16', got the string \"fp16\""):
+        parse(Numbers, {"kind": "fp16"}, where="x", language="TOML")
+
+
 def test_what_is_taken():
     cart = read(wheels=[{"size": 2}, Wheel(3.0)], spare=None, load=[1, 2], papers={"any": [None, {}]})
     assert cart == Cart((Wheel(2.0), Wheel(3.0)), None, (1, 2), papers={"any": [None, {}]})

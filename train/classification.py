@@ -142,7 +142,7 @@ def names_of_labels(
         names = tuple(known) if known is not None else tuple(str(i) for i in range(count))
     if names is None:
         if numbers:
-            raise InputError("the labels are numbers: say with --labels \"negative,positive\" what 0, 1, ... mean")
+            raise InputError('the labels are numbers: say with --labels "negative,positive" what 0, 1, ... mean')
         names = tuple(sorted(texts))
     if count is not None and len(names) != count:
         raise InputError(f"{len(names)} names of labels for a head that scores {count} classes")

@@ -28,6 +28,7 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+
 def prepare_environment() -> None:
     """Describes a TPU to libtpu and keeps JAX itself on the CPU; call it before JAX is imported."""
     gpu_topology.prepare_environment()

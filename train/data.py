@@ -114,7 +114,7 @@ def _pair_maker(section: DataSection, tokenizer: Tokenizer) -> PairMaker:
 def _open_sources(section: DataSection, config: ModelConfig, batch_size: int) -> tuple[list[Files], list[int]]:
     """The files of every source, and how many bytes they have."""
     if not section.sources:
-        raise InputError("the recipe has no data: add [[data.sources]] with path = \"...\"")
+        raise InputError('the recipe has no data: add [[data.sources]] with path = "..."')
     paths = [find_files(source.path) for source in section.sources]
     sizes = [sum(path.stat().st_size for path in found) for found in paths]
     piece = _piece_bytes(section, sum(sizes), batch_size)

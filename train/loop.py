@@ -95,9 +95,7 @@ class Loop:
         finally:
             writer.close()
 
-    def _steps(
-        self, state: TrainState, signals: StopSignals, writer: MetricsWriter, progress: StepLine
-    ) -> TrainState:
+    def _steps(self, state: TrainState, signals: StopSignals, writer: MetricsWriter, progress: StepLine) -> TrainState:
         recipe = self._recipe
         step, steps = int(state.step), recipe.train.steps
         pending: tuple[int, StepMetrics] | None = None

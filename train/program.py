@@ -99,9 +99,7 @@ def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str,
         seq_len=recipe.data.seq_len,
     )
     sharding = batch_sharding(mesh)
-    return {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for name, array in like.items()
-    }
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for name, array in like.items()}
 
 
 def initial_states(program: Program, recipe: Recipe, source: ModelSource | None) -> tuple[nnx.State, nnx.State]:

@@ -144,13 +144,17 @@ def input_length(data: DataSection) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartitionSection:
-    """Which parameters are trained: those that match a pattern of `train` and none of `freeze`.
+    """Which parameters are trained.
 
     Without `train`, all parameters are trained; of a model with a frozen base, only adapters, LoRA, and routers that
     choose among adapters.
 
     Patterns are regular expressions that must match a whole leaf path, such as `layers/3/mlp/router/kernel`
     (`moe-jax inspect` lists them): `layers/.*/attention/.*`, `.*/router/.*`, `embed/.*|lm_head/.*`.
+
+    Attributes:
+      train: patterns of parameters that are trained. None: all, or of a model with a frozen base its adapters.
+      freeze: patterns of parameters that are not trained, whatever `train` says.
     """
 
     train: tuple[str, ...] | None = None
@@ -236,7 +240,14 @@ class TrainSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSection:
-    """Devices per mesh axis; one of them may be -1, the rest of the devices."""
+    """Devices per mesh axis; one of them may be -1, the rest of the devices.
+
+    Attributes:
+      data: devices that each have a share of the batch and all parameters.
+      fsdp: devices that each have a share of the batch and of the parameters.
+      expert: devices that each have a share of the experts, and of the batch.
+      tensor: devices that each have a share of every kernel.
+    """
 
     data: int = 1
     fsdp: int = -1
@@ -249,7 +260,12 @@ class MeshSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """A checkpoint is written every `every` steps, and the newest `keep` of them are kept."""
+    """Checkpoints, from which an interrupted run goes on.
+
+    Attributes:
+      every: steps between checkpoints.
+      keep: the newest that are kept.
+    """
 
     every: int = 500
     keep: int = 2
@@ -260,7 +276,12 @@ class CheckpointSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogSection:
-    """`every`: steps between progress lines if there is no terminal. Metrics are written for every step."""
+    """What a run says. Metrics are written for every step.
+
+    Attributes:
+      every: steps between progress lines if there is no terminal.
+      tensorboard: whether TensorBoard events are written beside metrics.jsonl.
+    """
 
     every: int = 10
     tensorboard: bool = True
@@ -292,11 +313,15 @@ class EvalSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run. All its outputs go to `run_dir`; `seed` determines everything random.
+    """A run.
 
         >>> from moe_jax.train.recipe import ModelSection
         >>> moe_jax.Recipe(run_dir="run", model=ModelSection(path="moe-dir")).optimizer.learning_rate
         0.0003
+
+    Attributes:
+      run_dir: the directory that all outputs go to.
+      seed: determines everything random.
     """
 
     run_dir: str

@@ -78,17 +78,18 @@ def _table_lines(config: Any, prefix: str) -> list[str]:
             for item in value:
                 tables += ["", f"[[{prefix}{field.name}]]", *_table_lines(item, f"{prefix}{field.name}.")]
         else:
-            plain.append(f"{field.name} = {_toml_value(value)}")
+            plain.append(f"{field.name} = {toml_value(value)}")
     return plain + tables
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A boolean, number, string or array of them as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return '"' + "".join(_escaped(character) for character in value) + '"'
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     return str(value)
 
 

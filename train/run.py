@@ -114,9 +114,7 @@ class _Begun(NamedTuple):
     origin: Origin | None = None
 
 
-def _read_run(
-    recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None, skip_batches: int
-) -> _Begun | None:
+def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None, skip_batches: int) -> _Begun | None:
     """What there is to continue or to restart, as the first process sees it; None: the run is a new one."""
     run_dir = Path(recipe.run_dir)
 
@@ -197,9 +195,7 @@ def _train(
     # All processes have checked everything before the first one writes.
     wait_for_all("run directory checked")
     first_decides(write)
-    checkpoints = TrainingCheckpoints(
-        run_dir / CHECKPOINTS, keep=recipe.checkpoint.keep, in_slices=is_saved_by_layer
-    )
+    checkpoints = TrainingCheckpoints(run_dir / CHECKPOINTS, keep=recipe.checkpoint.keep, in_slices=is_saved_by_layer)
     with contextlib.closing(data), contextlib.closing(checkpoints):
         step = checkpoints.latest_step() if begun is not None and begun.record is not None else None
         if step is None and record.restarts:

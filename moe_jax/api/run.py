@@ -138,7 +138,9 @@ def _is_pair(value: Any) -> bool:
 def read_ids(model: Model, text: Text) -> np.ndarray:
     """Int32[n] ids of a text for `model`, as `evaluate` takes it, which see for the errors."""
     if isinstance(text, str | os.PathLike):
-        return read_text(Path(text), tokenizer_of(model, "a text file", "give the text as token ids"))
+        return read_text(
+            Path(text), tokenizer_of(model, "a text file", "name one (--tokenizer), or give the text as token ids")
+        )
     return _checked_ids(text, model.config)
 
 

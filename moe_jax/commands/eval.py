@@ -47,6 +47,8 @@ class Options(BaseFlag):
     """Number of windows or pairs computed at once. Does not change the result."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the matrix products."""
+    tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A tokenizer.json, or a directory that holds one, instead of the model's own."""
     split: bool = False
     """Splits the parameters over the devices, instead of copying them to each."""
     json: bool = False
@@ -76,6 +78,8 @@ def run(options: Options) -> None:
         raise InputError("--seq-len goes with --text; with --classify, --input-len says how much of a text is read")
     mesh = make_mesh({"fsdp" if options.split else "data": -1})
     model = Model.of_source(options.open(options.model), Loading(compute_dtype=options.compute_dtype, mesh=mesh))
+    if options.tokenizer is not None:
+        model.tokenizer_files = (_tokenizer_file(options.tokenizer),)
     if options.classify is not None:
         _classify(model, options)
         return
@@ -84,9 +88,7 @@ def run(options: Options) -> None:
     most = model.config.max_positions
     if seq_len > most:
         print(f"warning: {options.model} was made for {most} positions, not {seq_len}", file=sys.stderr)
-    result = evaluate(
-        model, options.text, seq_len=seq_len, input_len=options.input_len, batch_size=options.batch_size
-    )
+    result = evaluate(model, options.text, seq_len=seq_len, input_len=options.input_len, batch_size=options.batch_size)
     if result.cut:
         print(f"note: {result.cut:,} of {result.windows:,} pairs are too long and were cut", file=sys.stderr)
     result = result._asdict() | {"seq_len": seq_len, "model": str(options.model), "text": str(options.text)}
@@ -96,6 +98,17 @@ def run(options: Options) -> None:
     windows = f"windows of {seq_len}" if not holds_pairs(options.text, model.config) else "pairs"
     print(f"{result['tokens']:,} tokens scored in {result['windows']:,} {windows}")
     print(f"nll {result['nll']:.6f}  perplexity {result['perplexity']:.4f}")
+
+
+def _tokenizer_file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"no tokenizer at {file}")
+    if file.name != "tokenizer.json":
+        from moe_jax.errors import InputError
+
+        raise InputError(f"--tokenizer {path}: expected a file named tokenizer.json, or the directory that holds it")
+    return file
 
 
 def _classify(model: "Model", options: Options) -> None:

@@ -5,8 +5,6 @@ that is added to the table has its options at once. What a field takes can be sa
 """
 
 import dataclasses
-import inspect
-import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
+from moe_jax.attribute_texts import attribute_texts
 from moe_jax.compress import METHODS, Method, make_method, make_swept_methods
 from moe_jax.errors import InputError, check_member, flag_of, shown
 from moe_jax.formatting import parse_bytes
@@ -166,7 +165,7 @@ def _value(option: _Option, text: str) -> Any:
 
 def _options(name: str) -> list[_Option]:
     method = METHODS[name]
-    hints, texts = typing.get_type_hints(method), _attribute_texts(method)
+    hints, texts = typing.get_type_hints(method), attribute_texts(method)
     return [
         _Option(
             method=name,
@@ -199,16 +198,6 @@ def _metavar(name: str, hint: Any) -> str:
     if _choices(hint):
         return "|".join(_choices(hint))
     return "BYTES" if name.endswith("_bytes") else {int: "INT", float: "FLOAT"}.get(_kind(hint), "TEXT")
-
-
-def _attribute_texts(cls: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of its attributes."""
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")
-        for entry in re.finditer(r"^  (\w+(?:, \w+)*): (.*(?:\n    .*)*)", section, re.MULTILINE):
-            texts |= dict.fromkeys(entry[1].split(", "), " ".join(entry[2].split()))
-    return texts
 
 
 def _shown(default: Any) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,13 @@ import tyro
 class Options:
     """Trains a model as a recipe says. Paths in the recipe are relative to the current directory."""
 
-    recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE.toml")]
-    """The recipe; moe_jax.train.recipe documents the keys, train/recipes holds examples."""
+    recipe: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RECIPE.toml")] = None
+    """The recipe; --keys explains its keys, train/recipes holds examples."""
     set: Annotated[tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
     """Overrides keys of the recipe, as in --set train.steps=100 optimizer.learning_rate=1e-4."""
+    keys: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[PATTERN ...]", help_behavior_hint="")] = None
+    """Trains nothing, and prints the keys of recipes with their values, defaults and meanings: all, or those that
+    match, as in --keys optimizer 'data.*'."""
     resume: bool = False
     """Continues the run in the run directory after its last checkpoint; starts it where there is none."""
     restart: Annotated[str | None, tyro.conf.arg(metavar="RUN@STEP")] = None
@@ -45,6 +49,11 @@ def run(options: Options) -> None:
     from moe_jax.open_source import read_config
     from moe_jax.train.recipe import load_recipe
 
+    if options.keys is not None:
+        _print_keys(options.keys)
+        return
+    if options.recipe is None:
+        raise InputError("missing: RECIPE.toml; see moe-jax train --help, and --keys for what a recipe holds")
     if options.compile_only != (options.topology is not None):
         raise InputError("--compile-only and --topology go together, as in --compile-only --topology v5e:4x4")
     if not options.compile_only and (options.json or options.config):
@@ -76,3 +85,17 @@ def run(options: Options) -> None:
             skip_batches=options.skip_batches,
             continue_command=shlex.join(command),
         )
+
+
+def _print_keys(patterns: Sequence[str]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from moe_jax.terminal import console_for_tables
+    from moe_jax.train.recipe_keys import recipe_keys
+
+    table = Table("key", "values", "default", "meaning")
+    for key in recipe_keys(patterns):
+        default = "(required)" if key.is_required else key.default or ""
+        table.add_row(*map(escape, (key.name, key.kind, default, key.text)))
+    console_for_tables().print(table)

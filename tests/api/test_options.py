@@ -11,15 +11,15 @@ import moe_jax
 from moe_jax.commands import adapt, compress, convert, eval, export, generate, merge, upcycle
 
 # What differs on purpose: a verb returns what a command prints, and computes with a model as it was loaded: `load` has
-# `base` and `mesh`.
+# `base` and `mesh`. A model in memory has `tokenizer_files`.
 RENAMED = {"classify": "examples", "no_step0_check": "step0_check", "dst": "out", "src": "model"}
 OF_COMMANDS = {
     "convert": {"dry_run"},
     "export": {"base", "dry_run"},
     "upcycle": {"base"},
     "compress": {"model_base", "json", "sweep", "text"},
-    "evaluate": {"base", "json", "compute_dtype", "split", "classify", "labels", "template"},
-    "classify": {"base", "json", "compute_dtype", "split", "text", "seq_len"},
+    "evaluate": {"base", "json", "compute_dtype", "split", "tokenizer", "classify", "labels", "template"},
+    "classify": {"base", "json", "compute_dtype", "split", "tokenizer", "text", "seq_len"},
     "generate": {"base", "json", "compute_dtype", "mesh", "prompts_file", "ids"},
 }
 COMMANDS = {

@@ -136,3 +136,20 @@ def test_bad_input_of_the_command_is_one_line(model_directory, tmp_path, capsys,
     assert cli.main(["eval", str(model_directory), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_another_tokenizer_may_be_named(model_directory, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+
+    def scored(*arguments) -> int:
+        return cli.main(["eval", str(model_directory), "--text", str(text), "--seq-len", "16", "--json", *arguments])
+
+    assert scored() == 0
+    own = json.loads(capsys.readouterr().out)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_bytes((model_directory / "tokenizer.json").read_bytes())
+    assert scored("--tokenizer", str(tmp_path / "other")) == 0
+    assert json.loads(capsys.readouterr().out) == own
+    assert scored("--tokenizer", str(tmp_path)) == 2
+    assert f"no tokenizer at {tmp_path}/tokenizer.json" in capsys.readouterr().err
