@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from moe_jax.api.compress import CompressedExperts as CompressedExperts
     from moe_jax.api.compress import compress as compress
     from moe_jax.api.compress import compress_experts as compress_experts
+    from moe_jax.api.generate import Continuation as Continuation
+    from moe_jax.api.generate import generate as generate
     from moe_jax.api.model import Model as Model
     from moe_jax.api.model import load as load
     from moe_jax.api.model import save as save
     from moe_jax.api.model import tiny_model as tiny_model
-    from moe_jax.api.run import Continuation as Continuation
     from moe_jax.api.run import ModelPlan as ModelPlan
     from moe_jax.api.run import evaluate as evaluate
-    from moe_jax.api.run import generate as generate
     from moe_jax.api.run import plan as plan
     from moe_jax.api.train import train as train
     from moe_jax.api.transform import adapt as adapt
@@ -60,8 +60,9 @@ __version__ = "0.1.0"
 _MODULES = {
     "api.compress": ("CompressedExperts", "compress", "compress_experts"),
     "api.classify": ("classify",),
+    "api.generate": ("Continuation", "generate"),
     "api.model": ("Model", "load", "save", "tiny_model"),
-    "api.run": ("Continuation", "ModelPlan", "evaluate", "generate", "plan"),
+    "api.run": ("ModelPlan", "evaluate", "plan"),
     "api.train": ("train",),
     "api.transform": ("adapt", "convert", "export", "merge", "upcycle"),
     "compress.alignment.barycenter": ("Barycenter", "free_support_barycenter"),

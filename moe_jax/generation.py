@@ -7,6 +7,7 @@ ever more together. Neither changes a result.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -23,7 +24,8 @@ from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder, unstacked
 from moe_jax.sharding import mesh_of
 
-_FIRST_BLOCK = 8
+FIRST_BLOCK = 8
+"""Tokens after the first one that come together; the blocks after them are longer."""
 
 
 class NonFiniteLogits(InputError):
@@ -93,11 +95,18 @@ def stream(
     top_p: float | None = None,
     key: PRNGKeyArray | None = None,
     eos_ids: Sequence[int] = (),
+    ended: Bool[np.ndarray, " B"] | None = None,
+    seconds: float | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """Yields the next token of every row, step after step, until every row was given one of `eos_ids`.
+    """Yields the next token of every row, step after step, until every row was given one of `eos_ids` or has ended.
 
     The first comes at once, the others in blocks, which grow. A row goes on beyond its own end as long as others do.
-    See `generate` for the arguments and errors.
+
+    Args:
+      ended: rows that the caller wants no more of, which it may say while it is given tokens; looked at before a block.
+      seconds: that a block should take, so that somebody can read along; None: blocks are as long as they can be.
+
+    The other arguments, and errors: see `generate`.
     """
     _check(model, prompts, max_new_tokens, temperature, top_k, top_p, key)
     key = jax.random.key(0) if key is None else key
@@ -124,16 +133,21 @@ def stream(
     with over_mesh():
         progress = begin(*parts, jnp.asarray(padded), jnp.asarray(lengths), sampling, choosing=choosing, slots=slots)
     yield _checked(np.asarray(progress.tokens), np.asarray(progress.finite), 1)
-    done, block_size = 1, _FIRST_BLOCK
-    while done < max_new_tokens and bool(progress.goes_on()):
-        until = min(max_new_tokens, done + block_size)
+    done, block_size = 1, FIRST_BLOCK
+    while done < max_new_tokens:
+        if not bool(progress.goes_on()) or (ended is not None and bool((ended | np.asarray(progress.stopped)).all())):
+            return
+        until, start = min(max_new_tokens, done + block_size), time.perf_counter()
         with over_mesh():
             progress, block = continue_rows(*parts, progress, sampling, jnp.int32(until), choosing=choosing)
         tokens, finite, step = np.asarray(block), np.asarray(progress.finite), int(progress.step)
+        block_size = MOST_STEPS
+        if seconds is not None:
+            block_size = max(1, min(MOST_STEPS, int(seconds * (step - done) / (time.perf_counter() - start))))
         for row in range(step - done):
             is_last = done + row + 1 == step
             yield _checked(tokens[row], finite if is_last else np.ones_like(finite), done + row + 1)
-        done, block_size = step, MOST_STEPS
+        done = step
 
 
 def _checked(tokens: Int[np.ndarray, " B"], finite: Bool[np.ndarray, " B"], step: int) -> Int[np.ndarray, " B"]:

@@ -1,7 +1,10 @@
 """`moe-jax generate`, as a user runs it."""
 
 import dataclasses
+import io
+import itertools
 import json
+import re
 
 import pytest
 
@@ -105,8 +108,78 @@ def test_a_text_ends_before_its_eos(model, config, tmp_path, capsys):
         settings.write_text(json.dumps({"eos_token_id": eos}))
         path = write_model(tmp_path / name, config, random_leaves(config), (settings,))
         assert describe(capsys, path, "--ids", "1,2", "--max-new-tokens", 8)[0] == {
-            **stopped, "prompt": None, "text": None,
+            **stopped, "prompt": None, "text": None, "reason": "eos", "ended_by": str(third),
         }  # fmt: skip
+
+
+def test_a_stop_string_ends_a_text_across_its_tokens(model, capsys):
+    free = describe(capsys, model, "--prompt", "ab", "--prompt", "c", "--max-new-tokens", 24)
+    assert [entry["reason"] for entry in free] == ["length"] * 2 and free[0]["ended_by"] is None
+    text = free[0]["text"]
+    stop = text[3:6]  # bytes are tokens: at least three of them
+    options = ("--max-new-tokens", 24, "--stop", "never", "--stop", stop)
+    ended, other = describe(capsys, model, "--prompt", "ab", "--prompt", "c", *options)
+    assert stop not in free[1]["text"] and other == free[1]
+    assert ended["text"] == text[: text.index(stop)] and ended["reason"] == "stop" and ended["ended_by"] == stop
+    assert ended["stopped"] and len(ended["ids"]) < 24 and ended["ids"] == free[0]["ids"][: len(ended["ids"])]
+    assert describe(capsys, model, "--prompt", "ab", *options) == [ended]
+
+
+def test_why_texts_ended_and_how_fast_they_came_is_said_on_standard_error(model, capsys):
+    free, other = (describe(capsys, model, "--ids", ids, "--max-new-tokens", 12)[0]["ids"] for ids in ("1,2", "3"))
+    stop = next(token for token in free if token not in [free[0], *other])
+
+    def said(*options) -> list[str]:
+        run = ["generate", model, "--ids", "1,2", "--max-new-tokens", 12, *options]
+        assert cli.main(list(map(str, run))) == 0
+        return capsys.readouterr().err.splitlines()
+
+    why, speed = said()
+    assert why == "moe-jax: ended at 12 tokens (--max-new-tokens)"
+    assert re.fullmatch(r"moe-jax: 12 tokens in [\d.]+ s: the first after [\d.]+ s, then [\d.]+ a second", speed)
+    why, _ = said("--stop-ids", stop)
+    assert why.startswith("moe-jax: ended with ") and why.endswith(" (--stop-ids)")
+    why, speed = said("--stop-ids", free[0])
+    assert why.startswith("moe-jax: ended at once with ") and why.endswith("(--stop-ids): nothing was added")
+    assert re.fullmatch(r"moe-jax: 1 token in [\d.]+ s", speed)
+    several = said("--ids", "1,2", "--ids", "3", "--ids", "1,2", "--stop-ids", stop)
+    assert [line.split(" ended ")[0] for line in several[:2]] == ["moe-jax: prompts 1-2, 4", "moe-jax: prompt 3"]
+
+
+def test_streaming_prints_what_is_printed_at_once(model, data_dir, capsys):
+    stories = data_dir / "weights" / "stories260K" / "hf"
+    for path, prompt in ((model, "ab"), (stories, "Once upon"), (stories, "")):
+        options = (path, "--prompt", prompt, "--max-new-tokens", 40)
+        assert run(capsys, *options, "--stream") == run(capsys, *options)
+
+
+def test_a_terminal_is_given_the_text_piece_by_piece(model, monkeypatch):
+    class Terminal(io.StringIO):
+        flushed: list[str] = []
+
+        def isatty(self):
+            return True
+
+        def flush(self):
+            if self.getvalue() not in self.flushed:
+                self.flushed.append(self.getvalue())
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert cli.main(["generate", str(model), "--prompt", "ab", "--max-new-tokens", "40"]) == 0
+    assert len(terminal.flushed) > 3
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(terminal.flushed))
+
+
+def test_prompts_from_a_file_of_json_lines(model, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "ab\\nc", "id": 7}\n\n{"prompt": "d"}\n')
+    entries = describe(capsys, model, "--prompts-file", file, "--max-new-tokens", 2)
+    assert [entry["prompt"] for entry in entries] == ["ab\nc", "d"]
+    for line in ('{"prompt": 1}', '"ab"', "{"):
+        file.write_text(line)
+        assert cli.main(["generate", str(model), "--prompts-file", str(file)]) == 2
+        assert "prompts.jsonl, line 1" in capsys.readouterr().err
 
 
 def test_beyond_the_context_there_is_a_note(model, capsys):
@@ -125,6 +198,9 @@ def test_beyond_the_context_there_is_a_note(model, capsys):
         (("--ids", "1", "--temperature", "-1"), "temperature=-1.0 must be 0"),
         (("--ids", "1", "--top-p", "2"), "top_p=2.0 must lie in (0, 1]"),
         (("--ids", "1", "--top-k", "0"), "top_k=0 must be at least 1"),
+        (("--prompt", "a", "--stop", ""), "at least one character"),
+        (("--prompt", "a", "--prompt", "b", "--stream"), "--stream is for one prompt"),
+        (("--prompt", "a", "--json", "--stream"), "--stream is for one prompt"),
         (("--prompts-file", "absent.txt"), "absent.txt: No such file"),
     ],
 )
@@ -138,6 +214,8 @@ def test_a_text_for_a_model_without_tokenizer_is_refused(bare_model, capsys):
     assert cli.main(["generate", str(bare_model), "--prompt", "a"]) == 2
     err = capsys.readouterr().err
     assert "has no tokenizer.json" in err and "--ids" in err and err.count("\n") == 1
+    assert cli.main(["generate", str(bare_model), "--ids", "1", "--stop", "a"]) == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"\n \n", b"\xff\xfe"])

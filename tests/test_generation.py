@@ -99,7 +99,7 @@ def test_neither_batch_nor_bucket_nor_block_changes_a_greedy_result(model, full_
     expected = [greedy_without_cache(full_forward, prompt, 12) for prompt in prompts]
     assert generate(model, prompts, max_new_tokens=12) == expected
     for first, most, rows in ((3, 5, (1, 0)), (1, 1, (2,))):
-        monkeypatch.setattr(generation, "_FIRST_BLOCK", first)
+        monkeypatch.setattr(generation, "FIRST_BLOCK", first)
         monkeypatch.setattr(generation, "MOST_STEPS", most)
         assert generate(model, [prompts[row] for row in rows], max_new_tokens=12) == [expected[row] for row in rows]
 

@@ -102,6 +102,11 @@ class Tokenizer:
         with self._faults():
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def token(self, token_id: int) -> str:
+        """How the vocabulary writes a token, special ones too; its id where it has none."""
+        with self._faults():
+            return self._tokenizer.id_to_token(token_id) or str(token_id)
+
     def pairs(self, examples: Sequence[Example]) -> Pairs:
         """Tokenises the examples of a record, each a document of its own.
 

@@ -1,22 +1,18 @@
-"""Verbs that run a model or count it: evaluate, generate, plan."""
+"""Verbs that run a model or count it: evaluate, plan."""
 
 import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
-from moe_jax.api.model import Loading, Model, ModelOrPath, open_model
-from moe_jax.errors import InputError, shown
+from moe_jax.api.model import Model, ModelOrPath, open_model
+from moe_jax.errors import InputError
 from moe_jax.finite import is_floating, largest_magnitude
-from moe_jax.generation import NonFiniteLogits
-from moe_jax.generation import generate as _generate
-from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
 from moe_jax.open_source import read_config
 from moe_jax.peft.options import adapted_config
@@ -35,7 +31,6 @@ _DEFAULT_SEQ_LEN = 1024
 
 Text = str | os.PathLike[str] | Sequence[int] | np.ndarray
 Texts = Sequence[tuple[str, str]]
-Prompt = str | Sequence[int] | np.ndarray
 
 
 def evaluate(
@@ -81,7 +76,7 @@ def evaluate(
     if not math.isfinite(found.perplexity):
         why = "the model predicts nothing of this text"
         if not math.isfinite(found.nll):
-            why = _why_not_finite(open_lazily(model))
+            why = why_not_finite(open_lazily(model))
         raise InputError(f"the perplexity is not finite (nll {found.nll:.6g}): {why}")
     return found
 
@@ -147,120 +142,6 @@ def read_ids(model: Model, text: Text) -> np.ndarray:
 def default_seq_len(config: ModelConfig) -> int:
     """Tokens that a model sees at a time unless somebody says otherwise: 1024, or what it can do if that is less."""
     return min(_DEFAULT_SEQ_LEN, config.max_positions)
-
-
-class Continuation(NamedTuple):
-    """What `generate` made of a prompt.
-
-        >>> continued = moe_jax.generate(moe_jax.tiny_model(), [1, 2, 3], max_new_tokens=4)
-        >>> continued.prompt_ids, len(continued.ids), continued.stopped
-        ([1, 2, 3], 4, False)
-
-    Attributes:
-      prompt: its text; None without a tokenizer.
-      prompt_ids: its tokens, BOS included where the tokenizer puts one, and before an encoder the EOS that ends it.
-      text: what was added; None without a tokenizer. With an encoder, the whole answer.
-      ids: tokens that were added.
-      stopped: whether a token that ends texts came before `max_new_tokens`.
-    """
-
-    prompt: str | None
-    prompt_ids: list[int]
-    text: str | None
-    ids: list[int]
-    stopped: bool
-
-
-@overload
-def generate(
-    model: ModelOrPath,
-    prompt: Prompt,
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop_ids: Sequence[int] = (),
-) -> Continuation: ...
-@overload
-def generate(
-    model: ModelOrPath,
-    prompt: Sequence[Prompt],
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop_ids: Sequence[int] = (),
-) -> list[Continuation]: ...
-def generate(
-    model: ModelOrPath,
-    prompt: Prompt | Sequence[Prompt],
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop_ids: Sequence[int] = (),
-) -> Continuation | list[Continuation]:
-    """Continues a prompt, or several as one batch. A prompt's result does not depend on the others.
-
-    Of a model with an encoder, the prompt is what the encoder is given, and what is generated is the answer to it.
-
-    Nothing stops a text from growing beyond `model.config.max_positions`, for which the model was trained.
-
-        >>> one, two = moe_jax.generate(moe_jax.tiny_model(), [[1, 2, 3], [4]], max_new_tokens=4)
-        >>> one.ids == moe_jax.generate(moe_jax.tiny_model(), [1, 2, 3], max_new_tokens=4).ids
-        True
-
-    Args:
-      model: a model, or the path of one.
-      prompt: a text, before which BOS is put where the tokenizer does so, and after which EOS is put for an encoder; or
-        token ids, taken as they are; or a list of such prompts.
-      max_new_tokens: at most so many tokens are added.
-      temperature: divides the logits before sampling; 0 takes the most likely token.
-      top_k: samples from this many of the most likely tokens.
-      top_p: samples from the most likely tokens whose probabilities sum to this.
-      seed: of sampling.
-      stop_ids: tokens that end a text, besides those that the model names as EOS.
-
-    Returns:
-      One `Continuation`, or of a list of prompts a list.
-
-    Raises:
-      FileNotFoundError: if there is nothing at the path.
-      InputError: for an empty prompt, bad sampling options, a text for a model without tokenizer, or logits that are
-        not finite.
-    """
-    if not isinstance(model, Model):
-        source = open_model(model)
-        model = Model.of_source(source, Loading.for_generation(source))
-    single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer))
-    prompts: list[Any] = [prompt] if single else list(prompt)
-    ids = [_prompt_ids(one, model) for one in prompts]
-    if not ids:
-        raise InputError("nothing to continue: there is no prompt")
-    try:
-        added = _generate(
-            model.decoder,
-            ids,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            key=jax.random.key(seed),
-            eos_ids=(*_eos_ids(model), *stop_ids),
-        )
-    except NonFiniteLogits as error:
-        raise InputError(f"{error}: {_why_not_finite(model)}") from None
-    results = [
-        _continuation(model, before, after, stopped=len(after) < max_new_tokens)
-        for before, after in zip(ids, added, strict=True)
-    ]
-    return results[0] if single else results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -342,7 +223,7 @@ def open_lazily(model: ModelOrPath) -> Model:
     return model if isinstance(model, Model) else Model.of_source(open_model(model))
 
 
-def _why_not_finite(model: Model) -> str:
+def why_not_finite(model: Model) -> str:
     """What is wrong with a model whose results are not finite, as far as its weights say."""
     for path, spec in model.source.specs().items():
         if is_floating(spec.dtype) and not math.isfinite(largest_magnitude(model.source.read(path))):
@@ -360,13 +241,6 @@ def tokenizer_of(model: Model, what: str, instead: str) -> Tokenizer:
     return model.tokenizer
 
 
-def _prompt_ids(prompt: Prompt, model: Model) -> list[int]:
-    if isinstance(prompt, str):
-        tokenizer = tokenizer_of(model, "a text prompt", "give the prompt as token ids (--ids)")
-        return (tokenizer.inputs if model.config.has_encoder else tokenizer.prompt)(prompt).tolist()
-    return [int(token) for token in prompt]
-
-
 def _checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndarray:
     """Int32[n] ids of a text that can be scored."""
     array = np.asarray(ids)
@@ -375,28 +249,3 @@ def _checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.nda
     if array.min() < 0 or array.max() >= config.vocab_size:
         raise InputError(f"token ids from {array.min()} to {array.max()}; the vocabulary has {config.vocab_size}")
     return array.astype(np.int32)
-
-
-def _eos_ids(model: Model) -> tuple[int, ...]:
-    """Tokens that end a text: those of the config and of generation_config.json, where chat models name theirs."""
-    file = next((file for file in model.tokenizer_files if file.name == "generation_config.json"), None)
-    if file is None:
-        return model.config.eos_ids
-    eos = read_json_object(file, allow=ANYTHING).get("eos_token_id")
-    more = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    for token in more:
-        if type(token) is not int or not 0 <= token < model.config.vocab_size:
-            raise InputError(f"{file}: eos_token_id {shown(token)} is no token of the vocabulary; mend or remove it")
-    return (*model.config.eos_ids, *more)
-
-
-def _continuation(model: Model, prompt: Sequence[int], ids: Sequence[int], *, stopped: bool) -> Continuation:
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        return Continuation(None, list(prompt), None, list(ids), stopped)
-    if model.config.has_encoder:
-        return Continuation(tokenizer.decode(prompt), list(prompt), tokenizer.decode(ids), list(ids), stopped)
-    # A token's text depends on what stands before it: what is new is what the whole has more than the prompt.
-    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
-    text = whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids)
-    return Continuation(before, list(prompt), text, list(ids), stopped)
