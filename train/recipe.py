@@ -43,7 +43,8 @@ class ModelSection:
       param_dtype: dtype the trained parameters and the optimizer's moments are kept in.
       frozen_dtype: dtype of the parameters that are not trained. None: as stored. NF4 kernels are always as stored.
       compute_dtype: dtype of the matrix products.
-      output_dtype: dtype of the final model that is written. None: as in training.
+      output_dtype: dtype of the final model that is written. None: every parameter in the dtype in which the model at
+        `path` stores it, and `param_dtype` if training started from new ones. Checkpoints keep `param_dtype`.
       remat: what the backward pass computes again instead of keeping it: nothing, every layer (`full`), or
         every layer but its matrix products (`dots`).
     """

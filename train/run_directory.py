@@ -231,8 +231,10 @@ def write_model(
         writer = ModelDirectoryWriter(fresh, model.config, tokenizer_files=files, lineage=lineage)
     # Every process must make these calls; only the first one writes.
     with writer:
-        for path, leaf in _gathered(model, recipe.model.output_dtype, own):
-            writer.write({path: leaf})
+        stored = None if started_from is None else started_from.specs()
+        for path, leaf in _gathered(model, own):
+            dtype = output_dtype(path, leaf.dtype, recipe, stored)
+            writer.write({path: leaf if dtype == leaf.dtype else cast(path, leaf, dtype)})
     first_decides(lambda: replace_directory(target, fresh))
     return target
 
@@ -252,15 +254,33 @@ def lineage_of(
 
 def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
     """The config of the trained model; it says in which dtype that is."""
-    return dataclasses.replace(config, dtype=recipe.model.output_dtype or recipe.model.param_dtype)
+    begun_with = config.dtype if recipe.model.init == "checkpoint" else recipe.model.param_dtype
+    return dataclasses.replace(config, dtype=recipe.model.output_dtype or begun_with)
 
 
-def _gathered(model: Decoder, dtype: str | None, only: Collection[str] | None) -> Iterator[tuple[str, np.ndarray]]:
+def output_dtype(
+    path: str, held: jnp.dtype, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None
+) -> jnp.dtype:
+    """The dtype in which the trained model has a leaf.
+
+    Args:
+      path: of the leaf.
+      held: its dtype in training.
+      recipe: of the run.
+      stored: the leaves of the model that training started from; None: it started from new ones.
+    """
+    if not may_be_cast(path, held):
+        return held
+    if recipe.model.output_dtype is not None:
+        return jnp.dtype(recipe.model.output_dtype)
+    return held if stored is None or path not in stored else stored[path].dtype
+
+
+def _gathered(model: Decoder, only: Collection[str] | None) -> Iterator[tuple[str, np.ndarray]]:
     """Yields unsharded leaves, all or some; every process takes part in gathering those sharded over hosts."""
     for path, leaf in model_leaves(model):
         if only is not None and path not in only:
             continue
         if jax.process_count() > 1:
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
-        leaf = np.asarray(leaf)
-        yield path, cast(path, leaf, jnp.dtype(dtype)) if dtype and may_be_cast(path, leaf.dtype) else leaf
+        yield path, np.asarray(leaf)

@@ -25,7 +25,15 @@ from moe_jax.sharding import path_name
 from moe_jax.train.continuation import RECORD, RunRecord
 from moe_jax.train.program import draw_model
 from moe_jax.train.recipe import Recipe, load_recipe
-from moe_jax.train.run_directory import CHECKPOINTS, RECIPE, check_saved, files_of_run, lineage_of, trained_config
+from moe_jax.train.run_directory import (
+    CHECKPOINTS,
+    RECIPE,
+    check_saved,
+    files_of_run,
+    lineage_of,
+    output_dtype,
+    trained_config,
+)
 
 
 def saved_config(run_dir: Path, step: int) -> ModelConfig:
@@ -160,12 +168,11 @@ class SavedModel:
 
     @cached_property
     def _specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        wanted, specs = self._recipe.model.output_dtype, {}
-        for path, spec in leaf_specs(self.config).items():
-            held = self._held[path]
-            dtype = jnp.dtype(wanted) if wanted and may_be_cast(path, held) else held
-            specs[path] = jax.ShapeDtypeStruct(spec.shape, dtype)
-        return specs
+        stored = None if self._begun_with is None else self._begun_with.specs()
+        return {
+            path: jax.ShapeDtypeStruct(spec.shape, output_dtype(path, self._held[path], self._recipe, stored))
+            for path, spec in leaf_specs(self.config).items()
+        }
 
 
 class SavedAdapters(SavedModel, OverBase):

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
 from moe_jax.api.run import default_seq_len, read_ids
+from moe_jax.cast_source import CastSource
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.compress import Calibration, Method, make_method
 from moe_jax.compress import compress as _compress
@@ -44,6 +45,7 @@ def compress(
     calibrate: str | os.PathLike[str] | None = None,
     seq_len: int | None = None,
     batch_size: int = 8,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     **options: Any,
 ) -> Model:
     """Makes the experts of a trained Mixture-of-Experts smaller.
@@ -68,6 +70,7 @@ def compress(
       calibrate: a text file on which the use of the experts is counted, for the methods that merge them; without it
         they are taken to be used alike.
       seq_len, batch_size: tokens that the model sees at a time on that text, and windows computed at once.
+      dtype: of what is not in codes; None: as stored.
       options: of the method, such as `keep=0.25` or `bits=4`; `moe-jax compress --help` lists them.
 
     Returns:
@@ -80,11 +83,15 @@ def compress(
       OSError: if the disk is full. What is done stays beside `out`, to be gone on with.
     """
     made, source = _method(method, options), open_model(model)
+    if dtype is not None:
+        source = CastSource(source, dtype)
     indices = parse_layers(layers, source.config) if isinstance(layers, str) else layers
     statistics = None
     described: dict[str, Any] = {"base": None, "extended": extended, "layers": indices}
     if base is not None:
         described["base"] = str(open_model(base).path)
+    if dtype is not None:
+        described["dtype"] = dtype
     if calibrate is not None:
         measured = model if isinstance(model, Model) else Model.of_source(source)
         statistics = measure_use(measured, calibrate, seq_len=seq_len, batch_size=batch_size)

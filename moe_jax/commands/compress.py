@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -55,6 +55,10 @@ class _Job:
     calibrate: Annotated[Path | None, optional("TEXT")] = None
     """A text file on which the use of the experts is counted, for the methods that merge them; without it they are
     taken to be used alike."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, optional("float32|bfloat16|float16", "as stored")
+    ] = None
+    """Dtype of what is not in codes, in experts and in all else."""
     json: bool = False
     """Prints JSON lines and nothing else: one per layer as soon as it is done, and at last one for the model. With
     --sweep, what sweep.json holds."""
@@ -81,6 +85,7 @@ def run(options: _Job) -> None:
     Raises:
       FileNotFoundError, InputError: bad input; see `moe_jax.compress`.
     """
+    from moe_jax.cast_source import CastSource
     from moe_jax.commands.compression_tables import print_report, print_sweep
     from moe_jax.open_source import open_source
     from moe_jax.staging import refuse_existing
@@ -95,6 +100,8 @@ def run(options: _Job) -> None:
     else:
         method = one_method(options.method, given)
     source = open_source(options.model, base=options.model_base)
+    if options.dtype is not None:
+        source = CastSource(source, options.dtype)
     base = open_source(options.base) if options.base is not None else None
     layers = parse_layers(options.layers, source.config) if options.layers is not None else None
     # What would be found out anyway, but after a long calibration.
@@ -102,6 +109,8 @@ def run(options: _Job) -> None:
     choose_layers(source.config, layers)
     shared = {"base": base, "extended": options.extended, "layers": layers, "statistics": _calibration(source, options)}
     described = {"base": options.base, "extended": options.extended, "layers": layers}
+    if options.dtype is not None:
+        described |= {"dtype": options.dtype}
     if options.calibrate is not None:
         described |= {"calibrate": options.calibrate, "seq_len": options.seq_len}
     if options.sweep:

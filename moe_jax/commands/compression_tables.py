@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
@@ -39,7 +40,22 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         ("model", report.bytes_before, report.bytes_after),
     ):
         terminal.print(f"{what}: {show_bytes(before)} -> {show_bytes(after)} on the disk ({after / before:.1%})")
+    terminal.print(_parts_line(out, report), markup=False)
     terminal.print(f"wrote {out}", markup=False)
+
+
+def _parts_line(out: Path, report: "Report") -> str:
+    """What the bytes of the compressed experts are: a kept share is not all that stays."""
+    from moe_jax.compress.coding.storage import layer_bytes
+    from moe_jax.open_source import read_config
+
+    config = read_config(out)
+    dtype = jnp.dtype(config.dtype)
+    parts = [layer_bytes(config.moe(layer.layer), config.d_model, dtype) for layer in report.layers]
+    sums = {title: sum(getattr(part, name) for part in parts for name in names) for title, names in _PARTS.items()}
+    before = report.expert_bytes_before
+    shares = [f"{title} {nbytes / before:.1%}" for title, nbytes in sums.items() if nbytes]
+    return f"of the experts' bytes there stay: {', '.join(shares)} ({config.dtype} where there are no codes)"
 
 
 def _number(name: str, form: str) -> Callable[["LayerReport"], str | None]:
@@ -53,6 +69,13 @@ def _rounds(layer: "LayerReport") -> str | None:
     return str(layer.rounds) if layer.converged else f"{layer.rounds}, not converged"
 
 
+# By title, fields of `LayerBytes`.
+_PARTS = {
+    "values": ("values",),
+    "their positions": ("places", "row_pointers"),
+    "the shared centre": ("centre",),
+    "biases": ("biases",),
+}
 # Said once if they are the same in all layers.
 _WORDS = ("base", "choice")
 # By title. A column without a figure in any layer is left out.

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -36,6 +37,23 @@ def test_the_report_and_the_lineage(models, tmp_path, out_of):
     assert [source["path"] for source in entry["sources"]] == [str(models["moe"]), str(models["dense"])]
     assert [layer["layer"] for layer in entry["measured"]["layers"]] == [0, 2]
     assert "layers [2]" in out_of("inspect", tmp_path / "out")
+
+
+def test_another_dtype_and_what_the_bytes_are(models, tmp_path, out_of):
+    """A centre and positions stay beside the kept entries; the bytes before are those of the model as it is stored."""
+    options = ["--method", "resmoe", "--keep", "0.25", "--dtype", "bf16"]
+    printed = out_of("compress", models["moe"], tmp_path / "out", *options)
+    source, small = ModelDirectory(models["moe"]), ModelDirectory(tmp_path / "out")
+    assert small.config.dtype == "bfloat16"
+    assert {str(spec.dtype) for spec in small.specs().values()} <= {"bfloat16", "int32", "uint8", "uint32", "int16"}
+    [entry] = small.lineage[-1:]
+    assert entry["options"]["dtype"] == "bfloat16"
+    assert entry["measured"]["bytes_before"] == sum(map(source.stored_bytes, source.specs()))
+    shares = [float(share) for share in re.findall(r"(?:values|positions|centre) ([\d.]+)%", printed)]
+    assert len(shares) == 3 and "(bfloat16 where there are no codes)" in printed
+    # Half the bytes of a quarter of the entries; a bit for each of them; half the bytes of one expert of E.
+    experts = source.config.moe(source.config.moe_layers[0]).num_experts
+    assert shares == pytest.approx([12.5, 100 / 32, 50 / experts], rel=0.15)
 
 
 def test_json_is_the_lineages_figures(models, tmp_path, out_of):

@@ -77,6 +77,21 @@ def test_stacked_layers_and_drawn_frozen_parameters_are_as_the_run_writes_them(f
     assert stored.shape == (2, 16, 16) and stored.chunk_layout.read_chunk.shape[0] == 1
 
 
+def test_a_model_leaves_training_in_the_dtypes_in_which_it_came(folder):
+    assert cli.main(["export", "model", "narrow", "--dtype", "bf16"]) == 0
+    train = ["train", "recipe.toml", "--set", "model.path=narrow", "train.steps=2", "checkpoint.every=2"]
+    assert cli.main([*train, "run_dir=like"]) == 0
+    model = ModelDirectory(Path("like/model"))
+    assert {str(spec.dtype) for spec in model.specs().values()} == {"bfloat16"} and model.config.dtype == "bfloat16"
+    assert_same_model(open_source(Path("like@2")), model)
+    # The optimizer works on float32 all the same.
+    held = SavedState(folder / "like/checkpoints/2").spec("params.lm_head.kernel.value")
+    assert held.dtype == np.float32
+    assert cli.main([*train, "run_dir=wide", "model.output_dtype=fp32"]) == 0
+    wide = ModelDirectory(Path("wide/model"))
+    assert {str(spec.dtype) for spec in wide.specs().values()} == {"float32"} and wide.config.dtype == "float32"
+
+
 def test_every_command_takes_it(folder, capsys):
     text = ["--text", str(folder / "text" / "a.txt"), "--seq-len", "32", "--json"]
     for model in ("run@4", "run/model"):
