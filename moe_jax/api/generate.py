@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -10,12 +10,13 @@ import numpy as np
 
 from moe_jax.api.model import Loading, Model, ModelOrPath, open_model
 from moe_jax.api.run import tokenizer_of, why_not_finite
+from moe_jax.chat_template import Message, load_chat_template
 from moe_jax.errors import InputError, shown
 from moe_jax.generation import FIRST_BLOCK, NonFiniteLogits, stream
 from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.streamed_text import StreamedText, checked_stops
 
-Prompt = str | Sequence[int] | np.ndarray
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
 Reason = Literal["eos", "stop_id", "stop", "length"]
 OnText = Callable[[int, str], object]
 
@@ -132,7 +133,8 @@ def generate(
     Args:
       model: a model, or the path of one.
       prompt: a text, before which BOS is put where the tokenizer does so, and after which EOS is put for an encoder; or
-        token ids, taken as they are; or a list of such prompts.
+        token ids, taken as they are; or a conversation, `[{"role": "user", "content": "..."}]`, written by the chat
+        template of the tokenizer up to where the answer begins; or a list of such prompts.
       max_new_tokens: at most so many tokens are added.
       temperature: divides the logits before sampling; 0 takes the most likely token.
       top_k: samples from this many of the most likely tokens.
@@ -147,13 +149,13 @@ def generate(
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
-      InputError: for an empty prompt, bad sampling options, a text or a stop string for a model without tokenizer, or
-        logits that are not finite.
+      InputError: for an empty prompt, bad sampling options, a text or a stop string for a model without tokenizer, a
+        conversation for one without chat template, or logits that are not finite.
     """
     if not isinstance(model, Model):
         source = open_model(model)
         model = Model.of_source(source, Loading.for_generation(source))
-    single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer))
+    single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer | Mapping))
     prompts: list[Any] = [prompt] if single else list(prompt)
     wanted = Wanted(max_new_tokens, temperature, top_k, top_p, seed, stop_ids, stop)
     results, _ = continue_prompts(model, [prompt_ids(one, model) for one in prompts], wanted)
@@ -268,7 +270,12 @@ def prompt_ids(prompt: Prompt, model: Model) -> list[int]:
     if isinstance(prompt, str):
         tokenizer = tokenizer_of(model, "a text prompt", "give the prompt as token ids (--ids)")
         return (tokenizer.inputs if model.config.has_encoder else tokenizer.prompt)(prompt).tolist()
-    return [int(token) for token in prompt]
+    if len(prompt) and isinstance(prompt[0], Mapping):
+        tokenizer = tokenizer_of(model, "a conversation", "give the prompt as token ids (--ids)")
+        template: Any = load_chat_template(tokenizer.path)
+        return tokenizer.encode(template(prompt, add_generation_prompt=True)).tolist()
+    ids: Any = prompt
+    return [int(token) for token in ids]
 
 
 def eos_ids(model: Model) -> tuple[int, ...]:

@@ -1,20 +1,22 @@
-"""`moe-jax generate MODEL --prompt "..."`: continues or answers prompts, all in one batch."""
+"""`moe-jax generate MODEL --prompt "..."`: continues or answers prompts, all in one batch, or leads a conversation."""
 
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from moe_jax.commands import BaseFlag
+from moe_jax.commands.ending_lines import endings, notes_on_length, show_speed
 from moe_jax.commands.mesh_option import parse_mesh
 from moe_jax.errors import InputError, shown
 
 if TYPE_CHECKING:
-    from moe_jax.api.generate import Continuation, Speed
+    from moe_jax.api.generate import Continuation
+    from moe_jax.api.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +33,15 @@ class Options(BaseFlag):
     """A prompt; may be given several times. BOS is put before it where the tokenizer does so, and for an encoder EOS
     after it."""
     prompts_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A file of prompts: a text file with one per line, or *.jsonl with one {"prompt": "..."} per line. Empty lines are
-    skipped."""
+    """A file of prompts: a text file with one per line, or *.jsonl with {"prompt": "..."} or {"messages": [...]}, which
+    the chat template writes, on every line. Empty lines are skipped."""
     ids: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="ID,ID,...")] = ()
     """A prompt as token ids, used unchanged; may be given several times. Needs no tokenizer."""
+    chat: bool = False
+    """Prompts are questions, each written by the model's chat template. Without prompts, a conversation: lines from the
+    terminal, or from standard input, are answered one after the other, with all that was said before."""
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """With --chat, the message that says what the model is to be."""
     max_new_tokens: int = 128
     """The largest number of tokens to add."""
     temperature: float = 0.0
@@ -56,48 +63,59 @@ class Options(BaseFlag):
     """Devices to split the model over, such as tensor=8 or data=2,tensor=4: `tensor` splits kernels, and caches by
     heads; `expert` splits experts; all but `tensor` split the prompts, if they divide them. Without it, one device."""
     stream: bool = False
-    """Prints the text as it comes; for one prompt. On a terminal this is done anyway."""
+    """Prints the text as it comes; for one prompt. On a terminal, and in a conversation, this is done anyway."""
     json: bool = False
     """Prints JSON and nothing else: a list with prompt, prompt_ids, text, ids, stopped, reason (eos, stop_id, stop or
     length) and ended_by of every prompt."""
 
 
 def run(options: Options) -> None:
-    """Prints the continued prompts.
+    """Prints the continued prompts, or leads a conversation.
 
     Raises:
       FileNotFoundError: if there is no model or no file of prompts.
-      InputError: for bad prompts or sampling options, a text prompt for a model without tokenizer, or a mesh that does
-        not fit the devices.
+      InputError: for bad prompts or sampling options, a text prompt for a model without tokenizer, a conversation with
+        one without chat template, or a mesh that does not fit the devices.
     """
     from moe_jax.api.generate import Prompt, Wanted, continue_prompts, prompt_ids
     from moe_jax.api.model import Loading, Model
     from moe_jax.sharding import make_mesh
 
-    prompts: list[Prompt] = [*options.prompt, *_prompts_of(options.prompts_file), *map(_parse_ids, options.ids)]
-    if not prompts:
-        raise InputError("nothing to continue: give --prompt, --prompts-file or --ids")
+    if options.system is not None and not options.chat:
+        raise InputError("--system goes with --chat")
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    texts: list[Any] = [*options.prompt, *_prompts_of(options.prompts_file)]
+    if options.chat:
+        texts = [[*system, {"role": "user", "content": one}] if isinstance(one, str) else one for one in texts]
+    prompts: list[Prompt] = [*texts, *map(_parse_ids, options.ids)]
+    converses = options.chat and not prompts
+    if not prompts and not converses:
+        raise InputError("nothing to continue: give --prompt, --prompts-file or --ids, or --chat for a conversation")
     if options.stream and (options.json or len(prompts) > 1):
         raise InputError("--stream is for one prompt, and not for --json")
+    if converses and options.json:
+        raise InputError("--json is for prompts, and not for a conversation")
     mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
     source = options.open(options.model)
     loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh)
     model = Model.of_source(source, loading)
+    wanted = Wanted(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Wanted)})
+    if converses:
+        from moe_jax.commands.conversation import converse
+
+        converse(model, system, wanted)
+        return
     ids = [prompt_ids(prompt, model) for prompt in prompts]
-    asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(Wanted)}
     streams = len(prompts) == 1 and not options.json and (options.stream or sys.stdout.isatty())
     streams = streams and model.tokenizer is not None
-    beginnings = ["" if model.config.has_encoder or not model.tokenizer else model.tokenizer.decode(row) for row in ids]
+    beginnings = [_beginning(model, prompt, row) for prompt, row in zip(prompts, ids, strict=True)]
 
     def show(row: int, text: str) -> None:
-        nonlocal beginnings
         sys.stdout.write(beginnings[row] + text)
         sys.stdout.flush()
         beginnings[row] = ""
 
-    results, speed = continue_prompts(model, ids, Wanted(**asked), show if streams else None)
-    longest, added = max(len(result.prompt_ids) for result in results), options.max_new_tokens
-    longest = max(longest, added) if model.config.has_encoder else longest + added
+    results, speed = continue_prompts(model, ids, wanted, show if streams else None)
     if options.json:
         print(json.dumps([result._asdict() for result in results], indent=2, ensure_ascii=False))
     elif streams:
@@ -108,52 +126,34 @@ def run(options: Options) -> None:
                 print(f"--- {index + 1} ---")
             print(" ".join(map(str, result.ids)) if result.text is None else beginnings[index] + result.text)
     sys.stdout.flush()
-    notes = [*endings(results), show_speed(speed)]
-    if longest > model.config.max_positions:
-        notes.append(f"note: {longest} positions, but the model was trained for {model.config.max_positions}")
-    for note in notes:
+    plain = [result for prompt, result in zip(prompts, results, strict=True) if isinstance(prompt, str)]
+    for note in (
+        *endings(results),
+        show_speed(speed),
+        *_advice(model, plain),
+        *notes_on_length(model, results, wanted),
+    ):
         print(f"moe-jax: {note}", file=sys.stderr)
 
 
-def endings(results: Sequence["Continuation"]) -> list[str]:
-    """Why texts ended: a line for each reason, with the numbers of the prompts if there are several."""
-    rows: dict[str, list[int]] = {}
-    for index, result in enumerate(results):
-        rows.setdefault(_ending(result), []).append(index + 1)
-    if len(results) == 1:
-        return [f"ended {why}" for why in rows]
-    return [f"{_numbers(numbers)} ended {why}" for why, numbers in rows.items()]
+def _beginning(model: "Model", prompt: Any, ids: Sequence[int]) -> str:
+    """What is printed before the text that is added: the prompt, unless the text is an answer to it."""
+    is_answered = model.config.has_encoder or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
+    return "" if is_answered or model.tokenizer is None else model.tokenizer.decode(ids)
 
 
-def show_speed(speed: "Speed") -> str:
-    """Tokens, seconds and tokens per second in one line."""
-    if speed.tokens == 1:
-        return f"1 token in {speed.seconds:.1f} s"
-    rate = f"the first after {speed.first:.1f} s, then {speed.per_second:.1f} a second"
-    return f"{speed.tokens} tokens in {speed.seconds:.1f} s: {rate}"
+def _advice(model: "Model", results: Sequence["Continuation"]) -> list[str]:
+    """What to do about texts that ended at once, where it is known."""
+    from moe_jax.chat_template import find_chat_template
+
+    silent = any(result.reason == "eos" and not result.ids for result in results)
+    if not silent or model.tokenizer is None or find_chat_template(model.tokenizer.path) is None:
+        return []
+    return ["note: the model takes the prompt for a text that is finished; to ask it something, add --chat"]
 
 
-def _ending(result: "Continuation") -> str:
-    if result.reason == "length":
-        return f"at {len(result.ids)} tokens (--max-new-tokens)"
-    what = {"eos": "EOS", "stop_id": "--stop-ids", "stop": "--stop"}[result.reason]
-    by = shown(result.ended_by) if result.reason == "stop" else result.ended_by
-    return f"with {by} ({what})" if result.ids else f"at once with {by} ({what}): nothing was added"
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """`prompts 1-3, 7`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    joined = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"prompt{'s' if len(numbers) > 1 else ''} {joined}"
-
-
-def _prompts_of(path: Path | None) -> list[str]:
+def _prompts_of(path: Path | None) -> list[Any]:
+    """The prompts of a file: texts, and of JSON lines also conversations."""
     if path is None:
         return []
     try:
@@ -171,12 +171,18 @@ def _prompts_of(path: Path | None) -> list[str]:
     return prompts
 
 
-def _prompt_of(line: str, where: str) -> str:
+def _prompt_of(line: str, where: str) -> Any:
+    from moe_jax.chat_template import check_messages
     from moe_jax.json_toml import parse_json
 
     value = parse_json(line.encode(), where=where)
+    if isinstance(value, dict) and "messages" in value:
+        try:
+            return check_messages(value["messages"])
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        raise InputError(f'{where}: expected an object with a text "prompt", got {shown(value)}')
+        raise InputError(f'{where}: expected an object with a text "prompt" or with "messages", got {shown(value)}')
     return value["prompt"]
 
 

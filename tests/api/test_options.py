@@ -20,7 +20,7 @@ OF_COMMANDS = {
     "compress": {"model_base", "json", "sweep", "text"},
     "evaluate": {"base", "json", "compute_dtype", "split", "tokenizer", "classify", "labels", "template"},
     "classify": {"base", "json", "compute_dtype", "split", "tokenizer", "text", "seq_len"},
-    "generate": {"base", "json", "compute_dtype", "mesh", "prompts_file", "ids"},
+    "generate": {"base", "json", "compute_dtype", "mesh", "prompts_file", "ids", "stream", "chat", "system"},
 }
 COMMANDS = {
     "convert": convert.Options,
