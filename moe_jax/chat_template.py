@@ -196,6 +196,21 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
     return found
 
 
+def read_chat_template(file: Path, tokenizer: Path) -> ChatTemplate:
+    """The chat template in a file, with the special tokens of a tokenizer.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      InputError: if it is no template.
+    """
+    try:
+        source = read_regular(file, max_bytes=4 * MAX_TEMPLATE).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text: {error}") from None
+    settings = (_settings(tokenizer.with_name(name)) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    return ChatTemplate(source, special_tokens=_special_tokens(*settings), where=str(file))
+
+
 def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
     """The chat template in the files beside a tokenizer.json; None if there is none.
 
@@ -205,17 +220,11 @@ def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
     Raises:
       InputError: if there is one that is no template.
     """
-    settings = _settings(tokenizer.with_name("tokenizer_config.json"))
-    special = _special_tokens(settings, _settings(tokenizer.with_name("special_tokens_map.json")))
-    file = tokenizer.with_name(FILE)
-    if file.exists():
-        try:
-            source: Any = read_regular(file, max_bytes=4 * MAX_TEMPLATE).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{file} is not UTF-8 text: {error}") from None
-        return ChatTemplate(source, special_tokens=special, where=str(file))
+    if tokenizer.with_name(FILE).exists():
+        return read_chat_template(tokenizer.with_name(FILE), tokenizer)
     file = tokenizer.with_name("tokenizer_config.json")
-    source = settings.get("chat_template")
+    settings = _settings(file)
+    source: Any = settings.get("chat_template")
     where = f"chat_template in {file}"
     if isinstance(source, list):
         named = {
@@ -230,6 +239,7 @@ def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise InputError(f"{where} is {shown(source)}, expected a text")
+    special = _special_tokens(settings, _settings(tokenizer.with_name("special_tokens_map.json")))
     return ChatTemplate(source, special_tokens=special, where=where)
 
 

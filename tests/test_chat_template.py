@@ -42,11 +42,7 @@ def test_text_and_learnt_spans_are_those_of_transformers(tmp_path, style):
         [document] = ours.scored(messages)
         assert "".join(learnt(document)) == theirs.decode(ids)
         assert len(document.spans) == sum(message["role"] == "assistant" for message in messages)
-        # Without marks, turns are found by their beginnings. A template that ends the prompt before a line end leaves
-        # the line end to the model.
-        [found] = unmarked.scored(messages)
-        assert found.text == document.text
-        assert [part.lstrip("\n") for part in learnt(found)] == learnt(document)
+        assert unmarked.scored(messages) == [document]
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float
 from moe_jax.errors import InputError, clipped, shown
 from moe_jax.json_toml import ANYTHING, is_unicode, parse_json
 from moe_jax.models import ModelConfig
+from moe_jax.train.examples import Example
 from moe_jax.train.forward import Batch, run_model
 from moe_jax.train.pair_evaluation import PairEvaluator, RowScores
-from moe_jax.train.sources import Example
 from moe_jax.train.tokenizer import Pair, Tokenizer
 
 # Names that data sets have for what is to be labelled; the first that a line has all of counts.

@@ -1,5 +1,6 @@
 """The training data of a recipe: files, mixed, shuffled, tokenised and made into batches (Grain)."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,12 +8,14 @@ from typing import Any
 
 import grain
 
+from moe_jax.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
+from moe_jax.train.examples import Example, RowReader
 from moe_jax.train.pair_batches import PairBatches
 from moe_jax.train.recipe import DataSection, SourceSection, input_length
 from moe_jax.train.sequence_packing import PackedBatches
-from moe_jax.train.sources import Example, Files, JsonLines, TextFile, check_beginning, find_files
+from moe_jax.train.sources import Files, JsonLines, TextFile, check_beginning, find_files
 from moe_jax.train.tokenizer import Pair, Pairs, Tokenizer
 
 PairMaker = Callable[[list[Example]], list[Pair]]
@@ -51,7 +54,7 @@ def open_data(
       FileNotFoundError: a path or pattern that matches no file.
       InputError: no sources, a malformed file, less text than one sequence, or texts for a model with an encoder.
     """
-    sources, sizes = _open_sources(section, config, batch_size)
+    sources, sizes = _open_sources(section, config, batch_size, tokenizer_path)
     tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
     given: dict[str, Any] = dict(
         rows=rows,
@@ -111,26 +114,50 @@ def _pair_maker(section: DataSection, tokenizer: Tokenizer) -> PairMaker:
     return make
 
 
-def _open_sources(section: DataSection, config: ModelConfig, batch_size: int) -> tuple[list[Files], list[int]]:
+def _open_sources(
+    section: DataSection, config: ModelConfig, batch_size: int, tokenizer_path: Path
+) -> tuple[list[Files], list[int]]:
     """The files of every source, and how many bytes they have."""
     if not section.sources:
         raise InputError('the recipe has no data: add [[data.sources]] with path = "..."')
     paths = [find_files(source.path) for source in section.sources]
     sizes = [sum(path.stat().st_size for path in found) for found in paths]
     piece = _piece_bytes(section, sum(sizes), batch_size)
-    pairs = config.has_encoder
-    opened = [_open_source(source, found, piece, pairs) for source, found in zip(section.sources, paths, strict=True)]
+
+    template = template_loader(section, tokenizer_path)
+    opened = [
+        _open_source(source, found, piece, config.has_encoder, template)
+        for source, found in zip(section.sources, paths, strict=True)
+    ]
     return opened, sizes
 
 
-def _open_source(source: SourceSection, paths: Sequence[Path], piece: int, only_pairs: bool) -> Files:
+def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], ChatTemplate]:
+    """Loads the template that conversations are written with, once; see `load_chat_template` for its errors."""
+
+    @functools.cache
+    def load() -> ChatTemplate:
+        if section.chat_template is not None:
+            return read_chat_template(Path(section.chat_template), tokenizer_path)
+        return load_chat_template(tokenizer_path)
+
+    return load
+
+
+def _open_source(
+    source: SourceSection, paths: Sequence[Path], piece: int, only_pairs: bool, template: Callable[[], ChatTemplate]
+) -> Files:
     if only_pairs and not source.is_jsonl:
         raise InputError(
             f'{source.path}: a model with an encoder is trained on pairs, JSON lines of {{"input": "...", "target": '
             '"..."}, in files *.jsonl or with format = "jsonl"'
         )
     if source.is_jsonl:
-        files = [JsonLines(path, only_pairs=only_pairs) for path in paths]
+        kinds = ("pair",) if only_pairs else ("text", "pair", "chat")
+        if only_pairs and source.chat:
+            raise InputError(f"{source.path}: a model with an encoder is given pairs as they are; leave out chat")
+        reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
+        files = [JsonLines(path, reader) for path in paths]
     else:
         files = [TextFile(path, piece=piece, separator=source.separator) for path in paths]
     check_beginning(files)

@@ -67,14 +67,53 @@ class ModelSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldsSection:
+    """Which keys of rows hold what: `text`, or `prompt` and `response`, or `messages`. Other keys are ignored.
+
+    Attributes:
+      text: of a text.
+      prompt, response: of a pair, of which the response is scored.
+      messages: of a conversation, a list of messages.
+      role, content: keys of a message. Roles are those that the template knows, and human and gpt, which are called
+        user and assistant.
+    """
+
+    text: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    messages: str | None = None
+    role: str = "role"
+    content: str = "content"
+
+    def __post_init__(self) -> None:
+        given = [kind for kind, keys in self.keys_by_kind().items() if keys]
+        if len(given) != 1 or (self.prompt is None) != (self.response is None):
+            raise InputError("name the key of text, or those of prompt and response, or that of messages")
+
+    def keys_by_kind(self) -> dict[str, tuple[str, ...]]:
+        """The keys of rows by what they hold; empty where they are not named."""
+        return {
+            "text": tuple(key for key in (self.text,) if key is not None),
+            "pair": tuple(key for key in (self.prompt, self.response) if key is not None),
+            "chat": tuple(key for key in (self.messages,) if key is not None),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceSection:
     """A set of files that share a format and a weight.
 
     Attributes:
       path: a file or a glob pattern.
-      format: `text`, or `jsonl` with `{"text": ...}` or a pair on every line, `{"input": ..., "target": ...}` or
-        `{"prompt": ..., "response": ...}`, which mean the same; `auto` decides by the suffix .jsonl. Models with an
-        encoder are trained on pairs alone.
+      format: `text`, or `jsonl` with an object on every line; `auto` decides by the suffix .jsonl. The object is a
+        text, `{"text": ...}`; or a pair, `{"input": ..., "target": ...}` or `{"prompt": ..., "response": ...}`, which
+        mean the same; or a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or as ShareGPT has it,
+        `{"conversations": [{"from": ..., "value": ...}, ...]}`. Conversations are written with the chat template of
+        the tokenizer, and what the assistant says is scored (`moe_jax.chat_template`). Models with an encoder are
+        trained on pairs alone.
+      fields: which keys of the objects hold what, where they have other names, such as
+        `{ prompt = "question", response = "answer" }`.
+      chat: whether pairs are written with the chat template, as a question of the user and the assistant's answer.
       weight: share of the training text (in bytes) that comes from this source, relative to the other sources'.
         None: sources count by their size. Either all sources have a weight or none.
       separator: in text files, the string that stands between documents. None: a file is one document.
@@ -82,6 +121,8 @@ class SourceSection:
 
     path: str
     format: Literal["auto", "text", "jsonl"] = "auto"
+    fields: FieldsSection | None = None
+    chat: bool = False
     weight: float | None = None
     separator: str | None = None
 
@@ -90,6 +131,8 @@ class SourceSection:
             raise InputError(f"weight = {self.weight} must be above 0; leave the source out instead")
         if self.separator == "":
             raise InputError("separator is empty; leave the key out for none")
+        if not self.is_jsonl and (self.fields is not None or self.chat):
+            raise InputError('fields and chat are for objects, in files *.jsonl or with format = "jsonl"')
 
     @property
     def is_jsonl(self) -> bool:
@@ -106,7 +149,10 @@ class DataSection:
         itself, and is padded, or cut, to both lengths.
       input_len: length S of the encoder's inputs. None: that of the targets.
       tokenizer: a tokenizer.json. None: the model's own.
-      bos: whether documents begin with the BOS token; `auto`: where the tokenizer itself puts one.
+      chat_template: a file with the template for conversations, for example of a model that has none; it goes with
+        the trained model. None: the tokenizer's own.
+      bos: whether documents begin with the BOS token; `auto`: where the tokenizer itself puts one. A conversation has
+        the tokens that its template writes, and no others.
       eos: whether documents end with the EOS token; `auto`: responses do, and other documents do unless they begin
         with a BOS token.
       packing: `split` fills every sequence and cuts documents at its end; `whole` starts a new sequence rather than
@@ -121,6 +167,7 @@ class DataSection:
     seq_len: int = 512
     input_len: int | None = None
     tokenizer: str | None = None
+    chat_template: str | None = None
     bos: Literal["auto", "always", "never"] = "auto"
     eos: Literal["auto", "always", "never"] = "auto"
     packing: Literal["split", "whole"] = "split"
@@ -296,7 +343,8 @@ class EvalSection:
     """A held-out text, or pairs, scored every `every` steps and at the end, as by `moe-jax eval`.
 
     Attributes:
-      text: a text file, or JSON lines of pairs, of which the targets are scored.
+      text: a text file; or JSON lines of pairs, of which the targets are scored, or of conversations, of which what
+        the assistant says is.
       every: steps between.
       seq_len: as `data.seq_len`, which it is by default. Inputs of an encoder have `data.input_len`.
       batch_size: windows or pairs computed at once.
@@ -347,7 +395,7 @@ class Recipe:
         check_model_path(self.run_dir)
         held_out = None if self.eval is None else self.eval.text
         sources = (source.path for source in data.sources)
-        for path in (model.path, model.base, model.config, data.tokenizer, held_out, *sources):
+        for path in (model.path, model.base, model.config, data.tokenizer, data.chat_template, held_out, *sources):
             if path is not None:
                 check_local(path)
 

@@ -10,6 +10,7 @@ import jax
 import rich.console
 from flax import nnx
 
+from moe_jax.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.companions import with_tokenizer
 from moe_jax.errors import InputError
@@ -31,7 +32,7 @@ from moe_jax.train.continuation import (
     read_record,
     with_horizon,
 )
-from moe_jax.train.data import open_data
+from moe_jax.train.data import open_data, template_loader
 from moe_jax.train.evaluation import Evaluator, read_text
 from moe_jax.train.loop import Loop
 from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
@@ -282,10 +283,9 @@ def _tokenizer_path(recipe: Recipe, source: ModelSource | None) -> Path:
 
 def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[str, Path]:
     """What goes with the trained model, by name: what went with its source, but the tokenizer of the run."""
-    files = () if source is None else source.tokenizer_files
-    if recipe.data.tokenizer is None:
-        return {file.name: file for file in files}
-    return with_tokenizer(files, tokenizer)
+    own = () if source is None else source.tokenizer_files
+    files = {file.name: file for file in own} if recipe.data.tokenizer is None else with_tokenizer(own, tokenizer)
+    return files if recipe.data.chat_template is None else files | {CHAT_TEMPLATE: Path(recipe.data.chat_template)}
 
 
 def _evaluator(recipe: Recipe, program: Program, path: Path) -> Evaluator | PairEvaluator | None:
@@ -295,7 +295,8 @@ def _evaluator(recipe: Recipe, program: Program, path: Path) -> Evaluator | Pair
     on_devices = {"batch_size": recipe.eval.batch_size, "mesh": program.mesh}
     if holds_pairs(text, program.config):
         tokenizer = Tokenizer(path, program.config, bos=data.bos, eos=data.eos)
-        pairs = read_pairs(text, tokenizer, input_len=input_length(data), seq_len=seq_len)
+        template = template_loader(data, path)
+        pairs = read_pairs(text, tokenizer, input_len=input_length(data), seq_len=seq_len, template=template)
         return PairEvaluator(program.graphdef, pairs, **on_devices)
     ids = read_text(text, Tokenizer(path, program.config))
     return Evaluator(program.graphdef, ids, seq_len=seq_len, **on_devices)

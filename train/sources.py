@@ -8,37 +8,17 @@ import glob
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from moe_jax.errors import InputError, clipped, shown
-from moe_jax.json_toml import ANYTHING, is_unicode, parse_json
+from moe_jax.errors import InputError
+from moe_jax.json_toml import ANYTHING, parse_json
+from moe_jax.train.examples import Example, RowReader
 
 # This much of every file is checked before training starts; the rest is checked when it is read.
 CHECKED_BYTES = 64 << 20
 _CHUNK = 16 << 20
-
-PAIR_KEYS = (("prompt", "response"), ("input", "target"))
-"""Keys of the lines that are pairs: what is given, and what is to be said."""
-
-
-class Example(NamedTuple):
-    """A document, or a part of one.
-
-    Attributes:
-      text: the text.
-      prompt_chars: characters at its beginning that are not scored.
-      begins, ends: whether the document begins and ends here; otherwise it continues in a neighbouring record.
-      is_response: whether it is an answer to a prompt.
-    """
-
-    text: str
-    prompt_chars: int = 0
-    begins: bool = True
-    ends: bool = True
-    is_response: bool = False
-
 
 class Records(Protocol):
     """Random access to the records of a file."""
@@ -107,17 +87,14 @@ class TextFile:
 class JsonLines:
     """A JSONL file; blank lines are skipped. Keeps one offset per line in memory (8 bytes).
 
-    Lines are texts, `{"text": ...}`, or pairs: `{"input": ..., "target": ...}` and `{"prompt": ..., "response": ...}`
-    mean the same.
-
     Args:
       path: the file.
-      only_pairs: texts are refused: for models with an encoder.
+      reader: makes examples of the objects on the lines; None: of texts, pairs and conversations with the usual keys.
     """
 
-    def __init__(self, path: Path, *, only_pairs: bool = False):
+    def __init__(self, path: Path, reader: RowReader | None = None):
         self.path = path
-        self._kinds = PAIR_KEYS if only_pairs else (("text",), *PAIR_KEYS)
+        self._reader = reader or RowReader()
         ends = [np.zeros(1, np.int64)]
         offset = 0
         with path.open("rb") as file:
@@ -136,39 +113,27 @@ class JsonLines:
         with self.path.open("rb") as file:
             file.seek(int(self._starts[index]))
             line = file.read(int(self._lengths[index]))
-        return [] if line.isspace() else [self._example(line, index)]
+        return [] if line.isspace() else self._examples(line, index)
 
-    def _example(self, line: bytes, index: int) -> Example:
+    def _examples(self, line: bytes, index: int) -> list[Example]:
         try:
             # A text may have any number of commas.
-            value = parse_json(line, where="a line that", allow=ANYTHING, max_values=len(line))
+            row = parse_json(line, where="a line that", allow=ANYTHING, max_values=len(line))
+        except InputError as error:
+            raise self._wrong(index, f"expected {self._reader.expected}, got {error}") from None
+        try:
+            return self._reader(row)
         except InputError as error:
             raise self._wrong(index, str(error)) from None
-        if not isinstance(value, dict):
-            raise self._wrong(index, f"a JSON {type(value).__name__}")
-        known = {"text", *itertools.chain(*PAIR_KEYS)} & value.keys()
-        keys = next((keys for keys in self._kinds if known == set(keys)), None)
-        if keys is None:
-            raise self._wrong(index, f"an object with the keys {clipped(', '.join(map(shown, value))) or '(none)'}")
-        for key in sorted(keys):
-            if not isinstance(value[key], str):
-                raise self._wrong(index, f"{key!r} holding a {type(value[key]).__name__} that should be a string")
-            if not is_unicode(value[key]):
-                raise self._wrong(index, f"{key!r} holding one half of a character in UTF-16")
-        if keys == ("text",):
-            return Example(value["text"])
-        first, second = (value[key] for key in keys)
-        return Example(first + second, len(first), is_response=True)
 
-    def _wrong(self, index: int, got: str) -> InputError:
+    def _wrong(self, index: int, problem: str) -> InputError:
         start = int(self._starts[index])
         number = 1
         with self.path.open("rb") as file:
             while start > 0 and (chunk := file.read(min(_CHUNK, start))):
                 number += chunk.count(b"\n")
                 start -= len(chunk)
-        expected = " or ".join("{" + ", ".join(f'"{key}": "..."' for key in keys) + "}" for keys in self._kinds)
-        return InputError(f"{self.path}, line {number}: expected {expected}, got {got}")
+        return InputError(f"{self.path}, line {number}: {problem}")
 
 
 class Files:

@@ -12,7 +12,7 @@ from moe_jax.errors import InputError, clipped, first_line, shown
 from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
 from moe_jax.regular_files import read_regular
-from moe_jax.train.sources import Example
+from moe_jax.train.examples import Example
 
 Edge = Literal["auto", "always", "never"]
 MAX_BYTES = 64 << 20  # of a tokenizer.json; those of 250,000 tokens have half
@@ -87,6 +87,11 @@ class Tokenizer:
         last = config.eos_ids[0] if config.eos_ids and eos != "never" else None
         self._eos_after_response = last
         self._eos_after_text = last if eos == "always" or self._bos is None else None
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the ids are for a model with an encoder."""
+        return self._decoder_start is not None
 
     def encode(self, text: str) -> np.ndarray:
         """Int32[n] ids of `text`, whole and without special tokens."""
@@ -170,6 +175,8 @@ class Tokenizer:
     def _document(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
         encoding = self._encoded(example.text)
         ids = list(encoding.ids)
+        if example.spans is not None:
+            return self._checked(ids), _within(example.spans, encoding.offsets)
         # A token that spans the boundary between prompt and response belongs to the response.
         scored = [float(end > example.prompt_chars) for _, end in encoding.offsets]
         if example.begins and self._bos is not None:
@@ -217,6 +224,17 @@ class Tokenizer:
                 f"vocabulary has {self._vocab_size} entries: the tokenizer is not this model's"
             )
         return array.astype(np.int32)
+
+
+def _within(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Float32[n], 1 for the tokens that have a character in one of the spans, which are in order."""
+    if not spans or not offsets:
+        return np.zeros(len(offsets), np.float32)
+    (begins, ends), (first, last) = np.asarray(spans).T, np.asarray(offsets).T
+    # The first span that ends after the token's beginning is the only one that it can begin in, or run into.
+    which = np.searchsorted(ends, first, side="right")
+    begins = np.append(begins, np.iinfo(begins.dtype).max)
+    return (begins[which] < last).astype(np.float32)
 
 
 def find_tokenizer(files: Sequence[Path], where: object) -> Path:

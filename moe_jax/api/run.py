@@ -20,8 +20,8 @@ from moe_jax.peft.options import chosen_options as _adapt_options
 from moe_jax.plan import Plan, TrainingMemory, TunedParameters, make_plan, training_memory, tuned_parameters
 from moe_jax.planned_strategies import PlannedStrategies, planned_strategies
 from moe_jax.train.evaluation import Evaluation, Evaluator, check_seq_len, read_text
+from moe_jax.train.examples import Example
 from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
-from moe_jax.train.sources import Example
 from moe_jax.train.tokenizer import Pair, Tokenizer
 from moe_jax.upcycle import chosen_options as _upcycle_options
 from moe_jax.upcycle import upcycled_config
