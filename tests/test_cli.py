@@ -253,3 +253,12 @@ def test_open_source_says_what_it_found(tmp_path):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(InputError, match=f"config.json .*{complaint}"):
             open_source(tmp_path)
+
+
+def test_the_end_of_a_command_is_not_spent_on_garbage():
+    # What lies in rings is left to the system: Python would look through all that JAX made.
+    code = "import sys, moe_jax.cli as cli\nsys.argv = ['moe-jax', '--version']\n"
+    code += "class Ring:\n    def __del__(self, say=print):\n        say('looked')\n"
+    code += "ring = Ring()\nring.ring = ring\ndel ring\ncli.main()"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("moe-jax") and "looked" not in shown
