@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from moe_jax.errors import raise_if_any
+from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.finite import cast, check_finite
 from moe_jax.memory import available_memory
@@ -34,11 +35,8 @@ def _abstract_parts(
     config: ModelConfig, compute_dtype: str, remat: str, strategy: str
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Its graph and state; a bank takes its `strategy` from the environment when it is made."""
-    return nnx.split(
-        nnx.eval_shape(
-            lambda: Decoder(config, rngs=nnx.Rngs(0), compute_dtype=jnp.dtype(compute_dtype), remat=remat)
-        )
-    )
+    dtype = jnp.dtype(compute_dtype)
+    return nnx.split(shapes_of(lambda rngs: Decoder(config, rngs=rngs, compute_dtype=dtype, remat=remat)))
 
 
 def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.functional.relative_bias import bias_by_distance
 from moe_jax.models import LayerConfig, ModelConfig
 from moe_jax.nn.block import Block
@@ -186,7 +187,7 @@ def _embed(
 ) -> Float[Array, "B T d"]:
     # Of the table only the rows of the tokens: it may be larger than a layer.
     leaves = {**leaves, EMBEDDING: leaves[EMBEDDING][tokens.reshape(-1)]}
-    embed = _filled(lambda: Embed(config, rngs=nnx.Rngs(0)), jax.tree.map(jnp.asarray, leaves), "embed/")
+    embed = _filled(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, leaves), "embed/")
     return embed(jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape))
 
 
@@ -202,23 +203,23 @@ def _apply_layer(
     if attention.relative_bias is not None:
         bias = bias_by_distance(leaves[TABLE], attention.relative_bias, attention.mask)
     context = make_context(config, x.shape[:2], encoder_output=source, relative_bias=bias)
-    block = _filled(lambda: Block(layer, config, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)), leaves)
+    block = _filled(lambda rngs: Block(layer, config, rngs=rngs, dtype=jnp.dtype(config.dtype)), leaves)
     return block(x, context, None)[0]
 
 
 def _norm(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
-    return _filled(lambda: make_final_norm(config), leaves, "encoder_norm/")(x)
+    return _filled(lambda _: make_final_norm(config), leaves, "encoder_norm/")(x)
 
 
 def _finish(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
-    norm = _filled(lambda: make_final_norm(config), leaves, "final_norm/")
-    head = _filled(lambda: Head(config, rngs=nnx.Rngs(0)), leaves, "lm_head/")
+    norm = _filled(lambda _: make_final_norm(config), leaves, "final_norm/")
+    head = _filled(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
     return head(norm(x), leaves.get(EMBEDDING))
 
 
-def _filled(make: Callable[[], nnx.Module], leaves: Mapping[str, Array], prefix: str = "") -> nnx.Module:
+def _filled(make: Callable[[nnx.Rngs], nnx.Module], leaves: Mapping[str, Array], prefix: str = "") -> nnx.Module:
     """The module that `make` makes, with these leaves: prefix and path below the module -> array."""
-    graphdef, state = nnx.split(nnx.eval_shape(make))
+    graphdef, state = nnx.split(shapes_of(make))
     return nnx.merge(
         graphdef, jax.tree_util.tree_map_with_path(lambda path, _: leaves[prefix + path_name(path)], state)
     )

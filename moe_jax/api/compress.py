@@ -23,6 +23,7 @@ from moe_jax.compress.methods.delta_base import Base
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig, ExpertBank, make_bank
+from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.finite import check_finite
 from moe_jax.formatting import parse_bytes
 from moe_jax.in_memory import LeavesInMemory, ModelInMemory
@@ -268,10 +269,9 @@ def _one_layer(mlp: MoEConfig | FFNConfig, d_model: int, leaves: Mapping[str, np
 def _make_bank(moe: MoEConfig, d_model: int, leaves: Mapping[str, np.ndarray]) -> ExpertBank:
     """The bank of an MoE layer, from its leaves."""
 
-    def make() -> ExpertBank:
-        rngs = nnx.Rngs(0)
+    def make(rngs: nnx.Rngs) -> ExpertBank:
         return make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=rngs, dtype=jnp.dtype(jnp.float32))
 
-    graphdef, state = nnx.split(nnx.eval_shape(make))
+    graphdef, state = nnx.split(shapes_of(make))
     filled = jax.tree_util.tree_map_with_path(lambda path, _: jnp.asarray(leaves[f"experts/{path_name(path)}"]), state)
     return nnx.merge(graphdef, filled)

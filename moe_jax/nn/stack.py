@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.errors import check_member
-from moe_jax.experts.forms.fresh import normal_kernel
+from moe_jax.experts.forms.fresh import ShapesOnly, normal_kernel, shapes_of
 from moe_jax.experts.mesh import shard_batch
 from moe_jax.functional import keys
 from moe_jax.functional.grouped import PRODUCT
@@ -237,10 +237,12 @@ def _fresh_segment(segment: Segment, model: ModelConfig, *, rngs: nnx.Rngs, dtyp
 
 
 def _stack(layer: LayerConfig, model: ModelConfig, repeats: int, rngs: nnx.Rngs, dtype: jnp.dtype) -> Block:
-    def make(key: Array) -> Block:
-        return Block(layer, model, rngs=nnx.Rngs(params=key), dtype=dtype)
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(layer, model, rngs=rngs, dtype=dtype)
 
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(jax.random.key(0))))
+    graphdef, shapes = nnx.split(shapes_of(make))
+    if isinstance(rngs, ShapesOnly):
+        return nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.zeros((repeats, *leaf.shape), leaf.dtype), shapes))
     # lax.map and not vmap: a fresh layer is drawn at a time, so that drawing needs no room of its own.
-    params = jax.lax.map(lambda key: nnx.state(make(key)), jax.random.split(rngs.params(), repeats))
-    return nnx.merge(graphdef, params)
+    random_keys = jax.random.split(rngs.params(), repeats)
+    return nnx.merge(graphdef, jax.lax.map(lambda key: nnx.state(make(nnx.Rngs(params=key))), random_keys))

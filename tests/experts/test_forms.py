@@ -19,6 +19,7 @@ from moe_jax.errors import InputError
 from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig, FFNConfig, make_bank
 from moe_jax.experts.forms import Full, JointLowRank, KernelForm, LowRank, Quantized, Sparse, ffn_matrices
 from moe_jax.experts.forms.by_name import delta_options, form_of_option, registered
+from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
 from moe_jax.sharding import leaf_spec, path_name
@@ -94,6 +95,14 @@ def test_every_leaf_has_a_place_on_a_mesh_and_the_kind_it_says(bank, ffn):
             specs = bank.form.specs(split)
             assert specs.keys() == combined.keys()
             assert all(len(specs[leaf]) == len(array.shape) for leaf, array in combined.items())
+
+
+@pytest.mark.parametrize("bank", BANKS, ids=describe)
+def test_a_bank_whose_shapes_alone_are_wanted_is_that_which_is_drawn(bank):
+    def make(rngs):
+        return make_bank(bank, FFNS["gated"], EXPERTS, D_MODEL, rngs=rngs, dtype=jnp.dtype("bfloat16"))
+
+    assert nnx.split(shapes_of(make)) == nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
 
 @one_in(2)

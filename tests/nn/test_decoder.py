@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from moe_jax.errors import InputError
-from moe_jax.loading import disk_paths, model_leaves
+from moe_jax.loading import abstract_model, disk_paths, model_leaves
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.nn import Decoder, auxiliary_loss, load_per_layer
 from moe_jax.sharding import make_mesh, path_name, state_shardings
@@ -85,6 +85,12 @@ def test_rematerialisation_changes_nothing_but_memory():
         program, _ = compiled(remat)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), program(state), expected)
         assert program.memory_analysis().temp_size_in_bytes < plain.memory_analysis().temp_size_in_bytes
+
+
+def test_a_model_without_weights_is_that_which_is_drawn():
+    stacked = config((FFN, moe_layer()) * 2)
+    drawn = nnx.eval_shape(lambda: Decoder(stacked, rngs=nnx.Rngs(0), compute_dtype="bfloat16", remat="full"))
+    assert nnx.split(abstract_model(stacked, compute_dtype="bfloat16", remat="full")) == nnx.split(drawn)
 
 
 def test_program_does_not_grow_with_depth():

@@ -18,6 +18,7 @@ from moe_jax.compress.coding.schemes import LowRank, Pruned, Quantized, Scheme, 
 from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts import BankConfig, make_bank
+from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.positions import ENCODINGS, POSITION_LEAVES
 from moe_jax.experts.forms.quantized import BITS
 from moe_jax.loading import leaf_specs
@@ -211,8 +212,8 @@ def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
 @lru_cache(maxsize=4096)
 def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of all leaves of the bank of a layer, by path."""
-    bank = nnx.eval_shape(
-        lambda: make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=nnx.Rngs(0), dtype=dtype)
+    bank = shapes_of(
+        lambda rngs: make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=rngs, dtype=dtype)
     )
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank))}
 

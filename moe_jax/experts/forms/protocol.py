@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.draws import FRESH
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.matrix import BASE, Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.platforms import Cost, Platform
 from moe_jax.functional.block_synthesis import InTriton
@@ -178,7 +179,7 @@ class KernelForm(ExpertForm):
 
     def leaf_names(self, matrix: Matrix) -> tuple[str, ...]:
         """Paths of the leaves of a matrix."""
-        return tuple(nnx.eval_shape(lambda: self.fresh(nnx.Rngs(0), matrix, (1,), jnp.dtype(jnp.float32))))
+        return tuple(shapes_of(lambda rngs: self.fresh(rngs, matrix, (1,), jnp.dtype(jnp.float32))))
 
     def is_trained(self, path: str, array: Array) -> bool:
         """Whether a leaf is a parameter with a gradient; by default every floating-point leaf is."""
