@@ -54,6 +54,7 @@ class Family:
       universal: the kind of universal FFN that every MoE of the format has; None: they may be without.
       vocabulary: name of the file that its checkpoints have in place of a tokenizer.json, and what makes one of it.
       classifier: how it has models that score classes; None: not at all.
+      own_code: whether its code comes with its checkpoints, for Transformers has no class for it.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Family:
     classifier: Classifier | None = None
     universal: Literal["sigmoid"] | None = None
     vocabulary: tuple[str, Callable[[Path], str]] | None = None
+    own_code: bool = False
 
     @property
     def classifier_architecture(self) -> str | None:

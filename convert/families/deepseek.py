@@ -46,6 +46,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     name="deepseek",
+    own_code=True,
     architecture="DeepseekForCausalLM",
     # Those of the config class that comes with the checkpoint.
     defaults={

@@ -96,6 +96,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     name="qwen",
+    own_code=True,
     architecture="QWenLMHeadModel",
     # Of `configuration_qwen.py`; the end of a text is a token of the tokenizer that all of the family have.
     defaults={

@@ -75,6 +75,7 @@ def run(options: Options) -> None:
     Raises:
       FileNotFoundError, InputError: bad input; see `moe_jax.peft.adapt`.
     """
+    from moe_jax.convert.peft_targets import problems_of_peft
     from moe_jax.open_source import open_source
     from moe_jax.peft.adapt import adapt
     from moe_jax.peft.trained_table import print_trained
@@ -100,6 +101,8 @@ def run(options: Options) -> None:
     print_trained(console_for_tables(), result.config, trained_leaves(result.config))
     for line in _step0_lines(result.step0, result.quantization):
         print(line)
+    if chosen.method == "lora" and (problems := problems_of_peft(result.config)):
+        print(f"note: export --format peft will not take it ({problems[0]}); moe-jax merge will")
     print(f"wrote {options.out}")
 
 
