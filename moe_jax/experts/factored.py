@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.experts.parallel import Kernels, num_experts
+from moe_jax.experts.hidden_rows import Kernels
+from moe_jax.experts.parallel import num_experts
 from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.linear import linear

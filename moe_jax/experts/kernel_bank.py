@@ -16,8 +16,9 @@ from moe_jax.experts.factored import factored_ffn
 from moe_jax.experts.forms.lora import whole_form
 from moe_jax.experts.forms.matrix import BASE, Load, Matrix, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.linear import BIAS, ffn_linears, lora_for
-from moe_jax.experts.parallel import Kernels, apply_experts
+from moe_jax.experts.parallel import apply_experts
 from moe_jax.experts.strategy import choose_strategy
 from moe_jax.experts.variables import Leaves
 from moe_jax.functional.keys import fold_in

@@ -8,7 +8,6 @@ over `tensor`.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,33 +16,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.experts.forms.matrix import BASE, Matrix, Part
-from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.hidden_rows import Kernels, hidden_rows
 from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
-from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert
-from moe_jax.functional.ffn import hidden
+from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert
 from moe_jax.functional.routing import Routing
-
-
-class Kernels(NamedTuple):
-    """The kernels of one matrix of all experts.
-
-    Attributes:
-      form: the form of the kernels.
-      matrix: the matrix.
-      arrays: by name, stacked over the experts; a base, if there is one, is the array `BASE`.
-    """
-
-    form: KernelForm
-    matrix: Matrix
-    arrays: dict[str, Array]
-
-    def specs(self) -> dict[str, P]:
-        """How the arrays are split inside `shard_map`."""
-        split = self.matrix.split
-        specs = self.form.specs(split)
-        if BASE in self.arrays:
-            specs[BASE] = P("tensor", None) if split == "in" else P(None, "tensor")
-        return specs
 
 
 def apply_experts(
@@ -120,15 +96,9 @@ def _grouped_ffn(
     """
     order = sort_by_expert(routing.experts, num_experts(kernels["up"]))
     rows = dispatch(x, order, routing.experts.shape[1])
-
-    def project(rows: Array, name: str) -> Array:
-        form, matrix, arrays = kernels[name]
-        y = form.grouped(rows, arrays, order.group_sizes, matrix, parts.get(name))
-        return y + row_biases(biases[name], order.group_sizes, rows.shape[0]) if name in biases else y
-
-    gate = project(rows, "gate") if "gate" in kernels else None
-    h = hidden(project(rows, "up"), gate, activation)
-    return combine(project(h, "down"), order, routing.weights)
+    h = hidden_rows(rows, kernels, biases, order.group_sizes, parts, activation)
+    y = kernels["down"].project(h, biases.get("down"), order.group_sizes, parts.get("down"))
+    return combine(y, order, routing.weights)
 
 
 def num_experts(kernels: Kernels) -> int:

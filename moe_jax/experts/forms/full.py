@@ -17,6 +17,8 @@ from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.grouped import grouped_matmul
 from moe_jax.functional.linear import linear
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.stored_tile import StoredTile
 
 
 @register("full")
@@ -53,6 +55,10 @@ class Full(KernelForm):
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
         """See `KernelForm`."""
         return linear(x, arrays["kernel"])
+
+    def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile:
+        """See `KernelForm`."""
+        return StoredTile()
 
     def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         """See `KernelForm`. They are multiplied as they are stored."""

@@ -14,6 +14,8 @@ Split = Literal["in", "out"]
 Arrays = Mapping[str, Array]
 BASE = "base"
 """The name of the base among the arrays of a matrix."""
+ORIGIN = "origin"
+"""That of the row and column of the kernel where the part begins that they describe."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from moe_jax.draws import FRESH
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.fresh import shapes_of
-from moe_jax.experts.forms.matrix import BASE, Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
+from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.platforms import Cost, Platform
 from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.linear import linear
@@ -306,7 +306,7 @@ class KernelForm(ExpertForm):
         trained = {name: array for name, array in own.items() if self.is_trained(name, array)}
         fixed = {name: array for name, array in own.items() if name not in trained}
         if part is not None:
-            fixed[_ORIGIN] = jnp.broadcast_to(part.origin[None, :], (group_sizes.shape[0], 2))
+            fixed[ORIGIN] = jnp.broadcast_to(part.origin[None, :], (group_sizes.shape[0], 2))
         tiles = FormTiles(self, matrix.shape if part is None else part.shape, matrix.shape)
         return synthesised_matmul(rows, base, trained, fixed, group_sizes, tiles)
 
@@ -418,7 +418,6 @@ class KernelForm(ExpertForm):
         raise InputError(f"{self.kind} experts cannot be made by compression")
 
 
-_ORIGIN = "origin"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,22 +443,22 @@ class FormTiles:
         self, lhs: Array, dout: Array, arrays: Arrays, group_sizes: Array, products: Any
     ) -> dict[str, Array] | None:
         """See `functional.synthesis.Tiles`."""
-        own = {name: array for name, array in arrays.items() if name != _ORIGIN}
+        own = {name: array for name, array in arrays.items() if name != ORIGIN}
         return self.form.thin_gradients(lhs, dout, own, group_sizes, products)
 
     def in_triton(self, arrays: Arrays) -> InTriton | None:
         """See `functional.synthesis.Tiles`."""
-        own = {name: array for name, array in arrays.items() if name != _ORIGIN}
+        own = {name: array for name, array in arrays.items() if name != ORIGIN}
         # It is the same for all experts.
-        origin = arrays[_ORIGIN][0] if _ORIGIN in arrays else jnp.zeros(2, jnp.int32)
+        origin = arrays[ORIGIN][0] if ORIGIN in arrays else jnp.zeros(2, jnp.int32)
         return self.form.in_triton(own, self.whole, origin)
 
     def tile(
         self, base: Float[Array, "i w"] | None, arrays: Arrays, start: Int[Array, ""] | int, width: int
     ) -> Float[Array, "i w"]:
         """See `functional.synthesis.Tiles`."""
-        own = {name: array for name, array in arrays.items() if name != _ORIGIN}
-        window = Window(self.shape, self.whole, arrays.get(_ORIGIN), start, width)
+        own = {name: array for name, array in arrays.items() if name != ORIGIN}
+        window = Window(self.shape, self.whole, arrays.get(ORIGIN), start, width)
         return self.form.tile(base, own, window)
 
     def fused(self) -> FusedTile | str:

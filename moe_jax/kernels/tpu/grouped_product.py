@@ -6,9 +6,11 @@ pass by. No kernel is ever in HBM. With few rows, every byte that is stored is r
 rows are read once for every panel, whose width is chosen so that this costs least.
 
 The transposed product, with the gradient of the output in the place of the rows, takes panels of rows of the kernels.
+
+The *gated* product is made of two: a panel of each of two kernels meets the rows, and only `act(gate) * up` goes to
+HBM, where two products would be written, read again, and written as one.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,13 +22,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, block_bytes, round_up
+from moe_jax.functional.ffn import ACTIVATION_FUNCTIONS
+from moe_jax.kernels.tpu.chip import ANY_CORE, RESERVED, Core
 from moe_jax.kernels.tpu.fused_tile import FusedTile, Operand, Piece
 from moe_jax.kernels.tpu.group_visits import Visits, group_visits
 from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
+from moe_jax.kernels.tpu.product_blocks import Made, Plan, plan_blocks
 
-# Blocks of rows, from the longest.
-ROW_BLOCKS = (512, 256, 128)
+
+class Kernels(NamedTuple):
+    """Kernels of all groups, as they are stored.
+
+    Attributes:
+      base: shared by all groups; None: there is none.
+      arrays: of the experts, by name, stacked over the groups.
+      tile: makes kernels of the arrays.
+    """
+
+    base: Float[Array, "i o"] | None
+    arrays: Mapping[str, Array]
+    tile: FusedTile
 
 
 def reference(
@@ -65,11 +80,47 @@ def grouped_product(
       core: for which the sizes of blocks are chosen.
       interpret: run the kernel in interpret mode.
     """
-    operands = tuple(tile.operands(arrays, rows.dtype))
-    stored = base is None and tile.is_whole and operands[0].array.dtype == rows.dtype
-    plan = plan_blocks(
-        rows.shape[0], shape, rows.dtype, base, operands, tile.step, core, transposed=transposed, stored=stored
-    )
+    return _product(rows, [Kernels(base, arrays, tile)], group_sizes, shape, None, transposed, core, interpret)
+
+
+def gated_product(
+    rows: Float[Array, "M i"],
+    gate: Kernels,
+    up: Kernels,
+    group_sizes: Int[Array, " E"],
+    shape: tuple[int, int],
+    activation: str,
+    *,
+    core: Core = ANY_CORE,
+    interpret: bool = False,
+) -> Float[Array, "M o"]:
+    """`act(rows[m] @ gate kernel) * (rows[m] @ up kernel)`, computed in float32 and rounded once.
+
+    Args:
+      rows: sorted by group.
+      gate, up: the kernels [i, o].
+      group_sizes, shape, core, interpret: see `grouped_product`.
+      activation: a key of `functional.ffn.ACTIVATION_FUNCTIONS`.
+    """
+    return _product(rows, [gate, up], group_sizes, shape, activation, False, core, interpret)
+
+
+def _product(
+    rows: Array,
+    kernels: Sequence[Kernels],
+    group_sizes: Array,
+    shape: tuple[int, int],
+    activation: str | None,
+    transposed: bool,
+    core: Core,
+    interpret: bool,
+) -> Array:
+    every = []
+    for base, arrays, tile in kernels:
+        operands = tuple(tile.operands(arrays, rows.dtype))
+        stored = base is None and tile.is_whole and operands[0].array.dtype == rows.dtype
+        every.append(Made(tile, base, operands, stored))
+    plan = plan_blocks(rows.shape[0], shape, rows.dtype, every, core, transposed=transposed)
     visits, count = group_visits(group_sizes, rows.shape[0], plan.rows)
     padded = jnp.pad(rows, ((0, max(0, plan.rows - rows.shape[0])), (0, 0)))
     panel = (plan.width, shape[1]) if transposed else (shape[0], plan.width)
@@ -84,56 +135,72 @@ def grouped_product(
 
         return pl.BlockSpec((None, *operand.block_of(*panel)), index)
 
-    specs = [pl.BlockSpec((plan.rows, padded.shape[1]), lambda n, v, visits: (visits.block[v], 0))]
-    # A block of the base is used for long: a second one, in which the next would arrive meanwhile, has to pay.
-    specs += [] if base is None else [pl.BlockSpec(panel, of_base, pipeline_mode=pl.Buffered(plan.bases))]
-    specs += [of_operand(operand) for operand in operands]
+    specs, inputs = [pl.BlockSpec((plan.rows, padded.shape[1]), lambda n, v, visits: (visits.block[v], 0))], [padded]
+    for made in every:
+        if made.base is not None:
+            # A block of the base is used for long: a second one, in which the next would arrive meanwhile, has to pay.
+            specs.append(pl.BlockSpec(panel, of_base, pipeline_mode=pl.Buffered(plan.bases)))
+            inputs.append(made.base)
+        specs += [of_operand(operand) for operand in made.operands]
+        inputs += [operand.array for operand in made.operands]
+    layout = tuple(_Layout(made.tile, made.base is not None, len(made.operands), made.stored) for made in every)
+    name = "grouped_product" if activation is None else "gated_product"
     out = pl.pallas_call(
-        partial(_kernel, tile=tile, plan=plan, has_base=base is not None, stored=stored, transposed=transposed),
+        partial(_kernel, layout=layout, plan=plan, activation=activation, transposed=transposed),
         out_shape=jax.ShapeDtypeStruct((padded.shape[0], width), rows.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(plan.panels, count),
             in_specs=specs,
             out_specs=pl.BlockSpec((plan.rows, plan.width), lambda n, v, visits: (visits.block[v], n)),
-            scratch_shapes=[] if stored else [pltpu.VMEM(panel, rows.dtype)],
+            scratch_shapes=[pltpu.VMEM(panel, rows.dtype) for made in every if not made.stored],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=plan.vmem + RESERVED
         ),
-        cost_estimate=pl.CostEstimate(flops=2 * rows.size * width, bytes_accessed=plan.traffic, transcendentals=0),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * len(every) * rows.size * width,
+            bytes_accessed=plan.traffic,
+            transcendentals=0 if activation is None else rows.shape[0] * width,
+        ),
         interpret=interpret,
-        name="grouped_product_transposed" if transposed else "grouped_product",
-    )(visits, padded, *([] if base is None else [base]), *(operand.array for operand in operands))
+        name=f"{name}_transposed" if transposed else name,
+    )(visits, *inputs)
     return out[: rows.shape[0]]
 
 
 # ---- the kernel -------------------------------------------------------------------------------------------------
 
 
+class _Layout(NamedTuple):
+    """Which references of the Pallas kernel are those of one of the kernels that it multiplies with."""
+
+    tile: FusedTile
+    has_base: bool
+    operands: int
+    stored: bool
+
+
 def _kernel(
     visits: Visits,
     rows_ref: Any,
     *refs: Any,
-    tile: FusedTile,
-    plan: "Plan",
-    has_base: bool,
-    stored: bool,
+    layout: Sequence[_Layout],
+    plan: Plan,
+    activation: str | None,
     transposed: bool,
 ) -> None:
-    base_ref, refs = (refs[0], refs[1:]) if has_base else (None, refs)
-    if stored:
-        *operand_refs, out_ref = refs
-        (panel_ref,) = operand_refs
-    else:
-        *operand_refs, out_ref, panel_ref = refs
-    v = pl.program_id(1)
+    inputs, (out_ref, *scratch) = iter(refs), refs[sum(one.has_base + one.operands for one in layout) :]
+    v, panels = pl.program_id(1), []
+    for one in layout:
+        base_ref = next(inputs) if one.has_base else None
+        operand_refs = [next(inputs) for _ in range(one.operands)]
+        panels.append(operand_refs[0] if one.stored else scratch.pop(0))
+        if not one.stored:
 
-    if not stored:
-
-        @pl.when(jnp.logical_and(visits.end[v] > 0, changed(visits.group, v)))
-        def _make() -> None:
-            _make_panel(panel_ref, base_ref, operand_refs, tile)
+            @pl.when(jnp.logical_and(visits.end[v] > 0, changed(visits.group, v)))
+            def _make(panel_ref=panels[-1], base_ref=base_ref, operand_refs=operand_refs, tile=one.tile) -> None:
+                _make_panel(panel_ref, base_ref, operand_refs, tile)
 
     @pl.when(changed(visits.block, v))
     def _clear() -> None:
@@ -144,14 +211,24 @@ def _kernel(
 
         def piece(start: Any, width: int) -> None:
             columns = pl.ds(start, width)
-            weights = panel_ref[columns, :] if transposed else panel_ref[:, columns]
-            product = dot(rows_ref[own, :], weights, (1, 1 if transposed else 0))
+            products = []
+            for panel_ref in panels:
+                weights = panel_ref[columns, :] if transposed else panel_ref[:, columns]
+                products.append(dot(rows_ref[own, :], weights, (1, 1 if transposed else 0)))
+            product = products[0] if activation is None else _activated(products[0], activation) * products[1]
             kept = out_ref[own, columns].astype(jnp.float32)
             out_ref[own, columns] = jnp.where(inside, product, kept).astype(out_ref.dtype)
 
         in_pieces(plan.width, COLUMNS, piece)
 
     over_strips(visits, v, plan.rows, plan.strip, multiply)
+
+
+def _activated(gate: Float[Array, "m n"], activation: str) -> Float[Array, "m n"]:
+    if activation == "gelu":
+        # Mosaic has no `erfc`, with which it is computed elsewhere.
+        return 0.5 * gate * (1.0 + lax.erf(gate * 0.5**0.5))
+    return ACTIVATION_FUNCTIONS[activation](gate)
 
 
 def _make_panel(panel_ref: Any, base_ref: Any, operand_refs: Sequence[Any], tile: FusedTile) -> None:
@@ -168,90 +245,3 @@ def _make_panel(panel_ref: Any, base_ref: Any, operand_refs: Sequence[Any], tile
         in_pieces(width, COLUMNS, piece)
 
     in_pieces(height, tile.step, of_rows)
-
-
-# ---- blocks -----------------------------------------------------------------------------------------------------
-
-
-class Plan(NamedTuple):
-    """Sizes of blocks.
-
-    Attributes:
-      rows: of a block of rows.
-      strip: rows that are multiplied at a time; those of a block that no group has are left out strip by strip.
-      width: columns of a panel, or rows of it in the transposed product.
-      panels: number of panels of a kernel.
-      bases: blocks of the base in fast memory.
-      vmem: bytes of fast memory.
-      traffic: bytes that are read and written, if every group has rows.
-    """
-
-    rows: int
-    strip: int
-    width: int
-    panels: int
-    bases: int
-    vmem: int
-    traffic: int
-
-
-def plan_blocks(
-    rows: int,
-    shape: tuple[int, int],
-    dtype: Any,
-    base: Any,
-    operands: Sequence[Operand],
-    step: int,
-    core: Core,
-    *,
-    transposed: bool,
-    stored: bool,
-) -> Plan:
-    """Chooses the blocks that move the fewest bytes; those during which nothing else can happen are counted twice.
-
-    Args:
-      rows: M.
-      shape: [i, o] of the kernels.
-      dtype: of the rows.
-      base: array or None.
-      operands: of the tile.
-      step: of the tile.
-      core: what they have to fit.
-      transposed: see `grouped_product`.
-      stored: the operand is multiplied as it is, so that no panel is made.
-
-    Raises:
-      ValueError: if not even the smallest blocks fit.
-    """
-    itemsize = jnp.dtype(dtype).itemsize
-    depth, width = (shape[1], shape[0]) if transposed else shape
-    # Panels of rows begin where pieces do, and with whole rows of what is stored.
-    unit = step if transposed else LANES
-    most, best = -(-width // unit), None
-    for block in ROW_BLOCKS:
-        block = min(block, round_up(rows, 32 // itemsize))
-        strip = min(block, core.rows)
-        choices = itertools.product((2, 1), range(min(core.cores, most), most + 1))
-        for bases, panels in choices if block % strip == 0 else ():
-            columns = width if panels == 1 else round_up(-(-width // panels), unit)
-            panel = (columns, depth) if transposed else (depth, columns)
-            of_base = 0 if base is None else block_bytes(panel, base.dtype)
-            of_expert = sum(
-                block_bytes(operand.block_of(*panel), operand.array.dtype) for operand in operands
-            )
-            in_rows, out = (block_bytes((block, size), dtype) for size in (depth, columns))
-            vmem = bases * of_base + 2 * (of_expert + in_rows + out) + (0 if stored else block_bytes(panel, dtype))
-            # Pieces of float32: those that are made, and those that are multiplied.
-            vmem += 6 * 4 * COLUMNS * max(step, strip)
-            if vmem + RESERVED > core.vmem:
-                continue
-            count = -(-width // columns)
-            experts = operands[0].array.shape[0]
-            moved = count * (rows * depth * itemsize + of_base + experts * of_expert)
-            traffic = moved + rows * width * itemsize
-            score = moved + of_base * (1 if bases == 2 else count) + of_expert, -block
-            if best is None or score < best[0]:
-                best = score, Plan(block, strip, columns, count, bases, vmem, traffic)
-    if best is None:
-        raise ValueError(f"no block of kernels {shape} fits into {core.vmem} bytes of fast memory")
-    return best[1]

@@ -23,6 +23,7 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 from moe_jax.experts.forms import Full, LowRank, Quantized  # noqa: E402
 from moe_jax.experts.forms.matrix import BASE, Matrix  # noqa: E402
 from moe_jax.experts.forms.nf4 import NF4  # noqa: E402
+from moe_jax.experts.hidden_rows import Kernels, hidden_rows  # noqa: E402
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 FORMS = {
@@ -35,7 +36,7 @@ FORMS = {
 
 
 def compiled(generation: str, kind: str, experts: int, shape: tuple[int, int], rows: int) -> dict:
-    """What the compiler says of a product of bfloat16 rows and parameters and all its gradients."""
+    """What the compiler says of a product of bfloat16 rows and parameters, all its gradients, and a gated product."""
     device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices[0]
     form, matrix = FORMS[kind], Matrix("up", shape)
     leaves = nnx.eval_shape(lambda: form.fresh(nnx.Rngs(0), matrix, (experts,), jnp.dtype(jnp.bfloat16)))
@@ -46,7 +47,8 @@ def compiled(generation: str, kind: str, experts: int, shape: tuple[int, int], r
 
     def product_and_gradients(x, trained, fixed, sizes, dout):
         y, vjp = jax.vjp(lambda x, trained: form.grouped(x, trained | fixed, sizes, matrix), x, trained)
-        return y, vjp(dout)
+        kernels = {name: Kernels(form, matrix, trained | fixed) for name in ("gate", "up")}
+        return y, vjp(dout), hidden_rows(x, kernels, {}, sizes, {}, "silu")
 
     of_rows = (jax.ShapeDtypeStruct((rows, side), jnp.bfloat16) for side in shape)
     arguments = next(of_rows), trained, fixed, jax.ShapeDtypeStruct((experts,), jnp.int32), next(of_rows)
@@ -64,7 +66,10 @@ def compiled(generation: str, kind: str, experts: int, shape: tuple[int, int], r
     }
 
 
-KERNELS = ("grouped_product", "grouped_product_transposed", "grouped_outer", "low_rank_gradients", "reduced_outer")
+KERNELS = (
+    "gated_product", "grouped_product", "grouped_product_transposed", "grouped_outer", "low_rank_gradients",
+    "reduced_outer",
+)  # fmt: skip
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:

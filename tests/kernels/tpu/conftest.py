@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from moe_jax.functional import synthesis
-from moe_jax.kernels.tpu import grouped_outer, grouped_product, low_rank_gradient
+from moe_jax.functional import gated, synthesis
+from moe_jax.kernels.tpu import grouped_outer, low_rank_gradient, product_blocks
 from moe_jax.kernels.tpu.chip import MIB, Core
 
 SMALL = {"core": Core(vmem=64 * MIB, cores=2, rows=8), "interpret": True}
@@ -14,7 +14,7 @@ SMALL = {"core": Core(vmem=64 * MIB, cores=2, rows=8), "interpret": True}
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 16 rows; with the options `SMALL`, in strips of 8."""
-    monkeypatch.setattr(grouped_product, "ROW_BLOCKS", (16,))
+    monkeypatch.setattr(product_blocks, "ROW_BLOCKS", (16,))
     monkeypatch.setattr(grouped_outer, "ROW_BLOCK", 16)
     monkeypatch.setattr(low_rank_gradient, "ROW_BLOCKS", (16,))
     monkeypatch.setattr(low_rank_gradient, "STRIP", 8)
@@ -30,3 +30,4 @@ def fused(small_blocks, monkeypatch):
         return partial(tpu, tile=tile, shape=tiles.shape, **SMALL)
 
     monkeypatch.setattr(synthesis, "_choose", choose)
+    monkeypatch.setattr(gated, "_choose", lambda apart, dtype, out, *, tpu: partial(tpu, **SMALL))

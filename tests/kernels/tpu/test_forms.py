@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.experts.forms import LowRank, Quantized, Sparse
+from moe_jax.experts.forms import Full, LowRank, Quantized, Sparse
 from moe_jax.experts.forms.matrix import BASE, Matrix, Part
 from moe_jax.experts.forms.nf4 import NF4
 from moe_jax.experts.forms.protocol import FormTiles
+from moe_jax.experts.hidden_rows import Kernels, hidden_rows
+from moe_jax.functional.ffn import hidden
 from moe_jax.functional.nf4 import SCALE_LEVELS, quantize_nf4
 from moe_jax.functional.packing import codes_shape, scales_shape
 from moe_jax.kernels.tpu import grouped_product
@@ -32,6 +34,8 @@ def random(rng, *shape):
 def leaves(form, rng):
     if isinstance(form, LowRank):
         return {"a": random(rng, GROUPS, SHAPE[0], form.rank), "b": random(rng, GROUPS, form.rank, SHAPE[1])}
+    if isinstance(form, Full):
+        return {"kernel": random(rng, GROUPS, *SHAPE)}
     if isinstance(form, NF4):
         return {f"nf4/{name}": leaf for name, leaf in quantize_nf4(random(rng, GROUPS, *SHAPE)).items()}
     codes = rng.integers(0, 256, (GROUPS, *codes_shape(SHAPE, form.bits)))
@@ -110,6 +114,64 @@ def test_product_and_gradients(form, with_base, split):
         (fan_in, fan_out), _ = program(form, with_base, split, True)
         data = random(rng, ROWS, fan_in), trained, fixed, jnp.asarray(sizes, jnp.int32), random(rng, ROWS, fan_out)
         assert_close(*(program(form, with_base, split, reference)[1](*data) for reference in (False, True)))
+
+    check()
+
+
+@functools.cache
+def hidden_program(form, split, reference):
+    """The hidden states of gated experts, and a function that has their gradients as well; `split` as in `program`."""
+    shape = (SHAPE[0], SHAPE[1] // 2) if split else SHAPE
+    origin = jnp.asarray([0, SHAPE[1] - shape[1]], jnp.int32)
+    parts = {name: Part(shape, origin) for name in ("gate", "up")} if split else {}
+    tiles = FormTiles(form, shape, SHAPE)
+
+    def product(rows, arrays, sizes):
+        base, here = arrays.pop(BASE, None), {"origin": origin} if split else {}
+        each = ({name: array[e] for name, array in arrays.items()} for e in range(GROUPS))
+        kernels = [tiles.tile(base, own | here, 0, shape[1]) for own in each]
+        return grouped_product.reference(rows, jnp.stack(kernels), sizes)
+
+    def states(rows, trained, fixed, sizes):
+        arrays = {name: trained[name] | fixed[name] for name in trained}
+        if reference:
+            return hidden(product(rows, arrays["up"], sizes), product(rows, arrays["gate"], sizes), "silu")
+        kernels = {name: Kernels(form, Matrix(name, SHAPE), own) for name, own in arrays.items()}
+        return hidden_rows(rows, kernels, {}, sizes, parts, "silu")
+
+    def value(rows, trained, fixed, sizes, target):
+        h = states(rows, trained, fixed, sizes)
+        return jnp.sum(h * target), h
+
+    return shape, jax.jit(states), jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
+
+
+@pytest.mark.parametrize(
+    ("form", "with_base", "split"),
+    [
+        (LowRank(rank=3), True, "out"),
+        (Full(), False, None),
+        (Quantized(bits=2, group_size=16), True, None),
+        (NF4(), False, "out"),
+    ],
+)
+def test_hidden_states_and_gradients(form, with_base, split):
+    @settings(max_examples=2)
+    @given(group_sizes, st.integers(0, 99))
+    def check(sizes, seed):
+        rng, trained, fixed = np.random.default_rng(seed), {}, {}
+        for name in ("gate", "up"):
+            arrays = leaves(form, rng) | ({BASE: random(rng, *SHAPE)} if with_base else {})
+            arrays = local(form, arrays, split) if split else arrays
+            trained[name] = {path: a for path, a in arrays.items() if path == BASE or form.is_trained(path, a)}
+            fixed[name] = {path: array for path, array in arrays.items() if path not in trained[name]}
+        programs = [hidden_program(form, split, reference) for reference in (False, True)]
+        (shape, h, gradients), (_, expected_h, expected) = programs
+        data = random(rng, ROWS, shape[0]), trained, fixed, jnp.asarray(sizes, jnp.int32)
+        assert_close(h(*data), expected_h(*data))
+        if EVERY or isinstance(form, LowRank):  # Gradients are those of two products, which are tested above.
+            target = random(rng, ROWS, shape[1])
+            assert_close(gradients(*data, target), expected(*data, target))
 
     check()
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.functional.ffn import hidden
 from moe_jax.kernels.tpu import grouped_outer, grouped_product, low_rank_gradient
 from moe_jax.kernels.tpu.low_rank_tile import LowRankTile
 from moe_jax.kernels.tpu.stored_tile import StoredTile
@@ -69,6 +70,46 @@ def test_product(stored, transposed):
         assert_close(got, grouped_product.reference(rows, kernels, sizes, transposed))
 
     check()
+
+
+@functools.cache
+def gated(activation, stored):
+    tile = StoredTile() if stored else LowRankTile()
+
+    def run(rows, gate, up, sizes):
+        sides = (grouped_product.Kernels(*side, tile) for side in (gate, up))
+        return grouped_product.gated_product(rows, *sides, sizes, SHAPE, activation, **SMALL)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(
+    ("activation", "stored"), [("silu", False), ("gelu", True), *[(name, True) for name in ("gelu_tanh", "relu")]]
+)
+def test_gated_product(activation, stored):
+    @settings(max_examples=3)
+    @given(group_sizes, st.integers(0, 99))
+    def check(sizes, seed):
+        rng = np.random.default_rng(seed)
+        sides = [(random(rng, *SHAPE), factors(rng)) for _ in range(2)]
+        kernels = [dense(*side) for side in sides]
+        if stored:
+            sides = [(None, {"kernel": kernel}) for kernel in kernels]
+        rows, sizes = random(rng, ROWS, SHAPE[0]), jnp.asarray(sizes, jnp.int32)
+        gate, up = (grouped_product.reference(rows, kernel, sizes) for kernel in kernels)
+        assert_close(gated(activation, stored)(rows, *sides, sizes), hidden(up, gate, activation))
+
+    check()
+
+
+def test_gated_products_in_bfloat16_are_rounded_once():
+    rng = np.random.default_rng(0)
+    rows, sizes = random(rng, ROWS, SHAPE[0], dtype=jnp.bfloat16), jnp.asarray([20, 0, 30, 0], jnp.int32)
+    kernels = [random(rng, GROUPS, *SHAPE, dtype=jnp.bfloat16) for _ in range(2)]
+    got = gated("silu", True)(rows, *((None, {"kernel": kernel}) for kernel in kernels), sizes)
+    gate, up = (grouped_product.reference(rows, kernel, sizes) for kernel in kernels)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), hidden(up, gate, "silu"), rtol=ONE_ROUNDING, atol=1e-4)
 
 
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32 factors", "bfloat16 factors"])
