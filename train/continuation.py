@@ -5,14 +5,11 @@ moved.
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_jax.chat_template import FILE as CHAT_TEMPLATE
-from moe_jax.companions import TOKENIZER, read_companion, tokenizer_files
 from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.fingerprint import fingerprint_contents
 from moe_jax.json_toml import read_json_object
@@ -24,6 +21,7 @@ from moe_jax.strict import parse, without_format
 from moe_jax.train import recipe_toml
 from moe_jax.train.recipe import Recipe, at_least
 from moe_jax.train.sources import find_files
+from moe_jax.train.tokenizer import tokenizer_identity
 
 # Keys that may differ between a run and its continuation, because they do not change what a step computes.
 # (Another mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
@@ -122,7 +120,7 @@ def make_record(recipe: Recipe, config: ModelConfig, source: ModelSource | None,
     return RunRecord(
         source=None if source is None else ModelReference.to(source, Path(recipe.run_dir)),
         config=json.loads(json.dumps(config_to_json(config))),
-        tokenizer=_tokenizer_identity(tokenizer, recipe.data.chat_template),
+        tokenizer=tokenizer_identity(tokenizer, recipe.data.chat_template),
         data=tuple(fingerprint_contents(find_files(section.path)) for section in recipe.data.sources),
     )
 
@@ -175,27 +173,13 @@ def _comparable(recipe: Recipe) -> dict[str, Any]:
 
 def _described(recipe: Recipe) -> Sequence[dict[str, Any]]:
     sources = recipe.data.sources
-    formats = ["jsonl" if source.is_jsonl else "text" for source in sources]
     return [
-        {"format": form, "weight": source.weight, "separator": source.separator}
+        {"format": source.form, "weight": source.weight, "separator": source.separator}
         | ({"fields": dataclasses.asdict(source.fields)} if source.fields else {})
         | ({"chat": True} if source.chat else {})
-        for source, form in zip(sources, formats, strict=True)
+        for source in sources
     ]
 
 
 def _identity(reference: ModelReference | None) -> str | None:
     return None if reference is None else reference.fingerprint
-
-
-def _tokenizer_identity(tokenizer: Path, chat_template: str | None) -> str:
-    """A SHA-256 of all that decides about token ids, of conversations too."""
-    files = tokenizer_files(tokenizer)
-    if chat_template is not None:
-        files[CHAT_TEMPLATE] = Path(chat_template)
-    digest = hashlib.sha256()
-    for name in (TOKENIZER, "tokenizer_config.json"):
-        digest.update(hashlib.sha256(read_companion(files[name]) if name in files else b"").digest())
-    if CHAT_TEMPLATE in files:
-        digest.update(hashlib.sha256(read_companion(files[CHAT_TEMPLATE])).digest())
-    return digest.hexdigest()

@@ -1,6 +1,5 @@
 """The training data of a recipe: files, mixed, shuffled, tokenised and made into batches (Grain)."""
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,21 +7,18 @@ from typing import Any
 
 import grain
 
-from moe_jax.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
-from moe_jax.train.examples import Example, RowReader
+from moe_jax.train.examples import Example
+from moe_jax.train.open_sources import open_sources
 from moe_jax.train.pair_batches import PairBatches
 from moe_jax.train.recipe import DataSection, SourceSection, input_length
 from moe_jax.train.sequence_packing import PackedBatches
-from moe_jax.train.sources import Files, JsonLines, TextFile, check_beginning, find_files
+from moe_jax.train.sources import Files
 from moe_jax.train.tokenizer import Pair, Pairs, Tokenizer
 
 PairMaker = Callable[[list[Example]], list[Pair]]
 
-# Each row of the batch should get at least this many pieces per epoch; otherwise the rows would be nearly equal.
-_PIECES_PER_ROW = 8
-_SEQUENCES_PER_PIECE = 8
 # So many pairs of every source are looked at before training, to tell how many are too long.
 _PAIRS_LOOKED_AT = 1000
 
@@ -54,7 +50,8 @@ def open_data(
       FileNotFoundError: a path or pattern that matches no file.
       InputError: no sources, a malformed file, less text than one sequence, or texts for a model with an encoder.
     """
-    sources, sizes = _open_sources(section, config, batch_size, tokenizer_path)
+    sources = open_sources(section, config, batch_size, tokenizer_path)
+    sizes = [source.size for source in sources]
     tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
     given: dict[str, Any] = dict(
         rows=rows,
@@ -82,7 +79,9 @@ def open_data(
     return iter(dataset)
 
 
-def _describe_cuts(section: DataSection, sources: Sequence[Files], make_pairs: PairMaker) -> str | None:
+def _describe_cuts(
+    section: DataSection, sources: Sequence[Files], make_pairs: Callable[[Any], list[Pair]]
+) -> str | None:
     """Says how many of the first pairs of every source are too long for the recipe; None if none is.
 
     Raises:
@@ -114,61 +113,6 @@ def _pair_maker(section: DataSection, tokenizer: Tokenizer) -> PairMaker:
     return make
 
 
-def _open_sources(
-    section: DataSection, config: ModelConfig, batch_size: int, tokenizer_path: Path
-) -> tuple[list[Files], list[int]]:
-    """The files of every source, and how many bytes they have."""
-    if not section.sources:
-        raise InputError('the recipe has no data: add [[data.sources]] with path = "..."')
-    paths = [find_files(source.path) for source in section.sources]
-    sizes = [sum(path.stat().st_size for path in found) for found in paths]
-    piece = _piece_bytes(section, sum(sizes), batch_size)
-
-    template = template_loader(section, tokenizer_path)
-    opened = [
-        _open_source(source, found, piece, config.has_encoder, template)
-        for source, found in zip(section.sources, paths, strict=True)
-    ]
-    return opened, sizes
-
-
-def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], ChatTemplate]:
-    """Loads the template that conversations are written with, once; see `load_chat_template` for its errors."""
-
-    @functools.cache
-    def load() -> ChatTemplate:
-        if section.chat_template is not None:
-            return read_chat_template(Path(section.chat_template), tokenizer_path)
-        return load_chat_template(tokenizer_path)
-
-    return load
-
-
-def _open_source(
-    source: SourceSection, paths: Sequence[Path], piece: int, only_pairs: bool, template: Callable[[], ChatTemplate]
-) -> Files:
-    if only_pairs and not source.is_jsonl:
-        raise InputError(
-            f'{source.path}: a model with an encoder is trained on pairs, JSON lines of {{"input": "...", "target": '
-            '"..."}, in files *.jsonl or with format = "jsonl"'
-        )
-    if source.is_jsonl:
-        kinds = ("pair",) if only_pairs else ("text", "pair", "chat")
-        if only_pairs and source.chat:
-            raise InputError(f"{source.path}: a model with an encoder is given pairs as they are; leave out chat")
-        reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
-        files = [JsonLines(path, reader) for path in paths]
-    else:
-        files = [TextFile(path, piece=piece, separator=source.separator) for path in paths]
-    check_beginning(files)
-    return Files(files)
-
-
-def _piece_bytes(section: DataSection, total: int, batch_size: int) -> int:
-    wanted = total // (_PIECES_PER_ROW * batch_size)
-    return min(section.piece_kib * 1024, max(wanted, _SEQUENCES_PER_PIECE * section.seq_len))
-
-
 def _ordered(section: DataSection, sources: Sequence[Files], sizes: Sequence[int], seed: int) -> grain.MapDataset:
     datasets = [grain.MapDataset.source(source) for source in sources]
     weights = [source.weight for source in section.sources if source.weight is not None]
@@ -178,7 +122,7 @@ def _ordered(section: DataSection, sources: Sequence[Files], sizes: Sequence[int
     if section.shuffle:
         datasets = [dataset.shuffle(seed) for dataset in datasets]
     # Records of different sources differ in length; weights are shares of text, not of records.
-    records_per_byte = [len(source) / size for source, size in zip(sources, sizes, strict=True)]
+    records_per_byte = [len(source) / max(size, 1) for source, size in zip(sources, sizes, strict=True)]
     return grain.MapDataset.mix(
         [dataset.repeat(section.epochs) for dataset in datasets],
         weights=[weight * density for weight, density in zip(weights, records_per_byte, strict=True)],

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from moe_jax.chat_template import ChatTemplate
 from moe_jax.errors import InputError, clipped, shown
 from moe_jax.json_toml import is_unicode
@@ -41,6 +43,18 @@ class Example(NamedTuple):
     ends: bool = True
     is_response: bool = False
     spans: tuple[tuple[int, int], ...] | None = None
+
+
+class Document(NamedTuple):
+    """A document, or a part of one, as tokens.
+
+    Attributes:
+      ids: Int32[n].
+      scored: Float32[n], 0 for tokens that are not scored.
+    """
+
+    ids: np.ndarray
+    scored: np.ndarray
 
 
 class RowReader:

@@ -7,7 +7,7 @@ is continued with the new paths: what counts is what the files hold (`continuati
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from moe_jax import strict
@@ -105,9 +105,11 @@ class SourceSection:
 
     Attributes:
       path: a file or a glob pattern.
-      format: `text`, or `jsonl` with an object on every line; `auto` decides by the suffix .jsonl. The object is a
-        text, `{"text": ...}`; or a pair, `{"input": ..., "target": ...}` or `{"prompt": ..., "response": ...}`, which
-        mean the same; or a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or as ShareGPT has it,
+      format: `text`; `jsonl`, an object on every line; `parquet` or `arrow` (also Hugging Face's), a table each row of
+        which is an object; or `tokens`, *.array_record that `moe-jax data tokenize` wrote. `auto` decides by the
+        suffix (arrow: .arrow, .feather). Texts and JSON lines may be compressed: .gz, .zst. An object is a text,
+        `{"text": ...}`; or a pair, `{"input": ..., "target": ...}` or `{"prompt": ..., "response": ...}`, which mean
+        the same; or a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or as ShareGPT has it,
         `{"conversations": [{"from": ..., "value": ...}, ...]}`. Conversations are written with the chat template of
         the tokenizer, and what the assistant says is scored (`moe_jax.chat_template`). Models with an encoder are
         trained on pairs alone.
@@ -120,7 +122,7 @@ class SourceSection:
     """
 
     path: str
-    format: Literal["auto", "text", "jsonl"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"] = "auto"
     fields: FieldsSection | None = None
     chat: bool = False
     weight: float | None = None
@@ -131,12 +133,25 @@ class SourceSection:
             raise InputError(f"weight = {self.weight} must be above 0; leave the source out instead")
         if self.separator == "":
             raise InputError("separator is empty; leave the key out for none")
-        if not self.is_jsonl and (self.fields is not None or self.chat):
-            raise InputError('fields and chat are for objects, in files *.jsonl or with format = "jsonl"')
+        if self.form in ("text", "tokens") and (self.fields is not None or self.chat):
+            raise InputError("fields and chat are for objects: JSON lines, parquet and arrow")
 
     @property
-    def is_jsonl(self) -> bool:
-        return self.format == "jsonl" or (self.format == "auto" and self.path.endswith(".jsonl"))
+    def form(self) -> str:
+        """The format, also where the suffix decides."""
+        if self.format != "auto":
+            return self.format
+        suffixes = [suffix for suffix in PurePath(self.path).suffixes if suffix not in (".gz", ".zst")]
+        return _FORMS.get(suffixes[-1] if suffixes else "", "text")
+
+
+_FORMS = {
+    ".jsonl": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".array_record": "tokens",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,9 +32,10 @@ from moe_jax.train.continuation import (
     read_record,
     with_horizon,
 )
-from moe_jax.train.data import open_data, template_loader
+from moe_jax.train.data import open_data
 from moe_jax.train.evaluation import Evaluator, read_text
 from moe_jax.train.loop import Loop
+from moe_jax.train.open_sources import template_loader
 from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
 from moe_jax.train.placement import local_rows
 from moe_jax.train.program import Program, first_state, initial_states, make_program
@@ -164,7 +165,7 @@ def _train(
     program = make_program(recipe, config)
     _print_trained_parameters(console, program)
     _print_horizon(console, recipe)
-    tokenizer = _tokenizer_path(recipe, source)
+    tokenizer = path_of_tokenizer(recipe, source)
     data = open_data(
         recipe.data,
         config,
@@ -273,7 +274,8 @@ def _skip(data: grain.DatasetIterator, restart: Restart, console: rich.console.C
         next(data)
 
 
-def _tokenizer_path(recipe: Recipe, source: ModelSource | None) -> Path:
+def path_of_tokenizer(recipe: Recipe, source: ModelSource | None) -> Path:
+    """The tokenizer.json that a recipe names, or its model has; raises `InputError` if there is none."""
     if recipe.data.tokenizer is not None:
         return Path(recipe.data.tokenizer)
     if source is None:

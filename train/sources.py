@@ -14,20 +14,23 @@ import numpy as np
 
 from moe_jax.errors import InputError
 from moe_jax.json_toml import ANYTHING, parse_json
-from moe_jax.train.examples import Example, RowReader
+from moe_jax.train.examples import Document, Example, RowReader
 
 # This much of every file is checked before training starts; the rest is checked when it is read.
 CHECKED_BYTES = 64 << 20
 _CHUNK = 16 << 20
 
 class Records(Protocol):
-    """Random access to the records of a file."""
+    """Random access to the records of a file; `size` is how many bytes of data they are."""
 
     path: Path
 
+    @property
+    def size(self) -> int: ...
+
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> list[Example]: ...
+    def __getitem__(self, index: int) -> Sequence[Example | Document]: ...
 
 
 class TextFile:
@@ -36,11 +39,17 @@ class TextFile:
     Piece k begins at the first such boundary at or after byte `k * piece`, so that it is found without an index.
     """
 
-    def __init__(self, path: Path, *, piece: int, separator: str | None = None):
+    def __init__(self, path: Path, *, piece: int, separator: str | None = None, name: Path | None = None):
         self.path = path
+        self._name = name or path  # in messages: `path` may be an uncompressed copy
         self._piece = piece
         self._separator = separator
         self._size = path.stat().st_size
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._size
 
     def __len__(self) -> int:
         return -(-self._size // self._piece)
@@ -54,7 +63,7 @@ class TextFile:
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise InputError(f"{self.path} is not UTF-8 text at byte {start + error.start}") from None
+            raise InputError(f"{self._name} is not UTF-8 text at byte {start + error.start}") from None
         documents = text.split(self._separator) if self._separator else [text]
         last = len(documents) - 1
         return [
@@ -90,10 +99,12 @@ class JsonLines:
     Args:
       path: the file.
       reader: makes examples of the objects on the lines; None: of texts, pairs and conversations with the usual keys.
+      name: what the file is called in messages.
     """
 
-    def __init__(self, path: Path, reader: RowReader | None = None):
+    def __init__(self, path: Path, reader: RowReader | None = None, *, name: Path | None = None):
         self.path = path
+        self._name = name or path
         self._reader = reader or RowReader()
         ends = [np.zeros(1, np.int64)]
         offset = 0
@@ -105,6 +116,12 @@ class JsonLines:
         lengths = np.diff(bounds)
         self._starts = bounds[:-1][lengths > 1]
         self._lengths = lengths[lengths > 1]
+        self._size = offset
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._size
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -133,7 +150,7 @@ class JsonLines:
             while start > 0 and (chunk := file.read(min(_CHUNK, start))):
                 number += chunk.count(b"\n")
                 start -= len(chunk)
-        return InputError(f"{self.path}, line {number}: {problem}")
+        return InputError(f"{self._name}, line {number}: {problem}")
 
 
 class Files:
@@ -143,10 +160,15 @@ class Files:
         self._files = files
         self._ends = list(itertools.accumulate(len(file) for file in files))
 
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return sum(file.size for file in self._files)
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, index: int) -> list[Example]:
+    def __getitem__(self, index: int) -> Sequence[Example | Document]:
         which = bisect.bisect_right(self._ends, index)
         return self._files[which][index - (self._ends[which - 1] if which else 0)]
 
@@ -174,7 +196,7 @@ def find_files(pattern: str) -> list[Path]:
 
 
 def check_beginning(files: Sequence[Records]) -> None:
-    """Reads the first `CHECKED_BYTES` of every file, so that most mistakes are found before anything starts.
+    """Reads the first `CHECKED_BYTES` of every file of texts, so that most mistakes are found before anything starts.
 
     Raises:
       InputError: for the first mistake found.
@@ -182,6 +204,6 @@ def check_beginning(files: Sequence[Records]) -> None:
     for file in files:
         read = 0
         for index in range(len(file)):
-            read += sum(len(example.text) for example in file[index])
+            read += sum(len(example.text) for example in file[index] if isinstance(example, Example))
             if read >= CHECKED_BYTES:
                 break

@@ -1,6 +1,7 @@
 """Converts examples to token ids with a Hugging Face `tokenizer.json`."""
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -8,11 +9,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import tokenizers
 
+from moe_jax.chat_template import FILE as CHAT_TEMPLATE
+from moe_jax.companions import TOKENIZER, read_companion, tokenizer_files
 from moe_jax.errors import InputError, clipped, first_line, shown
 from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
 from moe_jax.regular_files import read_regular
-from moe_jax.train.examples import Example
+from moe_jax.train.examples import Document, Example
 
 Edge = Literal["auto", "always", "never"]
 MAX_BYTES = 64 << 20  # of a tokenizer.json; those of 250,000 tokens have half
@@ -102,24 +105,33 @@ class Tokenizer:
         ids = self._encoded(text).ids
         return self._checked(ids if self._bos is None else [self._bos, *ids])
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids, with or without special tokens."""
         with self._faults():
-            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+            return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def token(self, token_id: int) -> str:
         """How the vocabulary writes a token, special ones too; its id where it has none."""
         with self._faults():
             return self._tokenizer.id_to_token(token_id) or str(token_id)
 
-    def pairs(self, examples: Sequence[Example]) -> Pairs:
-        """Tokenises the examples of a record, each a document of its own.
+    def documents(self, examples: Sequence[Example | Document]) -> list[Document]:
+        """Tokenises the examples of a record, each a document of its own; what is tokenised stays as it is.
 
         Raises:
           InputError: if an id lies outside the model's vocabulary.
         """
-        parts = [self._document(example) for example in examples]
-        parts = [(ids, scored) for ids, scored in parts if len(ids) > 1]
+        return [
+            example if isinstance(example, Document) else Document(*self._document(example)) for example in examples
+        ]
+
+    def pairs(self, examples: Sequence[Example | Document]) -> Pairs:
+        """The `documents` of a record as pairs; one of a single token has none.
+
+        Raises:
+          InputError: if an id lies outside the model's vocabulary.
+        """
+        parts = [document for document in self.documents(examples) if len(document.ids) > 1]
         if not parts:
             return Pairs(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, bool))
         return Pairs(
@@ -235,6 +247,24 @@ def _within(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]
     which = np.searchsorted(ends, first, side="right")
     begins = np.append(begins, np.iinfo(begins.dtype).max)
     return (begins[which] < last).astype(np.float32)
+
+
+def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str:
+    """A SHA-256 of all that decides about token ids, of conversations too.
+
+    Args:
+      tokenizer: a tokenizer.json; what lies beside it counts too.
+      chat_template: a file with another template than the tokenizer's own.
+    """
+    files = tokenizer_files(tokenizer)
+    if chat_template is not None:
+        files[CHAT_TEMPLATE] = Path(chat_template)
+    digest = hashlib.sha256()
+    for name in (TOKENIZER, "tokenizer_config.json"):
+        digest.update(hashlib.sha256(read_companion(files[name]) if name in files else b"").digest())
+    if CHAT_TEMPLATE in files:
+        digest.update(hashlib.sha256(read_companion(files[CHAT_TEMPLATE])).digest())
+    return digest.hexdigest()
 
 
 def find_tokenizer(files: Sequence[Path], where: object) -> Path:

@@ -49,7 +49,7 @@ def test_a_recipe_is_read_with_defaults(good):
     assert recipe.run_dir == "runs/a"
     assert recipe.model == ModelSection(path="model")
     assert [source.weight for source in recipe.data.sources] == [2.0, 1.5]
-    assert recipe.data.sources[1].is_jsonl and not recipe.data.sources[0].is_jsonl
+    assert [source.form for source in recipe.data.sources] == ["text", "jsonl"]
     assert recipe.optimizer.learning_rate == 1e-3
     assert recipe.mesh == MeshSection()
     assert recipe.eval == EvalSection(text="held_out.txt")

@@ -1,0 +1,93 @@
+"""Opens the files of a recipe's sources, whatever their format."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moe_jax.chat_template import ChatTemplate, load_chat_template, read_chat_template
+from moe_jax.errors import InputError
+from moe_jax.models import ModelConfig
+from moe_jax.train.cached_copies import uncompressed
+from moe_jax.train.examples import RowReader
+from moe_jax.train.recipe import DataSection, SourceSection
+from moe_jax.train.sources import Files, JsonLines, TextFile, check_beginning, find_files
+from moe_jax.train.tables import TableRows
+from moe_jax.train.token_files import TokenRecords
+from moe_jax.train.tokenizer import tokenizer_identity
+
+# Each row of the batch should get at least this many pieces per epoch; otherwise the rows would be nearly equal.
+_PIECES_PER_ROW = 8
+_SEQUENCES_PER_PIECE = 8
+
+
+def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tokenizer_path: Path) -> list[Files]:
+    """The records of every source. Most mistakes in them are found here.
+
+    Args:
+      section: the recipe's `[data]`.
+      config: of the model.
+      batch_size: rows of a batch, by which long texts are cut into enough pieces.
+      tokenizer_path: a `tokenizer.json`.
+
+    Raises:
+      FileNotFoundError: a path or pattern that matches no file.
+      InputError: no sources, a malformed file, or texts for a model with an encoder.
+    """
+    if not section.sources:
+        raise InputError('the recipe has no data: add [[data.sources]] with path = "..."')
+    if config.has_encoder:
+        for source in section.sources:
+            _check_pairs(source)
+    named = [find_files(source.path) for source in section.sources]
+    paths = [[(name, uncompressed(name)) for name in names] for names in named]
+    total = sum(path.stat().st_size for found in paths for _, path in found)
+    wanted = total // (_PIECES_PER_ROW * batch_size)
+    piece = min(section.piece_kib * 1024, max(wanted, _SEQUENCES_PER_PIECE * section.seq_len))
+    template = template_loader(section, tokenizer_path)
+    kinds = ("pair",) if config.has_encoder else ("text", "pair", "chat")
+    opened = []
+    for source, found in zip(section.sources, paths, strict=True):
+        if source.form == "tokens":
+            expected = {"tokenizer": tokenizer_identity(tokenizer_path, section.chat_template)}
+            expected |= {"bos": section.bos, "eos": section.eos}
+            opened.append(Files([TokenRecords(path, expected, config.vocab_size) for _, path in found]))
+            continue
+        reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
+        files = _open_files(source, found, reader, piece)
+        check_beginning(files)
+        opened.append(Files(files))
+    return opened
+
+
+def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], ChatTemplate]:
+    """Loads the template that conversations are written with, once; see `load_chat_template` for its errors."""
+
+    @functools.cache
+    def load() -> ChatTemplate:
+        if section.chat_template is not None:
+            return read_chat_template(Path(section.chat_template), tokenizer_path)
+        return load_chat_template(tokenizer_path)
+
+    return load
+
+
+def _open_files(
+    source: SourceSection, paths: Sequence[tuple[Path, Path]], reader: RowReader, piece: int
+) -> list[TextFile] | list[JsonLines] | list[TableRows]:
+    """Opens files, each given by its name and by where its content is."""
+    if source.form == "jsonl":
+        return [JsonLines(path, reader, name=name) for name, path in paths]
+    if source.form == "text":
+        return [TextFile(path, piece=piece, separator=source.separator, name=name) for name, path in paths]
+    return [TableRows(path, source.form, reader) for _, path in paths]
+
+
+def _check_pairs(source: SourceSection) -> None:
+    """Raises `InputError` for a source that no model with an encoder can be trained on."""
+    if source.form in ("text", "tokens"):
+        raise InputError(
+            f'{source.path}: a model with an encoder is trained on pairs, JSON lines of {{"input": "...", "target": '
+            '"..."}, in files *.jsonl or with format = "jsonl"'
+        )
+    if source.chat:
+        raise InputError(f"{source.path}: a model with an encoder is given pairs as they are; leave out chat")
