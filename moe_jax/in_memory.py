@@ -14,7 +14,7 @@ import numpy as np
 from moe_jax.adapter_dir import AdapterDirectoryWriter
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_leaves, sample_array
-from moe_jax.loading import stacked_leaves
+from moe_jax.loading import layer_of, stacked_leaves
 from moe_jax.model_dir import ExpectedLeaves, ModelDirectoryWriter, fingerprint_model
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
@@ -69,7 +69,7 @@ class DecoderLeaves:
     def read(self, path: str) -> np.ndarray:
         """One leaf."""
         leaf, index = self._leaves[path]
-        return np.asarray(leaf if index is None else leaf[index])
+        return np.asarray(layer_of(leaf, index))
 
     def stored_bytes(self, path: str) -> int:
         """Bytes of one leaf."""

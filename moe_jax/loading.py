@@ -21,6 +21,8 @@ from moe_jax.models import ModelConfig, segments_of, single_layers
 from moe_jax.nn import Decoder, is_stacked, unstacked
 from moe_jax.sharding import path_name, state_shardings
 
+# Layers that are no larger together are stacked, and taken apart, on the host: a program for each shape takes longer.
+_ON_HOST = 32 << 20
 _STACKED = re.compile(r"(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
 
@@ -92,7 +94,7 @@ def load_model(
     finite: bool = False,
     stacked: bool = True,
 ) -> Decoder:
-    """Reads a model, leaf by leaf; layers are stacked on the device, so the host holds one leaf at a time.
+    """Reads a model, leaf by leaf; large layers are stacked on the device, so the host holds one leaf at a time.
 
     Args:
       source: a model directory, an adapter directory or a Hugging Face directory.
@@ -133,6 +135,8 @@ def load_model(
             return _put(read(names[0], dtype), sharding)
         if len(names) == 1:
             return _put(read(names[0], dtype)[None], sharding)
+        if leaf.size * dtype.itemsize <= _ON_HOST:
+            return _put(np.stack([read(name, dtype) for name in names]), sharding)
         layers = _zeros_program(leaf.shape, dtype, sharding)()
         layer_sharding = _without_leading_axis(sharding)
         for index, name in enumerate(names):
@@ -166,10 +170,20 @@ def may_be_cast(path: str, dtype: jnp.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and "/nf4/" not in path and not path.endswith("/selection_bias")
 
 
-def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array]]:
+def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
     """Yields the leaves of a model in memory in their form on disk, layer by layer."""
     for name, (leaf, index) in stacked_leaves(model).items():
-        yield name, leaf if index is None else leaf[index]
+        yield name, layer_of(leaf, index)
+
+
+def layer_of(leaf: jax.Array, index: int | None) -> jax.Array | np.ndarray:
+    """One of several stacked layers, on the host if they are small and no other host has a part; the leaf if `index` is
+    None."""
+    if index is None:
+        return leaf
+    if leaf.nbytes <= _ON_HOST and leaf.is_fully_addressable:
+        return np.asarray(leaf)[index, ...]
+    return leaf[index]
 
 
 def stacked_leaves(model: Decoder) -> dict[str, tuple[jax.Array, int | None]]:

@@ -8,12 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe_jax import leaf_files
+from moe_jax import leaf_files, loading
 from moe_jax.errors import InputError
 from moe_jax.lineage import new_lineage_entry, read_lineage
-from moe_jax.loading import leaf_specs, load_model
+from moe_jax.loading import leaf_specs, load_model, model_leaves
 from moe_jax.model_dir import ModelDirectory, ModelDirectoryWriter, is_model_directory
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.sharding import make_mesh
 from tests.disks import run_python, small_disk
 
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -67,6 +68,25 @@ def test_the_decoder_can_be_loaded_from_it(tmp_path, leaves):
     write(tmp_path / "model", leaves)
     decoder = load_model(ModelDirectory(tmp_path / "model"), param_dtype="float32")
     assert sum(leaf.size for leaf in jax.tree.leaves(decoder)) == sum(leaf.size for leaf in leaves.values())
+
+
+@pytest.mark.parametrize("axes", [None, {"fsdp": 2, "expert": 4}])
+def test_layers_are_stacked_and_taken_apart_on_the_host_as_on_the_device(tmp_path, leaves, monkeypatch, axes):
+    write(tmp_path / "model", leaves)
+    mesh = None if axes is None else make_mesh(axes)
+    on_host = load_model(ModelDirectory(tmp_path / "model"), mesh=mesh)
+    taken_apart = dict(model_leaves(on_host))
+    assert isinstance(taken_apart["layers/0/mlp/up/kernel"], np.ndarray)
+    monkeypatch.setattr(loading, "_ON_HOST", 0)
+    on_device = load_model(ModelDirectory(tmp_path / "model"), mesh=mesh)
+    for (path, leaf), other in zip(
+        jax.tree_util.tree_leaves_with_path(on_device), jax.tree.leaves(on_host), strict=True
+    ):
+        assert leaf.sharding == other.sharding and leaf.dtype == other.dtype, path
+        assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes(), path
+    for path, leaf in model_leaves(on_device):
+        assert np.asarray(leaf).tobytes() == np.asarray(taken_apart[path]).tobytes(), path
+        assert leaf.shape == taken_apart[path].shape, path
 
 
 def test_measured_figures_can_be_added_until_the_end(tmp_path, leaves):
