@@ -10,7 +10,7 @@ MODEL is SmolLM2-135M-Instruct as a Hugging Face directory. All is float32.
   of these is what the products allow.
 - decoding: 64 tokens after 32, greedily, for 1, 4 and 16 rows.
 - start: whole commands on a small model, each a process of its own, for the second time: programs that were compiled
-  the first time are found.
+  the first time are found, and so is Python's byte code, as in any installed package.
 
 Times are medians; the best are in brackets. OUT receives `real_llm.json`. Needs torch and transformers
 (`pip install -e '.[test]'`).
@@ -290,7 +290,8 @@ def measure_start(figures: Figures, smollm2: Path, work: Path) -> None:
 
 def seconds_of(words: Sequence[object], work: Path) -> float:
     """Of a whole command, in a process of its own; programs are kept in a folder of this run."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    others = ("JAX_", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     environment = {**kept, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(work / "cache"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "moe_jax.cli", *map(str, words)]
     begin = time.perf_counter()
