@@ -9,10 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moe_jax.sharding import path_name
+
 
 def normal(seed, *shape, scale=1.0):
     """Float32[shape] of the normal distribution."""
     return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def initialised(make, seed=0):
+    """The module of float parameters that `make()` gives, drawn like it by NumPy: nothing is compiled."""
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        assert jnp.issubdtype(leaf.dtype, jnp.floating)
+        name = path_name(path)
+        if name.endswith("scale"):
+            return jnp.ones(leaf.shape, leaf.dtype)
+        return jnp.asarray((not name.endswith("bias")) * 0.02 * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(draw, state))
 
 
 def made_at_once(make):
@@ -20,13 +37,21 @@ def made_at_once(make):
     return nnx.jit(make)()
 
 
-def randomised(module):
-    """The module's graphdef, its parameters, all drawn anew and in float32, and the rest of its state."""
-    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+def randomised(make):
+    """The graphdef of the module that `make()` gives, parameters drawn anew in float32, and the rest of its state."""
+    graphdef, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    if jax.tree.leaves(rest):
+        rest = jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))()
     rng = np.random.default_rng(1)
     # Scales are bfloat16 otherwise, and so would their gradients be, which no float32 reference equals.
     drawn = jax.tree.map(lambda a: jnp.asarray(0.5 * rng.standard_normal(a.shape), jnp.float32), params)
     return graphdef, drawn, rest
+
+
+@nnx.jit
+def logits_of(model, tokens):
+    """What a decoder says of `tokens`."""
+    return model(tokens).logits
 
 
 def assert_close(got, expected, tolerance=1e-5):

@@ -14,6 +14,7 @@ from moe_jax.models import MoEConfig
 from moe_jax.nn import unstacked
 from moe_jax.sharding import make_mesh, state_shardings
 from tests.test_generation import DENSE, PROMPTS, make_model
+from tests.tiers import one_in
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 EIGHT = [[3], [1, 2], [9, 8, 7], *PROMPTS, [5, 5], [30, 31, 32, 33]]
@@ -29,6 +30,7 @@ def split(model, mesh):
     return nnx.merge(graphdef, jax.device_put(state, state_shardings(state, mesh)))
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize(
     ("axes", "prompts"), [({"tensor": 8}, PROMPTS), ({"data": 2, "expert": 2, "tensor": 2}, EIGHT)]
 )

@@ -36,8 +36,9 @@ pytestmark = pytest.mark.usefixtures("strict_numerics")
 @pytest.mark.parametrize("nf4", [False, True])
 def test_a_linear_map_equals_its_kernel_with_everything_added_up(nf4):
     lora = LoRAConfig(rank=3, targets=("q",), scale=0.5)
-    made = Linear((20, 12), bias=True, nf4=nf4, lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    graphdef, params, rest = randomised(made)
+    graphdef, params, rest = randomised(
+        lambda: Linear((20, 12), bias=True, nf4=nf4, lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    )
     x, target = normal(0, 7, 20), normal(1, 7, 12)
 
     def value(params, x, added_up):
@@ -65,8 +66,8 @@ def test_what_is_drawn_before_training():
 
 def test_dropout_acts_on_the_input_of_the_adapter_alone():
     lora = LoRAConfig(rank=3, targets=("q",), scale=0.5, dropout=0.5)
-    made = made_at_once(lambda: Linear((20, 12), lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32))
-    linear, key, x = nnx.merge(*randomised(made)), jax.random.key(3), normal(0, 7, 20)
+    parts = randomised(lambda: Linear((20, 12), lora=lora, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    linear, key, x = nnx.merge(*parts), jax.random.key(3), normal(0, 7, 20)
     leaves = linear.arrays()
     adapted = 0.5 * (dropout(x, 0.5, key) @ leaves["lora/a"] @ leaves["lora/b"])
     assert_close(nnx.jit(lambda linear, x: linear(x, key))(linear, x), x @ leaves["kernel"] + adapted)
@@ -110,13 +111,13 @@ def loss_of(graphdef, rest, x, routing, target, reference):
     return jax.grad(value, has_aux=True)
 
 
-def fresh_bank(bank, expert):
-    return made_at_once(lambda: make_bank(bank, expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
+def random_bank(bank, expert):
+    return randomised(lambda: make_bank(bank, expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
 
 
 def bank_with(kind, nf4, lora):
     expert = FFNConfig(dim=24, nf4=nf4, lora=LORA if lora else None)
-    return randomised(fresh_bank(BANKS[kind], expert))
+    return random_bank(BANKS[kind], expert)
 
 
 @one_in(10)
@@ -175,7 +176,7 @@ def with_dropped_out_base(bank, x, routing, key):
 def test_the_dropout_of_a_base_with_lora_is_applied_whatever_the_strategy(kind, strategy):
     """Inside a synthesised kernel LoRA would be `W + A B`, and the rows would have no dropout."""
     expert = FFNConfig(dim=24, lora=dataclasses.replace(LORA, dropout=0.5))
-    bank = nnx.merge(*randomised(fresh_bank(BANKS[kind], expert)))
+    bank = nnx.merge(*random_bank(BANKS[kind], expert))
     set_strategy(bank, strategy)
     x, key = normal(5, TOKENS, D_MODEL), jax.random.key(6)
     apply = nnx.jit(lambda bank, key: bank(x, routed(0), key))

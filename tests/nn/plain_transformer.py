@@ -63,9 +63,9 @@ def causal(shape):
     return np.broadcast_to(np.tri(shape[1], dtype=bool), (shape[0], shape[1], shape[1]))
 
 
-def randomised(module, seed=0):
-    """The module with leaves that all matter: no zero biases, no scales of one."""
-    graphdef, state = nnx.split(module)
+def randomised(make, seed=0):
+    """The module that `make()` gives, with leaves that all matter: no zero biases, no scales of one."""
+    graphdef, state = nnx.split(nnx.eval_shape(make))
     leaves, structure = jax.tree.flatten_with_path(state)
     rng = np.random.default_rng(seed)
 

@@ -57,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("strict_numerics")
 @functools.cache
 def random_moe(config):
     """A layer in which nothing is zero."""
-    return randomised(made_at_once(lambda: MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)))
+    return randomised(lambda: MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
 
 
 def one_adapter(adapters, j, x):

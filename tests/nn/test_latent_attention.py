@@ -19,6 +19,7 @@ from moe_jax.nn.latent_attention import LatentAttention, LatentCache
 from moe_jax.peft.options import AdaptOptions, adapted_config
 from moe_jax.sharding import make_mesh, state_shardings
 from moe_jax.train.flops import active_matmul_params
+from tests.numerics import made_at_once
 from tests.tiers import one_in
 
 LATENT = LatentConfig(kv_rank=16, rope_dim=4, value_dim=8, q_rank=12)
@@ -36,7 +37,7 @@ def model_config(**changes):
 
 def random_model(config):
     """A model of large random parameters; integers, codes of NF4 kernels, stay as they are drawn."""
-    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(made_at_once(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(1)
 
     def draw(path, array):
@@ -61,12 +62,13 @@ def test_a_cache_of_latents_gives_what_is_computed_without(strict_numerics, monk
         options = AdaptOptions(method="lora", adapter="lora:2", targets=("q", "q_up", "kv_down", "kv_up"), base="nf4")
         config = adapted_config(config, options)
     model = random_model(config)
-    expected = model(jnp.asarray(TOKENS)).logits
+    apply = nnx.jit(lambda model, tokens, **options: model(tokens, **options))
+    expected = apply(model, jnp.asarray(TOKENS)).logits
     monkeypatch.setattr(LatentAttention, "_is_cheaper_absorbed", lambda self, queries, slots: absorbed)
     caches = init_cache(config, len(TOKENS), 11, jnp.dtype("float32"))
     for first, last in ((0, 6), (6, 7), (7, 9)):
         positions = jnp.broadcast_to(jnp.arange(first, last, dtype=jnp.int32), (len(TOKENS), last - first))
-        out = model(jnp.asarray(TOKENS[:, first:last]), positions=positions, caches=caches)
+        out = apply(model, jnp.asarray(TOKENS[:, first:last]), positions=positions, caches=caches)
         caches = out.caches
         np.testing.assert_allclose(out.logits, expected[:, first:last], atol=2e-5 * float(jnp.abs(expected).max()))
 

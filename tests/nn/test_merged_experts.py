@@ -16,7 +16,7 @@ from moe_jax.nn.moe import MoE
 from moe_jax.plan import make_plan
 from moe_jax.sharding import make_mesh, state_shardings
 from moe_jax.train.flops import active_matmul_params
-from tests.numerics import made_at_once, normal, randomised
+from tests.numerics import normal, randomised
 from tests.train.models import config_of
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -34,8 +34,7 @@ def config(bank=None, **changes) -> MoEConfig:
 
 
 def random_moe(moe_config: MoEConfig) -> MoE:
-    fresh = made_at_once(lambda: MoE(moe_config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
-    moe = nnx.merge(*randomised(fresh))
+    moe = nnx.merge(*randomised(lambda: MoE(moe_config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)))
     moe.groups[...] = jnp.asarray(GROUPS)
     return moe
 

@@ -15,7 +15,7 @@ from moe_jax.functional.ffn import ffn
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig, SelectionConfig
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close, gradients_and_output, made_at_once, normal, randomised
+from tests.numerics import assert_close, gradients_and_output, normal, randomised
 from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -46,7 +46,7 @@ CONFIGS = {
 @functools.cache
 def random_moe(moe_config):
     """A layer whose every parameter is random."""
-    return randomised(made_at_once(lambda: MoE(moe_config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)))
+    return randomised(lambda: MoE(moe_config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
 
 
 @nnx.jit

@@ -15,7 +15,7 @@ from moe_jax.experts import set_strategy
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig
 from moe_jax.nn.moe import MoE
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close, made_at_once, randomised
+from tests.numerics import assert_close, randomised
 from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -54,7 +54,7 @@ CASES = {
 @functools.cache
 def random_layer(config):
     """A layer in which nothing is zero."""
-    return randomised(made_at_once(lambda: MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)))
+    return randomised(lambda: MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
 
 
 @functools.cache

@@ -67,7 +67,7 @@ def test_a_parallel_decoder_with_partial_rotation_and_layer_norm():
         logits = plain.linear(w, "lm_head", plain.norm(w, "final_norm", x, EPS))
         return 2.0 * np.tanh(0.5 * logits / 2.0)
 
-    model = plain.randomised(Decoder(PARALLEL, rngs=nnx.Rngs(0)))
+    model = plain.randomised(lambda: Decoder(PARALLEL, rngs=nnx.Rngs(0)))
     plain.check_values_and_gradients(model, reference, jnp.asarray(TOKENS))
 
 
@@ -94,7 +94,7 @@ def test_a_bidirectional_stack_without_rotation_on_embeddings(position):
             x = add(x, f"layers/{i}/mlp_norm", plain.ffn(w, f"layers/{i}/mlp", x))
         return x
 
-    stack = plain.randomised(Stack(config, rngs=nnx.Rngs(0)))
+    stack = plain.randomised(lambda: Stack(config, rngs=nnx.Rngs(0)))
     assert [segment.repeats for segment in stack.segments] == [3]
     plain.check_values_and_gradients(stack, reference, jnp.asarray(x0), valid=jnp.asarray(valid))
 
@@ -121,7 +121,7 @@ def encoded():
     """Input of the encoder, what of it is no padding, and what the encoder makes of it."""
     x = np.random.default_rng(3).standard_normal((2, 5, 12)).astype(np.float32)
     valid = np.arange(5)[None, :] < np.array([[3], [5]])
-    encoder = plain.randomised(Stack(ENCODER, rngs=nnx.Rngs(0)))
+    encoder = plain.randomised(lambda: Stack(ENCODER, rngs=nnx.Rngs(0)))
     return x, valid, encoder
 
 
@@ -154,7 +154,7 @@ def test_an_encoder_and_a_decoder():
             x = x + plain.norm(w, f"{at}/mlp_output_norm", y, EPS)
         return plain.norm(w, "final_norm", x, EPS) @ w["embed/embedding"].T
 
-    decoder = plain.randomised(Decoder(DECODER, rngs=nnx.Rngs(1)))
+    decoder = plain.randomised(lambda: Decoder(DECODER, rngs=nnx.Rngs(1)))
     given = dict(encoder_output=jnp.asarray(output, jnp.float32), encoder_valid=jnp.asarray(valid))
     plain.check_values_and_gradients(decoder, decode, jnp.asarray(TOKENS), **given)
 
@@ -186,19 +186,20 @@ def test_the_prefix_of_a_row_is_seen_by_all():
         x = x + plain.ffn(w, "layers/0/mlp", plain.norm(w, "layers/0/mlp_norm", x, EPS))
         return plain.linear(w, "lm_head", plain.norm(w, "final_norm", x, EPS))
 
-    model = plain.randomised(Decoder(config, rngs=nnx.Rngs(0)))
+    model = plain.randomised(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     plain.check_values_and_gradients(model, reference, jnp.asarray(TOKENS), prefix=jnp.asarray(prefix))
 
 
 def test_embeddings_in_place_of_tokens():
     """A soft prompt, or an image, is spliced into what the tokens are looked up as; positions come after that."""
     config = dataclasses.replace(PARALLEL, learned_positions=True, embed_scale=3.0)
-    model = plain.randomised(Decoder(config, rngs=nnx.Rngs(0)))
+    model = plain.randomised(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     spliced = model.embed.look_up(jnp.asarray(TOKENS)).at[:, 2].set(1.0)
-    changed = model(embeddings=spliced).logits
-    np.testing.assert_allclose(changed[:, :2], model(jnp.asarray(TOKENS)).logits[:, :2], atol=1e-5)
-    same = model(embeddings=model.embed.look_up(jnp.asarray(TOKENS))).logits
-    np.testing.assert_array_equal(same, model(jnp.asarray(TOKENS)).logits)
+    logits_of = nnx.jit(lambda model, embeddings: model(embeddings=embeddings).logits)
+    of_tokens = nnx.jit(lambda model: model(jnp.asarray(TOKENS)).logits)(model)
+    np.testing.assert_allclose(logits_of(model, spliced)[:, :2], of_tokens[:, :2], atol=1e-5)
+    same = logits_of(model, model.embed.look_up(jnp.asarray(TOKENS)))
+    np.testing.assert_allclose(same, of_tokens, rtol=1e-6)
     for given in ({}, {"tokens": jnp.asarray(TOKENS), "embeddings": spliced}):
         with pytest.raises(InputError, match="either tokens or embeddings"):
             model(**given)
@@ -206,7 +207,7 @@ def test_embeddings_in_place_of_tokens():
 
 def test_attention_sees_the_positions_that_are_given():
     """A rotary embedding tells how far tokens are from each other, not where they are."""
-    model = plain.randomised(Decoder(PARALLEL, rngs=nnx.Rngs(0)))
+    model = plain.randomised(lambda: Decoder(PARALLEL, rngs=nnx.Rngs(0)))
     apply = nnx.jit(lambda model, positions: model(jnp.asarray(TOKENS), positions=positions).logits)
     counted, moved, stretched = (
         apply(model, jnp.broadcast_to(jnp.asarray(row, jnp.int32), TOKENS.shape))
@@ -217,7 +218,7 @@ def test_attention_sees_the_positions_that_are_given():
 
 
 def test_the_parts_alone_are_the_decoder():
-    model = plain.randomised(Decoder(PARALLEL, rngs=nnx.Rngs(0)))
+    model = plain.randomised(lambda: Decoder(PARALLEL, rngs=nnx.Rngs(0)))
     embed, stack, head = (part(PARALLEL, rngs=nnx.Rngs(1)) for part in (Embed, Stack, Head))
     for part, of in ((embed, model.embed), (stack, model.stack), (head, model.lm_head)):
         nnx.update(part, nnx.state(of))
@@ -227,23 +228,25 @@ def test_the_parts_alone_are_the_decoder():
 
 def test_a_head_for_classes():
     config = dataclasses.replace(PARALLEL, num_classes=3)
-    model = plain.randomised(Decoder(config, rngs=nnx.Rngs(0)))
+    model = plain.randomised(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     last = jnp.array([6, 2], jnp.int32)
-    scores = model(jnp.asarray(TOKENS), last_only=last).logits
+    apply = nnx.jit(lambda model, **options: model(jnp.asarray(TOKENS), **options).logits)
+    scores = apply(model, last_only=last)
     assert scores.shape == (2, 1, 3)
-    np.testing.assert_allclose(scores[:, 0], model(jnp.asarray(TOKENS)).logits[jnp.arange(2), last], atol=1e-6)
+    np.testing.assert_allclose(scores[:, 0], apply(model)[jnp.arange(2), last], atol=1e-6)
 
 
 def test_padding_reaches_the_router_of_a_padded_prompt():
     """Tokens that are not valid count in no statistics, with a cache as without."""
     moe = MoEConfig(expert=GATED, num_experts=4, top_k=2)
     config = model_config(LayerConfig(attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8), mlp=moe))
-    model = plain.randomised(Decoder(config, rngs=nnx.Rngs(0)))
+    model = plain.randomised(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     tokens, valid = jnp.asarray(TOKENS[:1]), jnp.arange(7)[None] < 4
     positions = jnp.arange(7, dtype=jnp.int32)[None]
-    padded = model(tokens, positions=positions, valid=valid, caches=init_cache(config, 1, 9, jnp.float32))
-    cut = model(tokens[:, :4])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), padded.router, cut.router)
+    apply = nnx.jit(lambda model, tokens, **options: model(tokens, **options).router)
+    padded = apply(model, tokens, positions=positions, valid=valid, caches=init_cache(config, 1, 9, jnp.float32))
+    cut = apply(model, tokens[:, :4])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), padded, cut)
 
 
 def test_a_model_of_many_kinds_of_parts_is_written_and_read(tmp_path):

@@ -13,7 +13,7 @@ from moe_jax.nn import Decoder
 from moe_jax.sharding import make_mesh
 from tests.jaxprs import equations
 from tests.numerics import assert_close
-from tests.tiers import one_in
+from tests.tiers import long, one_in
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
 FFN = FFNConfig(dim=16)
@@ -67,6 +67,7 @@ def test_dots_saves_what_is_multiplied_over_a_mesh():
         assert count("grouped", "none") == count("grouped", "dots") < count("grouped", "full")
 
 
+@long
 def test_gradients_do_not_depend_on_what_is_saved():
     expected, got = (jax.jit(program)(params) for program, params in (gradient("grouped", r) for r in ("none", "dots")))
     assert_close(got, expected)

@@ -12,12 +12,13 @@ from moe_jax.nn import Decoder, load_per_layer
 from moe_jax.nn import moe as moe_module
 from moe_jax.sharding import make_mesh
 from moe_jax.train.expert_load import measure_load, measure_router_statistics
+from tests.numerics import initialised
 from tests.train.models import FFN, config_of, moe
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Decoder(config_of(FFN, moe(), FFN, moe()), rngs=nnx.Rngs(0))
+    return initialised(lambda: Decoder(config_of(FFN, moe(), FFN, moe()), rngs=nnx.Rngs(0)))
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,10 @@ def router_logits(model, ids, monkeypatch) -> dict[int, np.ndarray]:
     """Logits of every token, by layer, as the routers get them, window by window."""
     found = []
 
+    @nnx.jit
+    def run(model, tokens):
+        return model(tokens)
+
     def recording(logits, *args, **kwargs):
         jax.debug.callback(lambda array: found.append(np.asarray(array)), logits, ordered=True)
         return route(logits, *args, **kwargs)
@@ -61,7 +66,7 @@ def router_logits(model, ids, monkeypatch) -> dict[int, np.ndarray]:
     with monkeypatch.context() as patch:
         patch.setattr(moe_module, "route", recording)
         for window in (ids[:16], ids[16:32], ids[32:]):
-            model(jnp.asarray(window)[None])
+            run(model, jnp.asarray(window)[None])
         jax.effects_barrier()
     return {1: np.concatenate(found[0::2]), 3: np.concatenate(found[1::2])}
 
