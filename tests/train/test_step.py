@@ -41,16 +41,15 @@ def random_batch(seed: int, rows: int = 8, length: int = 16) -> dict[str, np.nda
 
 @functools.cache
 def drawn(config: ModelConfig) -> nnx.State:
-    """Parameters of a model, drawn once: compiling that takes longer than a few steps."""
-    return jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()
+    """Parameters of a model as NumPy arrays, drawn once: compiling that takes longer than a few steps."""
+    return jax.tree.map(np.asarray, jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))())
 
 
 def initial_states(program: Program) -> tuple[nnx.State, nnx.State]:
     """Trained and frozen parameters before the first step, where the program wants them."""
     state = drawn(program.config)
-    shardings = state_shardings(state, program.mesh)
-    copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)
-    placed = copy(jax.device_put(state, shardings))
+    # A step donates what it is given.
+    placed = jax.device_put(jax.tree.map(np.copy, state), state_shardings(state, program.mesh))
     _, params, frozen = split_model(nnx.merge(nnx.graphdef(program.model), placed), program.trainable)
     return params, frozen
 
@@ -60,8 +59,11 @@ def numbers(metrics: StepMetrics) -> list[float]:
     return [float(number) for number in shown]
 
 
-def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3, make_batch=random_batch):
-    """Losses of a few steps, with the program, the state and the frozen parameters after them."""
+def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3, make_batch=random_batch, kept=None):
+    """Losses of a few steps, with the program, the state and the frozen parameters after them.
+
+    The state before each step, as a checkpoint would keep it, is added to the list `kept`.
+    """
     program = make_program(recipe, config, jax.devices()[:devices])
     rows = recipe.train.batch_size
     records = []
@@ -69,6 +71,8 @@ def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3
         params, frozen = initial_states(program)
         state = first_state(program, params)
         for step in range(steps):
+            if kept is not None:
+                kept.append(jax.tree.map(np.array, state))
             batch = place(make_batch(step, rows), local_rows(program.mesh, rows), program.mesh, rows)
             state, metrics = program.step(state, frozen, batch)
             records.append(numbers(metrics))
@@ -81,7 +85,10 @@ def largest_difference(a, b) -> float:
 
 
 PLAIN = FFNConfig(dim=32, gated=False, bias=True)
-EVERYTHING = config_of(PLAIN, *(dataclasses.replace(moe(bank), expert=PLAIN) for bank in BANKS.values()))
+NOISE = {"low-rank": dict(universal="coder", cv_coef=0.01)}  # in the router
+EVERYTHING = config_of(
+    PLAIN, *(dataclasses.replace(moe(bank, **NOISE.get(kind, {})), expert=PLAIN) for kind, bank in BANKS.items())
+)
 TWO_LAYERS = config_of(FFN, moe())
 
 
@@ -104,7 +111,18 @@ def test_dense_and_moe_layers_of_every_kind_train_alike_on_every_mesh(one_device
 
 @pytest.fixture(scope="module")
 def one_device():
-    return run(recipe_of(), EVERYTHING)
+    """Three steps on one device, and the state before the last of them."""
+    kept = []
+    return *run(recipe_of(), EVERYTHING, kept=kept), kept[-1]
+
+
+def test_noise_is_the_same_after_an_interruption(one_device):
+    records, program, state, frozen, before = one_device
+    with jax.set_mesh(program.mesh):
+        restored = jax.device_put(before, jax.tree.map(lambda leaf: leaf.sharding, program.state))
+        continued, metrics = program.step(restored, frozen, random_batch(2))
+    assert numbers(metrics) == records[2].tolist()
+    assert largest_difference(continued.params, state.params) == 0.0
 
 
 def test_the_loss_is_the_mean_over_scored_tokens_and_the_auxiliary_losses_are_reported(two_layers):
@@ -155,38 +173,6 @@ def test_accumulation_of_4_times_2_equals_a_batch_of_8(mlp, make_batch):
     parts, _, accumulated, _ = run(recipe_of(train=accumulated), config, make_batch=make_batch)
     np.testing.assert_allclose(parts, whole, atol=1e-6, rtol=1e-6)
     assert largest_difference(accumulated.params, state.params) < 1e-6
-
-
-NOISY = config_of(moe(BANKS["low-rank"], universal="coder", extended=True, cv_coef=0.01))
-
-
-@pytest.fixture(scope="module")
-def noisy():
-    """Three steps with noise in the router, and the state before the last of them as a checkpoint would keep it."""
-    program = make_program(recipe_of(), NOISY, jax.devices()[:1])
-    records = []
-    with jax.set_mesh(program.mesh):
-        params, frozen = initial_states(program)
-        state = first_state(program, params)
-        for step in range(3):
-            before = jax.tree.map(np.array, state)
-            state, metrics = program.step(state, frozen, random_batch(step))
-            records.append(numbers(metrics))
-    return np.array(records), program, before, state
-
-
-def test_noise_is_the_same_on_every_mesh(noisy):
-    records, *_ = run(recipe_of(mesh=MeshSection(data=2, fsdp=2, tensor=2)), NOISY, devices=8)
-    np.testing.assert_allclose(records, noisy[0], atol=1e-4)
-
-
-def test_noise_is_the_same_after_an_interruption(noisy):
-    records, program, before, state = noisy
-    with jax.set_mesh(program.mesh):
-        restored = jax.device_put(before, jax.tree.map(lambda leaf: leaf.sharding, program.state))
-        continued, metrics = program.step(restored, initial_states(program)[1], random_batch(2))
-    assert float(metrics.loss) == records[2][0] and float(metrics.grad_norm) == records[2][2]
-    assert largest_difference(continued.params, state.params) == 0.0
 
 
 def test_every_seed_and_step_has_its_own_key():
@@ -259,11 +245,9 @@ def test_bfloat16_compute_keeps_float32_parameters_and_a_near_loss(two_layers):
     assert np.abs(rough[:, 0] - exact[:, 0]).max() > 0
 
 
-def test_rematerialisation_changes_no_number():
-    config = config_of(FFN, FFN)
-    plain, *_ = run(recipe_of(), config)
-    again, *_ = run(recipe_of(model=ModelSection(config="c", init="random", remat="full")), config)
-    np.testing.assert_allclose(again, plain, rtol=1e-5)
+def test_rematerialisation_changes_no_number(two_layers):
+    again, *_ = run(recipe_of(model=ModelSection(config="c", init="random", remat="full")), TWO_LAYERS, steps=2)
+    np.testing.assert_allclose(again, two_layers[0][:2], rtol=1e-5)
 
 
 def test_moments_lie_where_their_parameters_do():
