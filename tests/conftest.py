@@ -7,6 +7,7 @@ import os
 import pathlib
 import resource
 import signal
+import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -22,6 +23,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 COMPILED = ROOT / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Nor are modules compiled once more for every process that tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # No test asks the Hugging Face Hub; `test_hub.py` has one of its own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
