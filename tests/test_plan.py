@@ -101,7 +101,7 @@ def test_published_models_upcycled(name, options, added, by_formula, data_dir, c
 # ---- closed formulas --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     gated=st.booleans(),
     bias=st.booleans(),

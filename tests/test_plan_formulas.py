@@ -59,7 +59,7 @@ def test_deepseek_coder_from_its_own_config(data_dir, capsys):
 # ---- closed formulas --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     kind=st.sampled_from(["full", "low-rank", "sparse", "quantized"]),
     universal=st.sampled_from(["none", "coder", "med"]),

@@ -9,6 +9,7 @@ from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.step0 import PROBE_SHAPE, StreamedModel, compare_logits, probe_tokens
+from tests.numerics import logits_of
 from tests.tiers import one_in
 from tests.upcycle.conftest import ATTENTION, dense_config, random_leaves, write_model
 
@@ -53,7 +54,7 @@ def test_a_streamed_model_gives_the_decoders_logits(name, tmp_path):
     layers_done = []
     logits = streamed.logits(source.read, lambda: layers_done.append(1))
     assert logits.shape == (*PROBE_SHAPE, config.vocab_size) and len(layers_done) == config.num_layers
-    expected = load_model(source)(jnp.asarray(tokens)).logits
+    expected = logits_of(load_model(source), jnp.asarray(tokens))
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -16,6 +16,7 @@ from moe_jax.errors import InputError
 from moe_jax.lineage import read_lineage
 from moe_jax.model_source import ModelSource
 from moe_jax.open_source import open_source
+from tests.numerics import logits_of
 from tests.tiers import one_in
 from tests.train.conftest import BOS, EOS, byte_tokenizer
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
@@ -25,7 +26,7 @@ DELTA = {"experts": 4, "delta": "low-rank:2", "seed": 3}
 
 
 def logits(model: moe_jax.Model) -> np.ndarray:
-    return np.asarray(model.decoder(TOKENS).logits)
+    return np.asarray(logits_of(model.decoder, TOKENS))
 
 
 def equal_to_the_last_bit(one: ModelSource, other: ModelSource) -> bool:

@@ -134,9 +134,9 @@ def peak_memory(*arguments: object) -> int:
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: pathlib.Path):
-    """Layers of 67 MB: 2 of them, or 6, take the same memory, within the noise of an allocator."""
+    """Layers of 67 MB: 1 of them, or 4, take the same memory, within the noise of an allocator."""
     peaks = {}
-    for layers in (2, 6):
+    for layers in (1, 4):
         config = {
             **CONFIGS["mixtral"],
             "num_hidden_layers": layers,
@@ -151,5 +151,5 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: pathlib.Path):
             peak_memory("convert", source, tmp_path / f"ours{layers}"),
             peak_memory("export", tmp_path / f"ours{layers}", tmp_path / f"back{layers}"),
         )
-    for few, many in zip(peaks[2], peaks[6], strict=True):
+    for few, many in zip(peaks[1], peaks[4], strict=True):
         assert many < few + 100e6, peaks

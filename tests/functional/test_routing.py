@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("strict_numerics")
 jitted_route = jax.jit(route, static_argnames=("top_k", "gate", "capacity_factor", "num_sequences"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from([(1, 1, 1), (9, 8, 1), (9, 8, 3), (5, 4, 4)]),
     st.sampled_from(SOFTMAX_GATES[:3]),
@@ -148,7 +148,7 @@ def capacity_reference(experts, valid, num_experts, factor, num_sequences):
     return kept
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.sampled_from([0.25, 1.0, 1.2, 2.0]),
     st.sampled_from([(1, 16), (3, 8)]),

@@ -17,7 +17,6 @@ from moe_jax.train.classification import Labelled, count_labels, names_of_labels
 from moe_jax.train.program import draw_model
 from tests.tiers import one_in
 from tests.train.models import FFN, config_of, encoder_decoder
-from tests.train.test_pairs import SWITCH
 from tests.upcycle.conftest import write_model
 
 LINES = [
@@ -104,7 +103,7 @@ def test_accuracy_confusion_and_interval():
 
 
 @one_in(2)
-@pytest.mark.parametrize("config", [encoder_decoder(SWITCH, SWITCH), config_of(FFN)], ids=["encoder", "decoder"])
+@pytest.mark.parametrize("config", [encoder_decoder(FFN, FFN), config_of(FFN)], ids=["encoder", "decoder"])
 def test_the_likeliest_label_is_taken(tmp_path, tokenizer_path, config, capsys):
     """Against the scores of pairs, label by label."""
     folder = model_at(tmp_path / "model", config, tokenizer_path)

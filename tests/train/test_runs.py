@@ -172,6 +172,7 @@ def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bi
     ]
 
 
+@long  # `test_checkpoint.py` has a state that moves
 def test_a_run_moves_from_8_devices_to_1(workplace, undisturbed, monkeypatch):
     arguments = ("--set", "run_dir=moved", "schedule.kind=constant", "train.steps=10")
     monkeypatch.chdir(workplace)
@@ -187,6 +188,7 @@ def test_a_run_moves_from_8_devices_to_1(workplace, undisturbed, monkeypatch):
     assert abs(moved[10]["loss"] - moved[9]["loss"]) < 0.1 < moved[0]["loss"] - moved[9]["loss"]
 
 
+@long  # `test_restart.py` has a shorter run that diverges
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     arguments = ("--set", "run_dir=diverged", "optimizer.learning_rate=1e30", "optimizer.clip_norm=0")

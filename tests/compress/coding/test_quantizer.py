@@ -51,7 +51,7 @@ def symmetric_errors(kernel: np.ndarray, bits: int, group_size: int | None) -> n
     return np.min(tried, axis=0)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 1000),
     shape=st.sampled_from(((1, 1), (13, 3), (40, 3))),
@@ -83,7 +83,7 @@ def test_the_error_of_gaussians(bits, most):
         assert set(np.unique(fields)) == set(range(2**bits))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 1000),
     rows=st.sampled_from((1, 13, 40)),
@@ -109,7 +109,7 @@ def test_no_group_is_worse_off_than_on_one_level_fewer(seed, rows, bits, group_s
     assert (errors <= least + 1e-6 * norms).all()
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 1000),
     rows=st.sampled_from((1, 13, 40)),

@@ -18,6 +18,7 @@ from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from moe_jax.peft import trainable_paths
 from tests.compress.conftest import EXPERTS, MemorySource, memory_moe
+from tests.numerics import logits_of
 
 FULL = BankConfig()
 FORMS = {
@@ -53,7 +54,7 @@ def permuted(source: MemorySource, seed: int) -> MemorySource:
 
 def logits(source) -> np.ndarray:
     tokens = np.random.default_rng(0).integers(0, source.config.vocab_size, (2, 12)).astype(np.int32)
-    return np.asarray(load_model(source)(jnp.asarray(tokens)).logits)
+    return np.asarray(logits_of(load_model(source), jnp.asarray(tokens)))
 
 
 def designs(source, index) -> np.ndarray:
