@@ -8,14 +8,14 @@ from moe_jax.experts.config import AdapterConfig
 from moe_jax.models import FFNConfig, MoEConfig
 from moe_jax.models.config import PerftConfig
 from moe_jax.nn.moe import MoE
-from tests.numerics import made_at_once, normal
+from tests.numerics import initialised, normal
 
 apply = nnx.jit(lambda moe, x: moe(x))
 
 
 def test_the_layer_takes_activations_of_any_number_of_sequences():
     config = MoEConfig(expert=FFNConfig(dim=8), num_experts=4, top_k=2, balance_coef=0.5, z_coef=0.25, cv_coef=0.125)
-    moe = made_at_once(lambda: MoE(config, 4, rngs=nnx.Rngs(0)))
+    moe = initialised(lambda: MoE(config, 4, rngs=nnx.Rngs(0)))
     x = normal(0, 2, 3, 5, 4)
     whole, stats = apply(moe, x)
     for shape in ((6, 5, 4), (30, 4)):
@@ -29,7 +29,7 @@ def test_the_auxiliary_loss_of_a_layer_counts_the_router_of_its_adapters():
     adapter = AdapterConfig(rank=2)
     perft = PerftConfig(variant="routed", adapter=adapter, num_experts=3, top_k=1, gate="softmax_topk", z_coef=2.0)
     config = MoEConfig(expert=FFNConfig(dim=8), num_experts=4, top_k=2, balance_coef=0.0, perft=perft)
-    moe = made_at_once(lambda: MoE(config, 4, rngs=nnx.Rngs(0)))
+    moe = initialised(lambda: MoE(config, 4, rngs=nnx.Rngs(0)))
     _, stats = apply(moe, jnp.ones((1, 5, 4)))
     expected = perft.balance_coef * stats[1].balance + 2.0 * stats[1].z
     assert len(stats) == 2 and jnp.allclose(moe.auxiliary_loss(stats), expected) and float(expected) > 0
