@@ -32,6 +32,7 @@ COMMANDS = {
     "adapt": "adapters beside a frozen model: PERFT or LoRA",
     "compress": "a trained MoE with smaller experts, by ResMoE and other methods",
     "train": "train a model from a recipe, or compile the step for a TPU pod without one",
+    "data": "training data of a recipe: what is learnt of it, and tokenised once before training",
     "merge": "adapters folded into the model that they stand on",
     "eval": "perplexity of a model on a text",
     "generate": "continue a prompt",

@@ -113,7 +113,7 @@ def score(
 
 def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> list[Pair] | None:
     """The pairs of a file or list, as `evaluate` takes them, which see for the errors; None if it holds none."""
-    lengths = {"input_len": input_len, "seq_len": seq_len}
+    lengths: dict[str, Any] = {"input_len": input_len, "seq_len": seq_len}
     if isinstance(text, str | os.PathLike):
         path = Path(text)
         if not holds_pairs(path, model.config):
