@@ -6,12 +6,20 @@ gather into a scatter, which is serial on CPU and slow on accelerators.
 """
 
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.by_platform import by_platform
+from moe_jax.kernels.deferred import Bound
+from moe_jax.kernels.tpu.chip import Core
+
+MOST_GATHERS = 32
+"""That sums over choices are divided into: each takes the compiler some time."""
 
 
 class Order(NamedTuple):
@@ -67,8 +75,7 @@ def _dispatch_fwd(x: Array, order: Order, top_k: int) -> tuple[Array, Order]:
 
 
 def _dispatch_bwd(top_k: int, order: Order, dy: Array) -> tuple[Array, None]:
-    per_choice = _per_choice(dy, order, top_k)
-    return _sum(per_choice[i].astype(jnp.float32) for i in range(top_k)).astype(dy.dtype), None
+    return _sum_of_choices(dy, order, None, top_k), None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -80,12 +87,44 @@ def _sum(terms: Iterable[Float[Array, "T d"]]) -> Float[Array, "T d"]:
 
 
 def _per_choice(y: Float[Array, "M d"], order: Order, top_k: int) -> Float[Array, "k T d"]:
-    """The rows of the first choices of all tokens, then those of the second, and so on.
-
-    In that order no copy is needed: where the k rows of a token lie side by side, a TPU pads them to eight.
-    """
+    """The rows of the first choices of all tokens, then those of the second, and so on; see `_all_at_once`."""
     rows = order.flat_to_sorted.reshape(-1, top_k).T
     return _rows(y, rows.reshape(-1)).reshape(*rows.shape, y.shape[-1])
+
+
+def _sum_of_choices(
+    y: Float[Array, "M d"], order: Order, weights: Float[Array, "T k"] | None, top_k: int
+) -> Float[Array, "T d"]:
+    """The sum over the choices of every token, weighted unless there are no weights, in float32 and rounded once."""
+    out = jax.ShapeDtypeStruct((y.shape[0] // top_k, y.shape[1]), y.dtype)
+    ways = (Bound(way, top_k=top_k) for way in (_all_at_once, _in_parts))
+    return by_platform(next(ways), y.dtype, out, tpu=next(ways))(y, order.flat_to_sorted, weights)
+
+
+def _all_at_once(y: Array, flat_to_sorted: Array, weights: Array | None, *, top_k: int) -> Array:
+    # In this order no copy is needed: where the k rows of a token lie side by side, a TPU pads them to eight.
+    rows = flat_to_sorted.reshape(-1, top_k).T
+    per_choice = _rows(y, rows.reshape(-1)).reshape(*rows.shape, y.shape[-1])
+    return _sum(_weighted(per_choice[i], weights, i) for i in range(top_k)).astype(y.dtype)
+
+
+def _in_parts(y: Array, flat_to_sorted: Array, weights: Array | None, *, top_k: int, core: Core) -> Array:
+    """Part by part of the tokens, so that what is gathered waits in the fast memory of a TPU until it is summed."""
+    tokens = y.shape[0] // top_k
+    parts = min(math.ceil(8 * y.size * y.dtype.itemsize / core.vmem), MOST_GATHERS // top_k)
+    if parts <= 1:
+        return _all_at_once(y, flat_to_sorted, weights, top_k=top_k)
+    rows, size, sums = flat_to_sorted.reshape(-1, top_k), -(-tokens // parts), []
+    for start in range(0, tokens, size):
+        own = None if weights is None else weights[start : start + size]
+        terms = (_weighted(_rows(y, rows[start : start + size, i]), own, i) for i in range(top_k))
+        sums.append(_sum(terms).astype(y.dtype))
+    return jnp.concatenate(sums)
+
+
+def _weighted(rows: Float[Array, "n d"], weights: Float[Array, "n k"] | None, choice: int) -> Float[Array, "n d"]:
+    rows = rows.astype(jnp.float32)
+    return rows if weights is None else rows * weights[:, choice, None]
 
 
 @jax.custom_vjp
@@ -100,10 +139,7 @@ def combine(y: Float[Array, "M d"], order: Order, weights: Float[Array, "T k"]) 
     Returns:
       The weighted sums, accumulated in float32 and rounded once to the dtype of `y`.
     """
-    top_k = weights.shape[1]
-    per_choice = _per_choice(y, order, top_k)
-    terms = (per_choice[i].astype(jnp.float32) * weights[:, i, None] for i in range(top_k))
-    return _sum(terms).astype(y.dtype)
+    return _sum_of_choices(y, order, weights, weights.shape[1])
 
 
 def _combine_fwd(y: Array, order: Order, weights: Array) -> tuple[Array, tuple[Array, Order, Array]]:

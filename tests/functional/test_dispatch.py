@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert, weighted_sum
+from moe_jax.functional.dispatch import _all_at_once, _in_parts, combine, dispatch, sort_by_expert, weighted_sum
+from moe_jax.kernels.tpu.chip import Core
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -48,6 +49,21 @@ def test_order_and_gradients(shape, seed):
     arrays = experts, draw(tokens, 3), draw(tokens, top_k), draw(tokens, 3), draw(flat.size, 1)
     got, expected = (values_and_gradients(*arrays, num_experts=num_experts, plain=plain) for plain in (False, True))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(16, [4, 4, 4, 4]), (13, [3, 3, 3, 3, 1])])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_sums_in_parts_are_the_same_to_the_last_bit(weighted, tokens, parts):
+    rng, top_k = np.random.default_rng(0), 2
+    y = jnp.asarray(rng.standard_normal((tokens * top_k, 5)), jnp.bfloat16)
+    rows = jnp.asarray(rng.permutation(tokens * top_k), jnp.int32)
+    weights = jnp.asarray(rng.standard_normal((tokens, top_k)), jnp.float32) if weighted else None
+    at_once = jax.jit(partial(_all_at_once, top_k=top_k))(y, rows, weights)
+    for fast_memory, sizes in ((16 * y.size // 5, parts), (1 << 20, [])):
+        in_parts = partial(_in_parts, top_k=top_k, core=Core(vmem=fast_memory, cores=1, rows=8))
+        joined = [eqn for eqn in jax.make_jaxpr(in_parts)(y, rows, weights).eqns if eqn.primitive.name == "concatenate"]
+        assert [part.aval.shape[0] for eqn in joined for part in eqn.invars] == sizes
+        np.testing.assert_array_equal(jax.jit(in_parts)(y, rows, weights), at_once)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
