@@ -18,7 +18,7 @@ LEVELS = (
     ("experts",),
     ("nn", "models"),
     ("train", "convert", "compress", "upcycle", "peft", "plan", "figures"),
-    ("cli", "commands", "demo", "api"),
+    ("cli", "commands", "demo", "api", "serve"),
 )
 STRANGERS = (("train", "convert"), ("convert", "train"))
 ONLY_IMPORTER_OF_ORBAX = "moe_jax.checkpoint"

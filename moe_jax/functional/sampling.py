@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 
 def sample(
@@ -39,3 +39,36 @@ def sample(
         threshold = jnp.take_along_axis(descending, jnp.maximum(kept - 1, 0), axis=-1)
         logits = jnp.where(logits < threshold, lowest, logits)
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+
+
+def sample_rows(
+    logits: Float[Array, "B V"],
+    seeds: UInt32[Array, " B"],
+    steps: Int[Array, " B"],
+    temperature: Float[Array, " B"],
+    top_p: Float[Array, " B"],
+    *,
+    greedy: bool = False,
+    has_top_p: bool = True,
+) -> Int[Array, " B"]:
+    """Samples one token per row, every row in its own way: as `sample` would from it alone.
+
+    Args:
+      logits: float32.
+      seeds: of the rows' random keys.
+      steps: folded into the keys.
+      temperature: divides the logits; 0 is greedy.
+      top_p: see `sample`; 1: all.
+      greedy: whether every temperature is 0, so that nothing need be drawn.
+      has_top_p: whether any `top_p` is below 1, so that tokens have to be sorted.
+    """
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if greedy:
+        return best
+
+    def row(logits: Array, seed: Array, step: Array, temperature: Array, top_p: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return sample(logits[None], key, temperature=temperature, top_p=top_p if has_top_p else None)[0]
+
+    drawn = jax.vmap(row)(logits, seeds, steps, jnp.where(temperature > 0, temperature, jnp.float32(1.0)), top_p)
+    return jnp.where(temperature > 0, drawn, best)

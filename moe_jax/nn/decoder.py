@@ -161,7 +161,7 @@ class Decoder(nnx.Module):
         )
         if last_only is not None:
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
-        return DecoderOutput(self.lm_head(x, self._tied()), caches, router)
+        return DecoderOutput(self.logits(x), caches, router)
 
     def activations(
         self,
@@ -195,6 +195,10 @@ class Decoder(nnx.Module):
             **of_stack,
         )
         return StackOutput(x, caches, (*encoder_router, *router))
+
+    def logits(self, x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
+        """Next-token logits, float32, given the activations."""
+        return self.lm_head(x, self._tied())
 
     def token_losses(self, x: Float[Array, "B T d"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """Negative log-likelihood of every target, given the activations; see `Head.token_losses`."""

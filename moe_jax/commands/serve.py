@@ -1,0 +1,92 @@
+"""`moe-jax serve MODEL`: answers requests of the OpenAI protocol."""
+
+import dataclasses
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from moe_jax.commands import BaseFlag, optional
+from moe_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(BaseFlag):
+    """Serves a model by the OpenAI protocol: /v1/completions and /v1/chat/completions, with streaming.
+
+    Requests are answered together: one that comes takes a free seat, and gets tokens with all others. No answer depends
+    on the others. Whoever can reach the address can use the model: there is no password.
+    """
+
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
+    """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0: all of this machine's."""
+    port: int = 8000
+    """Port to listen at; 0: any that is free."""
+    name: Annotated[str | None, optional("NAME", "that of the directory")] = None
+    """What the model is called in requests."""
+    seats: int = 8
+    """Requests that are answered at the same time. Each costs memory for its context."""
+    waiting: int = 64
+    """Requests that may wait for a seat; one more is refused with status 429."""
+    context: Annotated[int | None, optional("TOKENS", "what the model was trained for")] = None
+    """Tokens of a prompt and its answer together, at most."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the activations."""
+
+
+def run(options: Options) -> None:
+    """Serves until it is interrupted; what is being answered then has ten seconds to end.
+
+    Raises:
+      FileNotFoundError: if there is no model.
+      InputError: for a model without tokenizer or that does not continue texts, or bad sizes.
+      OSError: if the address cannot be listened at.
+    """
+    try:
+        import starlette as starlette
+        import uvicorn
+    except ImportError as error:
+        raise InputError(f"serving needs the package {error.name}: pip install 'moe-jax[serve]'") from None
+    from moe_jax.api.model import Loading, Model
+    from moe_jax.api.run import tokenizer_of
+    from moe_jax.serve.app import make_app
+    from moe_jax.serve.engine import Engine
+
+    if not 0 <= options.port < 1 << 16:
+        raise InputError(f"port={options.port} must lie from 0 to 65535")
+    source = options.open(options.model)
+    model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype))
+    tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
+    with _listening(options.host, options.port) as listener:
+        engine = Engine(model.decoder, seats=options.seats, waiting=options.waiting, context=options.context)
+        try:
+            print("moe-jax: compiling", file=sys.stderr)
+            engine.warm()
+            name = options.name or options.model.resolve().name
+            app = make_app(model, tokenizer, engine, name)
+            config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10)
+            server = uvicorn.Server(config)
+            seats = f"{options.seats} seats of {engine.context} tokens"
+            print(f"serving {name!r} at {_address(listener)}/v1 with {seats}", flush=True)
+            try:
+                server.run(sockets=[listener])
+            except KeyboardInterrupt:  # the signal that ended it, which uvicorn raises again when all is done
+                if not server.should_exit:
+                    raise
+        finally:
+            engine.close()
+    print("moe-jax: stopped", file=sys.stderr)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=256)
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,304 @@
+"""The HTTP side of the server: OpenAI's paths, JSON and server-sent events."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from moe_jax.api.generate import eos_ids, prompt_ids
+from moe_jax.api.model import Model
+from moe_jax.errors import InputError
+from moe_jax.json_toml import ANYTHING, parse_json
+from moe_jax.serve.answer import Answer, Piece, TokenTexts
+from moe_jax.serve.engine import Closed, Engine, Full
+from moe_jax.serve.requests import ProtocolError, model_of, read_chat, read_completion
+from moe_jax.serve.requests import Request as Asked
+from moe_jax.train.tokenizer import Tokenizer
+
+MOST_BYTES = 16 << 20
+"""Of the body of a request."""
+_SECONDS_TO_RETRY = 1
+
+
+def make_app(model: Model, tokenizer: Tokenizer, engine: Engine, name: str) -> Starlette:
+    """The application.
+
+    Args:
+      model: that is served.
+      tokenizer: its own.
+      engine: that runs it; whoever started it closes it.
+      name: of the model, in requests and answers.
+    """
+    return _App(model, tokenizer, engine, name).app
+
+
+class _App:
+    def __init__(self, model: Model, tokenizer: Tokenizer, engine: Engine, name: str):
+        self._model, self._tokenizer, self._engine, self._name = model, tokenizer, engine, name
+        self._texts = TokenTexts(tokenizer)
+        self._eos = eos_ids(model)
+        self._created = int(time.time())
+        routes = [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
+            Route("/v1/completions", self._answering(self._completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+        ]
+        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _bug})
+
+    async def _health(self, request: Request) -> Response:
+        failure = self._engine.failure
+        if failure is not None:
+            return JSONResponse({"status": "failed", "problem": failure}, 503)
+        return JSONResponse({"status": "ok", **self._engine.load()})
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        try:
+            self._check_model(request.path_params["name"])
+        except ProtocolError as error:
+            return _error(error)
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        limits = {"max_model_len": self._engine.context}
+        return {"id": self._name, "object": "model", "created": self._created, "owned_by": "moe-jax", **limits}
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._name:
+            raise ProtocolError(
+                404, f"the model {name!r} does not exist; this server has {self._name!r}", code="model_not_found"
+            )
+
+    def _answering(
+        self, answer: Callable[[Request, Any], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                body = await _body(request)
+                self._check_model(model_of(body))
+                return await answer(request, body)
+            except ProtocolError as error:
+                return _error(error)
+            except ClientDisconnect:
+                return Response(status_code=499)  # which nobody will read
+
+        return endpoint
+
+    async def _completions(self, http: Request, body: Any) -> Response:
+        asked = read_completion(body)
+        answers = self._submit(asked, [self._ids(prompt) for prompt in asked.prompts])
+        head = self._head("cmpl", "text_completion")
+        offsets = [0] * len(answers)
+
+        def choice(index: int, piece: Piece) -> dict[str, Any]:
+            logprobs = None
+            if asked.logprobs is not None:
+                logprobs = self._texts.completion_logprobs(piece.told, asked.logprobs, offsets[index])
+                offsets[index] += sum(map(len, logprobs["tokens"]))
+            return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+
+        if asked.stream:
+            return self._streamed(asked, answers, head, choice, [])
+        pieces = await _collected(http, answers)
+        choices = [choice(index, piece) for index, piece in enumerate(pieces)]
+        return JSONResponse({**head, "choices": choices, "usage": _usage(answers)})
+
+    async def _chat(self, http: Request, body: Any) -> Response:
+        asked = read_chat(body)
+        answers = self._submit(asked, [self._ids(asked.messages)])
+        head = self._head("chatcmpl", "chat.completion.chunk" if asked.stream else "chat.completion")
+
+        def rest(piece: Piece) -> dict[str, Any]:
+            told = None if asked.logprobs is None else self._texts.chat_logprobs(piece.told, asked.logprobs)
+            return {"logprobs": told, "finish_reason": piece.finish}
+
+        def delta(index: int, piece: Piece) -> dict[str, Any]:
+            return {"index": index, "delta": {"content": piece.text}, **rest(piece)}
+
+        if asked.stream:
+            opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            return self._streamed(asked, answers, head, delta, [opening])
+        (piece,) = await _collected(http, answers)
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        choice = {"index": 0, "message": message, **rest(piece)}
+        return JSONResponse({**head, "choices": [choice], "usage": _usage(answers)})
+
+    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
+        name = f"{prefix}-{secrets.token_hex(12)}"
+        return {"id": name, "object": kind, "created": int(time.time()), "model": self._name}
+
+    def _ids(self, prompt: Any) -> list[int]:
+        try:
+            ids = prompt_ids(prompt, self._model)
+        except InputError as error:
+            raise ProtocolError(400, str(error), param="prompt") from None
+        size = self._model.config.vocab_size
+        outside = [token for token in ids if not 0 <= token < size]
+        if outside or not ids:
+            problem = f"token id {outside[0]} lies outside the vocabulary of {size}" if outside else "it is empty"
+            raise ProtocolError(400, f"the prompt cannot be continued: {problem}", param="prompt")
+        return ids
+
+    def _submit(self, asked: Asked, prompts: Sequence[list[int]]) -> list[Answer]:
+        context = self._engine.context
+        longest = max(map(len, prompts))
+        wanted = 1 if asked.max_tokens is None else asked.max_tokens
+        if longest + wanted > context:
+            raise ProtocolError(
+                400,
+                f"this model's maximum context length is {context} tokens; the prompt has {longest} and {wanted} are "
+                "to be added",
+                param="prompt" if asked.prompts else "messages",
+                code="context_length_exceeded",
+            )
+        if not wanted and not asked.echo:
+            raise ProtocolError(400, "max_tokens=0 goes with echo", param="max_tokens")
+        stop_ids = (*self._eos, *asked.stop_ids)
+        answers = [
+            Answer(asked, ids, context - len(ids) if asked.max_tokens is None else wanted, stop_ids, self._tokenizer)
+            for ids in prompts
+        ]
+        try:
+            self._engine.submit([answer.job for answer in answers])
+        except Full:
+            raise ProtocolError(429, "too many requests wait; try again later", code="queue_full") from None
+        except Closed as error:
+            raise ProtocolError(503, str(error)) from None
+        return answers
+
+    def _streamed(
+        self,
+        asked: Asked,
+        answers: Sequence[Answer],
+        head: dict[str, Any],
+        choice: Callable[[int, Piece], dict[str, Any]],
+        opening: Sequence[dict[str, Any]],
+    ) -> Response:
+        async def events() -> AsyncIterator[str]:
+            try:
+                for one in opening:
+                    yield _event({**head, "choices": [one]})
+                async for index, piece in _merged(answers):
+                    yield _event({**head, "choices": [choice(index, piece)]})
+                if asked.include_usage:
+                    yield _event({**head, "choices": [], "usage": _usage(answers)})
+                yield "data: [DONE]\n\n"
+            except ProtocolError as error:
+                yield _event(error.body())
+            finally:  # also when the client went away
+                for answer in answers:
+                    answer.cancel()
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
+    """The pieces of all answers as they come."""
+    queue: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
+
+    async def forward(index: int, answer: Answer) -> None:
+        try:
+            async for piece in answer.pieces():
+                queue.put_nowait((index, piece))
+            queue.put_nowait(None)
+        except ProtocolError as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(forward(index, answer)) for index, answer in enumerate(answers)]
+    try:
+        left = len(tasks)
+        while left:
+            found = await queue.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _collected(http: Request, answers: Sequence[Answer]) -> list[Piece]:
+    """All answers, whole. If the client goes away, they are cancelled.
+
+    Raises:
+      ClientDisconnect: then.
+      ProtocolError: if the model fails.
+    """
+
+    async def collect() -> list[Piece]:
+        found = [Piece("", [], None) for _ in answers]
+        async for index, piece in _merged(answers):
+            before = found[index]
+            found[index] = Piece(before.text + piece.text, before.told + piece.told, piece.finish)
+        return found
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    collecting, leaving = asyncio.create_task(collect()), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            raise ClientDisconnect
+        return collecting.result()
+    finally:
+        for task in (collecting, leaving):
+            task.cancel()
+        for answer in answers:
+            answer.cancel()
+
+
+async def _body(http: Request) -> Any:
+    """The JSON of a request.
+
+    Raises:
+      ProtocolError: if it is too large, or no JSON.
+    """
+    content = b""
+    async for chunk in http.stream():
+        content += chunk
+        if len(content) > MOST_BYTES:
+            raise ProtocolError(413, f"a request may have {MOST_BYTES:,} bytes")
+    try:
+        return parse_json(content, where="the request", allow=ANYTHING)
+    except InputError as error:
+        raise ProtocolError(400, str(error)) from None
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+    before, made = sum(len(answer.job.ids) for answer in answers), sum(answer.made for answer in answers)
+    return {"prompt_tokens": before, "completion_tokens": made, "total_tokens": before + made}
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _error(error: ProtocolError) -> Response:
+    headers = {"Retry-After": str(_SECONDS_TO_RETRY)} if error.status == 429 else None
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def _http_error(request: Request, error: Any) -> Response:
+    """Paths and methods that there are not."""
+    return _error(ProtocolError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return _error(ProtocolError(500, f"the server failed: {type(error).__name__}"))

@@ -1,0 +1,229 @@
+"""What requests of the OpenAI protocol ask for, checked, and the errors that they get.
+
+Fields that are not known are ignored, as clients send many. Known ones of another type, and known ones that ask for
+what this server does not do, are errors.
+"""
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_jax.chat_template import check_messages
+from moe_jax.errors import MAX_SIZE, InputError, shown
+from moe_jax.serve.engine import MOST_STOP_IDS
+from moe_jax.serve.rows import MOST_SCORES
+
+MOST_STOPS = 16
+"""Stop strings of a request; OpenAI's own server takes 4."""
+MOST_PROMPTS = 128
+"""Prompts of a request."""
+
+# What would change the answer: the values by which it stays as it is.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+}
+
+
+class ProtocolError(Exception):
+    """A request that is answered with an error.
+
+    Attributes:
+      status: of HTTP.
+      message: for people.
+      param: the field at fault.
+      code: for programs.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's form."""
+        kind = {404: "not_found_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+      prompts: texts or token ids, each of which is answered.
+      messages: the conversation that is answered instead.
+      max_tokens: None: as many as there is room for.
+      temperature, top_p, seed: see `functional.sampling.sample_rows`.
+      stop: strings that end an answer.
+      stop_ids: tokens that do, besides the model's own.
+      logprobs: how many of the most likely tokens are told of every token; None: no log-probability is.
+      echo: whether the prompt is part of the answer.
+      stream: whether the answer comes in pieces.
+      include_usage: whether a stream ends with the number of tokens.
+    """
+
+    prompts: Sequence[str | list[int]] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    seed: int
+    stop: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    logprobs: int | None
+    echo: bool = False
+    stream: bool
+    include_usage: bool
+
+
+def read_completion(body: Any) -> Request:
+    """A request to `/v1/completions`.
+
+    Raises:
+      ProtocolError: with status 400.
+    """
+    _check_object(body)
+    logprobs = _integer(body, "logprobs", None, 0, MOST_SCORES)
+    max_tokens = _integer(body, "max_tokens", 16, 0, MAX_SIZE)
+    return Request(
+        prompts=_prompts(body.get("prompt", "")),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        echo=_boolean(body, "echo"),
+        **_common(body),
+    )
+
+
+def read_chat(body: Any) -> Request:
+    """A request to `/v1/chat/completions`; see `read_completion`."""
+    _check_object(body)
+    try:
+        messages = check_messages(body.get("messages"))
+    except InputError as error:
+        raise ProtocolError(400, str(error), param="messages") from None
+    wanted = _boolean(body, "logprobs")
+    top = _integer(body, "top_logprobs", None, 0, MOST_SCORES)
+    if top is not None and not wanted:
+        raise ProtocolError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
+    name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    return Request(
+        messages=messages,
+        max_tokens=_integer(body, name, None, 1, MAX_SIZE),
+        logprobs=(top or 0) if wanted else None,
+        **_common(body),
+    )
+
+
+def model_of(body: Any) -> str | None:
+    """The model that a request names; None: it names none, and takes what there is."""
+    _check_object(body)
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise _bad("model", model, "a name")
+    return model
+
+
+def _check_object(body: Any) -> None:
+    if not isinstance(body, dict):
+        raise ProtocolError(400, f"expected a JSON object, got {shown(body)}")
+
+
+def _common(body: Mapping[str, Any]) -> dict[str, Any]:
+    for name, allowed in _UNSUPPORTED.items():
+        if body.get(name) not in allowed:
+            raise ProtocolError(400, f"{name}={shown(body[name])} is not supported", param=name, code="unsupported")
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise _bad("stream_options", options, "an object")
+    seed = _integer(body, "seed", None, -(1 << 63), (1 << 63) - 1)
+    return {
+        "temperature": _number(body, "temperature", 1.0, 0.0, 2.0),
+        "top_p": _number(body, "top_p", 1.0, 0.0, 1.0, open_below=True),
+        "seed": secrets.randbits(32) if seed is None else seed % (1 << 32),
+        "stop": _stops(body.get("stop")),
+        "stop_ids": _stop_ids(body.get("stop_token_ids")),
+        "stream": _boolean(body, "stream"),
+        "include_usage": _boolean(options or {}, "include_usage"),
+    }
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and all(_is_integer(one) for one in value):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _bad("prompt", value, "a text, token ids, or a list of them")
+    if len(value) > MOST_PROMPTS:
+        raise ProtocolError(400, f"{len(value)} prompts in a request, at most {MOST_PROMPTS} are taken", param="prompt")
+    for one in value:
+        is_ids = isinstance(one, list) and one and all(_is_integer(token) for token in one)
+        if not (isinstance(one, str) or is_ids):
+            raise _bad("prompt", one, "a text or token ids")
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise _bad("stop", value, "a text or a list of texts")
+    if len(stops) > MOST_STOPS:
+        raise ProtocolError(400, f"{len(stops)} stop strings, at most {MOST_STOPS} are taken", param="stop")
+    return tuple(stop for stop in stops if stop)  # some clients send empty ones
+
+
+def _stop_ids(value: Any) -> tuple[int, ...]:
+    ids = [] if value is None else value
+    if not isinstance(ids, list) or not all(_is_integer(one) and 0 <= one < MAX_SIZE for one in ids):
+        raise _bad("stop_token_ids", value, "a list of token ids")
+    if len(ids) > MOST_STOP_IDS // 2:
+        raise ProtocolError(400, f"at most {MOST_STOP_IDS // 2} stop_token_ids are taken", param="stop_token_ids")
+    return tuple(ids)
+
+
+def _integer(body: Mapping[str, Any], name: str, default: int | None, low: int, high: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not _is_integer(value) or not low <= value <= high:
+        raise _bad(name, value, f"an integer from {low} to {high}")
+    return value
+
+
+def _number(
+    body: Mapping[str, Any], name: str, default: float, low: float, high: float, *, open_below: bool = False
+) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high or (open_below and value == low):
+        raise _bad(
+            name, value, f"a number {'above' if open_below else 'from'} {low:g} {'and up ' * open_below}to {high:g}"
+        )
+    return float(value)
+
+
+def _boolean(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise _bad(name, value, "true or false")
+    return bool(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _bad(name: str, value: Any, expected: str) -> ProtocolError:
+    return ProtocolError(400, f"{name}: expected {expected}, got {shown(value)}", param=name)

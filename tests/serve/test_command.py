@@ -1,0 +1,45 @@
+"""`moe-jax serve`, as a user starts and stops it."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from moe_jax import cli
+from tests.conftest import ROOT
+from tests.upcycle.conftest import dense_config, random_leaves, write_model
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+
+def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
+    arguments = [sys.executable, "-m", "moe_jax.cli", "serve", str(served_dir), "--port", "0", "--name", "mine"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as run:
+        try:
+            line = run.stdout.readline()
+            assert line.startswith("serving 'mine' at http://127.0.0.1:") and line.endswith("8 seats of 300 tokens\n")
+            client = openai.OpenAI(base_url=line.split(" at ")[1].split()[0], api_key="none", max_retries=0)
+            assert (
+                client.completions.create(model="mine", prompt="a", max_tokens=2, seed=1).usage.completion_tokens == 2
+            )
+            run.send_signal(signal.SIGTERM)
+            out, err = run.communicate(timeout=30)
+            assert run.returncode == 0 and err.splitlines()[-1] == "moe-jax: stopped"
+        finally:
+            run.kill()
+
+
+def test_what_cannot_be_served_is_told(served_dir, tmp_path, capsys):
+    config = dense_config(num_layers=1)
+    bare = write_model(tmp_path / "bare", config, random_leaves(config))
+    for path, options, message in (
+        (bare, (), "has no tokenizer.json, which serving needs"),
+        (served_dir, ("--port", "70000"), "port=70000 must lie from 0 to 65535"),
+        (served_dir, ("--seats", "0"), "seats=0 must be at least 1"),
+        (tmp_path / "absent", (), "absent"),
+    ):
+        assert cli.main(["serve", str(path), "--port", "0", *options]) == 2
+        err = capsys.readouterr().err
+        assert message in err and err.startswith("moe-jax: error: ") and err.count("\n") == 1

@@ -1,0 +1,305 @@
+"""The server as clients see it: OpenAI's own, and bytes on a socket."""
+
+import concurrent.futures
+import json
+import math
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_jax
+from moe_jax.serve import rows
+from moe_jax.serve.engine import Engine
+from tests.serve.conftest import CONTEXT, serving
+from tests.train.conftest import BOS
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+
+@pytest.fixture(scope="module")
+def address(model):
+    with serving(model, Engine(model.decoder, seats=4, waiting=64)) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address):
+    return client_of(address)
+
+
+def client_of(address: str, **options):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+
+def greedy(model, prompt, **options):
+    return moe_jax.generate(model, prompt, **options)
+
+
+def post(address: str, path: str, body: bytes) -> tuple[int, dict, dict]:
+    """Status, headers and JSON of an answer."""
+    request = urllib.request.Request(f"{address}/v1/{path}", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, dict(answer.headers), json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), json.load(error)
+
+
+def health(address: str) -> dict:
+    with urllib.request.urlopen(f"{address}/health", timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_the_model_is_listed(client):
+    (found,) = client.models.list().data
+    assert found.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_conversation_is_answered_as_generate_does(client, model):
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "hé"}]
+    expected = greedy(model, messages, max_new_tokens=12)
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+    (choice,) = answer.choices
+    assert choice.message.content == expected.text and choice.message.role == "assistant"
+    assert choice.finish_reason == "length"
+    assert answer.usage.prompt_tokens == len(expected.prompt_ids) and answer.usage.completion_tokens == 12
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=12, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices == []
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == expected.text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
+    assert chunks[-1].usage == answer.usage
+    told = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=5, temperature=0, logprobs=True, top_logprobs=2
+    )
+    content = told.choices[0].logprobs.content
+    assert len(content) == 5 and all(one.logprob == one.top_logprobs[0].logprob for one in content)
+    assert [len(one.top_logprobs) for one in content] == [2] * 5
+
+
+def test_completions_of_texts_and_ids(client, model):
+    expected = [greedy(model, prompt, max_new_tokens=9).text for prompt in ("ab", "c")]
+    answer = client.completions.create(model="tiny", prompt=["ab", "c"], max_tokens=9, temperature=0)
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1] and answer.usage.completion_tokens == 18
+    ids = client.completions.create(model="tiny", prompt=[[BOS, 97, 98], [BOS, 99]], max_tokens=9, temperature=0)
+    assert [choice.text for choice in ids.choices] == expected
+    texts = ["", ""]
+    for chunk in client.completions.create(model="tiny", prompt=["ab", "c"], max_tokens=9, temperature=0, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == expected
+
+
+def test_texts_end_before_stop_strings_and_stop_tokens(client, model):
+    free = greedy(model, "ab", max_new_tokens=40)
+    stop = free.text[5:8]
+    expected = greedy(model, "ab", max_new_tokens=40, stop=stop)
+    assert expected.reason == "stop"
+    options = dict(model="tiny", prompt="ab", max_tokens=40, temperature=0)
+    answer = client.completions.create(stop=["never", stop], **options)
+    assert answer.choices[0].text == expected.text and answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len(expected.ids)
+    chunks = list(client.completions.create(stop=stop, stream=True, **options))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+    token = free.ids[6]
+    answer = client.completions.create(extra_body={"stop_token_ids": [token]}, **options)
+    expected = greedy(model, "ab", max_new_tokens=40, stop_ids=[token])
+    assert answer.choices[0].text == expected.text and answer.choices[0].finish_reason == "stop"
+
+
+def requests() -> list[dict]:
+    """16 of different lengths, greedy and not, that end in different ways; one goes on to the end of the context."""
+    found = []
+    for index in range(16):
+        prompt = np.random.default_rng(index).integers(0, 256, 40 if index == 5 else 1 + 2 * index).tolist()
+        one = {"prompt": prompt, "max_tokens": 5 + 7 * (index % 5), "temperature": 0.0}
+        if index % 3 == 1:
+            one |= {"temperature": 0.5 + index / 10, "seed": index}
+        if index % 6 == 1:
+            one |= {"top_p": 0.8}
+        if index == 5:
+            one |= {"max_tokens": CONTEXT - len(prompt)}
+        if index % 4 == 2:
+            one |= {"extra_body": {"stop_token_ids": [index, 100 + index]}}
+        found.append(one)
+    return found
+
+
+def test_16_requests_at_once_are_answered_as_one_at_a_time(client, model):
+    def ask(request: dict) -> tuple[str, str, int]:
+        answer = client.completions.create(model="tiny", **request)
+        return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.completion_tokens
+
+    asked = requests()
+    alone = [ask(request) for request in asked]
+    before = rows.continue_all._cache_size(), rows.read_prompt._cache_size()
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, asked)) == alone
+    # Caches of all sizes and kinds of sampling have their programs by now; a mixture of rows has none of its own.
+    assert (rows.continue_all._cache_size(), rows.read_prompt._cache_size()) == before
+    assert len({text for text, _, _ in alone}) == 16
+    for request, (text, reason, _) in [(asked[index], alone[index]) for index in (1, 2, 4)]:
+        stop_ids = request.get("extra_body", {}).get("stop_token_ids", [])
+        options = {key: request[key] for key in ("temperature", "seed", "top_p") if key in request}
+        expected = moe_jax.generate(
+            model, request["prompt"], max_new_tokens=request["max_tokens"], stop_ids=stop_ids, **options
+        )
+        assert text == expected.text and reason == ("stop" if expected.stopped else "length")
+
+
+def test_log_probabilities_are_those_of_the_model(client, model):
+    prompt = [BOS, *b"some text that is scored"]
+    answer = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=3, temperature=0, echo=True, logprobs=5
+    ).choices[0]
+    told = answer.logprobs
+    added = greedy(model, prompt, max_new_tokens=3)
+    assert answer.text == "some text that is scored" + added.text
+    ids = [*prompt, *added.ids]
+    scores = np.asarray(jax.nn.log_softmax(model.decoder(jnp.asarray([ids])).logits[0], axis=-1))
+    assert told.token_logprobs[0] is None and told.top_logprobs[0] is None and len(told.tokens) == len(ids)
+    expected = [scores[at, token] for at, token in enumerate(ids[1:])]
+    np.testing.assert_allclose(told.token_logprobs[1:], expected, atol=1e-5)
+    for at, top in enumerate(told.top_logprobs[1:]):
+        assert max(top.values()) == pytest.approx(scores[at].max(), abs=1e-5) and 5 <= len(top) <= 6 or len(top) < 5
+    # The greedy tokens are the most likely ones, to the last bit: so clients find them.
+    assert all(told.token_logprobs[at] == max(told.top_logprobs[at].values()) for at in (-1, -2, -3))
+    only = client.completions.create(
+        model="tiny", prompt=[prompt, prompt[:9]], max_tokens=0, temperature=0, echo=True, logprobs=1
+    )
+    np.testing.assert_array_equal(only.choices[0].logprobs.token_logprobs[1:], told.token_logprobs[1 : len(prompt)])
+    assert len(only.choices[1].logprobs.token_logprobs) == 9 and only.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("completions", b"{", 400, "not valid JSON"),
+        ("completions", b"[1]", 400, "expected a JSON object"),
+        ("completions", b'{"model": "other", "prompt": "a"}', 404, "'other' does not exist"),
+        ("completions", b'{"model": 1, "prompt": "a"}', 400, "model: expected a name"),
+        ("completions", b'{"prompt": {"a": 1}}', 400, "prompt: expected a text"),
+        ("completions", b'{"prompt": [[258]]}', 400, "token id 258 lies outside the vocabulary of 258"),
+        ("completions", b'{"prompt": "a", "max_tokens": "9"}', 400, "max_tokens: expected an integer"),
+        ("completions", b'{"prompt": "a", "max_tokens": 0}', 400, "max_tokens=0 goes with echo"),
+        ("completions", b'{"prompt": "a", "max_tokens": 299}', 400, "maximum context length is 300 tokens"),
+        ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature: expected a number from 0 to 2"),
+        ("completions", b'{"prompt": "a", "top_p": 0}', 400, "top_p: expected a number above 0"),
+        ("completions", b'{"prompt": "a", "stop": 3}', 400, "stop: expected a text"),
+        ("completions", b'{"prompt": "a", "seed": 1.5}', 400, "seed: expected an integer"),
+        ("completions", b'{"prompt": "a", "stream": "yes"}', 400, "stream: expected true or false"),
+        ("completions", b'{"prompt": "a", "n": 2}', 400, "n=2 is not supported"),
+        ("completions", b'{"prompt": "a", "logprobs": 21}', 400, "logprobs: expected an integer from 0 to 20"),
+        ("chat/completions", b"{}", 400, "expected a list of messages"),
+        ("chat/completions", b'{"messages": [{"role": "usr", "content": "a"}]}', 400, "did you mean 'user'"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400, "not supported"),
+        ("embeddings", b"{}", 404, "/v1/embeddings: Not Found"),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(address, path, body, status, message):
+    got, _, answer = post(address, path, body)
+    assert got == status and message in answer["error"]["message"]
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+class Gated(Engine):
+    """An engine that makes a block of one token for every permit."""
+
+    def __init__(self, *arguments, **options):
+        self.permits = threading.Semaphore(0)
+        self.given = 0
+        super().__init__(*arguments, **options)
+
+    def _continue(self):
+        self.permits.acquire()
+        self._steps, self.given = 1, self.given + 1
+        super()._continue()
+
+    def close(self):
+        self._closing = True  # what goes on for want of a permit makes one block more
+        self.permits.release(10_000)
+        super().close()
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_who_finds_the_queue_full_may_come_again(model):
+    engine = Gated(model.decoder, seats=1, waiting=1)
+    with serving(model, engine) as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        client = client_of(address)
+
+        def ask():
+            return client.completions.create(model="tiny", prompt="ab", max_tokens=3, temperature=0).choices[0].text
+
+        answers = [pool.submit(ask)]
+        until(lambda: health(address)["running"] == 1)
+        answers.append(pool.submit(ask))
+        until(lambda: health(address) == {"status": "ok", "running": 1, "waiting": 1})
+        status, headers, body = post(address, "completions", b'{"prompt": "ab"}')
+        assert status == 429 and int(headers["retry-after"]) >= 1 and body["error"]["code"] == "queue_full"
+        with pytest.raises(openai.RateLimitError):
+            ask()
+        engine.permits.release(100)
+        assert [one.result(30) for one in answers] == [greedy(model, "ab", max_new_tokens=3).text] * 2
+        assert ask() == answers[0].result()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_goes_away_leaves_its_seat(model, streams):
+    engine = Gated(model.decoder, seats=1, waiting=4)
+    with serving(model, engine) as address:
+        client = client_of(address)
+        if streams:
+            stream = client.completions.create(model="tiny", prompt="ab", max_tokens=200, temperature=0, stream=True)
+            next(iter(stream))
+            stream.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                client.with_options(timeout=0.5).completions.create(
+                    model="tiny", prompt="ab", max_tokens=200, temperature=0
+                )
+        # Its seat is free after a block or so: the next one is answered.
+        until(lambda: engine.permits.release() or time.sleep(0.05) or health(address)["running"] == 0)
+        assert engine.given < 100
+        engine.permits.release(100)
+        other = client.completions.create(model="tiny", prompt="c", max_tokens=3, temperature=0)
+        assert other.choices[0].text == greedy(model, "c", max_new_tokens=3).text
+
+
+def test_what_is_answered_when_the_server_ends_is_told(model):
+    engine = Gated(model.decoder, seats=1, waiting=4)
+    with serving(model, engine) as address, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, address, "completions", b'{"prompt": "a", "max_tokens": 100}')
+        until(lambda: health(address)["running"] == 1)
+        engine.close()
+        status, _, body = answer.result(30)
+        assert status == 500 and body["error"]["message"] == "the server is shutting down"
+        assert post(address, "completions", b'{"prompt": "a"}')[0] == 503
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(model, served_dir):
+    broken = moe_jax.load(served_dir)
+    embedding = broken.decoder.embed.embedding
+    embedding[...] = embedding[...].at[ord("x")].set(math.nan)
+    with serving(broken, Engine(broken.decoder, seats=1)) as address:
+        status, _, body = post(address, "completions", b'{"prompt": "x", "temperature": 0}')
+        assert status == 500 and "not finite" in body["error"]["message"]
+        answer = client_of(address).completions.create(model="tiny", prompt="ab", max_tokens=2, temperature=0)
+        assert answer.choices[0].text == greedy(model, "ab", max_new_tokens=2).text
