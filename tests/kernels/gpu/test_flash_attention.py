@@ -38,7 +38,8 @@ def test_packed_documents(length, heads, width, mask):
     q, k, v, weight = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
     segments = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.03, axis=1), jnp.int32)
     got, expected = (output_and_gradients(q, k, v, weight, segments, form=form, mask=mask) for form in ("kernel", ""))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)
+    # Relative to the largest value: sums of terms that cancel have the error of the terms.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
 
 
 @pytest.mark.parametrize(
