@@ -27,8 +27,8 @@ from moe_jax.train.sources import Files, find_files
 from moe_jax.train.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
 from moe_jax.train.tokenizer import Tokenizer, tokenizer_identity
 
-SHARD_BYTES = 32 << 20
-"""Of the source's text, about, that a shard holds."""
+LEAST_BYTES, MOST_BYTES, ENOUGH_SHARDS = 1 << 20, 256 << 20, 64
+"""Text that a shard holds at least and at most, about; and how many shards are enough for any number of processes."""
 
 
 class Task(NamedTuple):
@@ -126,7 +126,8 @@ def _stem(source: int) -> str:
 
 def _shards(sources: Sequence[Files]) -> Iterator[Shard]:
     for number, source in enumerate(sources):
-        count = max(1, min(len(source), -(-source.size // SHARD_BYTES)))
+        needed, useful = -(-source.size // MOST_BYTES), source.size // LEAST_BYTES
+        count = max(1, min(len(source), max(needed, min(useful, ENOUGH_SHARDS))))
         for i in range(count):
             name = f"{_stem(number)}-{i:05d}-of-{count:05d}{SUFFIX}"
             yield Shard(name, number, len(source) * i // count, len(source) * (i + 1) // count)

@@ -52,6 +52,11 @@ COMPILED = Table(
     ("recipe", "experts", "TPU slice", "parameters and optimizer, GiB per chip", "in all, GiB per chip", "of"),
     ("{}", "{}", "{}", "{:.1f}", "{:.1f}", "{:.0f}"),
 )
+DATA_PIPELINE = Table(
+    "speed",
+    ("data", "tokens", "batches from its files", "from files of tokens", "`data tokenize`, 1 process", "2 processes"),
+    ("{}", "{:,}", "{:,.0f}", "{:,.0f}", "{:,.0f}", "{:,.0f}"),
+)
 ATTACKS = Table(
     "classes",
     (

@@ -62,7 +62,7 @@ def files_of(folder):
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr(tokenizing, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(tokenizing, "LEAST_BYTES", 2000)
 
 
 @settings(max_examples=50)
@@ -117,7 +117,7 @@ _KILLED = """
 import sys, pathlib
 from moe_jax.train import tokenize
 from tests.train.test_token_files import a_task
-tokenize.SHARD_BYTES = 2000
+tokenize.LEAST_BYTES = 2000
 folder = pathlib.Path(sys.argv[1])
 def progress(what, done, total):
     if done == 2:
