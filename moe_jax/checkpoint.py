@@ -172,6 +172,8 @@ class TrainingCheckpoints:
             raise InputError(f"keep={keep} must be at least 1: the run could not resume")
         self._directory = Path(directory).absolute()
         context = _context()
+        # `restore` compares the leaves itself.
+        context.pytree.loading.partial_load = True
 
         def pieces(key: tuple, value: Any) -> Any:
             if np.ndim(value) < 2 or not in_slices(jax.tree_util.keystr(key, simple=True, separator=".")):
@@ -234,12 +236,13 @@ class TrainingCheckpoints:
         """Step of the last complete checkpoint; None if there is none."""
         return max(self.steps(), default=None)
 
-    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int, like: Any, *, part: bool = False) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint.
 
         Args:
           step: one of `steps()`.
           like: pytree of `jax.ShapeDtypeStruct`, each with the sharding to restore onto (without: the default device).
+          part: whether the checkpoint may have more leaves than `like`, which are not read.
 
         Returns:
           The state, in the tree structure of `like`, and the extra data.
@@ -251,7 +254,8 @@ class TrainingCheckpoints:
             raise InputError(f"{self._directory} has no complete checkpoint of step {step}; it has {self.steps()}")
         wanted = {name: _plain_spec(leaf) for name, leaf in _named_leaves(like).items()}
         metadata = self._checkpointer.metadata(step)
-        self._check_same(step, metadata.metadata, wanted)
+        stored = metadata.metadata
+        self._check_same(step, {name: stored[name] for name in stored if name in wanted or not part}, wanted)
         restored = self._checkpointer.load(step, wanted)
         leaves = [
             jax.random.wrap_key_data(restored[name], impl=_key_impl(leaf)) if _is_key(leaf) else restored[name]

@@ -167,7 +167,7 @@ def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:
     """Keys and values without paths, but with what follows from them: the formats of sources."""
-    flat = {key: value for key, value in recipe_toml.flatten(recipe).items() if key not in _PLACES}
+    flat = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items() if key not in _PLACES}
     return flat | {"data.sources": _described(recipe)}
 
 

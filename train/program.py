@@ -14,14 +14,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import InputError
-from moe_jax.loading import abstract_model, load_model, may_be_cast
+from moe_jax.loading import abstract_model, disk_paths, load_model, may_be_cast
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.sharding import make_mesh, path_name, state_shardings
-from moe_jax.train.optimizer import learning_rate, make_optimizer
+from moe_jax.train.optimizer import at_step, learning_rate, make_optimizer
+from moe_jax.train.optimizer_state import Placed, state_specs
 from moe_jax.train.pair_batches import stack_pairs
+from moe_jax.train.parameter_groups import group_rates
 from moe_jax.train.placement import batch_sharding, check_batch_divides
 from moe_jax.train.recipe import Recipe, input_length
 from moe_jax.train.step import StepMetrics, TrainState, init_state, make_step
@@ -77,7 +79,9 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
     graphdef, params, frozen = split_model(model, trainable)
     schedule = learning_rate(recipe.optimizer, recipe.schedule, recipe.schedule.steps or recipe.train.steps)
-    optimizer = make_optimizer(recipe.optimizer, schedule)
+    groups = {path: disk_paths(config, path) for path in sorted(trainable)} if recipe.optimizer.groups else None
+    rates = None if groups is None else group_rates(recipe.optimizer, groups)
+    optimizer = make_optimizer(recipe.optimizer, schedule, rates)
     state = _abstract_state(params, optimizer, mesh)
     frozen = _with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
     replicated = NamedSharding(mesh, P())
@@ -142,14 +146,32 @@ def first_state(program: Program, params: nnx.State) -> TrainState:
     return make(params)
 
 
+def with_new_moments(program: Program, state: TrainState) -> TrainState:
+    """A state whose optimizer has seen no gradient yet; the learning rate is that of the step. Donates the buffers.
+
+    The optimizer's state that `state` has is not used.
+    """
+
+    def make(state: TrainState) -> TrainState:
+        new = init_state(state.params, program.optimizer)
+        return state._replace(opt_state=at_step(new.opt_state, state.step))
+
+    return jax.jit(make, donate_argnums=0, out_shardings=_shardings(program.state))(state._replace(opt_state=()))
+
+
 def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The train state with shardings; the optimizer's moments are sharded like their parameters."""
+    """The train state with shardings; that of the optimizer lies as `state_specs` says."""
     shardings = state_shardings(params, mesh)
     replicated = NamedSharding(mesh, P())
     state = jax.eval_shape(lambda params: init_state(params, optimizer), params)
-    moments = optax.tree.map_params(
-        optimizer, lambda _, sharding: sharding, state.opt_state, shardings, transform_non_params=lambda _: replicated
-    )
+    placed = {
+        path_name(path): Placed(leaf.shape, sharding.spec)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+        )
+    }
+    specs = state_specs(state.opt_state, placed)
+    moments = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
     lying: Any = TrainState(cast(Any, replicated), shardings, moments)
     return _with_shardings(state, lying)
 

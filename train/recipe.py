@@ -40,7 +40,7 @@ class ModelSection:
       config: instead of `path`, a config.json alone (of this library or Hugging Face's): for `init = "random"` and
         for `--compile-only`.
       init: `checkpoint` starts from the weights at `path`, `random` from new ones drawn with the seed.
-      param_dtype: dtype the trained parameters and the optimizer's moments are kept in.
+      param_dtype: dtype the trained parameters are kept in.
       frozen_dtype: dtype of the parameters that are not trained. None: as stored. NF4 kernels are always as stored.
       compute_dtype: dtype of the matrix products.
       output_dtype: dtype of the final model that is written. None: every parameter in the dtype in which the model at
@@ -225,35 +225,79 @@ class PartitionSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerSection:
-    """AdamW.
+class GroupSection:
+    """Parameters with a learning rate or weight decay of their own.
 
     Attributes:
+      match: regular expressions; a parameter whose leaf path one of them matches as a whole (as in `partition`)
+        belongs to the group, if it is trained and no earlier group has it.
+      learning_rate: the highest learning rate of the group; it has the same schedule. None: the optimizer's.
+      weight_decay: of the group, also of embeddings and routers; norms and biases are never decayed. None: the
+        optimizer's.
+    """
+
+    match: tuple[str, ...]
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.match:
+            raise InputError("match is empty: a group needs a pattern")
+        if self.learning_rate is None and self.weight_decay is None:
+            raise InputError("give the group a learning_rate or a weight_decay")
+        at_least(self, 0, "learning_rate", "weight_decay")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """AdamW, or another optimizer of Optax's.
+
+    Attributes:
+      kind: `adamw`; `adafactor`, whose second moments are factored and take few bytes (matrices with two sides of 128
+        and more), without momentum; `lion`, with one moment and updates of one size, for rates 3 to 10 times smaller
+        than AdamW's and decays as much larger; `muon`, which makes the updates of every kernel of a layer orthogonal,
+        and leaves embeddings, head, routers, norms and biases to AdamW with the same rate and decay.
       learning_rate: the highest learning rate, reached after the warm-up.
-      b1, b2, eps: Adam's.
+      b1, b2: how long moments last: AdamW's (and those of what `muon` leaves to it), and Lion's, which usually has
+        b2 = 0.98 or 0.99.
+      eps: AdamW's.
+      momentum: how long the moment of `muon` lasts.
+      parameter_scale: whether `adafactor` multiplies the rate of a matrix by the root mean square of its weights; rates
+        near 1e-2 are then usual.
+      moments: dtype of the first moment. Second moments are float32: in bfloat16 they would stand still.
       weight_decay: decoupled, multiplied by the learning rate; norms and biases are never decayed.
       decay_embeddings, decay_router: whether these are decayed as well.
       clip_norm: gradients are scaled down to this global norm. 0: never.
+      groups: parameters with rates of their own.
     """
 
+    kind: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
     learning_rate: float = 3e-4
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.95
+    parameter_scale: bool = False
+    moments: Literal["float32", "bfloat16"] = "float32"
     weight_decay: float = 0.1
     decay_embeddings: bool = False
     decay_router: bool = False
     clip_norm: float = 1.0
+    groups: tuple[GroupSection, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps"):
             value = getattr(self, name)
             if not (is_finite(value) and value > 0):
                 raise InputError(f"{name} = {shown(value)} must be above 0 and finite")
-        for name in ("b1", "b2"):
+        for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} = {getattr(self, name)} must lie in [0, 1)")
         at_least(self, 0, "weight_decay", "clip_norm")
+        if self.kind == "adafactor" and self.moments != "float32":
+            raise InputError(f"moments = {shown(self.moments)}: adafactor has no first moment; leave the key out")
+        if self.kind != "adafactor" and self.parameter_scale:
+            raise InputError(f"parameter_scale is adafactor's; kind = {shown(self.kind)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,23 +305,28 @@ class ScheduleSection:
     """Learning rate over the steps: linear warm-up from 0, then `kind` down to `final_ratio` of the highest.
 
     Attributes:
-      kind: the form of the decay.
+      kind: the form of the decay; `wsd` (warm-up, stable, decay) stays at the highest rate, and is linear over the last
+        `decay_steps`.
       warmup_steps: steps of the warm-up.
+      decay_steps: of `wsd`: steps of the decay. None: a tenth of all.
       final_ratio: the rate at the end of the decay, relative to the highest.
       steps: the step at which the decay ends, warm-up included; the rate stays as it is then. None: `train.steps` of
         the run's beginning, however long the run is continued.
     """
 
-    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: int = 0
+    decay_steps: int | None = None
     final_ratio: float = 0.1
     steps: int | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 0, "warmup_steps")
-        at_least(self, 1, "steps")
+        at_least(self, 1, "steps", "decay_steps")
         if not 0 <= self.final_ratio <= 1:
             raise InputError(f"final_ratio = {self.final_ratio} must lie in [0, 1]")
+        if self.decay_steps is not None and self.kind != "wsd":
+            raise InputError(f"decay_steps is of wsd; kind = {shown(self.kind)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,13 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def plain(value: Any) -> Any:
+    """A value of `flatten` without dataclasses, as JSON has it: arrays of tables become lists of dicts."""
+    if isinstance(value, tuple):
+        return [flatten(item) if dataclasses.is_dataclass(item) else item for item in value]
+    return value
+
+
 def _value(text: str) -> Any:
     try:
         table = parse_toml(f"value = {text}", where="--set")

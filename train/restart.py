@@ -23,6 +23,9 @@ from moe_jax.train.run_directory import (
     write_beginning,
 )
 
+# With another of these, what the checkpoint has of the optimizer's state means nothing.
+_KINDS_OF_MOMENTS = ("optimizer.kind", "optimizer.moments")
+
 
 class Origin(NamedTuple):
     """The checkpoint that a run begins with.
@@ -81,6 +84,11 @@ def restarted(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches
     place = str(origin.run_dir.resolve())
     restart = Restart(run=place, step=origin.step, skipped_batches=skip_batches, changed=changed)
     return dataclasses.replace(record, restarts=(*origin.record.restarts, restart))
+
+
+def keeps_moments(restart: Restart) -> bool:
+    """Whether the optimizer goes on from the state in the checkpoint, and does not begin anew."""
+    return not any(key in restart.changed for key in _KINDS_OF_MOMENTS)
 
 
 def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord) -> None:

@@ -38,9 +38,9 @@ from moe_jax.train.loop import Loop
 from moe_jax.train.open_sources import template_loader
 from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
 from moe_jax.train.placement import local_rows
-from moe_jax.train.program import Program, first_state, initial_states, make_program
+from moe_jax.train.program import Program, first_state, initial_states, make_program, with_new_moments
 from moe_jax.train.recipe import Recipe, input_length
-from moe_jax.train.restart import Origin, check_restarted, find_origin, restarted, write_restart
+from moe_jax.train.restart import Origin, check_restarted, find_origin, keeps_moments, restarted, write_restart
 from moe_jax.train.run_directory import (
     CHECKPOINTS,
     RunLock,
@@ -209,9 +209,11 @@ def _train(
                 state = first_state(program, params)
         else:
             console.print(f"continuing after step {step}", highlight=False)
-            state, frozen = _restore(recipe, program, source, data, checkpoints, step)
-            if record.restarts and record.restarts[-1].step == step:
-                _skip(data, record.restarts[-1], console)
+            # The first checkpoint of a restarted run is that of the run before.
+            restarted_here = record.restarts[-1] if record.restarts and record.restarts[-1].step == step else None
+            state, frozen = _restore(recipe, program, source, data, checkpoints, step, restarted_here, console)
+            if restarted_here is not None:
+                _skip(data, restarted_here, console)
         loop = Loop(
             recipe,
             program,
@@ -254,11 +256,22 @@ def _restore(
     data: grain.DatasetIterator,
     checkpoints: TrainingCheckpoints,
     step: int,
+    restart: Restart | None,
+    console: rich.console.Console,
 ) -> tuple[TrainState, nnx.State]:
-    """The state of a checkpoint, and the frozen parameters; sets `data` to the checkpoint's position."""
+    """The state of a checkpoint, and the frozen parameters; sets `data` to the checkpoint's position.
+
+    `restart` is that with which the run began, if the checkpoint is of the run before; what that run had no state of
+    begins anew.
+    """
     with jax.set_mesh(program.mesh):
         frozen = program.frozen
-        state, extra = checkpoints.restore(step, program.state)
+        if restart is None or keeps_moments(restart):
+            state, extra = checkpoints.restore(step, program.state)
+        else:
+            kept, extra = checkpoints.restore(step, program.state._replace(opt_state=()), part=True)
+            state = with_new_moments(program, kept)
+            console.print("the moments of the optimizer begin anew, at zero", highlight=False)
         if jax.tree.leaves(frozen):
             # Frozen parameters are not in the checkpoints: they are those of the source.
             _, frozen = initial_states(program, recipe, source)

@@ -243,8 +243,7 @@ def lineage_of(
     recipe: Recipe, source: ModelSource | None, measured: Mapping[str, Any], restarts: Sequence[Restart]
 ) -> list[dict[str, Any]]:
     """The lineage of a trained model; see `write_model`."""
-    options = {key: value for key, value in recipe_toml.flatten(recipe).items() if value is not None}
-    options["data.sources"] = [recipe_toml.flatten(section) for section in recipe.data.sources]
+    options = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items() if value is not None}
     if restarts:
         options["restarts"] = [dataclasses.asdict(restart) for restart in restarts]
     if source is None or recipe.model.init != "checkpoint":
