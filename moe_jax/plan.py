@@ -9,17 +9,22 @@ import math
 import re
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from moe_jax.counting import count_bytes
 from moe_jax.errors import nearest, raise_if_any, shown
 from moe_jax.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
-from moe_jax.peft import trainable_paths
+from moe_jax.peft import split_model, trainable_paths
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
-from moe_jax.sharding import AXES, leaf_spec
+from moe_jax.sharding import AXES, leaf_spec, path_name
 from moe_jax.train.flops import train_flops_per_token
+from moe_jax.train.optimizer import make_optimizer
+from moe_jax.train.optimizer_state import Placed, state_specs
+from moe_jax.train.recipe import OptimizerSection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,7 @@ class TrainingMemory:
     Attributes:
       params: all of them, positions included.
       gradients: of trained parameters.
-      optimizer: two moments of AdamW per trained parameter, float32.
+      optimizer: its state: two moments of AdamW per trained parameter, float32, or what another optimizer keeps.
       total: the sum.
     """
 
@@ -138,13 +143,19 @@ def tuned_parameters(config: ModelConfig) -> TunedParameters | None:
     )
 
 
-def training_memory(config: ModelConfig, mesh: Mapping[str, int], param_dtype: str = "float32") -> TrainingMemory:
-    """What training holds on each chip, with AdamW, sharded by the rule table.
+def training_memory(
+    config: ModelConfig,
+    mesh: Mapping[str, int],
+    param_dtype: str = "float32",
+    optimizer: OptimizerSection | None = None,
+) -> TrainingMemory:
+    """What training holds on each chip, sharded by the rule table.
 
     Args:
       config: of the model.
       mesh: size of every axis; absent ones are 1.
       param_dtype: of trained parameters and gradients; frozen ones are in the dtype of the config.
+      optimizer: that of a recipe; by default AdamW.
 
     Raises:
       InputError: for unknown axes or sizes, or a dimension that its axes do not divide; all are listed.
@@ -160,9 +171,22 @@ def training_memory(config: ModelConfig, mesh: Mapping[str, int], param_dtype: s
         params += size * (itemsize if path in trained_here else spec.dtype.itemsize)
         trained += size if path in trained_here else 0
     raise_if_any(problems, "mesh")
-    gradients, optimizer = trained * itemsize, trained * 2 * 4
-    return TrainingMemory(
-        params=params, gradients=gradients, optimizer=optimizer, total=params + gradients + optimizer
+    gradients, kept = trained * itemsize, _optimizer_bytes(config, mesh, optimizer or OptimizerSection())
+    return TrainingMemory(params=params, gradients=gradients, optimizer=kept, total=params + gradients + kept)
+
+
+def _optimizer_bytes(config: ModelConfig, mesh: Mapping[str, int], section: OptimizerSection) -> int:
+    """Bytes on each chip of an optimizer's state, which is made of shapes alone; its counters count nothing."""
+    model = abstract_model(config)
+    _, params, _ = split_model(model, trainable_paths(model))
+    leaves = [(path_name(path), leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    state = jax.eval_shape(make_optimizer(section, lambda _: 0.0).init, params)
+    specs = state_specs(state, {path: Placed(shape, leaf_spec(path)) for path, shape in leaves})
+    is_spec = {"is_leaf": lambda node: isinstance(node, PartitionSpec)}
+    return sum(
+        leaf.size * leaf.dtype.itemsize // math.prod(mesh.get(axis, 1) for axis in spec if axis is not None)
+        for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs, **is_spec), strict=True)
+        if leaf.ndim
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from moe_jax.models import (
     config_to_json,
 )
 from moe_jax.plan import dense_config, make_plan, training_memory
+from moe_jax.train.program import make_program
+from moe_jax.train.recipe import MeshSection, ModelSection, OptimizerSection, Recipe
 from moe_jax.upcycle import UpcycleOptions, upcycled_config
 
 KEYS = {
@@ -186,6 +189,30 @@ def test_memory_of_training_on_a_mesh():
     assert split.params < (alone.params - experts) / 2 + experts / 16
     assert split.params > (alone.params - experts) / 4 + experts / 16
     assert training_memory(config, {"data": 8}) == alone
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        OptimizerSection(),
+        OptimizerSection(kind="adafactor"),
+        OptimizerSection(kind="lion", moments="bfloat16"),
+        OptimizerSection(kind="muon"),
+    ],
+    ids=lambda section: section.kind,
+)
+def test_the_state_of_every_optimizer_is_counted_as_the_training_program_lays_it(section):
+    config = upcycled(dense_model(256, 384, 2), every=1)
+    axes = {"fsdp": 2, "tensor": 2, "expert": 2}
+    model = ModelSection(config="config.json", init="random")
+    recipe = Recipe(run_dir="run", model=model, optimizer=section, mesh=MeshSection(**axes))
+    arrays = [leaf for leaf in jax.tree.leaves(make_program(recipe, config).state.opt_state) if leaf.ndim]
+    laid = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in arrays)
+    assert training_memory(config, axes, optimizer=section).optimizer == laid
+    trained = make_plan(config).trainable_params
+    least, most = {"adamw": (8, 8), "adafactor": (0.01, 0.5), "lion": (2, 2), "muon": (4, 5)}[section.kind]
+    alone = training_memory(config, {}, optimizer=section).optimizer
+    assert least * trained <= alone <= most * trained
 
 
 def test_meshes_that_do_not_fit_are_refused():

@@ -45,7 +45,7 @@ def per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformat
             _key(path): _init(inner, leading_axes(path_name(path), leaf.ndim))(leaf) for path, leaf in _leaves(params)
         }
 
-    def update(updates: Any, state: dict[str, Any], params: Any = None) -> tuple[Any, dict[str, Any]]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         new_updates, new_state = [], {}
         values = [leaf for _, leaf in _leaves(params)]
         for (path, grad), value in zip(_leaves(updates), values, strict=True):

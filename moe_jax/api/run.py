@@ -22,6 +22,7 @@ from moe_jax.planned_strategies import PlannedStrategies, planned_strategies
 from moe_jax.train.evaluation import Evaluation, Evaluator, check_seq_len, read_text
 from moe_jax.train.examples import Example
 from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
+from moe_jax.train.recipe import OptimizerSection
 from moe_jax.train.tokenizer import Pair, Tokenizer
 from moe_jax.upcycle import chosen_options as _upcycle_options
 from moe_jax.upcycle import upcycled_config
@@ -153,7 +154,7 @@ class ModelPlan(Plan):
 
     Attributes:
       peft: what is trained of a model with a frozen base; None: it has none.
-      training_bytes_per_chip: of training with AdamW over a mesh; None: no mesh was given.
+      training_bytes_per_chip: of training over a mesh; None: no mesh was given.
       strategies: how experts would be applied on a platform; None: none was given.
     """
 
@@ -168,6 +169,7 @@ def plan(
     upcycle: Mapping[str, Any] | None = None,
     adapt: Mapping[str, Any] | None = None,
     mesh: Mapping[str, int] | None = None,
+    optimizer: OptimizerSection | None = None,
     platform: str | None = None,
     tokens: int | None = None,
 ) -> ModelPlan:
@@ -182,8 +184,9 @@ def plan(
       model: a model, a config, or the path of a model or of a config.json, ours or Hugging Face's.
       upcycle: options of `upcycle`: count the MoE that the model would become.
       adapt: options of `adapt`: count the model with these adapters; after `upcycle`, if both are given.
-      mesh: sizes of the axes `data`, `fsdp`, `expert` and `tensor`: adds the bytes per chip of training with AdamW, in
-        float32 but for what is frozen, without activations.
+      mesh: sizes of the axes `data`, `fsdp`, `expert` and `tensor`: adds the bytes per chip of training, in float32
+        but for what is frozen, without activations.
+      optimizer: with `mesh`: that of a recipe; by default AdamW.
       platform: a key of `moe_jax.data_sheets.CHIPS`, such as `v5e`, `h100` or `cpu`: adds the strategy by which experts
         would be applied there, and the least time of every one.
       tokens: of a training batch on one device of the platform; default 8192.
@@ -206,7 +209,7 @@ def plan(
     return ModelPlan(
         **{field.name: getattr(counted, field.name) for field in dataclasses.fields(counted)},
         peft=tuned_parameters(config),
-        training_bytes_per_chip=None if mesh is None else training_memory(config, mesh),
+        training_bytes_per_chip=None if mesh is None else training_memory(config, mesh, optimizer=optimizer),
         strategies=None if platform is None else planned_strategies(config, platform, tokens),
     )
 

@@ -44,8 +44,12 @@ class Options(UpcycleFlags, AdaptFlags):
     top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Experts that a token is routed to (default 2); perft-r: adapters."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
-    """A mesh such as fsdp=8,tensor=2. Adds the bytes per chip that training with AdamW needs on it: float32 except for
-    frozen parameters, activations not counted."""
+    """A mesh such as fsdp=8,tensor=2. Adds the bytes per chip that training needs on it: float32 except for frozen
+    parameters, activations not counted."""
+    optimizer: Annotated[
+        Literal["adamw", "adafactor", "lion", "muon"] | None, tyro.conf.arg(metavar="adamw|adafactor|lion|muon")
+    ] = None
+    """With --mesh: the optimizer, by default adamw."""
     compress: Annotated[str | None, tyro.conf.arg(metavar="METHOD")] = None
     """A method of moe-jax compress. Adds the bytes of the experts when it has compressed them."""
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
@@ -80,11 +84,11 @@ def run(options: Options) -> None:
       InputError: if it cannot be read, or the options do not go with it.
     """
     from moe_jax.open_source import read_config
-    from moe_jax.plan import make_plan, training_memory, tuned_parameters
+    from moe_jax.plan import make_plan, tuned_parameters
 
     config = _planned_config(read_config(options.model), options)
     plan, tuned = make_plan(config), tuned_parameters(config)
-    memory = training_memory(config, parse_mesh(options.mesh)) if options.mesh is not None else None
+    memory = _memory(config, options)
     compressed, strategies = _compression(config, options), _strategies(config, options)
     if options.json:
         described = dataclasses.asdict(plan)
@@ -142,6 +146,18 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
         layers=options.compress_layers,
         dtype=options.dtype,
     )
+
+
+def _memory(config: "ModelConfig", options: Options) -> "TrainingMemory | None":
+    if options.mesh is None:
+        if options.optimizer is not None:
+            raise InputError("--optimizer: only with --mesh")
+        return None
+    from moe_jax.plan import training_memory
+    from moe_jax.train.recipe import OptimizerSection
+
+    section = OptimizerSection(kind=options.optimizer or "adamw")
+    return training_memory(config, parse_mesh(options.mesh), optimizer=section)
 
 
 def _strategies(config: "ModelConfig", options: Options) -> "PlannedStrategies | None":
@@ -210,6 +226,6 @@ def _print(
     if memory is not None:
         parts = f"parameters {show_bytes(memory.params)}, gradients {show_bytes(memory.gradients)}, "
         frozen = f"; what is frozen in {config.dtype}" if plan.trainable_params < plan.total_params else ""
-        parts += f"AdamW {show_bytes(memory.optimizer)}; float32, without activations{frozen}"
+        parts += f"optimizer {show_bytes(memory.optimizer)}; float32, without activations{frozen}"
         table.add_row("training, per chip", show_bytes(memory.total), parts)
     console.print(table)
