@@ -25,12 +25,14 @@ from moe_jax.train.tokenizer import tokenizer_identity
 
 # Keys that may differ between a run and its continuation, because they do not change what a step computes.
 # (Another mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
-CHANGEABLE = ("train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch")
+CHANGEABLE = (
+    "train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "ema.evaluate", "ema.export",
+)  # fmt: skip
 # Paths may differ too: `RunRecord` compares what is there.
 _PLACES = ("run_dir", "model.path", "model.base", "model.config", "data.tokenizer", "data.chat_template")
 
 # What a restart may change besides.
-_RESTARTABLE = ("optimizer.", "schedule.")
+_RESTARTABLE = ("optimizer.", "schedule.", "ema.")
 
 RECORD = "run.json"
 _FORMAT = "moe_jax.run"
@@ -72,7 +74,8 @@ def check_restarts(before: Recipe, now: Recipe) -> None:
     changed = {key: pair for key, pair in changed_keys(before, now).items() if not key.startswith(_RESTARTABLE)}
     if changed:
         raise InputError(
-            f"cannot restart with a changed recipe: {_in_words(changed)}; a restart may change optimizer and schedule"
+            f"cannot restart with a changed recipe: {_in_words(changed)}; a restart may change optimizer, schedule and "
+            "ema"
         )
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.errors import InputError
+from moe_jax.train.average import in_dtypes_of
 from moe_jax.train.evaluation import Evaluator
 from moe_jax.train.flops import step_flops
 from moe_jax.train.metrics import MetricsWriter, Record, StepLine, is_finite, to_record
@@ -152,12 +153,19 @@ class Loop:
         record["flops_per_second"] = self._flops(tokens, inputs) / seconds
         if evaluate is not None:
             assert self._evaluator is not None
-            record["eval_loss"] = self._evaluator(evaluate.params, self._frozen).nll
+            record["eval_loss"] = self._evaluator(self._evaluated(evaluate), self._frozen).nll
             if not is_finite(record):
                 raise Diverged(self._divergence(record))
         self._clock = time.monotonic()
         self._last = record
         return record
+
+    def _evaluated(self, state: TrainState) -> nnx.State:
+        """The parameters whose held-out loss is reported."""
+        if self._recipe.ema is None or not self._recipe.ema.evaluate:
+            return state.params
+        assert state.ema is not None
+        return in_dtypes_of(state.params, state.ema)
 
     def _save(self, step: int, state: TrainState) -> None:
         extra = {"data": merge_positions(self._data.get_state(), self._recipe.train.batch_size)}

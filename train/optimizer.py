@@ -100,7 +100,11 @@ def is_orthogonalised(path: str) -> bool:
 
 def _rms_of_adam() -> optax.GradientTransformation:
     """Gives orthogonal `[i, o]` a root mean square of `_MUON_RMS`, which is `1 / sqrt(max(i, o))` without it."""
-    return optax.stateless_with_tree_map(lambda update, _: update * (_MUON_RMS * max(update.shape) ** 0.5))
+
+    def scaled(update: Any, _: Any) -> Any:
+        return update * (_MUON_RMS * max(update.shape) ** 0.5)
+
+    return optax.stateless_with_tree_map(scaled)
 
 
 def _adafactor(section: OptimizerSection) -> optax.GradientTransformation:

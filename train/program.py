@@ -82,11 +82,19 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     groups = {path: disk_paths(config, path) for path in sorted(trainable)} if recipe.optimizer.groups else None
     rates = None if groups is None else group_rates(recipe.optimizer, groups)
     optimizer = make_optimizer(recipe.optimizer, schedule, rates)
-    state = _abstract_state(params, optimizer, mesh)
+    state = _abstract_state(params, optimizer, mesh, ema=recipe.ema is not None)
     frozen = _with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
     replicated = NamedSharding(mesh, P())
     step = jax.jit(
-        make_step(graphdef, config, optimizer, schedule, seed=recipe.seed, accumulation=recipe.train.accumulation),
+        make_step(
+            graphdef,
+            config,
+            optimizer,
+            schedule,
+            seed=recipe.seed,
+            accumulation=recipe.train.accumulation,
+            ema_decay=None if recipe.ema is None else recipe.ema.decay,
+        ),
         donate_argnums=0,
         in_shardings=(_shardings(state), _shardings(frozen), batch_sharding(mesh)),
         out_shardings=(_shardings(state), replicated),
@@ -140,30 +148,36 @@ def draw_model(config: ModelConfig, seed: int) -> Decoder:
 
 def first_state(program: Program, params: nnx.State) -> TrainState:
     """The state before the first step; donates the buffers of `params`."""
+    ema = program.state.ema is not None
     make = jax.jit(
-        lambda params: init_state(params, program.optimizer), donate_argnums=0, out_shardings=_shardings(program.state)
+        lambda params: init_state(params, program.optimizer, ema=ema),
+        donate_argnums=0,
+        out_shardings=_shardings(program.state),
     )
     return make(params)
 
 
-def with_new_moments(program: Program, state: TrainState) -> TrainState:
-    """A state whose optimizer has seen no gradient yet; the learning rate is that of the step. Donates the buffers.
+def completed_state(program: Program, state: TrainState) -> TrainState:
+    """A state with what it lacks of that of the program. Donates the buffers.
 
-    The optimizer's state that `state` has is not used.
+    Without an optimizer's state, the optimizer has seen no gradient yet, and the learning rate is that of the step; an
+    average that there was not begins with the parameters.
     """
 
     def make(state: TrainState) -> TrainState:
-        new = init_state(state.params, program.optimizer)
-        return state._replace(opt_state=at_step(new.opt_state, state.step))
+        new = init_state(state.params, program.optimizer, ema=program.state.ema is not None)
+        if state.opt_state == ():
+            state = state._replace(opt_state=at_step(new.opt_state, state.step))
+        return state._replace(ema=new.ema) if state.ema is None else state
 
-    return jax.jit(make, donate_argnums=0, out_shardings=_shardings(program.state))(state._replace(opt_state=()))
+    return jax.jit(make, donate_argnums=0, out_shardings=_shardings(program.state))(state)
 
 
-def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, ema: bool) -> TrainState:
     """The train state with shardings; that of the optimizer lies as `state_specs` says."""
     shardings = state_shardings(params, mesh)
     replicated = NamedSharding(mesh, P())
-    state = jax.eval_shape(lambda params: init_state(params, optimizer), params)
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, ema=ema), params)
     placed = {
         path_name(path): Placed(leaf.shape, sharding.spec)
         for (path, leaf), sharding in zip(
@@ -172,7 +186,7 @@ def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, 
     }
     specs = state_specs(state.opt_state, placed)
     moments = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
-    lying: Any = TrainState(cast(Any, replicated), shardings, moments)
+    lying: Any = TrainState(cast(Any, replicated), shardings, moments, shardings if ema else None)
     return _with_shardings(state, lying)
 
 

@@ -330,6 +330,25 @@ class ScheduleSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EmaSection:
+    """An exponential moving average of the trained parameters, float32, saved in checkpoints.
+
+    Attributes:
+      decay: what the average keeps of itself in a step; early steps keep less, (1 + step) / (10 + step).
+      evaluate: whether the held-out loss is that of the average.
+      export: whether the final model, and `RUN@STEP`, have the average for their trained parameters.
+    """
+
+    decay: float = 0.999
+    evaluate: bool = True
+    export: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay < 1:
+            raise InputError(f"decay = {self.decay} must lie between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSection:
     """The number of steps and the batch size.
 
@@ -444,6 +463,7 @@ class Recipe:
     partition: PartitionSection = PartitionSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
+    ema: EmaSection | None = None
     train: TrainSection = TrainSection()
     mesh: MeshSection = MeshSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -91,6 +91,12 @@ def keeps_moments(restart: Restart) -> bool:
     return not any(key in restart.changed for key in _KINDS_OF_MOMENTS)
 
 
+def keeps_average(restart: Restart) -> bool:
+    """Whether the average of the parameters goes on from that in the checkpoint, if the recipe asks for one."""
+    before, _ = restart.changed.get("ema.decay", (0.0, 0.0))
+    return before is not None
+
+
 def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
     """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all.
 

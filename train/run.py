@@ -21,6 +21,7 @@ from moe_jax.peft.trained_table import print_trained
 from moe_jax.processes import first_decides, is_first_process, wait_for_all
 from moe_jax.strict import parse
 from moe_jax.train import recipe_toml
+from moe_jax.train.average import in_dtypes_of
 from moe_jax.train.continuation import (
     RECORD,
     Restart,
@@ -38,9 +39,17 @@ from moe_jax.train.loop import Loop
 from moe_jax.train.open_sources import template_loader
 from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
 from moe_jax.train.placement import local_rows
-from moe_jax.train.program import Program, first_state, initial_states, make_program, with_new_moments
+from moe_jax.train.program import Program, completed_state, first_state, initial_states, make_program
 from moe_jax.train.recipe import Recipe, input_length
-from moe_jax.train.restart import Origin, check_restarted, find_origin, keeps_moments, restarted, write_restart
+from moe_jax.train.restart import (
+    Origin,
+    check_restarted,
+    find_origin,
+    keeps_average,
+    keeps_moments,
+    restarted,
+    write_restart,
+)
 from moe_jax.train.run_directory import (
     CHECKPOINTS,
     RunLock,
@@ -225,7 +234,11 @@ def _train(
             continue_command=continue_command,
         )
         state, last = loop.run(state)
-    model = nnx.merge(program.graphdef, state.params, frozen)
+    params = state.params
+    if recipe.ema is not None and recipe.ema.export:
+        assert state.ema is not None
+        params = in_dtypes_of(params, state.ema)
+    model = nnx.merge(program.graphdef, params, frozen)
     model.config = trained_config(config, recipe)
     measured = {"steps": int(state.step)} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
     files = files_of_run(run_dir)
@@ -266,12 +279,19 @@ def _restore(
     """
     with jax.set_mesh(program.mesh):
         frozen = program.frozen
-        if restart is None or keeps_moments(restart):
+        if restart is None:
             state, extra = checkpoints.restore(step, program.state)
         else:
-            kept, extra = checkpoints.restore(step, program.state._replace(opt_state=()), part=True)
-            state = with_new_moments(program, kept)
-            console.print("the moments of the optimizer begin anew, at zero", highlight=False)
+            wanted = program.state
+            if not keeps_moments(restart):
+                wanted = wanted._replace(opt_state=())
+                console.print("the moments of the optimizer begin anew, at zero", highlight=False)
+            if not keeps_average(restart):
+                wanted = wanted._replace(ema=None)
+                if recipe.ema is not None:
+                    console.print("the average begins with the parameters of the checkpoint", highlight=False)
+            state, extra = checkpoints.restore(step, wanted, part=True)
+            state = completed_state(program, state)
         if jax.tree.leaves(frozen):
             # Frozen parameters are not in the checkpoints: they are those of the source.
             _, frozen = initial_states(program, recipe, source)

@@ -98,7 +98,8 @@ class SavedModel:
           InputError: if it cannot be read, or is too large for that dtype.
         """
         if path in self._trained:
-            leaf = self._state.read(*self._trained[path])
+            name, index = self._trained[path]
+            leaf = self._state.read(self._exported(name), index)
         else:
             leaf = self._frozen.read(path)
         return cast(path, cast(path, leaf, self._held[path]), self._specs[path].dtype)
@@ -136,6 +137,11 @@ class SavedModel:
             stacked = len(leaf.shape) > len(specs[leaves[0]].shape)
             found |= {disk: (name, index if stacked else None) for index, disk in enumerate(leaves)}
         return found
+
+    def _exported(self, name: str) -> str:
+        """The name in the checkpoint of what the run would write of a parameter: itself, or its average."""
+        ema = self._recipe.ema
+        return name if ema is None or not ema.export else f"ema.{name.removeprefix('params.')}"
 
     @cached_property
     def _frozen(self) -> ModelSource | DecoderLeaves:
@@ -197,8 +203,11 @@ def saved_name(path: str) -> str:
 
 
 def is_saved_by_layer(name: str) -> bool:
-    """Whether the leaf of a checkpoint is a parameter of several layers, stacked: its layers are saved apart."""
-    return name.startswith(("params.stack.segments.", "params.encoder.segments."))
+    """Whether the leaf of a checkpoint is a parameter of several layers, stacked, or its average: its layers are saved
+    apart."""
+    return name.startswith(
+        tuple(f"{what}.{stack}.segments." for what in ("params", "ema") for stack in ("stack", "encoder"))
+    )
 
 
 def _config_of(record: RunRecord, run_dir: Path) -> ModelConfig:

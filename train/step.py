@@ -14,6 +14,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.nn import auxiliary_loss
 from moe_jax.nn.router_stats import StackedStats
 from moe_jax.sharding import batch_spec
+from moe_jax.train.average import first_average, next_average
 from moe_jax.train.forward import Batch, run_to_head
 
 # Separates the random keys of steps from those of initial parameters, which come from the same seed.
@@ -27,11 +28,13 @@ class TrainState(NamedTuple):
       step: optimizer steps done.
       params: trained parameters (`nnx.State`).
       opt_state: the optimizer's.
+      ema: the moving average of `params`, float32; None: the recipe asks for none.
     """
 
     step: Int[Array, ""]
     params: nnx.State
     opt_state: optax.OptState
+    ema: nnx.State | None = None
 
 
 class StepMetrics(NamedTuple):
@@ -60,9 +63,10 @@ class StepMetrics(NamedTuple):
     router: StackedStats
 
 
-def init_state(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+def init_state(params: nnx.State, optimizer: optax.GradientTransformation, *, ema: bool = False) -> TrainState:
+    """The state before the first step; with `ema`, an average is kept."""
+    average = first_average(params) if ema else None
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
 
 
 def make_step(
@@ -73,6 +77,7 @@ def make_step(
     *,
     seed: int = 0,
     accumulation: int = 1,
+    ema_decay: float | None = None,
 ) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, StepMetrics]]:
     """Makes the step; jit it with the state donated.
 
@@ -89,6 +94,7 @@ def make_step(
       schedule: learning rate by steps done, as the optimizer uses it (reported only).
       seed: of everything random in a step (the noise of routers).
       accumulation: number of microbatches, a divisor of B.
+      ema_decay: of the average, if the state has one.
     """
 
     def microbatch_loss(
@@ -140,7 +146,11 @@ def make_step(
             router=router,
         )
         params = cast(nnx.State, optax.apply_updates(state.params, updates))
-        return TrainState(state.step + 1, params, opt_state), metrics
+        average = state.ema
+        if average is not None:
+            assert ema_decay is not None
+            average = next_average(average, params, state.step + 1, ema_decay)
+        return TrainState(state.step + 1, params, opt_state, average), metrics
 
     return step
 

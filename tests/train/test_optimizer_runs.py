@@ -11,6 +11,7 @@ import pytest
 from moe_jax import cli
 from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.model_dir import ModelDirectory
+from moe_jax.open_source import open_source
 from moe_jax.train.program import Program, first_state, make_program
 from moe_jax.train.recipe import GroupSection, MeshSection, OptimizerSection, Recipe, ScheduleSection, TrainSection
 from tests.tiers import long
@@ -123,6 +124,52 @@ def test_a_restart_with_another_optimizer_begins_its_moments_anew(folder, capsys
     # And without --restart another optimizer is another run.
     assert cli.main(["train", "recipe.toml", "--resume", "--set", "optimizer.kind=muon"]) == 2
     assert "optimizer.kind (was 'adamw', is 'muon'); undo the change, or begin a new run" in capsys.readouterr().err
+
+
+def leaves_at(run: str) -> dict[str, np.ndarray]:
+    source = open_source(Path(run))
+    return {path: source.read(path) for path in source.specs()}
+
+
+def test_the_average_is_saved_evaluated_and_exported(folder, capsys):
+    start = ["train", "recipe.toml", "--set", "checkpoint.every=1", 'eval={text="text/a.txt", every=4, seq_len=16}']
+    plain = [*start, "run_dir=plain", "ema={decay=0.2, export=false, evaluate=false}"]
+    average = [*start, "run_dir=average", "ema={decay=0.2}"]
+    assert cli.main(plain) == 0 and cli.main(average) == 0
+    assert losses("average") == losses("plain") == losses("run")  # the average changes no step
+    frozen = "embed/embedding"
+    expected = leaves_at("model")
+    for step in range(1, 5):
+        now, kept = leaves_at(f"plain@{step}"), min(0.2, (1 + step) / (10 + step))
+        expected = {path: kept * leaf + (1 - kept) * now[path] for path, leaf in expected.items()}
+        found = leaves_at(f"average@{step}")
+        assert found.keys() == expected.keys()
+        for path, leaf in expected.items():
+            np.testing.assert_allclose(found[path], leaf, rtol=1e-5, atol=1e-6, err_msg=path)
+            assert (found[path] == now[path]).all() == (path == frozen), path
+    assert open_source(Path("average@4")).fingerprint() == ModelDirectory(Path("average/model")).fingerprint()
+    assert ModelDirectory(Path("plain/model")).fingerprint() == ModelDirectory(Path("run/model")).fingerprint()
+    scored = [json.loads(Path(run, "metrics.jsonl").read_text().splitlines()[-1]) for run in ("plain", "average")]
+    assert scored[0]["eval_loss"] != scored[1]["eval_loss"]
+    model = ModelDirectory(Path("average/model")).fingerprint()
+    shutil.rmtree("average/model")
+    for step in (3, 4):
+        shutil.rmtree(f"average/checkpoints/{step}", ignore_errors=True)
+    assert cli.main([*average, "--resume"]) == 0
+    assert ModelDirectory(Path("average/model")).fingerprint() == model
+    # A run without an average is restarted with one, and the other way round.
+    capsys.readouterr()
+    assert cli.main([*start, "run_dir=later", "ema={decay=0.2}", "--restart", "run@2"]) == 0
+    assert "the average begins with the parameters of the checkpoint" in capsys.readouterr().out
+    assert losses("later") == losses("run")
+    expected = leaves_at("run@2")
+    for step in (3, 4):
+        now = leaves_at(f"plain@{step}")
+        expected = {path: 0.2 * leaf + 0.8 * now[path] for path, leaf in expected.items()}
+    for path, leaf in leaves_at("later@4").items():
+        np.testing.assert_allclose(leaf, expected[path], rtol=1e-5, atol=1e-6, err_msg=path)
+    assert cli.main([*start, "run_dir=without", "--restart", "average@2"]) == 0
+    assert ModelDirectory(Path("without/model")).fingerprint() == ModelDirectory(Path("run/model")).fingerprint()
 
 
 def test_groups_are_keys_like_others(folder, capsys):
