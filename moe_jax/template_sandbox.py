@@ -4,6 +4,8 @@ What is rendered is what Transformers renders of chat templates: blocks are trim
 and there are `raise_exception`, `strftime_now`, `{% generation %}`, and a `tojson` that escapes neither HTML nor other
 alphabets. Jinja's sandbox keeps templates from Python's internals; here steps and sizes are counted besides. Filters
 and methods that make texts of any width, which no chat needs, are left out.
+
+Templates of prompts in task files are rendered as lm-eval does, within the same bounds: see `Template`.
 """
 
 import contextvars
@@ -57,15 +59,17 @@ class Template:
 
     Args:
       source: its text.
+      of_task: whether it is a prompt of a task file: nothing is trimmed, an undefined name is an error, and there is
+        `regex_replace`.
 
     Raises:
       jinja2.TemplateError: if it is none, or too long.
     """
 
-    def __init__(self, source: str):
+    def __init__(self, source: str, *, of_task: bool = False):
         if len(source) > MAX_TEMPLATE:
             raise TooLarge(f"it has more than {MAX_TEMPLATE:,} characters")
-        self._template = _environment().from_string(source)
+        self._template = _environment(of_task).from_string(source)
 
     def render(self, values: Mapping[str, Any]) -> Written:
         """What the template makes of values, which must be plain ones, as JSON has them.
@@ -151,10 +155,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
-    def __init__(self) -> None:
+    def __init__(self, of_task: bool) -> None:
         super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
+            trim_blocks=not of_task,
+            lstrip_blocks=not of_task,
+            keep_trailing_newline=of_task,
+            undefined=jinja2.StrictUndefined if of_task else jinja2.Undefined,
             finalize=_shown,
             extensions=[_Generation, jinja2.ext.loopcontrols],
         )
@@ -167,6 +173,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             join=_checked_join(self.filters["join"]),
             indent=_checked_indent(self.filters["indent"]),
         )
+        if of_task:
+            self.filters["regex_replace"] = _regex_replace
         del self.globals["lipsum"]
         self.globals.update(raise_exception=_raise, strftime_now=_now, dict=_make_dict, namespace=_make_namespace)
 
@@ -220,8 +228,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 @functools.cache
-def _environment() -> _Environment:
-    return _Environment()
+def _environment(of_task: bool) -> _Environment:
+    return _Environment(of_task)
 
 
 def _count_steps(node: jinja2.nodes.Node) -> None:
@@ -274,6 +282,11 @@ def _to_json(
     return _sized(
         json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     )
+
+
+def _regex_replace(text: str, pattern: str, replacement: str, count: int = 0) -> str:
+    _check_replacement(text, "", replacement)
+    return _sized(re.sub(pattern, replacement, text, count=count))
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:

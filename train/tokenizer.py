@@ -110,6 +110,11 @@ class Tokenizer:
         with self._faults():
             return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
+    def id_of(self, text: str) -> int | None:
+        """The token that is written so; None if there is none."""
+        with self._faults():
+            return self._tokenizer.token_to_id(text)
+
     def token(self, token_id: int) -> str:
         """How the vocabulary writes a token, special ones too; its id where it has none."""
         with self._faults():

@@ -1,4 +1,5 @@
-"""`moe-jax eval MODEL`: perplexity on a text or on pairs (`--text FILE`), or label accuracy (`--classify FILE`)."""
+"""`moe-jax eval MODEL`: perplexity on a text or on pairs (`--text FILE`), label accuracy (`--classify FILE`), or tasks
+of lm-eval (`--tasks NAME,...`)."""
 
 import dataclasses
 import json
@@ -12,11 +13,17 @@ from moe_jax.commands import BaseFlag
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
+    from moe_jax.commands.eval_tasks import TaskOptions
+
+_BATCH_SIZE = 8
+# Of requests, which are mostly short.
+_REQUESTS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(BaseFlag):
-    """Perplexity of a model on a text, or on the targets of pairs; or how often it gives texts the right labels.
+    """Perplexity of a model on a text, or on the targets of pairs; how often it gives texts the right labels; or how
+    well it does the tasks of lm-eval.
 
     A text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be shorter;
     every token but the first of each window is scored. Pairs are JSON lines (*.jsonl) of {"input", "target"}, or
@@ -25,6 +32,9 @@ class Options(BaseFlag):
 
     Labelled texts are JSON lines of a label and a text, in the style of GLUE. A head for classes scores them at the
     last token; other models are asked how likely they are to say each label after the text, or in answer to it.
+
+    Tasks (PIQA, ARC, GSM8K, ...) come from task files in lm-eval's YAML: those of this library and of --tasks-dir, over
+    local files, and those of lm-eval, whose data is on the Hugging Face Hub. pip install 'moe-jax[eval]'.
     """
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
@@ -39,12 +49,35 @@ class Options(BaseFlag):
     classes, or the strings that occur as labels."""
     template: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """With --classify: what the model is given, as in "sst2 sentence: {sentence}"."""
+    tasks: Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,...")] = None
+    """Tasks of lm-eval; `list` shows those of task files. Prints their figures with standard errors."""
+    tasks_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """With --tasks: a folder of task files (*.yaml). They only describe: one that names code is refused."""
+    data_dir: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: $MOE_JAX_EVAL_DATA)")
+    ] = None
+    """With --tasks: where the data files of task files begin. Without it, at the task file."""
+    limit: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """With --tasks: so many examples of every task, the first."""
+    num_fewshot: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """With --tasks: so many examples with their answers before a question, unless a task says 0."""
+    apply_chat_template: bool = False
+    """With --tasks: prompts are messages of a conversation, in the tokenizer's own template."""
+    cache: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """With --tasks: a file that keeps the model's answers, so that none is asked for twice."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """With --tasks: the results as lm-eval's JSON."""
+    samples: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """With --tasks: what the model wrote, as JSON lines for EvalPlus. Programs are never run here."""
     seq_len: int | None = None
-    """Length of a window in tokens, or of targets; by default 1024, or the model's context length if shorter."""
+    """Length of a window in tokens, or of targets; by default 1024, or the model's context length if shorter. With
+    --tasks, tokens that the model is given at most; by default its context length."""
     input_len: int | None = None
     """Length of an encoder's inputs, or of texts to label; by default the same. Longer ones are cut, and counted."""
-    batch_size: int = 8
-    """Number of windows or pairs computed at once. Does not change the result."""
+    batch_size: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 8; with --tasks 32)")
+    ] = None
+    """Number of windows, pairs or requests computed at once. Does not change the result."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the matrix products."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -53,7 +86,7 @@ class Options(BaseFlag):
     """Splits the parameters over the devices, instead of copying them to each."""
     json: bool = False
     """Prints JSON and nothing else: tokens, nll (mean, natural log), perplexity, total_nll, windows (or pairs), cut,
-    seq_len; or accuracy, interval, correct, count, labels, confusion, predictions, by, cut."""
+    seq_len; or accuracy, interval, correct, count, labels, confusion, predictions, by, cut; or lm-eval's results."""
 
 
 def run(options: Options) -> None:
@@ -64,22 +97,45 @@ def run(options: Options) -> None:
     """
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import default_seq_len, evaluate
-    from moe_jax.errors import InputError
+    from moe_jax.commands.eval_tasks import evaluate_on_tasks, list_tasks, read_tasks
+    from moe_jax.errors import InputError, flag_of
+    from moe_jax.loading import dtype_for_generation
     from moe_jax.sharding import make_mesh
     from moe_jax.train.pair_evaluation import holds_pairs
 
-    if options.batch_size < 1:
+    if options.batch_size is not None and options.batch_size < 1:
         raise InputError(f"--batch-size {options.batch_size} must be at least 1")
-    if (options.text is None) == (options.classify is None):
-        raise InputError("give either --text FILE or --classify FILE")
+    if [options.text, options.classify, options.tasks].count(None) != 2:
+        raise InputError("give one of --text FILE, --classify FILE and --tasks NAME,...")
+    if options.tasks is None:
+        for name in ("tasks_dir", "data_dir", "limit", "num_fewshot", "cache", "output", "samples"):
+            if getattr(options, name) is not None:
+                raise InputError(f"{flag_of(name)} goes with --tasks")
+        if options.apply_chat_template:
+            raise InputError("--apply-chat-template goes with --tasks")
     if options.classify is None and (options.labels is not None or options.template is not None):
         raise InputError("--labels and --template go with --classify FILE")
     if options.classify is not None and options.seq_len is not None:
         raise InputError("--seq-len goes with --text; with --classify, --input-len says how much of a text is read")
+    known = task_options = None
+    if options.tasks is not None:
+        if options.input_len is not None:
+            raise InputError("--input-len goes with --text and --classify")
+        task_options = _task_options(options, options.tasks)
+        known = read_tasks(task_options)
+        if options.tasks == "list":
+            list_tasks(known)
+            return
     mesh = make_mesh({"fsdp" if options.split else "data": -1})
-    model = Model.of_source(options.open(options.model), Loading(compute_dtype=options.compute_dtype, mesh=mesh))
+    source = options.open(options.model)
+    dtype = None if options.tasks is None else dtype_for_generation(source, options.compute_dtype, mesh)
+    model = Model.of_source(source, Loading(dtype=dtype, compute_dtype=options.compute_dtype, mesh=mesh))
     if options.tokenizer is not None:
         model.tokenizer_files = (_tokenizer_file(options.tokenizer),)
+    if known is not None and task_options is not None:
+        batch_size = _REQUESTS if options.batch_size is None else options.batch_size
+        evaluate_on_tasks(model, known, task_options, batch_size=batch_size, max_length=options.seq_len)
+        return
     if options.classify is not None:
         _classify(model, options)
         return
@@ -88,7 +144,8 @@ def run(options: Options) -> None:
     most = model.config.max_positions
     if seq_len > most:
         print(f"warning: {options.model} was made for {most} positions, not {seq_len}", file=sys.stderr)
-    result = evaluate(model, options.text, seq_len=seq_len, input_len=options.input_len, batch_size=options.batch_size)
+    batch_size = _BATCH_SIZE if options.batch_size is None else options.batch_size
+    result = evaluate(model, options.text, seq_len=seq_len, input_len=options.input_len, batch_size=batch_size)
     if result.cut:
         print(f"note: {result.cut:,} of {result.windows:,} pairs are too long and were cut", file=sys.stderr)
     result = result._asdict() | {"seq_len": seq_len, "model": str(options.model), "text": str(options.text)}
@@ -98,6 +155,24 @@ def run(options: Options) -> None:
     windows = f"windows of {seq_len}" if not holds_pairs(options.text, model.config) else "pairs"
     print(f"{result['tokens']:,} tokens scored in {result['windows']:,} {windows}")
     print(f"nll {result['nll']:.6f}  perplexity {result['perplexity']:.4f}")
+
+
+def _task_options(options: Options, tasks: str) -> "TaskOptions":
+    from moe_jax.commands.eval_tasks import TaskOptions
+
+    return TaskOptions(
+        model=options.model,
+        tasks=tasks,
+        folder=options.tasks_dir,
+        data=options.data_dir,
+        limit=options.limit,
+        num_fewshot=options.num_fewshot,
+        apply_chat_template=options.apply_chat_template,
+        cache=options.cache,
+        output=options.output,
+        samples=options.samples,
+        json=options.json,
+    )
 
 
 def _tokenizer_file(path: Path) -> Path:
@@ -123,7 +198,7 @@ def _classify(model: "Model", options: Options) -> None:
         labels=labels,
         template=options.template,
         input_len=options.input_len,
-        batch_size=options.batch_size,
+        batch_size=_BATCH_SIZE if options.batch_size is None else options.batch_size,
     )
     if result.cut:
         print(f"note: {result.cut:,} of {result.count:,} texts are too long and were cut", file=sys.stderr)

@@ -148,7 +148,7 @@ def test_a_head_scores_classes_and_nothing_else(tmp_path, tokenizer_path, capsys
         (["generate", str(folder), "--prompt", "a"], "scores 2 classes and not tokens, which generation needs"),
         (["eval", str(folder), "--text", str(file)], "which a perplexity needs"),
         (["eval", str(folder), "--classify", str(file), "--labels", "a,b,c"], "3 names of labels for a head"),
-        (["eval", str(folder)], "give either --text FILE or --classify FILE"),
+        (["eval", str(folder)], "give one of --text FILE, --classify FILE and --tasks NAME,..."),
         (["eval", str(folder), "--text", str(file), "--labels", "a,b"], "--labels and --template go with --classify"),
         (["eval", str(folder), "--classify", str(file), "--seq-len", "9"], "--seq-len goes with --text"),
         (["eval", str(folder), "--classify", str(tmp_path / "none")], "no file of labelled texts at"),

@@ -1,0 +1,245 @@
+"""A model of this library as lm-eval asks one: log-likelihoods, rolling ones, and texts until a stop string.
+
+Tokens are made and counted as by lm-eval's own backend for Transformers (`hf`), so that figures can be compared.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+from jax.sharding import Mesh
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from moe_jax.chat_template import ChatTemplate, find_chat_template, load_chat_template
+from moe_jax.errors import InputError, nearest, shown
+from moe_jax.harness.answer_cache import Answer, AnswerCache
+from moe_jax.harness.likelihood import Continuation, Likelihoods
+from moe_jax.harness.stopped_texts import generate_until
+from moe_jax.json_toml import ANYTHING, read_json_object
+from moe_jax.nn import Decoder, unstacked
+from moe_jax.terminal import Progress, no_progress
+from moe_jax.train.tokenizer import Tokenizer
+
+# As many as lm-eval's other backends add where a task says nothing.
+MAX_NEW_TOKENS = 256
+_LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_KEYS = ("until", "do_sample", "temperature", "top_k", "top_p", *_LENGTH_KEYS)
+
+
+class HarnessModel(TemplateLM):
+    """What lm-eval evaluates.
+
+    Args:
+      model: the decoder.
+      tokenizer: of the model.
+      max_length: tokens that the model is given at most; of what is longer the beginning is left out. By default those
+        that it was made for.
+      batch_size: rows computed at once. Does not change a result.
+      mesh: the mesh that the model is on; None: the first device.
+      seed: of tasks that sample.
+      cache: where answers are kept and found; None: nowhere.
+      progress: is told how far it is.
+
+    Raises:
+      InputError: if the model has an encoder or a head for classes, or names neither BOS nor EOS.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        max_length: int | None = None,
+        batch_size: int = 32,
+        mesh: Mesh | None = None,
+        seed: int = 0,
+        cache: AnswerCache | None = None,
+        progress: Progress = no_progress,
+    ):
+        super().__init__()
+        self.max_length = model.config.max_positions if max_length is None else max_length
+        self.batch_size = batch_size
+        self._model, self._tokens, self._progress, self._cache = model, tokenizer, progress, cache
+        self._likelihoods = Likelihoods(model, max_length=self.max_length, batch_size=batch_size, mesh=mesh)
+        self._unstacked: Decoder | None = None
+        self._key = jax.random.key(seed)
+        self._template: ChatTemplate | None = None
+        bos, eos = _special_ids(tokenizer, model.config.bos_id, model.config.eos_ids)
+        if bos is None and eos is None:
+            raise InputError("the model names neither BOS nor EOS, one of which stands before a text without a context")
+        self._prefix, self._bos = (eos if bos is None else bos), bos
+        self._eos_ids = tuple(dict.fromkeys((*model.config.eos_ids, *(() if eos is None else (eos,)))))
+
+    @property
+    def eot_token_id(self) -> int:
+        """The first token that ends a text; that which begins one if there is none."""
+        return self._eos_ids[0] if self._eos_ids else self.prefix_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        assert self._prefix is not None
+        return self._prefix
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids; BOS comes before them where the tokenizer does so, unless the text has it or it is unwanted."""
+        has_bos = self._bos is not None and string.startswith(self._tokens.token(self._bos))
+        plain = add_special_tokens is False or (add_special_tokens is None and has_bos)
+        return (self._tokens.encode(string) if plain else self._tokens.prompt(string)).tolist()
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Of continuations given their contexts: logarithms of probabilities, and whether they are the greedy ones."""
+        make = super().loglikelihood
+        return self._answered("loglikelihood", requests, lambda rest: make(rest, disable_tqdm=disable_tqdm))
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Of texts (None for a window of a longer one), tokens of contexts, and tokens of continuations."""
+        del disable_tqdm
+        asked = [Continuation(context, tokens) for _, context, tokens in requests]
+
+        def keep(index: int, answer: Answer) -> None:
+            if requests[index][0] is not None:
+                self._keep("loglikelihood", requests[index][0], answer)
+
+        found = self._likelihoods(asked, self._progress, keep)
+        return [(one.log_likelihood, one.is_greedy) for one in found]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Of whole texts, in windows of `max_length` tokens, every token scored once."""
+        del disable_tqdm
+        return self._answered("loglikelihood_rolling", requests, self._rolling)
+
+    def _rolling(self, requests: list[Instance]) -> list[float]:
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            (text,) = request.args
+            rolling = get_rolling_token_windows(
+                self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            for window in rolling:
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(index)
+        totals = [0.0] * len(requests)
+        for owner, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[owner] += value
+        for request, total in zip(requests, totals, strict=True):
+            self._keep("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Texts that end before a stop string, greedy unless a task says otherwise."""
+        del disable_tqdm
+        return self._answered("generate_until", requests, self._generate)
+
+    def _generate(self, requests: list[Instance]) -> list[str]:
+        if self._unstacked is None:
+            self._unstacked = unstacked(self._model)
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
+        settings = [_settings(_wanted(request)) for request in requests]
+        groups: dict[str, list[int]] = {}
+        for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index])):
+            groups.setdefault(repr(settings[index]), []).append(index)
+        texts: dict[int, str] = {}
+        self._progress("generating", 0, len(requests))
+        for indices in groups.values():
+            how = settings[indices[0]]
+            room = self.max_length - how["max_new_tokens"]
+            if room < 1:
+                raise InputError(f"{how['max_new_tokens']:,} tokens to generate do not fit into {self.max_length:,}")
+            for start in range(0, len(indices), self.batch_size):
+                chunk = indices[start : start + self.batch_size]
+                self._key, key = jax.random.split(self._key)
+                ids = [prompts[index][-room:] or [self.prefix_token_id] for index in chunk]
+                made = generate_until(self._unstacked, self._tokens, ids, eos_ids=self._eos_ids, key=key, **how)
+                for index, text in zip(chunk, made, strict=True):
+                    texts[index] = text
+                    self._keep("generate_until", requests[index].args, text)
+                self._progress("generating", len(texts), len(requests))
+        return [texts[index] for index in range(len(requests))]
+
+    def _answered(self, kind: str, requests: list[Instance], make: Callable[[list[Instance]], list[Any]]) -> list[Any]:
+        """Answers from the cache, and those to the other requests."""
+        if self._cache is None:
+            return make(requests)
+        found = [None if _is_random(kind, one) else self._cache.find(kind, one.args) for one in requests]
+        missing = [index for index, answer in enumerate(found) if answer is None]
+        made = make([requests[index] for index in missing]) if missing else []
+        for index, answer in zip(missing, made, strict=True):
+            found[index] = answer
+        return found
+
+    def _keep(self, kind: str, request: Sequence[Any], answer: Answer) -> None:
+        if self._cache is not None:
+            self._cache.keep(kind, request, answer)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the model's text; one that is to be continued ends with the assistant's own words."""
+        if self._template is None:
+            self._template = load_chat_template(self._tokens.path)
+        text = self._template(chat_history, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].strip()
+        begin = text.rfind(last)
+        if begin < 0:
+            raise InputError(f"the chat template does not write {shown(last[:40])}, which the answer begins with")
+        return text[: begin + len(last)]
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's source; None if there is none or none is wanted."""
+        found = find_chat_template(self._tokens.path) if chat_template else None
+        return None if found is None else found.source
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells tokenizers apart in lm-eval's cache of requests."""
+        return hashlib.sha256(self._tokens.path.read_bytes()).hexdigest()
+
+
+def _wanted(request: Instance) -> dict[str, Any]:
+    """The `generation_kwargs` of a request for a text."""
+    _, wanted = cast(tuple[str, dict[str, Any]], request.args)
+    return wanted
+
+
+def _is_random(kind: str, request: Instance) -> bool:
+    return kind == "generate_until" and _settings(_wanted(request))["temperature"] > 0
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """How a task wants texts to be made, as `stopped_texts` takes it."""
+    for name in given:
+        if name not in _KEYS:
+            raise InputError(f"generation_kwargs: {name!r} is not known{nearest(name, _KEYS)}: {', '.join(_KEYS)}")
+    until = given.get("until") or []
+    lengths = [given[name] for name in _LENGTH_KEYS if given.get(name) is not None]
+    temperature = float(given.get("temperature") or 0.0)
+    if given.get("do_sample") is False:
+        temperature = 0.0
+    elif given.get("do_sample") and not temperature:
+        temperature = 1.0
+    sampling = {"top_k": given.get("top_k"), "top_p": given.get("top_p")} if temperature else {}
+    return {
+        "stop": [until] if isinstance(until, str) else list(until),
+        "max_new_tokens": int(lengths[0]) if lengths else MAX_NEW_TOKENS,
+        "temperature": temperature,
+        **sampling,
+    }
+
+
+def _special_ids(tokenizer: Tokenizer, bos: int | None, eos: Sequence[int]) -> tuple[int | None, int | None]:
+    """BOS and EOS: as tokenizer_config.json names them, which is what `hf` goes by, or else as the model does."""
+    file = tokenizer.path.with_name("tokenizer_config.json")
+    settings = read_json_object(file, allow=ANYTHING) if file.exists() else {}
+    found = []
+    for name, of_model in (("bos_token", bos), ("eos_token", eos[0] if eos else None)):
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, Mapping) else token
+        named = tokenizer.id_of(token) if isinstance(token, str) else None
+        found.append(named if name in settings else of_model)
+    return found[0], found[1]

@@ -1,0 +1,51 @@
+"""What a model wrote for the tasks of a benchmark, as another program reads it that judges: EvalPlus, for one.
+
+A task file says under `metadata.samples` what a line has: keys, and templates of their values, which know the keys of
+the example and `completion`, the text that the model wrote. Nothing that a model wrote is executed here.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moe_jax.errors import InputError, clipped, first_line, shown
+from moe_jax.template_sandbox import Template
+
+ONLY_WRITTEN = "bypass"
+"""lm-eval's name for the metric of tasks that are not judged."""
+
+
+def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """One line for every example of the tasks that say what their samples have.
+
+    Args:
+      results: of `evaluate_tasks`.
+
+    Raises:
+      InputError: if a template fails.
+    """
+    for name, config in results["configs"].items():
+        templates = (config.get("metadata") or {}).get("samples")
+        if templates is None:
+            continue
+        if not isinstance(templates, dict) or not all(isinstance(one, str) for one in templates.values()):
+            raise InputError(f"{name}: metadata.samples {shown(templates)}: expected a template for every key")
+        for sample in results["samples"][name]:
+            text = sample["resps"][0][0]
+            try:
+                yield {
+                    str(key): Template(template, of_task=True).render({**sample["doc"], "completion": text}).text
+                    for key, template in templates.items()
+                }
+            except Exception as error:  # a template can do anything that raises
+                raise InputError(f"{name}: metadata.samples fails: {clipped(first_line(error))}") from None
+
+
+def without_unjudged(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results without the figure that lm-eval gives tasks that nobody judged."""
+    kept = {
+        name: {
+            key: value for key, value in figures.items() if key.split(",")[0].removesuffix("_stderr") != ONLY_WRITTEN
+        }
+        for name, figures in results["results"].items()
+    }
+    return {**results, "results": kept}

@@ -1,0 +1,208 @@
+"""Evaluates a model on tasks: task files of this library, of a folder, and lm-eval's own."""
+
+import contextlib
+import importlib.util
+import logging
+import os
+import socket
+import time
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_jax.errors import InputError, clipped, first_line, nearest, shown
+from moe_jax.harness.task_files import SHIPPED, TaskFolder, read_task_folder
+
+# As lm-eval's own: with the same examples before a question, and the same resampling, come the same figures.
+_SEED = 1234
+_HUB = "https://huggingface.co"
+_SECONDS_TO_CONNECT = 5.0
+
+
+def check_installed() -> None:
+    """Raises `InputError` if lm-eval is absent."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError("tasks are evaluated with lm-eval, which is not installed: pip install 'moe-jax[eval]'")
+
+
+def known_tasks(folder: Path | None = None, *, data: Path | None = None) -> TaskFolder:
+    """The task files of this library and of a folder, which comes before it.
+
+    Raises:
+      FileNotFoundError, InputError: see `read_task_folder`.
+    """
+    found = read_task_folder(SHIPPED, data=data)
+    if folder is None:
+        return found
+    own = read_task_folder(folder, data=data)
+    shipped = {name: one for name, one in found.tasks.items() if name not in own.refused}
+    tags = {**found.tags, **own.tags}
+    return TaskFolder({**shipped, **own.tasks}, {**found.groups, **own.groups}, tags, own.refused)
+
+
+def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
+    """The tasks of names, with their data, as lm-eval's `evaluate` takes them. Call it in `sandboxed_templates`.
+
+    Args:
+      names: of tasks, groups or tags.
+      known: task files; what they do not have is looked for among lm-eval's own, whose data the Hub has.
+
+    Raises:
+      InputError: for an unknown or refused task, or one whose data cannot be had.
+    """
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._index import Entry, Kind
+
+    for name in names:
+        if name in known.refused:
+            raise InputError(f"task {name!r} is refused: {known.refused[name]}")
+    wanted = [member for name in names for member in known.tags.get(name, [name])]
+    needed = {*wanted, *(one for name in wanted for one in known.groups.get(name, {}).get("task", []))}
+    for name in sorted(needed & known.refused.keys()):
+        raise InputError(f"task {name!r} is refused: {known.refused[name]}")
+    ours = {*known.tasks, *known.groups}
+    with _quiet():
+        manager = TaskManager(include_defaults=not needed <= ours)
+    theirs = set(manager.all_tasks) - ours
+    for name in sorted(needed - ours - theirs):
+        options = [*known.names(), *theirs]
+        raise InputError(f"unknown task {shown(name)}{nearest(name, options)}; here are {', '.join(known.names())}")
+    for name, config in known.tasks.items():
+        manager.task_index[name] = Entry(name, Kind.TASK, None, config)
+    for name, config in known.groups.items():
+        manager.task_index[name] = Entry(name, Kind.GROUP, None, config)
+    on_hub = [name for name in sorted(needed) if "custom_dataset" not in known.tasks.get(name, {}) and
+              name not in known.groups]  # fmt: skip
+    with _quiet(), _hub(on_hub):
+        loaded: dict[str, Any] = dict(manager.load(list(wanted)))
+    for task in loaded["tasks"].values():
+        _check_safe(task)
+        # It is no part of what the results say of a task.
+        task.set_config("custom_dataset", None)
+    return loaded
+
+
+def evaluate_tasks(
+    model: Any,
+    tasks: Mapping[str, Any],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+    system: str | None = None,
+) -> dict[str, Any]:
+    """Evaluates a model on loaded tasks.
+
+    Args:
+      model: an `lm_eval.api.model.LM`.
+      tasks: from `load_tasks`.
+      limit: examples of every task, the first; None: all.
+      num_fewshot: examples with their answers before a question; None: what a task says. Those of a task that says 0
+        stay 0, as with lm-eval.
+      apply_chat_template: whether prompts are messages of a conversation; examples are turns of it.
+      system: the system prompt.
+
+    Returns:
+      lm-eval's results, JSON but for `samples`: `results`, `groups`, `configs`, `versions`, `n-shot`, `n-samples`, ...
+
+    Raises:
+      InputError: if there are no answers to be counted, or templates fail.
+    """
+    import lm_eval.evaluator
+
+    if limit is not None and limit < 1:
+        raise InputError(f"{limit=} must be at least 1")
+    if num_fewshot is not None and num_fewshot < 0:
+        raise InputError(f"{num_fewshot=} must be at least 0")
+    for task in tasks["tasks"].values():
+        own = task.get_config("num_fewshot")
+        task.set_config("num_fewshot", own or 0 if num_fewshot is None or own == 0 else num_fewshot)
+        task.set_fewshot_seed(seed=_SEED)
+    began = time.time()
+    with _quiet():
+        found = lm_eval.evaluator.evaluate(
+            lm=model,
+            task_dict=dict(tasks),
+            limit=limit,
+            system_instruction=system,
+            apply_chat_template=apply_chat_template,
+            fewshot_as_multiturn=apply_chat_template,
+        )
+    assert found is not None
+    return dict(found) | {"date": began, "lm_eval_version": _version()}
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("lm_eval")
+
+
+def _check_safe(task: Any) -> None:
+    """lm-eval's own tasks may run what a model writes."""
+    if getattr(task, "UNSAFE_CODE", False) or task.get_config("unsafe_code"):
+        raise InputError(
+            f"task {task.config.task!r} runs code that the model writes, which is never done here; write samples for "
+            "EvalPlus: --tasks humaneval_local --samples FILE"
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """lm-eval and its libraries report on themselves only from warnings on."""
+    names = ("lm_eval", "datasets", "huggingface_hub", "evaluate", "httpx")
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@contextlib.contextmanager
+def _hub(names: Iterable[str]) -> Iterator[None]:
+    """Says in one line what goes wrong with the data of tasks that lies on the Hub, and at once if there is no network.
+
+    Data that was fetched before is found without one.
+    """
+    names = list(names)
+    if not names:
+        yield
+        return
+    from datasets import config as of_datasets
+    from huggingface_hub import constants
+
+    online = not constants.HF_HUB_OFFLINE and _reaches_hub(constants.ENDPOINT or _HUB)
+    before = constants.HF_HUB_OFFLINE, of_datasets.HF_HUB_OFFLINE
+    if not online:
+        constants.HF_HUB_OFFLINE = of_datasets.HF_HUB_OFFLINE = True
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        task = ", ".join(names)
+        if online:
+            raise InputError(f"{task}: {type(error).__name__}: {clipped(first_line(error))}") from None
+        raise InputError(
+            f"the data of {task} is on the Hugging Face Hub, which cannot be reached, and not in its cache; tasks over "
+            "local files need no network: see --tasks-dir"
+        ) from None
+    finally:
+        constants.HF_HUB_OFFLINE, of_datasets.HF_HUB_OFFLINE = before
+
+
+def _reaches_hub(endpoint: str) -> bool:
+    proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
+    if proxied:  # then it is not for us to connect
+        return True
+    parts = urllib.parse.urlsplit(endpoint)
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    try:
+        with socket.create_connection((parts.hostname or "", port), timeout=_SECONDS_TO_CONNECT):
+            return True
+    except OSError:
+        return False
