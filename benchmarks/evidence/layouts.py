@@ -21,6 +21,15 @@ LLM_DECODING = Table(
 LLM_START = Table(
     "start", ("command", "first time, s", "second time, s (aim 3)"), ("{}", "{:.1f}", "{:.1f}")
 )
+LM_EVAL_LIKELIHOODS = Table(
+    "log-likelihoods",
+    ("task", "items", "log-likelihoods", "largest difference (aim 0.001)", "greedy or not alike", "accuracy",
+     "accuracy of `hf`"),
+    ("{}", "{}", "{:,}", "{:.1e}", "{} of {}", "{:.4f} ± {:.4f}", "{:.4f} ± {:.4f}"),
+)  # fmt: skip
+LM_EVAL_TEXTS = Table(
+    "texts", ("task", "items", "tokens", "texts alike (aim: all)"), ("{}", "{}", "{:,}", "{} of {}")
+)
 UPCYCLED = Table("models", ("model", "parameters added", "held-out loss"), ("{}", "{:,}", "{:.4f}"))
 LAYER_TIME = Table("time", ("experts", "top-1", "top-2", "top-4"), ("{}", "{:.2f}", "{:.2f}", "{:.2f}"))
 LAYER_MEMORY = Table(
