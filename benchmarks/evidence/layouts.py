@@ -132,3 +132,9 @@ HOT_PATH_AGAINST = Table(
      "of full experts"),
     ("{}", "{}", "{}", "{:.2f}", "{:.2f}", "{:.2f}"),
 )  # fmt: skip
+SERVING = Table(
+    "requests",
+    ("seats", "requests at once", "tokens", "seconds", "tokens per second", "of one request on this server",
+     "of one request on a server of one seat (aim 3)"),
+    ("{}", "{}", "{}", "{:.2f}", "{:.1f}", "{:.2f}", "{:.2f}"),
+)  # fmt: skip

@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
     Attributes:
       text: that was added.
-      told: the tokens that were added, if log-probabilities were asked for.
+      told: the tokens that were added, also the one that ended the answer, if log-probabilities were asked for.
       finish: `stop` or `length` with the last piece, else None.
     """
 
@@ -36,6 +36,7 @@ class Answer:
 
     Attributes:
       job: what the engine was asked.
+      made: tokens that the answer took so far, the one that ended it included.
     """
 
     def __init__(self, request: Request, ids: Sequence[int], most: int, stop_ids: Sequence[int], tokenizer: Tokenizer):
@@ -87,9 +88,11 @@ class Answer:
                     text, told = self._tokenizer.decode(self.job.ids), self._prompt_told(news)
                 first, finish = False, news.ended
                 for at, token in enumerate(news.tokens):
-                    text += self._text.push(token)
                     self.made += 1
                     told += [Told(token, news.scores[at])] if news.scores else []
+                    if news.ended == "stop" and at + 1 == len(news.tokens):
+                        break  # it is no text, but clients count on its log-probability
+                    text += self._text.push(token)
                     if self._text.stopped_by is not None:
                         finish = "stop"
                         break

@@ -165,7 +165,7 @@ class _App:
             )
         if not wanted and not asked.echo:
             raise ProtocolError(400, "max_tokens=0 goes with echo", param="max_tokens")
-        stop_ids = (*self._eos, *asked.stop_ids)
+        stop_ids = (*(() if asked.ignore_eos else self._eos), *asked.stop_ids)
         answers = [
             Answer(asked, ids, context - len(ids) if asked.max_tokens is None else wanted, stop_ids, self._tokenizer)
             for ids in prompts

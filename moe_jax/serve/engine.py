@@ -65,7 +65,7 @@ class News(NamedTuple):
     """What became of a request since the last news of it.
 
     Attributes:
-      tokens: that it was given, without the one that ended it.
+      tokens: that it was given; the last is the one that ended it if it ended with `stop`.
       scores: of these tokens; empty if nobody asked.
       prompt_scores: of the prompt's tokens from the second on, with the first news; None if nobody asked.
       ended: why there will be no more news; None: there will be.
@@ -328,7 +328,7 @@ class Engine:
         scored = _scored(scores, at)[: len(given)] if scores is not None and job.scores else []
         ended = None
         if given and given[-1] in job.stop_ids:
-            ended, given, scored = "stop", given[:-1], scored[:-1]
+            ended = "stop"
         elif job.added >= job.most:
             ended = "length"
         job.on_news(News(given, scored, prompt_scores, ended))

@@ -66,6 +66,7 @@ class Request:
       temperature, top_p, seed: see `functional.sampling.sample_rows`.
       stop: strings that end an answer.
       stop_ids: tokens that do, besides the model's own.
+      ignore_eos: whether the model's own do not.
       logprobs: how many of the most likely tokens are told of every token; None: no log-probability is.
       echo: whether the prompt is part of the answer.
       stream: whether the answer comes in pieces.
@@ -80,6 +81,7 @@ class Request:
     seed: int
     stop: tuple[str, ...]
     stop_ids: tuple[int, ...]
+    ignore_eos: bool
     logprobs: int | None
     echo: bool = False
     stream: bool
@@ -152,6 +154,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         "seed": secrets.randbits(32) if seed is None else seed % (1 << 32),
         "stop": _stops(body.get("stop")),
         "stop_ids": _stop_ids(body.get("stop_token_ids")),
+        "ignore_eos": _boolean(body, "ignore_eos"),
         "stream": _boolean(body, "stream"),
         "include_usage": _boolean(options or {}, "include_usage"),
     }

@@ -1,6 +1,7 @@
 """The server as clients see it: OpenAI's own, and bytes on a socket."""
 
 import concurrent.futures
+import dataclasses
 import json
 import math
 import threading
@@ -117,6 +118,31 @@ def test_texts_end_before_stop_strings_and_stop_tokens(client, model):
     answer = client.completions.create(extra_body={"stop_token_ids": [token]}, **options)
     expected = greedy(model, "ab", max_new_tokens=40, stop_ids=[token])
     assert answer.choices[0].text == expected.text and answer.choices[0].finish_reason == "stop"
+
+
+def test_answers_end_with_the_eos_of_the_model_unless_it_is_ignored(model, served_dir):
+    free = greedy(model, "ab", max_new_tokens=12)
+    ends = moe_jax.load(served_dir)
+    ends.decoder.config = dataclasses.replace(ends.config, eos_ids=(free.ids[4],))
+    with serving(ends, Engine(ends.decoder, seats=1)) as address:
+        asked = {"prompt": "ab", "max_tokens": 12, "temperature": 0}
+        _, _, answer = post(address, "completions", json.dumps(asked).encode())
+        assert answer["choices"][0]["text"] == greedy(ends, "ab").text and answer["usage"]["completion_tokens"] <= 5
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        _, _, answer = post(address, "completions", json.dumps({**asked, "ignore_eos": True}).encode())
+        assert answer["choices"][0]["text"] == free.text and answer["usage"]["completion_tokens"] == 12
+        # What scores a text asks for one token more, and takes the last log-probability away: there has to be one.
+        scored = {
+            "prompt": [BOS, *b"ab", *free.ids[:4]],
+            "max_tokens": 1,
+            "temperature": 0,
+            "echo": True,
+            "logprobs": 1,
+        }
+        _, _, answer = post(address, "completions", json.dumps(scored).encode())
+        told = answer["choices"][0]
+        assert told["text"] == "ab" + ends.tokenizer.decode(free.ids[:4]) and told["finish_reason"] == "stop"
+        assert len(told["logprobs"]["tokens"]) == len(told["logprobs"]["token_logprobs"]) == 8
 
 
 def requests() -> list[dict]:
@@ -286,7 +312,7 @@ def test_a_client_that_goes_away_leaves_its_seat(model, streams):
 def test_what_is_answered_when_the_server_ends_is_told(model):
     engine = Gated(model.decoder, seats=1, waiting=4)
     with serving(model, engine) as address, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(post, address, "completions", b'{"prompt": "a", "max_tokens": 100}')
+        answer = pool.submit(post, address, "completions", b'{"prompt": "a", "max_tokens": 99, "temperature": 0}')
         until(lambda: health(address)["running"] == 1)
         engine.close()
         status, _, body = answer.result(30)
