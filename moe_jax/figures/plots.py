@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -13,16 +13,20 @@ from moe_jax.figures.similarity import MEAN, LayerSimilarity
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
 _DPI = 130
 # The largest number of heat maps side by side, and of experts for which a heat map shows numbers.
 _MOST_MAPS = 12
 _MOST_NUMBERED = 8
+# If no cosine is farther from 1, distances from 1 are drawn; nearer than float64 can tell, they are zero.
+_NEAR = 0.05
+_LEAST = 1e-15
 
 
 def plot_to_base(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -> None:
-    """Draws the cosine to the base over the layers: per matrix, the mean and the range over the experts.
+    """Draws the cosine to the base over the layers, or its distance from 1: per matrix, mean and range over experts.
 
     Args:
       layers: the measurements.
@@ -33,19 +37,20 @@ def plot_to_base(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -
     axes = figure.add_subplot()
     index = [layer.layer for layer in layers]
     matrices = list(dict.fromkeys(name for layer in layers for name in layer.to_base))
+    scale = scale_of(np.concatenate([layer.all_to_base() for layer in layers]))
     for number, name in enumerate(matrices):
-        cosines = [layer.to_base[name] for layer in layers]
+        cosines = [scale.shown(layer.to_base[name]) for layer in layers]
         color = f"C{number}"
         axes.plot(index, [values.mean() for values in cosines], marker="osD"[number], color=color, label=name)
         axes.fill_between(
             index, [values.min() for values in cosines], [values.max() for values in cosines], color=color, alpha=0.15
         )
-    whole = [layer.whole_to_base.mean() for layer in layers]
+    whole = [scale.shown(layer.whole_to_base).mean() for layer in layers]
     axes.plot(index, whole, color="black", linestyle="--", linewidth=1, label="whole expert")
-    _cosine_axis(axes, np.concatenate([layer.all_to_base() for layer in layers]))
+    _limits(axes, scale.low, scale.high)
     _layer_ticks(axes, index)
     bases = list(dict.fromkeys(layer.base for layer in layers))
-    axes.set_ylabel("cosine to the base")
+    axes.set_ylabel(f"{scale.label} to the base")
     axes.set_title(f"{title}: experts and their base ({', '.join(bases)})", fontsize=10)
     axes.legend(title="mean, least and greatest of the experts", title_fontsize=8, fontsize=8, ncols=2)
     if MEAN in bases:
@@ -75,23 +80,57 @@ def plot_between(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -
     grid = figure.subplots(rows, columns, squeeze=False).reshape(-1)
     for axes in grid[len(shown) :]:
         axes.set_axis_off()
-    others = np.concatenate([_off_diagonal(layer.between) for layer in layers])
-    low, high = (float(others.min()), float(others.max())) if len(others) else (1.0, 1.0)
-    low = min(low, high - 1e-6)
+    scale = scale_of(np.concatenate([_off_diagonal(layer.between) for layer in layers]))
     for axes, layer in zip(grid, shown, strict=False):
-        masked = np.ma.masked_where(np.eye(len(layer.between), dtype=bool), layer.between)
-        image = axes.imshow(masked, vmin=low, vmax=high, cmap="viridis")
+        masked = np.ma.masked_where(np.eye(len(layer.between), dtype=bool), scale.shown(layer.between))
+        image = axes.imshow(masked, vmin=scale.low, vmax=scale.high, cmap=scale.colours)
         axes.set_title(f"layer {layer.layer}", fontsize=9)
         names = [*map(str, range(len(layer.between) - layer.universal)), *["U"] * layer.universal]
         _expert_ticks(axes.xaxis, names, most=8)
         _expert_ticks(axes.yaxis, names, most=8)
         if len(layer.between) <= _MOST_NUMBERED:
-            digits = 2 if high - low > 0.05 else 4
-            _numbers(axes, masked, lambda value, digits=digits: f"{value:.{digits}f}", (low + high) / 2)
-    figure.colorbar(image, ax=grid.tolist(), label="cosine between experts", shrink=0.8, format="%.6g")
+            _numbers(axes, masked, lambda value: f"{value:.2f}", image.norm, scale.colours)
+    figure.colorbar(image, ax=grid.tolist(), label=f"{scale.label}, between experts", shrink=0.8, format="%.6g")
     some = "" if len(shown) == len(layers) else f" ({len(shown)} of {len(layers)} layers)"
     figure.suptitle(f"{title}: experts and each other{some}", fontsize=10)
     figure.savefig(file, dpi=_DPI)
+
+
+class Scale(NamedTuple):
+    """How cosines between experts are drawn, so that two digits tell them apart.
+
+    Attributes:
+      unit: None: cosines as they are. Otherwise `1 - cosine` is drawn as a multiple of this power of ten, for experts
+        of a common origin differ in the fourth digit or later.
+      low, high: what the colours range over.
+      label: what is drawn; between what is left to say.
+    """
+
+    unit: float | None
+    low: float
+    high: float
+    label: str
+
+    @property
+    def colours(self) -> str:
+        """The colour map: what is alike is bright."""
+        return "viridis" if self.unit is None else "viridis_r"
+
+    def shown(self, cosines: np.ndarray) -> np.ndarray:
+        """What is drawn for cosines."""
+        return cosines if self.unit is None else (1 - cosines) / self.unit
+
+
+def scale_of(cosines: Float[np.ndarray, " n"]) -> Scale:
+    """The scale that shows the differences between these cosines; there may be none."""
+    if len(cosines) and float(cosines.min()) < 1 - _NEAR:
+        low, high = float(cosines.min()), float(cosines.max())
+        return Scale(None, min(low, high - 0.01), high, "cosine")
+    farthest = max(float((1 - cosines).max()) if len(cosines) else 0.0, _LEAST)
+    exponent = math.floor(math.log10(farthest))
+    unit = 10.0**exponent
+    nearest = float((1 - cosines).min()) / unit if len(cosines) else 0.0
+    return Scale(unit, min(nearest, farthest / unit - 0.01), farthest / unit, f"1e{-exponent} × (1 − cosine)")
 
 
 def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: Path, *, title: str) -> None:
@@ -141,10 +180,9 @@ def _figure(width: float, height: float) -> "Figure":
     return figure
 
 
-def _cosine_axis(axes: "Axes", cosines: np.ndarray) -> None:
-    """Axis limits around the values, with some room even if all are equal."""
-    low, high = float(cosines.min()), float(cosines.max())
-    margin = max(0.06 * (high - low), 1e-6)
+def _limits(axes: "Axes", low: float, high: float) -> None:
+    """Axis limits around the values, with some room."""
+    margin = 0.06 * (high - low)
     axes.set_ylim(low - margin, high + margin)
     axes.ticklabel_format(axis="y", useOffset=False, style="plain")
     axes.grid(alpha=0.3)
@@ -166,11 +204,14 @@ def _expert_ticks(axis: "Axis", names: Sequence[str], most: int) -> None:
     axis.set_ticks(range(0, len(names), step), names[::step], fontsize=7)
 
 
-def _numbers(axes: "Axes", values: np.ma.MaskedArray, text: Callable[[float], str], middle: float) -> None:
-    """Writes the values into their cells."""
+def _numbers(
+    axes: "Axes", values: np.ma.MaskedArray, text: Callable[[float], str], norm: "Normalize", colours: str
+) -> None:
+    """Writes the values into their cells, in white on what is dark."""
     for (row, column), value in np.ndenumerate(values):
         if row != column:
-            color = "white" if value < middle else "black"
+            is_dark = (norm(value) < 0.5) != colours.endswith("_r")
+            color = "white" if is_dark else "black"
             axes.text(column, row, text(value), ha="center", va="center", fontsize=6, color=color)
 
 

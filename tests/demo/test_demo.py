@@ -1,11 +1,15 @@
 """Pieces of the demo; the whole of it is `make demo`."""
 
 import json
+import random
+import re
 
 import pytest
 import rich.console
 
 from moe_jax.cli import main
+from moe_jax.demo.page import Answers, Row, print_page, write_page
+from moe_jax.demo.problems import KINDS, write_problems
 from moe_jax.demo.results import Result, median_speed, plot, table
 from moe_jax.demo.text import byte_tokenizer, write_text
 
@@ -62,3 +66,44 @@ def test_picture_and_table(runs):
     console.print(table([Result("ders-lm", 864640, 93184, 9.5, 1234.0)], 49152))
     text = console.export_text()
     assert "864,640" in text and "93,184" in text and "9.500" in text and "1,234" in text
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__.strip("_"))
+def test_every_equation_of_an_answer_is_true(kind):
+    draw = random.Random(3)
+    for _ in range(200):
+        _, answer = kind(draw)
+        said, _, result = answer.partition("\n#### ")
+        equations = re.findall(r"(\d+) ([-+*/]) (\d+) = \$?(\d+)", said)
+        assert len(equations) == 2 and int(result) == int(equations[-1][3]) >= 0
+        for left, sign, right, equal in equations:
+            a, b = int(left), int(right)
+            assert {"+": a + b, "-": a - b, "*": a * b, "/": a / b}[sign] == int(equal)
+
+
+def test_no_problem_is_learnt_and_held_out(tmp_path):
+    write_problems(tmp_path, train=50, held_out=10)
+    learnt, held_out = (
+        [json.loads(line)["messages"][0]["content"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "held-out")
+    )
+    assert (len(set(learnt)), len(set(held_out))) == (50, 10) and not set(learnt) & set(held_out)
+
+
+def test_the_page_shows_what_was_said_and_measured(tmp_path):
+    (tmp_path / "curves.png").write_bytes(b"\x89PNG")
+    answers = [Answers("1 < 2?", "No & [bold]no[/bold]", "<b>yes</b>")]
+    rows = [Row("tuned, ResMoE", 136_565_568, 211_000_000, 1.234, 512.0)]
+    console = rich.console.Console(width=120, record=True)
+    print_page(console, answers, rows)
+    write_page(tmp_path / "page.html", answers, rows, tmp_path / "curves.png", "model")
+    page, printed = (tmp_path / "page.html").read_text(), console.export_text()
+    for cell in ("136,565,568", "1.234", "512", "tuned, ResMoE"):
+        assert cell in page and cell in printed
+    assert "&lt;b&gt;yes&lt;/b&gt;" in page and "<b>yes" not in page and "data:image/png;base64,iVBORw==" in page
+    assert "[bold]no[/bold]" in printed and "<b>yes</b>" in printed
+
+
+def test_a_quick_demo_takes_no_model(tmp_path, capsys):
+    assert main(["demo", "--dir", str(tmp_path / "d"), "--quick", "--model", "x.gguf"]) == 2
+    assert "--quick makes its own model" in capsys.readouterr().err

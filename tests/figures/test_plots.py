@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
+from moe_jax.figures.plots import plot_between, plot_load, plot_to_base, scale_of
 from moe_jax.figures.similarity import MEAN, SHARED, LayerSimilarity
 
 
@@ -44,3 +44,23 @@ def test_a_share_that_changes_changes_the_picture(tmp_path: pathlib.Path):
     changed = np.abs(even - uneven).sum(axis=(1, 2)) > 0
     # Only the lower one of the two layers.
     assert changed.any() and not changed[: len(changed) // 3].any()
+
+
+@pytest.mark.parametrize(
+    ("cosines", "unit", "texts"),
+    [
+        ([0.2, 0.95], None, ["0.20", "0.95"]),
+        ([1 - 3.2e-4, 1 - 1.1e-4], 1e-4, ["3.20", "1.10"]),
+        ([1 - 2.5e-9, 1 - 2.6e-9], 1e-9, ["2.50", "2.60"]),
+        ([1.0, 1.0], 1e-15, ["0.00", "0.00"]),
+    ],
+)
+def test_two_digits_tell_cosines_apart(cosines, unit, texts):
+    """Experts of a common origin all had 1.0000 written into their cells."""
+    cosines = np.array(cosines)
+    scale = scale_of(cosines)
+    assert scale.unit == unit and scale.low < scale.high
+    shown = scale.shown(cosines)
+    assert [f"{value:.2f}" for value in shown] == texts
+    assert (shown >= scale.low - 1e-9).all() and (shown <= scale.high + 1e-9).all()
+    assert ("1 − cosine" in scale.label) == (unit is not None)

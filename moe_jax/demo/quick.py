@@ -1,22 +1,16 @@
-"""The demo: writes text and recipes, then runs commands."""
+"""The quick demo: trains a small model on text that every Python has, upcycles it, and compares."""
 
-import contextlib
-import io
 import json
-import shlex
-import shutil
 import time
 from pathlib import Path
 
 import rich.console
 
 from moe_jax.demo.results import Result, median_speed, plot, table
+from moe_jax.demo.shell import Shell, make_folder
 from moe_jax.demo.text import byte_tokenizer, write_text
 from moe_jax.errors import InputError
 from moe_jax.train.metrics import read_metrics
-
-# A folder with this file was made by a demo, and another demo may replace it.
-MARKER = ".made-by-moe-jax-demo"
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,7 +65,7 @@ seq_len = 256
 HELD_OUT_BYTES = 24 * 1024
 
 
-def run_demo(folder: Path, *, dense_steps: int, more_steps: int, console: rich.console.Console) -> None:
+def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, console: rich.console.Console) -> None:
     """Runs the demo.
 
     Args:
@@ -84,7 +78,7 @@ def run_demo(folder: Path, *, dense_steps: int, more_steps: int, console: rich.c
       InputError: if the folder holds something else, or a command fails.
     """
     began = time.monotonic()
-    _make_folder(folder)
+    make_folder(folder)
     trained, held_out = write_text(folder / "text", HELD_OUT_BYTES)
     console.print(f"text: the standard library's source, {trained:,} bytes to train on, {held_out:,} held out")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -104,7 +98,7 @@ def run_demo(folder: Path, *, dense_steps: int, more_steps: int, console: rich.c
             eval_every=10,
         )
     )
-    shell = _Shell(console)
+    shell = Shell(console)
 
     console.rule("a small dense model, as a Hugging Face directory")
     shell.type("train", folder / "dense.toml")
@@ -147,45 +141,8 @@ def run_demo(folder: Path, *, dense_steps: int, more_steps: int, console: rich.c
     console.print(f"curves: {folder / 'curves.png'}   everything: {folder}/   {time.monotonic() - began:.0f} s")
 
 
-def _make_folder(folder: Path) -> None:
-    if folder.exists():
-        if not (folder / MARKER).is_file():
-            raise InputError(f"{folder} exists and was not made by a demo; choose another --dir")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    (folder / MARKER).touch()
-
-
 def _check_equal(merged: float, trained: float) -> None:
     if abs(merged - trained) > 1e-4:
         raise InputError(
             f"the exported model scores {merged} nats per byte, the trained one {trained}: a fault of moe_jax"
         )
-
-
-class _Shell:
-    """Runs commands: prints each as a user would type it, and stops at the first that fails."""
-
-    def __init__(self, console: rich.console.Console):
-        self._console = console
-
-    def type(self, *words: object) -> None:
-        arguments = [str(word) for word in words]
-        self._console.print(f"\n[bold]$ moe-jax {shlex.join(arguments)}[/bold]", highlight=False, soft_wrap=True)
-        self._run(arguments)
-
-    def json(self, *words: object) -> dict:
-        """Runs a command that prints JSON; prints and returns the JSON."""
-        arguments = [str(word) for word in words]
-        self._console.print(f"\n[bold]$ moe-jax {shlex.join(arguments)}[/bold]", highlight=False, soft_wrap=True)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            self._run(arguments)
-        self._console.print(printed.getvalue().strip(), highlight=False, soft_wrap=True)
-        return json.loads(printed.getvalue())
-
-    def _run(self, arguments: list[str]) -> None:
-        from moe_jax.cli import main
-
-        if main(arguments) != 0:
-            raise InputError(f"the demo stopped: moe-jax {arguments[0]} failed, for the reason above")

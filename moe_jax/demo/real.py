@@ -1,0 +1,147 @@
+"""The demo on a real language model: asks it, upcycles and tunes it, makes it smaller, exports it, and asks again."""
+
+import time
+from pathlib import Path
+
+import rich.console
+
+import moe_jax
+from moe_jax.demo.page import Answers, Row, plot, print_page, write_page
+from moe_jax.demo.problems import write_problems
+from moe_jax.demo.shell import Shell, make_folder
+from moe_jax.errors import InputError
+from moe_jax.open_source import open_source
+from moe_jax.peft.parameter_sizes import parameter_sizes
+from moe_jax.train.metrics import read_metrics
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue? Answer in one sentence.",
+    "Ada has 6 boxes with 7 marbles each and gives 4 marbles away. How many marbles are left?",
+)
+NEW_TOKENS = 48
+TRAINED, HELD_OUT = 600, 16
+
+# Batches of conversations, short enough for two cores. Embeddings and attention stay as they are: that is faster, and
+# there are no moments to be kept for them.
+RECIPE = """\
+# Run from the folder in which `moe-jax demo` was started: paths are relative to it.
+run_dir = "{folder}/run"
+
+[model]
+path = "{folder}/moe"
+
+[data]
+seq_len = 192
+sources = [{{ path = "{folder}/problems/train.jsonl" }}]
+
+[partition]
+freeze = ["embed/.*", "layers/.*/attention/.*", ".*norm.*"]
+
+[optimizer]
+learning_rate = 3e-4
+
+[schedule]
+warmup_steps = 4
+steps = {steps}
+
+[train]
+steps = {steps}
+batch_size = 2
+
+[log]
+every = 4
+"""
+
+
+def run_real_demo(folder: Path, model: Path, *, steps: int, console: rich.console.Console) -> None:
+    """Runs the demo.
+
+    Args:
+      folder: everything goes there; a folder made by an earlier demo is replaced.
+      model: a dense language model with a chat template: a GGUF file, a directory, or a name on the Hugging Face Hub.
+      steps: of the tuning, each on 384 tokens.
+      console: for the demo's own output.
+
+    Raises:
+      InputError: if the folder holds something else, the model has no chat template, or a command fails.
+    """
+    began = time.monotonic()
+    make_folder(folder)
+    (folder / "problems").mkdir()
+    write_problems(folder / "problems", train=TRAINED, held_out=HELD_OUT)
+    (folder / "tune.toml").write_text(RECIPE.format(folder=folder, steps=steps))
+    shell, paths = Shell(console), {name: folder / name for name in ("dense", "moe", "resmoe", "4-bit", "hf")}
+    tuned = folder / "run/model"
+
+    console.rule("a language model, and what it says")
+    shell.type("convert", model, paths["dense"], "--dtype", "bf16")
+    before = _ask(shell, paths["dense"])
+
+    console.rule("upcycle it (DeRS: one shared FFN, low-rank deltas), and tune it on word problems")
+    shell.type("upcycle", paths["dense"], paths["moe"], *"--experts 4 --top-k 2 --every 6 --delta low-rank:16".split())
+    shell.type("train", folder / "tune.toml")
+
+    console.rule("make it smaller in two ways")
+    # The deltas of DeRS are small already: residuals of low rank are what can be smaller than they are.
+    shell.type("compress", tuned, paths["resmoe"], *"--method resmoe --residual svd --keep 0.02".split())
+    shell.type("compress", tuned, paths["4-bit"], "--method", "quantize", "--bits", "4")
+
+    console.rule("export it, load the export, and ask it the same")
+    shell.type("export", tuned, paths["hf"])
+    after = _ask(shell, paths["hf"])
+
+    console.rule("compare on problems that it was not tuned on")
+    compared = {
+        "dense, as it came": paths["dense"],
+        "upcycled and tuned": tuned,
+        "the same, exported": paths["hf"],
+        "tuned, ResMoE": paths["resmoe"],
+        "tuned, 4-bit experts": paths["4-bit"],
+    }
+    problems = folder / "problems/held-out.jsonl"
+    rows = []
+    for name, path in compared.items():
+        console.print(f"scoring {path} on {problems}", highlight=False)
+        rows.append(_row(name, path, problems))
+    by_name = {row.name: row for row in rows}
+    _check_equal(by_name["the same, exported"], by_name["upcycled and tuned"])
+    records = read_metrics(folder / "run/metrics.jsonl")
+    plot(folder / "curves.png", records)
+    answers = [Answers(*three) for three in zip(QUESTIONS, before, after, strict=True)]
+    write_page(folder / "page.html", answers, rows, folder / "curves.png", model.name)
+    print_page(console, answers, rows)
+    minutes, seconds = divmod(round(time.monotonic() - began), 60)
+    console.print(f"this page: {folder / 'page.html'}   everything: {folder}/   {minutes} min {seconds} s")
+
+
+def _ask(shell: Shell, model: Path) -> list[str]:
+    """The answers to `QUESTIONS`, in one batch."""
+    prompts = [word for question in QUESTIONS for word in ("--prompt", question)]
+    answers = shell.quietly("generate", model, "--chat", *prompts, "--max-new-tokens", NEW_TOKENS, "--json")
+    return [answer["text"].strip() for answer in answers]
+
+
+def _row(name: str, path: Path, problems: Path) -> Row:
+    """Scores the answers of the held-out problems twice: the second time shows the speed without compiling."""
+    model = moe_jax.load(path)
+    score = moe_jax.evaluate(model, problems, seq_len=192)
+    began = time.monotonic()
+    moe_jax.evaluate(model, problems, seq_len=192)
+    seconds = time.monotonic() - began
+    source = open_source(path)
+    return Row(
+        name=name,
+        params=sum(parameter_sizes(source.config).values()),
+        nbytes=sum(map(source.stored_bytes, source.specs())),
+        perplexity=score.perplexity,
+        tokens_per_second=score.tokens / seconds,
+    )
+
+
+def _check_equal(exported: Row, tuned: Row) -> None:
+    if abs(exported.perplexity / tuned.perplexity - 1) > 0.02:
+        raise InputError(
+            f"the exported model has perplexity {exported.perplexity}, the tuned one {tuned.perplexity}: a fault of "
+            "moe_jax"
+        )

@@ -1,0 +1,72 @@
+"""The folder of a demo, and its shell: commands, typed and run."""
+
+import contextlib
+import io
+import json
+import shlex
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import rich.console
+from rich.markup import escape
+
+from moe_jax.errors import InputError
+
+# A folder with this file was made by a demo, and another demo may replace it.
+MARKER = ".made-by-moe-jax-demo"
+
+
+def make_folder(folder: Path) -> None:
+    """Makes an empty folder; one that an earlier demo made is replaced.
+
+    Raises:
+      InputError: if it holds something else.
+    """
+    if folder.exists():
+        if not (folder / MARKER).is_file():
+            raise InputError(f"{folder} exists and was not made by a demo; choose another --dir")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / MARKER).touch()
+
+
+class Shell:
+    """Runs commands: prints each as a user would type it, and stops at the first that fails."""
+
+    def __init__(self, console: rich.console.Console):
+        self._console = console
+
+    def type(self, *words: object) -> None:
+        """Runs a command that prints what it does."""
+        self._run(self._typed(words))
+
+    def json(self, *words: object) -> dict:
+        """Runs a command that prints JSON; prints and returns the JSON."""
+        printed = self._printed_by(words)
+        self._console.print(printed.strip(), highlight=False, soft_wrap=True, markup=False)
+        return json.loads(printed)
+
+    def quietly(self, *words: object) -> Any:
+        """Runs a command that prints JSON, and returns it."""
+        return json.loads(self._printed_by(words))
+
+    def _typed(self, words: Iterable[object]) -> list[str]:
+        arguments = [str(word) for word in words]
+        self._console.print(
+            f"\n[bold]$ moe-jax {escape(shlex.join(arguments))}[/bold]", highlight=False, soft_wrap=True
+        )
+        return arguments
+
+    def _printed_by(self, words: Iterable[object]) -> str:
+        arguments, printed = self._typed(words), io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            self._run(arguments)
+        return printed.getvalue()
+
+    def _run(self, arguments: list[str]) -> None:
+        from moe_jax.cli import main
+
+        if main(arguments) != 0:
+            raise InputError(f"the demo stopped: moe-jax {arguments[0]} failed, for the reason above")
