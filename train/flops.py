@@ -3,6 +3,9 @@
 import math
 from collections.abc import Callable, Mapping
 
+import jax.numpy as jnp
+
+from moe_jax.data_sheets import chip_of_kind
 from moe_jax.experts.config import LoRAConfig
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
@@ -37,6 +40,21 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
         for one in (layer.attention,)
     )
     return 6 * active_matmul_params(config) + attention
+
+
+def peak_flops(kind: str, platform: str, dtype: str, given: float | None) -> float | None:
+    """Operations per second that a device can do in products; None if that is not known.
+
+    Args:
+      kind: JAX's `device_kind`.
+      platform: of the device; CPUs are called alike however fast they are.
+      dtype: of the products.
+      given: by a recipe; counts before any table.
+    """
+    chip = None if platform == "cpu" else chip_of_kind(kind)
+    if given is not None or chip is None:
+        return given
+    return chip.operations_per_second(jnp.dtype(dtype).itemsize)
 
 
 def step_flops(config: ModelConfig, seq_len: int, input_len: int) -> Callable[[int, int], float]:

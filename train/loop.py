@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grain
@@ -11,9 +12,10 @@ from flax import nnx
 
 from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.errors import InputError
+from moe_jax.train import recipe_toml
 from moe_jax.train.average import in_dtypes_of
 from moe_jax.train.evaluation import Evaluator
-from moe_jax.train.flops import step_flops
+from moe_jax.train.flops import peak_flops, step_flops
 from moe_jax.train.metrics import MetricsWriter, Record, StepLine, is_finite, to_record
 from moe_jax.train.pair_evaluation import PairEvaluator
 from moe_jax.train.placement import any_process, local_rows, merge_positions, place
@@ -22,6 +24,8 @@ from moe_jax.train.recipe import Recipe, input_length
 from moe_jax.train.run_directory import CHECKPOINTS
 from moe_jax.train.signals import StopSignals
 from moe_jax.train.step import StepMetrics, TrainState
+from moe_jax.train.tracing import StepTrace
+from moe_jax.train.wandb_writer import WandbWriter
 
 
 class Diverged(InputError):
@@ -72,6 +76,9 @@ class Loop:
         self._continue_command = continue_command
         self._rows = local_rows(program.mesh, recipe.train.batch_size)
         self._flops = step_flops(program.config, recipe.data.seq_len, input_length(recipe.data))
+        device = program.mesh.devices.flat[0]
+        peak = peak_flops(device.device_kind, device.platform, recipe.model.compute_dtype, recipe.log.peak_flops)
+        self._peak = None if peak is None else peak * program.mesh.size
         self._saved = checkpoints.latest_step()
         self._clock = time.monotonic()
         self._last: Record = {}
@@ -88,15 +95,20 @@ class Loop:
         """
         first = int(state.step)
         recipe, run_dir = self._recipe, Path(self._recipe.run_dir)
-        writer = MetricsWriter(run_dir, last_step=first, tensorboard=recipe.log.tensorboard)
+        writer = MetricsWriter(
+            run_dir, last_step=first, tensorboard=recipe.log.tensorboard, wandb=_wandb_writer(recipe)
+        )
         progress = StepLine(self._console, first=first, steps=recipe.train.steps, every=recipe.log.every)
         try:
-            with jax.set_mesh(self._program.mesh), StopSignals() as signals, progress:
-                return self._steps(state, signals, writer, progress), self._last
+            trace = StepTrace(run_dir / "profile", recipe.log.profile_steps)
+            with jax.set_mesh(self._program.mesh), StopSignals() as signals, progress, trace:
+                return self._steps(state, signals, writer, progress, trace), self._last
         finally:
             writer.close()
 
-    def _steps(self, state: TrainState, signals: StopSignals, writer: MetricsWriter, progress: StepLine) -> TrainState:
+    def _steps(
+        self, state: TrainState, signals: StopSignals, writer: MetricsWriter, progress: StepLine, trace: StepTrace
+    ) -> TrainState:
         recipe = self._recipe
         step, steps = int(state.step), recipe.train.steps
         pending: tuple[int, StepMetrics] | None = None
@@ -114,11 +126,15 @@ class Loop:
             if batch is None:
                 self._console.print(f"the data ended after {step} of {steps} steps", highlight=False)
                 break
-            state, metrics = self._program.step(state, self._frozen, batch)
+            with trace.step(step + 1):
+                state, metrics = self._program.step(state, self._frozen, batch)
             # The devices work on this step while the metrics of the previous one are fetched and written.
             report()
             step += 1
             pending = step, metrics
+            if trace.after(step, metrics):
+                directory = Path(recipe.run_dir) / "profile"
+                self._console.print(f"wrote a trace to {directory}", highlight=False, soft_wrap=True)
             stop = signals.stop_after(step)
             due = recipe.eval is not None and (step % recipe.eval.every == 0 or step == steps)
             if self._evaluator is not None and due:
@@ -151,6 +167,8 @@ class Loop:
         tokens, inputs = record["tokens"], record.get("input_tokens", 0)
         record["tokens_per_second"] = (tokens + inputs) / seconds
         record["flops_per_second"] = self._flops(tokens, inputs) / seconds
+        if self._peak is not None:
+            record["mfu"] = record["flops_per_second"] / self._peak
         if evaluate is not None:
             assert self._evaluator is not None
             record["eval_loss"] = self._evaluator(self._evaluated(evaluate), self._frozen).nll
@@ -191,6 +209,14 @@ class Loop:
             f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}{held_out}; "
             + (_go_on(Path(self._recipe.run_dir), last) if last is not None else "no checkpoint had been saved yet")
         )
+
+
+def _wandb_writer(recipe: Recipe) -> Callable[[], WandbWriter] | None:
+    mode = recipe.log.wandb
+    if mode == "off":
+        return None
+    config = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items()}
+    return lambda: WandbWriter(Path(recipe.run_dir), mode=mode, project=recipe.log.wandb_project, config=config)
 
 
 def _go_on(run_dir: Path, step: int) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from moe_jax.staging import replace_file
 from moe_jax.terminal import Pace, progress_bars
 from moe_jax.train.step import StepMetrics
 from moe_jax.train.tensorboard import EventWriter
+from moe_jax.train.wandb_writer import WandbWriter
 
 Record = dict[str, Any]
 
@@ -76,10 +77,18 @@ class MetricsWriter:
       run_dir: the directory that holds both.
       last_step: the step after which training continues; 0 for a new run.
       tensorboard: whether to write events.
+      wandb: makes a writer for Weights & Biases; None: nothing is logged there.
     """
 
-    def __init__(self, run_dir: Path, *, last_step: int, tensorboard: bool):
-        self._file = self._events = None
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        last_step: int,
+        tensorboard: bool,
+        wandb: Callable[[], WandbWriter] | None = None,
+    ):
+        self._file = self._events = self._wandb = None
         if not is_first_process():
             return
         path = run_dir / "metrics.jsonl"
@@ -87,6 +96,8 @@ class MetricsWriter:
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
             self._events = EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
+        if wandb is not None:
+            self._wandb = wandb()
 
     def write(self, record: Record) -> None:
         if self._file:
@@ -94,12 +105,16 @@ class MetricsWriter:
             self._file.flush()
         if self._events:
             self._events.write(record["step"], _flat(record))
+        if self._wandb:
+            self._wandb.write(record["step"], _flat(record))
 
     def close(self) -> None:
         if self._file:
             self._file.close()
         if self._events:
             self._events.close()
+        if self._wandb:
+            self._wandb.close()
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -162,6 +177,8 @@ def _line(record: Record) -> str:
     if "tokens_per_second" in record:
         parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
         parts.append(_flops(record["flops_per_second"]))
+    if "mfu" in record:
+        parts.append(f"{record['mfu']:.1%} MFU")
     return "  ".join(parts)
 
 

@@ -412,13 +412,28 @@ class LogSection:
     Attributes:
       every: steps between progress lines if there is no terminal.
       tensorboard: whether TensorBoard events are written beside metrics.jsonl.
+      wandb: whether metrics are logged to Weights & Biases (`pip install 'moe-jax[wandb]'`), at once or into files of
+        the run directory that `wandb sync` sends.
+      wandb_project: the project there.
+      profile_steps: `[first, last]`: the profiler traces these steps into `RUN/profile`, for TensorBoard or XProf.
+      peak_flops: operations per second that a device can do, for `mfu`, the share of them that the model's take. None:
+        as its data sheet says; of CPUs and devices that are not in `moe_jax.data_sheets` there is none.
     """
 
     every: int = 10
     tensorboard: bool = True
+    wandb: Literal["off", "online", "offline"] = "off"
+    wandb_project: str = "moe-jax"
+    profile_steps: tuple[int, ...] = ()
+    peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "every")
+        at_least(self, 1, "every", "peak_flops")
+        steps = self.profile_steps
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= MAX_SIZE):
+            raise InputError(f"profile_steps = {shown(list(steps))} must be [first, last], steps from 1 on")
+        if not self.wandb_project:
+            raise InputError("wandb_project is empty")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,7 @@ from moe_jax.train.run_directory import (
 from moe_jax.train.saved_model import is_saved_by_layer
 from moe_jax.train.step import TrainState
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.train.wandb_writer import import_wandb
 
 
 def train(
@@ -171,6 +172,8 @@ def _train(
         check = check_continues if begun.origin is None else check_restarts
         check(begun.recipe, recipe)
     recipe = with_horizon(recipe)
+    if recipe.log.wandb != "off" and is_first_process():
+        import_wandb()  # Here, before anything is written, if it is missing.
     program = make_program(recipe, config)
     _print_trained_parameters(console, program)
     _print_horizon(console, recipe)

@@ -6,6 +6,8 @@
     checkpoints/     the last few training checkpoints
     metrics.jsonl    one line per step
     tensorboard/     the same as events
+    profile/         a profiler trace, if the recipe asks for one
+    wandb/, wandb_id what Weights & Biases keeps, likewise
     model/           a model directory, at the end
 
 While a process works on the run it holds a lock on the directory, and `.lock` says which process that is.
