@@ -1,0 +1,76 @@
+"""The engine alone, with models whose caches and experts are of other kinds."""
+
+import queue
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.errors import InputError
+from moe_jax.experts import BankConfig
+from moe_jax.generation import generate
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.nn import Decoder
+from moe_jax.serve.engine import Closed, Engine, Job
+
+
+def make_model() -> Decoder:
+    """A dense layer with a window, whose cache is a ring, and experts over a shared base in a layer without."""
+    heads = dict(num_heads=4, num_kv_heads=2, head_dim=8)
+    ffn = FFNConfig(dim=24)
+    experts = MoEConfig(expert=ffn, num_experts=4, top_k=2, bank=BankConfig(kind="low-rank", rank=4))
+    layers = (
+        LayerConfig(attention=AttentionConfig(sliding_window=5, **heads), mlp=ffn),
+        LayerConfig(attention=AttentionConfig(**heads), mlp=experts),
+    )
+    config = ModelConfig(family="llama", vocab_size=40, d_model=32, max_positions=512, layers=layers)
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    # Larger than at initialisation, so that the choices are not near ties.
+    return nnx.merge(graphdef, jax.tree.map(lambda a: a * 8 if a.ndim > 2 else a, state))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+def answers(engine: Engine, prompts: list[list[int]], most: list[int]) -> list[list[int]]:
+    told = [queue.SimpleQueue() for _ in prompts]
+    engine.submit([Job(ids, n, news.put) for ids, n, news in zip(prompts, most, told, strict=True)])
+    found: list[list[int]] = [[] for _ in prompts]
+    for tokens, news in zip(found, told, strict=True):
+        ended = None
+        while ended is None:
+            one = news.get(timeout=60)
+            tokens.extend(one.tokens)
+            ended = one.ended
+        assert ended == "length"
+    return found
+
+
+def test_rings_and_experts_and_caches_that_grow_change_no_token(model):
+    """Prompts shorter and longer than the ring; one row that outgrows the first caches while others come and go."""
+    prompts = [np.random.default_rng(n).integers(0, 40, n).tolist() for n in (3, 30, 17, 1, 32)]
+    most = [270, 9, 12, 5, 7]
+    engine = Engine(model, seats=2)
+    try:
+        together = answers(engine, prompts, most)
+        # A seat that had a long text has a short one after it.
+        assert answers(engine, prompts[:0:-1], most[:0:-1]) == together[:0:-1]
+        with pytest.raises(Closed, match="shutting down"):
+            engine.close()
+            engine.submit([Job([1], 1, print)])
+    finally:
+        engine.close()
+    expected = generate(model, prompts, max_new_tokens=max(most))
+    assert together == [tokens[:n] for tokens, n in zip(expected, most, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"seats": 0}, "seats=0"), ({"waiting": 0}, "waiting=0"), ({"context": 1}, "context=1 must be at least 2")],
+)
+def test_bad_sizes_are_refused(model, options, message):
+    with pytest.raises(InputError, match=message):
+        Engine(model, **options)
