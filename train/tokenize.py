@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,43 +143,46 @@ def _tokenized(
         return
     # A fork would share the threads of the libraries that are loaded here.
     context = multiprocessing.get_context("spawn")
-    workers = min(processes, len(shards))
+    workers, stop = min(processes, len(shards)), context.Event()
     with concurrent.futures.ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_begin_worker, initargs=(task, folder)
+        workers, mp_context=context, initializer=_begin_worker, initargs=(task, folder, stop)
     ) as executor:
         try:
             waiting = [executor.submit(_tokenize, shard) for shard in shards]
             for future in concurrent.futures.as_completed(waiting):
                 yield future.result()
         except BaseException:
+            stop.set()
             executor.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 class _Work(NamedTuple):
-    """What a process keeps open."""
+    """What a process keeps open; `stops` is true once it is to leave its shard unfinished."""
 
     sources: list[Files]
     tokenizer: Tokenizer
     folder: Path
+    stops: Callable[[], bool]
 
 
 _work: _Work | None = None
 
 
-def _begin_worker(task: Task, folder: Path) -> None:
+def _begin_worker(task: Task, folder: Path, stop: Any) -> None:
     # Ctrl-C reaches all processes of the terminal; the first of them ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The tokenizer would start a thread for every core itself.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _begin(task, folder)
+    _begin(task, folder, stop.is_set)
 
 
-def _begin(task: Task, folder: Path) -> None:
+def _begin(task: Task, folder: Path, stops: Callable[[], bool] = lambda: False) -> None:
     global _work
     section = task.section
     sources = open_sources(section, task.config, task.batch_size, task.tokenizer_path)
-    _work = _Work(sources, Tokenizer(task.tokenizer_path, task.config, bos=section.bos, eos=section.eos), folder)
+    tokenizer = Tokenizer(task.tokenizer_path, task.config, bos=section.bos, eos=section.eos)
+    _work = _Work(sources, tokenizer, folder, stops)
 
 
 def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
@@ -193,6 +196,8 @@ def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
     # A group is what is read and decompressed at once.
     writer = ArrayRecordWriter(str(fresh), "group_size:1")
     for index in range(shard.begin, shard.end):
+        if _work.stops():
+            raise concurrent.futures.CancelledError
         documents = _work.tokenizer.documents(source[index])
         writer.write(pack(documents))
         counts["documents"] += len(documents)
