@@ -6,6 +6,7 @@ have a seat, in blocks of a tenth of a second. It leaves its seat when it has en
 
 import collections
 import dataclasses
+import itertools
 import queue
 import threading
 import time
@@ -193,13 +194,15 @@ class Engine:
         Raises:
           InputError: if the model fails.
         """
-        for temperature in (0.0, 1.0):
+        for temperature, together in itertools.product((0.0, 1.0), (1, min(2, len(self._seats)))):
             told: queue.SimpleQueue[News] = queue.SimpleQueue()
-            self.submit([Job([0], min(3, self.context - 1), told.put, temperature=temperature)])
-            while (news := told.get()).ended is None:
-                pass
-            if news.ended == "error":
-                raise InputError(f"the model cannot be served: {news.problem}")
+            most = min(3, self.context - 1)
+            self.submit([Job([0], most, told.put, temperature=temperature) for _ in range(together)])
+            for _ in range(together):
+                while (news := told.get()).ended is None:
+                    pass
+                if news.ended == "error":
+                    raise InputError(f"the model cannot be served: {news.problem}")
 
     def close(self) -> None:
         """Ends the thread; requests that have not ended end with an error."""
@@ -298,7 +301,9 @@ class Engine:
         self._make_room(max(len(job.ids) + min(job.added + self._steps, job.most) for job in jobs))
         assert self._rows is not None
         start = time.perf_counter()
-        rows, block, scores = continue_all(*self._parts, self._rows, jnp.int32(self._steps), doing=_doing(jobs))
+        first = 1 if self._seats[0] in jobs and len(jobs) == 1 else len(self._seats)
+        steps, doing = jnp.int32(self._steps), _doing(jobs)
+        rows, block, scores = continue_all(*self._parts, self._rows, steps, doing=doing, first=first)
         self._rows, tokens, finite = rows, np.asarray(block), np.asarray(rows.finite)
         made = int((tokens >= 0).any(axis=1).sum())
         pace = (time.perf_counter() - start) / max(made, 1)

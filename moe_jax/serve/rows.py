@@ -211,9 +211,9 @@ def with_slots(rows: Rows, config: ModelConfig, slots: int, dtype: jnp.dtype) ->
     return rows._replace(caches=jax.tree.map(lambda new, old: _put(new, old, zero, 0), larger, rows.caches))
 
 
-@partial(jax.jit, static_argnames=("graphdef", "doing"), donate_argnames="rows")
+@partial(jax.jit, static_argnames=("graphdef", "doing", "first"), donate_argnames="rows")
 def continue_all(
-    graphdef: nnx.GraphDef, state: nnx.State, rows: Rows, steps: Int[Array, ""], *, doing: Doing
+    graphdef: nnx.GraphDef, state: nnx.State, rows: Rows, steps: Int[Array, ""], *, doing: Doing, first: int
 ) -> tuple[Rows, Int[Array, "n B"], Scores | None]:
     """Gives active rows tokens, until none is active, or `steps` times; at most `MOST_STEPS`.
 
@@ -222,11 +222,17 @@ def continue_all(
       rows: their caches are updated in place.
       steps: how many tokens a row is given at most.
       doing: what is computed.
+      first: how many of the first seats are looked at; no row on a later one is active. On a CPU one row
+        costs less than many.
 
     Returns:
-      The rows; the tokens of every step, -1 where a row was given none; and their scores.
+      The rows; the tokens of every step, -1 where a row was given none; and their scores; both of the first seats.
     """
-    model, batch = nnx.merge(graphdef, state), rows.tokens.shape[0]
+    model, batch, everyone = nnx.merge(graphdef, state), first, rows
+    if first < everyone.tokens.shape[0]:
+        cut = partial(jax.lax.slice_in_dim, start_index=0, limit_index=first)
+        rows = jax.tree.map(cut, everyone._replace(caches=()))
+        rows = rows._replace(caches=jax.tree.map(partial(cut, axis=1), everyone.caches))
     steps = jnp.minimum(steps, MOST_STEPS)
     most_scores = min(MOST_SCORES, model.config.vocab_size)
 
@@ -248,6 +254,8 @@ def continue_all(
         wide = (MOST_STEPS, batch, most_scores)
         scores = Scores(jnp.zeros(wide[:2], jnp.float32), jnp.zeros(wide, jnp.float32), jnp.zeros(wide, jnp.int32))
     _, rows, block, scores = jax.lax.while_loop(goes_on, one_step, (jnp.zeros((), jnp.int32), rows, block, scores))
+    if first < everyone.tokens.shape[0]:
+        rows = seat(everyone, rows, jnp.zeros((), jnp.int32))
     return rows, block, scores
 
 
