@@ -18,7 +18,8 @@ from moe_jax.finite import DoesNotFit
 from moe_jax.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.lineage import read_lineage
 from moe_jax.loading import load_model
-from moe_jax.train.run_directory import _gathered
+from moe_jax.train.recipe import ModelSection, Recipe
+from moe_jax.train.run_directory import _outputs
 from tests.convert.conftest import CONFIGS, random_tensors, write_checkpoint
 
 UP, EXPERTS_UP = "layers/1/mlp/up/kernel", "layers/1/mlp/experts/up/kernel"
@@ -111,10 +112,11 @@ def test_results_that_are_not_finite_are_errors(spoilt, dense, capsys, tmp_path)
 
 def test_casts_at_loading_and_at_the_end_of_a_run(dense):
     large = changed(dense, UP, 7e4)
+    narrow = Recipe(run_dir="run", model=ModelSection(path="x", output_dtype="float16"))
     with pytest.raises(DoesNotFit, match=f"{UP}: 70000 does not fit in float16"):
         Model.of_source(large.source, Loading(dtype="float16")).read()
     with pytest.raises(DoesNotFit, match=f"{UP}: 70000 does not fit in float16"):
-        list(_gathered(large.decoder, "float16", None))
+        list(_outputs(large.decoder, narrow, None, None))
     with pytest.raises(InputError, match=f"{UP}: 1 of 512 numbers not finite"):
         load_model(changed(dense, UP, np.inf).source, finite=True)
 

@@ -234,9 +234,8 @@ def write_model(
     # Every process must make these calls; only the first one writes.
     with writer:
         stored = None if started_from is None else started_from.specs()
-        for path, leaf in _gathered(model, own):
-            dtype = output_dtype(path, leaf.dtype, recipe, stored)
-            writer.write({path: leaf if dtype == leaf.dtype else cast(path, leaf, dtype)})
+        for path, leaf in _outputs(model, recipe, stored, own):
+            writer.write({path: leaf})
     first_decides(lambda: replace_directory(target, fresh))
     return target
 
@@ -277,11 +276,15 @@ def output_dtype(
     return held if stored is None or path not in stored else stored[path].dtype
 
 
-def _gathered(model: Decoder, only: Collection[str] | None) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields unsharded leaves, all or some; every process takes part in gathering those sharded over hosts."""
+def _outputs(
+    model: Decoder, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None, only: Collection[str] | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields leaves as they are written, all or some; all processes take part in gathering those sharded over hosts."""
     for path, leaf in model_leaves(model):
         if only is not None and path not in only:
             continue
         if jax.process_count() > 1:
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
-        yield path, np.asarray(leaf)
+        leaf = np.asarray(leaf)
+        dtype = output_dtype(path, leaf.dtype, recipe, stored)
+        yield path, leaf if dtype == leaf.dtype else cast(path, leaf, dtype)

@@ -13,13 +13,16 @@ from moe_jax.commands import adapt, compress, convert, eval, export, generate, m
 # What differs on purpose: a verb returns what a command prints, and computes with a model as it was loaded: `load` has
 # `base` and `mesh`. A model in memory has `tokenizer_files`.
 RENAMED = {"classify": "examples", "no_step0_check": "step0_check", "dst": "out", "src": "model"}
+OF_TASKS = {
+    *("tasks", "tasks_dir", "data_dir", "limit", "num_fewshot", "apply_chat_template", "cache", "output", "samples"),
+}
 OF_COMMANDS = {
     "convert": {"dry_run"},
     "export": {"base", "dry_run"},
     "upcycle": {"base"},
     "compress": {"model_base", "json", "sweep", "text"},
-    "evaluate": {"base", "json", "compute_dtype", "split", "tokenizer", "classify", "labels", "template"},
-    "classify": {"base", "json", "compute_dtype", "split", "tokenizer", "text", "seq_len"},
+    "evaluate": OF_TASKS | {"base", "json", "compute_dtype", "split", "tokenizer", "classify", "labels", "template"},
+    "classify": OF_TASKS | {"base", "json", "compute_dtype", "split", "tokenizer", "text", "seq_len"},
     "generate": {"base", "json", "compute_dtype", "mesh", "prompts_file", "ids", "stream", "chat", "system"},
 }
 COMMANDS = {

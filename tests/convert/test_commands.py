@@ -96,7 +96,7 @@ def test_a_path_at_which_there_is_nothing(tmp_path: pathlib.Path, capfd, name: s
 
 
 def test_a_misspelt_choice(llama: pathlib.Path, capfd):
-    assert main(["convert", str(llama), str(llama.parent / "out"), "--dtype", "bf16"]) == 2
+    assert main(["convert", str(llama), str(llama.parent / "out"), "--dtype", "bf61"]) == 2
     assert "bfloat16" in capfd.readouterr().err
 
 
