@@ -20,8 +20,8 @@ class Options:
     """The demo on a small model, which needs no other one."""
     dir: Path = Path("moe-jax-demo")
     """Where everything goes; a folder made by an earlier demo is replaced."""
-    tuning_steps: int = 24
-    """With --model: steps of the tuning, each on 384 tokens; 24 take about a minute for 135M parameters on 2 cores."""
+    tuning_steps: int = 16
+    """With --model: steps of the tuning, each on 384 tokens."""
     dense_steps: int = 180
     """Without --model: training steps of the dense model."""
     more_steps: int = 70
