@@ -40,7 +40,7 @@ COMMANDS = {
     "inspect": "what a model consists of, and how it came to be",
     "plan": "parameters and bytes of a model, from its config alone",
     "clean": "what interrupted commands left, removed",
-    "demo": "the whole job on a small model, offline, in minutes",
+    "demo": "the whole job, on a real language model or on a small one",
 }
 
 _COMPUTING = ("train", "eval", "compress", "demo")
