@@ -14,6 +14,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import as_base, base_config, is_tuned
 from moe_jax.peft.over_base import LeavesOverBase
+from moe_jax.predictions import ProbeText, TextComparison, compare_predictions, text_rows
 from moe_jax.step0 import Step0, StreamedModel, compare_logits, probe_tokens
 from moe_jax.terminal import Progress
 
@@ -23,6 +24,12 @@ class Compared(NamedTuple):
 
     step0: Step0
     quantization: Step0 | None
+    on_text: TextComparison | None
+
+
+def has_nf4_kernels(config: ModelConfig) -> bool:
+    """Whether the step-0 check of a model with this config compares its source with NF4 kernels, too."""
+    return is_tuned(as_base(base_config(config, keep_nf4=True)))
 
 
 class Probe:
@@ -35,6 +42,7 @@ class Probe:
         specs: Mapping[str, jax.ShapeDtypeStruct],
         seed: int,
         *,
+        text: ProbeText | None = None,
         allow_nonfinite: bool = False,
     ):
         """Compiles; no weights are read.
@@ -44,18 +52,26 @@ class Probe:
           config: of the new model.
           specs: leaf path -> shape and dtype, of the new model.
           seed: of the tokens.
+          text: on which the source with NF4 kernels is compared with the source; not used if there are none.
           allow_nonfinite: whether the source's weights may be NaN or infinite.
 
         Raises:
           InputError: if the largest layer does not fit into this machine's memory.
         """
-        tokens = probe_tokens(source.config, seed)
+        probe = probe_tokens(source.config, seed)
+        nf4 = as_base(base_config(config, keep_nf4=True))
+        tokens, self._probed = probe, probe.shape
+        self._text: tuple[str, np.ndarray, np.ndarray] | None = None
+        if text is not None and is_tuned(nf4):
+            rows, scored = text_rows(text, source.config.max_positions)
+            self._text = text.name, rows, scored
+            # One batch: the layers are read, and compiled, once for both.
+            tokens = np.concatenate([np.pad(probe, ((0, 0), (0, rows.shape[1] - probe.shape[1]))), rows])
         self._source = source
         self._allow_nonfinite = allow_nonfinite
         self._before = StreamedModel(source.config, source.specs(), tokens)
         self._after = StreamedModel(config, specs, tokens, like=self._before)
         models = [self._before, self._after]
-        nf4 = as_base(base_config(config, keep_nf4=True))
         self._nf4: tuple[StreamedModel, LeavesOverBase] | None = None
         if is_tuned(nf4):
             leaves = LeavesOverBase(nf4, source)
@@ -82,7 +98,7 @@ class Probe:
             done += 1
             progress("checking step 0", done, self._total)
 
-        num_layers, quantization = self._source.config.num_layers, None
+        num_layers, quantization, on_text = self._source.config.num_layers, None, None
         expected = before = self._before.logits(self._read_source, on_layer)
         if not np.isfinite(before).all():
             raise InputError(
@@ -92,14 +108,23 @@ class Probe:
         if self._nf4 is not None:
             model, leaves = self._nf4
             expected = model.logits(leaves.read, on_layer)
-            quantization = compare_logits(before, expected, num_layers)
-        step0 = compare_logits(expected, self._after.logits(read, on_layer), num_layers)
+            quantization = compare_logits(self._of_probe(before), self._of_probe(expected), num_layers)
+            if self._text is not None:
+                name, rows, scored = self._text
+                on_text = compare_predictions(name, before[-len(rows) :], expected[-len(rows) :], rows, scored)
+        after = self._after.logits(read, on_layer)
+        step0 = compare_logits(self._of_probe(expected), self._of_probe(after), num_layers)
         if not step0.equal:
             raise InputError(
                 f"step-0 check: the new model's logits differ from the source's by {step0.difference:.3g} "
                 f"(largest logit {step0.largest:.3g}, allowed {step0.allowed:.3g}); nothing was kept"
             )
-        return Compared(step0, quantization)
+        return Compared(step0, quantization, on_text)
+
+    def _of_probe(self, logits: np.ndarray) -> np.ndarray:
+        """Those of the probe tokens, without the rows of the text and what fills them up to its length."""
+        rows, length = self._probed
+        return logits[:rows, :length]
 
     def _read_source(self, path: str) -> np.ndarray:
         leaf = self._source.read(path)

@@ -13,15 +13,18 @@ from typing import Literal
 
 from rich.console import Console
 
+from moe_jax.api.built_in_text import probe_text
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
 from moe_jax.convert import export as _export
 from moe_jax.convert import export_peft as _export_peft
 from moe_jax.convert.from_hugging_face import convert as _convert
 from moe_jax.peft.adapt import adapt as _adapt
 from moe_jax.peft.merge import merge as _merge
+from moe_jax.peft.options import adapted_config
 from moe_jax.peft.options import chosen_options as _adapt_options
 from moe_jax.upcycle import chosen_options as _upcycle_options
 from moe_jax.upcycle import describe_options as _describe_upcycling
+from moe_jax.upcycle import upcycled_config
 from moe_jax.upcycle.dense_to_moe import upcycle as _upcycle
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -138,6 +141,7 @@ def upcycle(
     cv_coef: float | None = None,
     seed: int = 0,
     step0_check: bool = True,
+    text: str | os.PathLike[str] | None = None,
     allow_nonfinite: bool = False,
 ) -> Model:
     """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained.
@@ -172,6 +176,8 @@ def upcycle(
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; by default 0.01, 0 and 0.
       seed: of routers, low-rank factors and sparse positions.
       step0_check: compare the logits of both models. It also refuses gates that cannot equal the dense model.
+      text: with NF4 kernels (`rest="qlora:R"`), the path of a text on which the loss before and after quantising, and
+        the KL divergence, are measured; by default a short one of our own.
       allow_nonfinite: go on where weights are NaN or infinite.
 
     Returns:
@@ -204,12 +210,14 @@ def upcycle(
     }
     options, target = _upcycle_options(**given), destination(out)
     described = _describe_upcycling(options, **given)
+    source = open_model(model)
     _upcycle(
-        open_model(model),
+        source,
         target,
         options,
         seed=seed,
         check=step0_check,
+        text=probe_text(source, upcycled_config(source.config, options), text, check=step0_check),
         allow_nonfinite=allow_nonfinite,
         described=described,
     )
@@ -233,6 +241,7 @@ def adapt(
     z_coef: float | None = None,
     seed: int = 0,
     step0_check: bool = True,
+    text: str | os.PathLike[str] | None = None,
     allow_nonfinite: bool = False,
 ) -> Model:
     """Puts fresh adapters beside a model, to be trained while the model is frozen: PERFT beside the MoEs, or LoRA.
@@ -259,6 +268,8 @@ def adapt(
       balance_coef, z_coef: of `perft-r`, of the losses of the adapters' router; by default 0.01 and 0.
       seed: of the adapters and their routers.
       step0_check: compare the logits with the untouched model's.
+      text: with `base="nf4"`, the path of a text on which the loss before and after quantising, and the KL divergence,
+        are measured; by default a short one of our own.
       allow_nonfinite: go on where weights of the model are NaN or infinite.
 
     Returns:
@@ -284,12 +295,14 @@ def adapt(
     )
     target = destination(out)
     described = {**dataclasses.asdict(options), "seed": seed, "step0_check": step0_check}
+    source = open_model(model)
     _adapt(
-        open_model(model),
+        source,
         target,
         options,
         seed=seed,
         check=step0_check,
+        text=probe_text(source, adapted_config(source.config, options), text, check=step0_check),
         allow_nonfinite=allow_nonfinite,
         described=described,
     )

@@ -13,8 +13,8 @@ import tyro
 from moe_jax.commands import optional
 
 if TYPE_CHECKING:
+    from moe_jax.peft.adapt import Adapted
     from moe_jax.peft.options import AdaptOptions
-    from moe_jax.step0 import Step0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,9 @@ class Options(AdaptFlags):
     """A model directory or a Hugging Face directory."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Where the adapter directory appears; must not exist."""
+    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: a built-in text)")] = None
+    """With --base nf4: a text on which the loss before and after quantising, and the KL divergence, are shown; its
+    first 512 tokens."""
     allow_nonfinite: bool = False
     """Goes on where weights are NaN or infinite, instead of refusing."""
 
@@ -75,9 +78,11 @@ def run(options: Options) -> None:
     Raises:
       FileNotFoundError, InputError: bad input; see `moe_jax.peft.adapt`.
     """
+    from moe_jax.api.built_in_text import probe_text
     from moe_jax.convert.peft_targets import problems_of_peft
     from moe_jax.open_source import open_source
     from moe_jax.peft.adapt import adapt
+    from moe_jax.peft.options import adapted_config
     from moe_jax.peft.trained_table import print_trained
     from moe_jax.plan import trained_leaves
     from moe_jax.staging import refuse_existing
@@ -86,20 +91,24 @@ def run(options: Options) -> None:
     chosen, seed = adapt_options(options), options.seed or 0
     # Check this before opening the source: fingerprinting a large model takes a while.
     refuse_existing(options.out)
-    described = {**dataclasses.asdict(chosen), "seed": seed, "step0_check": not options.no_step0_check}
+    check = not options.no_step0_check
+    described = {**dataclasses.asdict(chosen), "seed": seed, "step0_check": check}
+    source = open_source(options.model)
+    text = probe_text(source, adapted_config(source.config, chosen), options.text, check=check)
     with progress_bars() as progress:
         result = adapt(
-            open_source(options.model),
+            source,
             options.out,
             chosen,
             seed=seed,
-            check=not options.no_step0_check,
+            check=check,
+            text=text,
             allow_nonfinite=options.allow_nonfinite,
             described=described,
             progress=progress,
         )
     print_trained(console_for_tables(), result.config, trained_leaves(result.config))
-    for line in _step0_lines(result.step0, result.quantization):
+    for line in _step0_lines(result):
         print(line)
     if chosen.method == "lora" and (problems := problems_of_peft(result.config)):
         print(f"note: export --format peft will not take it ({problems[0]}); moe-jax merge will")
@@ -118,12 +127,15 @@ def adapt_options(given: AdaptFlags) -> "AdaptOptions":
     return chosen_options(**{name: value for name, value in flags.items() if name not in ("seed", "no_step0_check")})
 
 
-def _step0_lines(step0: "Step0 | None", quantization: "Step0 | None") -> list[str]:
+def _step0_lines(result: "Adapted") -> list[str]:
     """Lines that say by how much the logits of the new model differ from those of its source."""
+    step0, quantization, on_text = result.step0, result.quantization, result.on_text
     if step0 is None:
         return ["step-0 difference: not checked"]
     beside = "the same model with NF4 kernels" if quantization is not None else "the model"
     lines = [f"step-0 difference from {beside}: {step0.difference:.2g} (largest logit {step0.largest:.3g})"]
     if quantization is not None:
         lines.append(f"NF4 changes the logits by up to {quantization.difference:.2g}")
+    if on_text is not None:
+        lines.append(f"NF4 on {on_text.text}: {on_text.in_words()}")
     return lines

@@ -105,6 +105,9 @@ class Options(BaseFlag, UpcycleFlags):
     """A dense model: a model directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
+    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: a built-in text)")] = None
+    """With NF4 kernels (--rest qlora): a text on which the loss before and after quantising, and the KL divergence, are
+    shown; its first 512 tokens."""
     allow_nonfinite: bool = False
     """Goes on where weights are NaN or infinite, instead of refusing."""
 
@@ -115,19 +118,23 @@ def run(options: Options) -> None:
     Raises:
       InputError: see `moe_jax.upcycle`.
     """
+    from moe_jax.api.built_in_text import probe_text
     from moe_jax.peft.trained_table import print_trained
     from moe_jax.plan import trained_leaves
     from moe_jax.terminal import console_for_tables, progress_bars
-    from moe_jax.upcycle import upcycle
+    from moe_jax.upcycle import upcycle, upcycled_config
 
-    chosen, seed = options.options(), options.seed or 0
+    chosen, seed, check = options.options(), options.seed or 0, not options.no_step0_check
+    source = options.open(options.src)
+    text = probe_text(source, upcycled_config(source.config, chosen), options.text, check=check)
     with progress_bars() as progress:
         result = upcycle(
-            options.open(options.src),
+            source,
             options.dst,
             chosen,
             seed=seed,
-            check=not options.no_step0_check,
+            check=check,
+            text=text,
             allow_nonfinite=options.allow_nonfinite,
             described=options.described(chosen),
             progress=progress,
@@ -158,5 +165,7 @@ def _summary(dst: Path, result: "Upcycled") -> "Table":
         step0 = result.step0
         table.add_row("step-0 difference", f"{step0.difference:.2g} (largest logit {step0.largest:.3g})")
     if result.quantization is not None:
-        table.add_row("NF4's own difference", f"{result.quantization.difference:.2g}")
+        table.add_row("NF4's own difference", f"{result.quantization.difference:.2g} in a logit")
+    if result.on_text is not None:
+        table.add_row(f"NF4 on {result.on_text.text}", result.on_text.in_words())
     return table

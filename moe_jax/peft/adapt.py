@@ -15,6 +15,7 @@ from moe_jax.peft.initial import initial_leaves
 from moe_jax.peft.options import AdaptOptions, adapted_config
 from moe_jax.peft.over_base import LeavesOverBase
 from moe_jax.peft.parameter_sizes import parameter_sizes
+from moe_jax.predictions import ProbeText, TextComparison
 from moe_jax.probe import Probe
 from moe_jax.step0 import Step0
 from moe_jax.terminal import Progress, no_progress
@@ -29,6 +30,7 @@ class Adapted(NamedTuple):
       step0: comparison of the tuned model with the original, or, with an NF4 base, with the original in NF4; None if
         it was not asked for.
       quantization: comparison of the original in NF4 with the original; None if the base is not NF4.
+      on_text: the same on the text that was given; None if there was none.
     """
 
     config: ModelConfig
@@ -36,6 +38,7 @@ class Adapted(NamedTuple):
     bytes: int
     step0: Step0 | None = None
     quantization: Step0 | None = None
+    on_text: TextComparison | None = None
 
 
 def adapt(
@@ -45,6 +48,7 @@ def adapt(
     *,
     seed: int = 0,
     check: bool = True,
+    text: ProbeText | None = None,
     allow_nonfinite: bool = False,
     described: Mapping[str, Any],
     progress: Progress = no_progress,
@@ -58,6 +62,7 @@ def adapt(
       seed: of adapters and routers.
       check: whether to compare the logits of the written model with the source's before it appears at `dst`.
         Without it no weights of the source are read.
+      text: of a model whose base is NF4, to tell what that changes in its predictions.
       allow_nonfinite: go on where weights of the model are not finite.
       described: the options as the user gave them, for the lineage.
       progress: called after every leaf and layer.
@@ -84,7 +89,7 @@ def adapt(
     result = Adapted(config, sum(sizes[path] for path in own), count_bytes(specs[path] for path in own))
     below = LeavesOverBase(config, source).specs
     stored = below | {path: specs[path] for path in own}
-    probe = Probe(source, config, stored, seed, allow_nonfinite=allow_nonfinite) if check else None
+    probe = Probe(source, config, stored, seed, text=text, allow_nonfinite=allow_nonfinite) if check else None
     with writer:
         for done, (path, leaf) in enumerate(leaves, start=1):
             writer.write({path: leaf})
@@ -106,4 +111,6 @@ def _measured(result: Adapted) -> dict[str, Any]:
         }
     if result.quantization is not None:
         measured["nf4_max_abs_difference"] = result.quantization.difference
+    if result.on_text is not None:
+        measured |= {f"nf4_{name}": value for name, value in result.on_text._asdict().items()}
     return measured

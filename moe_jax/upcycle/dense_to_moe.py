@@ -17,6 +17,7 @@ from moe_jax.peft.base import base_leaf, is_tuned, kernel_of, own_leaves
 from moe_jax.peft.initial import initial_leaf
 from moe_jax.peft.over_base import LeavesOverBase
 from moe_jax.peft.parameter_sizes import parameter_sizes
+from moe_jax.predictions import ProbeText, TextComparison
 from moe_jax.probe import Probe
 from moe_jax.step0 import Step0, probe_tokens
 from moe_jax.terminal import Progress, no_progress
@@ -43,6 +44,7 @@ class Upcycled(NamedTuple):
       step0: comparison of the MoE with the dense model, or, with NF4 kernels, with the dense model in NF4; None if it
         was not asked for.
       quantization: comparison of the dense model in NF4 with the dense model; None if there are no NF4 kernels.
+      on_text: the same on the text that was given; None if there was none.
     """
 
     config: ModelConfig
@@ -51,6 +53,7 @@ class Upcycled(NamedTuple):
     own: Stored | None = None
     step0: Step0 | None = None
     quantization: Step0 | None = None
+    on_text: TextComparison | None = None
 
 
 def upcycle(
@@ -60,6 +63,7 @@ def upcycle(
     *,
     seed: int = 0,
     check: bool = True,
+    text: ProbeText | None = None,
     allow_nonfinite: bool = False,
     described: Mapping[str, Any],
     progress: Progress = no_progress,
@@ -75,6 +79,7 @@ def upcycle(
       options: the MoE to make.
       seed: of routers, factors and positions; the same seed gives the same weights.
       check: whether to compare the logits of the written model with the source's before it appears at `dst`.
+      text: of a model with NF4 kernels, to tell what these change in its predictions.
       allow_nonfinite: go on where weights are not finite.
       described: the options as the user gave them, for the lineage.
       progress: called after every layer.
@@ -102,7 +107,7 @@ def upcycle(
         resume=True,
         allow_nonfinite=allow_nonfinite,
     )
-    probe = Probe(source, config, specs, seed, allow_nonfinite=allow_nonfinite) if check else None
+    probe = Probe(source, config, specs, seed, text=text, allow_nonfinite=allow_nonfinite) if check else None
     result = Upcycled(config, *_sizes(source, config, specs))
     with writer:
         if options.bank.form.beside_base_model:
@@ -233,4 +238,6 @@ def _measured(result: Upcycled) -> dict[str, Any]:
         }
     if result.quantization is not None:
         measured["nf4_max_abs_difference"] = result.quantization.difference
+    if result.on_text is not None:
+        measured |= {f"nf4_{name}": value for name, value in result.on_text._asdict().items()}
     return measured
