@@ -27,7 +27,7 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
       command: its name, as in `moe-jax train`.
 
     Returns:
-      The options; None if help was asked for, which is then printed.
+      The options; None if something else was asked for that the parser prints, such as what shells complete.
 
     Raises:
       InputError: for arguments that are unknown, missing or cannot be read, numbers that are not finite or have more

@@ -20,6 +20,7 @@ from typing import Any
 
 import moe_jax
 from moe_jax.arguments import parse_arguments
+from moe_jax.command_help import help_of
 from moe_jax.compiled_programs import keep_compiled_programs
 from moe_jax.errors import InputError, clipped, first_line, nearest, printable, shown
 from moe_jax.huge_pages import ask_for_huge_pages
@@ -42,6 +43,25 @@ COMMANDS = {
     "clean": "what interrupted commands left, removed",
     "demo": "the whole job, on a real language model or on a small one",
 }
+
+_WORDS = """\
+words that the commands use:
+  FFN              the feed-forward network of a layer, where most of a model's weights are
+  expert           one of several FFNs that a layer has instead of one; an MoE is a layer with experts
+  router           what sends a token to some of the experts, the top k; it is trained like all else
+  adapter          a few new weights beside frozen ones, such as LoRA
+  MODEL            a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
+                   of a training run), or org/name[@revision], a model on the Hugging Face Hub
+  model directory  what the commands write: config.json, params/, the tokenizer, and lineage.json,
+                   which says how the model was made
+  recipe           a TOML file that says what is trained, on which data, and how long"""
+
+_FIRST_STEPS = """\
+examples:
+  moe-jax upcycle SmolLM2-135M-Instruct moe --experts 4 --top-k 2 --delta low-rank:16
+  moe-jax inspect moe
+  moe-jax train recipe.toml
+  moe-jax COMMAND --help    # what a command does, all its options, and examples"""
 
 _COMPUTING = ("train", "eval", "compress", "demo")
 
@@ -150,6 +170,10 @@ def _run(arguments: list[str]) -> None:
     # takes a fifth of their time.
     gc.set_threshold(100_000, 20, 100)
     module = importlib.import_module(f"moe_jax.commands.{command}")
+    if "-h" in rest or "--help" in rest:
+        groups, examples = getattr(module, "GROUPS", None), getattr(module, "EXAMPLES", "")
+        print(help_of(module.Options, command, groups=groups, examples=examples))
+        return
     options = parse_arguments(module.Options, rest, command=command)
     if options is not None:
         module.run(options)
@@ -158,12 +182,8 @@ def _run(arguments: list[str]) -> None:
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
-    return "\n".join(
-        ["usage: moe-jax COMMAND ...", "", "Mixture-of-Experts from dense models: upcycle, tune, compress.", "", *lines]
-        + ["", "MODEL is a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a run),"]
-        + ["or org/name[@revision], a model on the Hugging Face Hub."]
-        + ["See moe-jax COMMAND --help."]
-    )
+    about = "Makes Mixtures-of-Experts of dense language models, trains them, tunes them, and makes them smaller."
+    return "\n".join(["usage: moe-jax COMMAND ...", "", about, "", *lines, "", _WORDS, "", _FIRST_STEPS])
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -30,11 +30,12 @@ class AdaptFlags:
     adapter: Annotated[str | None, tyro.conf.arg(metavar="lora:R|parallel:R", help_behavior_hint="(required)")] = None
     """The form of an adapter: two matrices of rank R, without (lora) or with SiLU in between (parallel, PERFT only)."""
     experts: Annotated[int | None, optional("M")] = None
-    """perft-r and perft-d: the number of adapters per MoE."""
+    """perft-r and perft-d, which require it: the number of adapters per MoE."""
     top_k: Annotated[int | None, optional("K")] = None
-    """perft-r: the number of adapters that a token is routed to."""
+    """perft-r, which requires it: the number of adapters that a token is routed to."""
     targets: Annotated[str | None, optional("q,v,...")] = None
-    """lora: which kernels get LoRA, out of q, k, v, o, gate, up, down and router; in every layer that has them."""
+    """lora, which requires it: which kernels get LoRA, out of q, k, v, o (of attention), gate, up, down (of FFNs and
+    experts) and router; in every layer that has them."""
     scale: Annotated[float | None, optional("FLOAT", "2 of lora:R, 1 of parallel:R")] = None
     """The factor by which the adapters' outputs are multiplied."""
     alpha: Annotated[float | None, optional("FLOAT", "2R")] = None
@@ -42,11 +43,12 @@ class AdaptFlags:
     dropout: Annotated[float | None, optional("FLOAT", "0.05; of LoRA on full experts 0")] = None
     """Dropout rate on the adapters' inputs in training."""
     base: Annotated[Literal["stored", "nf4"] | None, optional("stored|nf4", "stored")] = None
-    """How the frozen base is kept: as stored, or with the kernels of attention, FFNs and experts quantised to NF4."""
+    """How the frozen base is kept: as stored, or with the kernels of attention, FFNs and experts quantised to NF4,
+    4-bit codes of normally distributed weights."""
     balance_coef: Annotated[float | None, optional("FLOAT", "0.01")] = None
-    """perft-r: coefficient of the load-balancing loss of the adapters' router."""
+    """perft-r: coefficient of the loss that makes the adapters' router use them alike."""
     z_coef: Annotated[float | None, optional("FLOAT", "0")] = None
-    """perft-r: coefficient of the z-loss of the adapters' router."""
+    """perft-r: coefficient of the z-loss of the adapters' router, which keeps its logits small."""
     seed: Annotated[int | None, optional("INT", "0")] = None
     """Seed of the initial adapters and routers."""
     no_step0_check: bool = False
@@ -55,7 +57,7 @@ class AdaptFlags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(AdaptFlags):
-    """Adds trainable adapters to a model that stays frozen: PERFT beside the MoEs, or LoRA.
+    """Adds small trainable adapters to a model that stays frozen: PERFT beside its MoEs, or LoRA on its kernels.
 
     The output holds only the adapters and refers to the model, which has to stay where it is. Several adapter
     directories can share one model.
@@ -70,6 +72,30 @@ class Options(AdaptFlags):
     first 512 tokens."""
     allow_nonfinite: bool = False
     """Goes on where weights are NaN or infinite, instead of refusing."""
+
+
+GROUPS = {
+    "the adapters": (
+        "method",
+        "adapter",
+        "experts",
+        "top_k",
+        "targets",
+        "scale",
+        "alpha",
+    ),
+    "training, kept in the adapter's config": (
+        "dropout",
+        "balance_coef",
+        "z_coef",
+    ),
+}
+EXAMPLES = """
+# LoRA of rank 16 on attention's queries and values and on the routers
+moe-jax adapt moe-dir lora-dir --method lora --adapter lora:16 --targets q,v,router
+# eight small experts beside every MoE, two for a token; the base in 4 bits
+moe-jax adapt moe-dir perft-dir --method perft-r --adapter lora:16 --experts 8 --top-k 2 --base nf4
+"""
 
 
 def run(options: Options) -> None:

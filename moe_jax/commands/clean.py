@@ -15,6 +15,12 @@ class Options:
     """What the command was to make; or the folder in which it was to make something, such as a run directory."""
 
 
+EXAMPLES = """
+moe-jax clean moe-dir
+moe-jax clean run
+"""
+
+
 def run(options: Options) -> None:
     """Removes, and prints what.
 

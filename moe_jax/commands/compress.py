@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def _methods() -> str:
     """What every method is, in the words of its docstring."""
     summaries = (f"{name}: {(inspect.getdoc(method) or name).splitlines()[0]}" for name, method in METHODS.items())
-    return " ".join(summaries) + " With --sweep several, separated by commas; by default all."
+    return "\n".join(["How. With --sweep several, separated by commas, by default all.", *summaries])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class _Job:
     checkpoint of a run."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Where the model directory (with --sweep, the folder of results) appears; must not exist."""
-    method: Annotated[str | None, optional("|".join(METHODS), text=_methods())] = None
+    method: Annotated[str | None, optional("NAME", text=_methods())] = None
     base: Annotated[Path | None, optional("DENSE")] = None
     """The dense model that the experts came from, for deltas from it; by default the base that a layer has already, or
     else the mean of its experts."""
@@ -52,7 +52,7 @@ class _Job:
     layers: Annotated[str | None, optional("all|top:N|0,3,8-11", "all")] = None
     """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are. Of a model with an
     encoder, encoder:SOME,decoder:SOME counts them in each stack."""
-    calibrate: Annotated[Path | None, optional("TEXT")] = None
+    calibrate: Annotated[Path | None, optional("FILE")] = None
     """A text file on which the use of the experts is counted, for the methods that merge them; without it they are
     taken to be used alike."""
     dtype: Annotated[
@@ -65,7 +65,7 @@ class _Job:
     sweep: bool = False
     """Error and perplexity of --text over a range of what is kept; OUT holds sweep.json and sweep.png, and no model."""
     text: Annotated[Path | None, optional("FILE")] = None
-    """With --sweep: a text file."""
+    """With --sweep, which requires it: a text file."""
     seq_len: Annotated[int | None, optional("INT", "1024, or what the model can do")] = None
     """With --sweep or --calibrate: tokens that the model sees at a time."""
     batch_size: Annotated[int | None, optional("INT", "8")] = None
@@ -75,7 +75,38 @@ class _Job:
 Options = dataclasses.make_dataclass("Options", command_fields(), bases=(_Job,), frozen=True, kw_only=True)
 Options.__doc__ = """Makes the experts of a trained Mixture-of-Experts smaller.
 
+A centre is an expert in the middle of all, which they share; a residual, or delta, is what one differs by from it; the
+design matrix of an expert has all weights of a neuron in one row. An option of several methods says what each takes it
+for.
+
 Interrupted, even killed, it goes on where it was when the same command is given again.
+"""
+
+
+GROUPS = {
+    "what is compressed, and how": (
+        "method",
+        "layers",
+        "dtype",
+    ),
+    "what a method measures or begins with": (
+        "base",
+        "calibrate",
+        "extended",
+    ),
+    "trying several": (
+        "sweep",
+        "text",
+        "seq_len",
+        "batch_size",
+    ),
+}
+EXAMPLES = """
+moe-jax compress moe-dir small-dir --method resmoe --keep 0.25
+moe-jax compress moe-dir small-dir --method quantize --bits 4
+moe-jax compress moe-dir small-dir --method resmoe --target-bytes 12GB
+# which method, by perplexity at equal bytes
+moe-jax compress moe-dir sweep-dir --sweep --text held-out.txt --method resmoe,quantize --keep 0.1,0.5 --bits 2,4
 """
 
 

@@ -29,6 +29,14 @@ class Options:
     """Prints the mapping and sizes, and writes nothing; SRC may then be a config.json without weights."""
 
 
+EXAMPLES = """
+# keeps the dtypes of the checkpoint, bit for bit
+moe-jax convert SmolLM2-135M-Instruct smollm
+# what goes where, from a config alone
+moe-jax convert mixtral-dir/config.json model-dir --dry-run
+"""
+
+
 def run(options: Options) -> None:
     """Converts the checkpoint.
 

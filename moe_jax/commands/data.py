@@ -28,7 +28,7 @@ class Options:
     on them gives the same batches without the tokenizer's work. After a kill the same command goes on.
     """
 
-    task: Annotated[tyro.conf.Positional[Literal["inspect", "tokenize"]], tyro.conf.arg(metavar="{inspect,tokenize}")]
+    task: Annotated[tyro.conf.Positional[Literal["inspect", "tokenize"]], tyro.conf.arg(metavar="inspect|tokenize")]
     """What to do."""
     recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE.toml")]
     """The recipe, as moe-jax train takes it; its model is opened for its tokenizer, and not loaded."""
@@ -42,6 +42,12 @@ class Options:
     """tokenize: how many processes work."""
     json: bool = False
     """Prints JSON and nothing else."""
+
+
+EXAMPLES = """
+moe-jax data inspect recipe.toml --examples 1
+moe-jax data tokenize recipe.toml tokens --processes 8
+"""
 
 
 def run(options: Options) -> None:

@@ -15,10 +15,11 @@ class Options:
     """
 
     model: Annotated[Path | None, tyro.conf.arg(metavar="GGUF|DIR|ORG/NAME")] = None
-    """A dense language model with a chat template, such as SmolLM2-135M-Instruct, which `make demo` fetches."""
+    """A dense language model with a chat template, such as SmolLM2-135M-Instruct, which `make demo` fetches. By
+    default the quick demo."""
     quick: bool = False
     """The demo on a small model, which needs no other one."""
-    dir: Path = Path("moe-jax-demo")
+    dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("moe-jax-demo")
     """Where everything goes; a folder made by an earlier demo is replaced."""
     tuning_steps: int = 16
     """With --model: steps of the tuning, each on 384 tokens."""
@@ -26,6 +27,13 @@ class Options:
     """Without --model: training steps of the dense model."""
     more_steps: int = 70
     """Without --model: training steps that every model gets after it."""
+
+
+EXAMPLES = """
+make demo
+moe-jax demo --model HuggingFaceTB/SmolLM2-135M-Instruct
+moe-jax demo --quick
+"""
 
 
 def run(options: Options) -> None:

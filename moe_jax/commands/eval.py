@@ -22,8 +22,9 @@ _REQUESTS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Options(BaseFlag):
-    """Perplexity of a model on a text, or on the targets of pairs; how often it gives texts the right labels; or how
-    well it does the tasks of lm-eval.
+    """Measures a model: its perplexity on a text, how often it labels texts rightly, or how well it does tasks.
+
+    Perplexity is e to the mean loss of a token; lower is better.
 
     A text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be shorter;
     every token but the first of each window is scored. Pairs are JSON lines (*.jsonl) of {"input", "target"}, or
@@ -38,8 +39,9 @@ class Options(BaseFlag):
     """
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
-    text: Path | None = None
+    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
+    of a training run), or org/name on the Hugging Face Hub."""
+    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file, or pairs as JSON lines."""
     classify: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON lines with "label", a string or a number, and "text", "sentence", or "sentence1" and "sentence2", or the
@@ -58,9 +60,10 @@ class Options(BaseFlag):
     ] = None
     """With --tasks: where the data files of task files begin. Without it, at the task file."""
     limit: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """With --tasks: so many examples of every task, the first."""
+    """With --tasks: so many examples of every task, the first; by default all."""
     num_fewshot: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """With --tasks: so many examples with their answers before a question, unless a task says 0."""
+    """With --tasks: so many examples with their answers before a question, unless a task says 0. By default as
+    the task says."""
     apply_chat_template: bool = False
     """With --tasks: prompts are messages of a conversation, in the tokenizer's own template."""
     cache: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -69,10 +72,10 @@ class Options(BaseFlag):
     """With --tasks: the results as lm-eval's JSON."""
     samples: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """With --tasks: what the model wrote, as JSON lines for EvalPlus. Programs are never run here."""
-    seq_len: int | None = None
+    seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
     """Length of a window in tokens, or of targets; by default 1024, or the model's context length if shorter. With
     --tasks, tokens that the model is given at most; by default its context length."""
-    input_len: int | None = None
+    input_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
     """Length of an encoder's inputs, or of texts to label; by default the same. Longer ones are cut, and counted."""
     batch_size: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 8; with --tasks 32)")
@@ -87,6 +90,42 @@ class Options(BaseFlag):
     json: bool = False
     """Prints JSON and nothing else: tokens, nll (mean, natural log), perplexity, total_nll, windows (or pairs), cut,
     seq_len; or accuracy, interval, correct, count, labels, confusion, predictions, by, cut; or lm-eval's results."""
+
+
+GROUPS = {
+    "what is measured (one of these)": (
+        "text",
+        "classify",
+        "tasks",
+    ),
+    "of --text and all others": (
+        "seq_len",
+        "input_len",
+        "batch_size",
+        "compute_dtype",
+        "tokenizer",
+        "split",
+    ),
+    "of --classify": (
+        "labels",
+        "template",
+    ),
+    "of --tasks": (
+        "tasks_dir",
+        "data_dir",
+        "limit",
+        "num_fewshot",
+        "apply_chat_template",
+        "cache",
+        "output",
+        "samples",
+    ),
+}
+EXAMPLES = """
+moe-jax eval run/model --text held-out.txt --seq-len 1024
+moe-jax eval run/model --tasks piqa,arc_easy --limit 200 --output results.json
+moe-jax eval run/model --classify sst2.jsonl --labels negative,positive
+"""
 
 
 def run(options: Options) -> None:

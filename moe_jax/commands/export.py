@@ -12,13 +12,17 @@ from moe_jax.errors import InputError, flag_of
 
 @dataclasses.dataclass(frozen=True)
 class Options(BaseFlag):
-    """Writes a model as a Hugging Face checkpoint. Deltas of experts are merged into full experts."""
+    """Writes a model as a Hugging Face checkpoint, which Transformers and others load.
+
+    Experts that share a base are written as full experts, because no such checkpoint knows a shared base.
+    """
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
-    """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
+    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
+    of a training run), or org/name on the Hugging Face Hub."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the Hugging Face directory appears; must not exist."""
-    max_shard_size: str = "5GB"
+    max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"
     """Largest size of a file, such as 5GB, 500MB or 2GiB."""
     expert_layout: Literal["per-expert", "fused"] = "per-expert"
     """One tensor per expert, as on the hub; or fused tensors, which only Transformers 5 and later read."""
@@ -33,6 +37,22 @@ class Options(BaseFlag):
     """Goes on where weights are NaN or infinite, instead of refusing."""
     dry_run: bool = False
     """Prints the mapping and sizes, and writes nothing."""
+
+
+GROUPS = {
+    "what is written": (
+        "format",
+        "dtype",
+        "expert_layout",
+        "dense_layers",
+        "max_shard_size",
+    ),
+}
+EXAMPLES = """
+moe-jax export run/model hf-dir
+# LoRA, for the PEFT library
+moe-jax export lora-run/model peft-dir --format peft
+"""
 
 
 def run(options: Options) -> None:

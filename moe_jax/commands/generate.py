@@ -28,7 +28,8 @@ class Options(BaseFlag):
     """
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
+    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
+    of a training run), or org/name on the Hugging Face Hub."""
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """A prompt; may be given several times. BOS is put before it where the tokenizer does so, and for an encoder EOS
     after it."""
@@ -47,16 +48,16 @@ class Options(BaseFlag):
     temperature: float = 0.0
     """Divides the logits before sampling; 0 takes the most likely token."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Samples from this many of the most likely tokens."""
+    """Samples from this many of the most likely tokens; by default from all."""
     top_p: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """Samples from the most likely tokens whose probabilities sum to this."""
+    """Samples from the most likely tokens whose probabilities sum to this; by default from all."""
     seed: int = 0
     """Seed of the sampling."""
     stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """A text that ends what is generated, and is no part of it; may be given several times."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a text, besides those that the model names as EOS, in its config or in generation_config.json
-    (of which nothing else is used)."""
+    (of which nothing else is used); by default no others."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the activations."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
@@ -67,6 +68,42 @@ class Options(BaseFlag):
     json: bool = False
     """Prints JSON and nothing else: a list with prompt, prompt_ids, text, ids, stopped, reason (eos, stop_id, stop or
     length) and ended_by of every prompt."""
+
+
+GROUPS = {
+    "what the model is given": (
+        "prompt",
+        "prompts_file",
+        "ids",
+        "chat",
+        "system",
+    ),
+    "which tokens are taken": (
+        "temperature",
+        "top_k",
+        "top_p",
+        "seed",
+    ),
+    "when a text ends": (
+        "max_new_tokens",
+        "stop",
+        "stop_ids",
+    ),
+    "what is printed": (
+        "stream",
+        "json",
+    ),
+    "where it is computed": (
+        "compute_dtype",
+        "mesh",
+    ),
+}
+EXAMPLES = """
+moe-jax generate model-dir --prompt "Once upon a time" --max-new-tokens 100
+# a conversation
+moe-jax generate SmolLM2-135M-Instruct --chat
+moe-jax generate model-dir --chat --prompts-file questions.jsonl --json
+"""
 
 
 def run(options: Options) -> None:

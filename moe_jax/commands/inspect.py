@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Options(BaseFlag):
-    """What a model consists of: parameters with shapes and bytes, experts, config, lineage."""
+    """Lists what a model consists of: its leaves (arrays of parameters) with shapes and bytes, experts, and lineage.
+
+    The lineage is how the model was made: commands, options, sources, and measured figures.
+    """
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
+    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
+    of a training run), or org/name on the Hugging Face Hub."""
     json: bool = False
     """Prints JSON and nothing else, with one entry per leaf."""
     weights: bool = False
@@ -41,6 +45,24 @@ class Options(BaseFlag):
     """With --text: length of a window in tokens."""
     split: bool = False
     """With --text: splits the parameters over the devices, instead of copying them to each."""
+
+
+GROUPS = {
+    "what is looked at": (
+        "weights",
+        "json",
+    ),
+    "pictures": (
+        "plots",
+        "text",
+        "seq_len",
+        "split",
+    ),
+}
+EXAMPLES = """
+moe-jax inspect moe-dir
+moe-jax inspect moe-dir --plots plots --text held-out.txt
+"""
 
 
 def run(options: Options) -> None:

@@ -26,6 +26,11 @@ class Options(BaseFlag):
     """Goes on where weights are NaN or infinite, instead of refusing."""
 
 
+EXAMPLES = """
+moe-jax merge lora-run/model merged-dir
+"""
+
+
 def run(options: Options) -> None:
     """Merges, and prints what was merged and what was kept.
 

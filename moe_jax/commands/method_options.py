@@ -43,9 +43,9 @@ def command_fields() -> list[tuple[str, Any, dataclasses.Field]]:
         texts: dict[str, list[str]] = {}
         for option in same:
             texts.setdefault(option.text, []).append(option.method)
-        text = " ".join(f"{', '.join(methods)}: {text}" for text, methods in texts.items())
+        text = "\n".join(f"{', '.join(methods)}: {text}" for text, methods in texts.items())
         if same[0].is_switch:
-            text = f"Leaves out what is done otherwise. {text}" if same[0].default else text
+            text = f"Leaves out what is done otherwise.\n{text}" if same[0].default else text
             fields.append(
                 (_switch(same[0]), Annotated[bool, tyro.conf.arg(help=text)], dataclasses.field(default=False))
             )

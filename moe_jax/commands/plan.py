@@ -24,8 +24,11 @@ _NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", "compress_layers", "dt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(UpcycleFlags, AdaptFlags):
-    """Counts the parameters and bytes of a model. With options of upcycle or adapt, counts those of the model that they
-    would make; with --compress, also the bytes of the experts in every form in which they can be stored."""
+    """Counts the parameters and bytes of a model from its config alone.
+
+    With options of upcycle or adapt, counts those of the model that they would make; with --compress, also the bytes of
+    the experts in every form in which they can be stored. Weights are not read, and need not be there.
+    """
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG_OR_MODEL")]
     """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP."""
@@ -38,7 +41,7 @@ class Options(UpcycleFlags, AdaptFlags):
     adapter: Annotated[str | None, tyro.conf.arg(metavar="INT|lora:R|parallel:R")] = None
     """pesc: the width of an adapter (default 512); methods of adapt: the form of an adapter."""
     scale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """The factor by which the adapters' outputs are multiplied."""
+    """The factor by which the adapters' outputs are multiplied; by default that of the method."""
     experts: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Experts per MoE layer (default 8); perft-r and perft-d: adapters per MoE layer."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -53,11 +56,12 @@ class Options(UpcycleFlags, AdaptFlags):
     compress: Annotated[str | None, tyro.conf.arg(metavar="METHOD")] = None
     """A method of moe-jax compress. Adds the bytes of the experts when it has compressed them."""
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
-    """With --compress: the share of the experts' entries that is kept, in (0, 1]."""
+    """With --compress: the share of the experts' entries that is kept, in (0, 1]. Methods that keep a share require
+    it."""
     residual: Annotated[str | None, tyro.conf.arg(metavar="up|svd|quantized[:BITS]")] = None
-    """With --compress resmoe: only forms of this kind."""
+    """With --compress resmoe: only forms of this kind; by default all."""
     storage: Annotated[str | None, tyro.conf.arg(metavar="FORM")] = None
-    """With --compress: only this form, such as csr16 or svd."""
+    """With --compress: only this form, such as csr16 or svd; by default all."""
     bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2")] = None
     """With --compress: bits of quantised weights, and of the values of sparse ones, which are floats by default."""
     compress_layers: Annotated[str | None, tyro.conf.arg(metavar="all|top:N|0,3,8-11")] = None
@@ -69,11 +73,66 @@ class Options(UpcycleFlags, AdaptFlags):
     """With --compress: dtype of all parameters; by default that of the config."""
     platform: Annotated[str | None, tyro.conf.arg(metavar="v4|v5e|v5p|v6e|v7x|h100|a100|cpu")] = None
     """A TPU generation, a GPU, or cpu. Adds the strategy by which the experts of each kind of layer would be applied
-    there, for a training batch and for decoding, and the least time of every one."""
+    there, for a training batch and for decoding, and the least time of every one. By default none."""
     tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """With --platform: tokens of a training batch on one device (default 8192)."""
     json: bool = False
     """Prints JSON and nothing else."""
+
+
+GROUPS = {
+    "the model of moe-jax upcycle or adapt": (
+        "method",
+        "experts",
+        "top_k",
+        "every",
+        "layers",
+        "delta",
+        "adapter",
+        "scale",
+        "rest",
+        "freeze_base",
+        "gate",
+        "universal",
+        "extended",
+        "targets",
+        "alpha",
+        "dropout",
+        "base",
+        "balance_coef",
+        "z_coef",
+        "cv_coef",
+        "seed",
+        "no_step0_check",
+    ),
+    "training on several chips": (
+        "mesh",
+        "optimizer",
+    ),
+    "the model of moe-jax compress": (
+        "compress",
+        "keep",
+        "residual",
+        "storage",
+        "bits",
+        "compress_layers",
+        "dtype",
+    ),
+    "time on a chip": (
+        "platform",
+        "tokens",
+    ),
+}
+EXAMPLES = """
+# parameters and bytes of a model, from its config
+moe-jax plan mixtral-dir/config.json
+# what upcycling would make of it, and what it takes to train that on 16 chips
+moe-jax plan llama-dir --experts 8 --top-k 2 --delta low-rank:16 --mesh fsdp=16
+# what would be trained with adapters
+moe-jax plan mixtral-dir --method perft-e --adapter parallel:8
+# bytes of the experts in every form
+moe-jax plan mixtral-dir --compress resmoe --keep 0.25
+"""
 
 
 def run(options: Options) -> None:

@@ -21,8 +21,9 @@ class Options(BaseFlag):
     """
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """A model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
-    host: str = "127.0.0.1"
+    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
+    of a training run), or org/name on the Hugging Face Hub."""
+    host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all of this machine's."""
     port: int = 8000
     """Port to listen at; 0: any that is free."""
@@ -36,6 +37,12 @@ class Options(BaseFlag):
     """Tokens of a prompt and its answer together, at most."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the activations."""
+
+
+EXAMPLES = """
+moe-jax serve SmolLM2-135M-Instruct --port 8123 --name smol --context 2048
+curl http://127.0.0.1:8123/v1/completions -d '{"model": "smol", "prompt": "Once", "max_tokens": 16}'
+"""
 
 
 def run(options: Options) -> None:

@@ -12,7 +12,10 @@ import tyro
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Trains a model as a recipe says. Paths in the recipe are relative to the current directory."""
+    """Trains a model as a recipe says, a TOML file; or compiles its step for a TPU pod or GPUs without any.
+
+    Paths in the recipe are relative to the current directory. Ctrl-C and SIGTERM save a checkpoint before the end.
+    """
 
     recipe: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RECIPE.toml")] = None
     """The recipe; --keys explains its keys, train/recipes holds examples."""
@@ -31,12 +34,41 @@ class Options:
     """With --restart: leaves out this many batches after the checkpoint."""
     compile_only: bool = False
     """Compiles the training step for --topology and prints bytes per chip and collectives; needs no weights."""
-    topology: str | None = None
-    """The accelerator to compile for, such as v5e:4x4 or v5p:2x2x4, or h100:2x8: hosts and GPUs on each."""
-    config: Path | None = None
+    topology: Annotated[str | None, tyro.conf.arg(metavar="KIND:SHAPE")] = None
+    """The accelerator to compile for, such as v5e:4x4 or v5p:2x2x4, or h100:2x8: hosts and GPUs on each.
+    --compile-only requires it."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """With --compile-only: a config.json (of this library or Hugging Face's) instead of that of the recipe's model."""
     json: bool = False
     """With --compile-only: prints JSON and nothing else."""
+
+
+GROUPS = {
+    "recipe": (
+        "set",
+        "keys",
+    ),
+    "runs that were begun": (
+        "resume",
+        "restart",
+        "skip_batches",
+    ),
+    "compiling for machines that are not there": (
+        "compile_only",
+        "topology",
+        "config",
+        "json",
+    ),
+}
+EXAMPLES = """
+moe-jax train recipe.toml --set model.path=moe train.steps=1000
+# after an interruption; begins where there is nothing to continue
+moe-jax train recipe.toml --resume
+# does the step fit 16 chips? needs no TPU
+moe-jax train recipe.toml --compile-only --topology v5e:4x4
+# what a recipe can say about the optimizer
+moe-jax train --keys optimizer
+"""
 
 
 def run(options: Options) -> None:

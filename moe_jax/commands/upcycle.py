@@ -58,15 +58,15 @@ class UpcycleFlags:
     extended: bool = False
     """Stores the universal FFN as one more delta over the shared FFN (low-rank and sparse)."""
     balance_coef: Annotated[float | None, optional("FLOAT", "0.01")] = None
-    """Coefficient of the load-balancing loss in training."""
+    """Coefficient of the loss that makes the router use all experts alike, in training."""
     z_coef: Annotated[float | None, optional("FLOAT", "0")] = None
-    """Coefficient of the router's z-loss in training."""
+    """Coefficient of the router's z-loss, which keeps its logits small, in training."""
     cv_coef: Annotated[float | None, optional("FLOAT", "0")] = None
     """Coefficient in training of XFT's balance loss, the squared coefficients of variation of importance and load."""
     seed: Annotated[int | None, optional("INT", "0")] = None
     """Seed of routers, low-rank factors and sparse positions."""
     no_step0_check: bool = False
-    """Skips the comparison with the dense model's logits. Without it, gates that cannot reproduce them are allowed."""
+    """Skips the comparison with the dense model's logits, which otherwise refuses gates that cannot reproduce them."""
 
     def options(self) -> "UpcycleOptions":
         """The options of `moe_jax.upcycle`, with defaults filled in.
@@ -97,6 +97,9 @@ class UpcycleFlags:
 class Options(BaseFlag, UpcycleFlags):
     """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained.
 
+    The FFN of a layer is its feed-forward network. Experts begin as equal copies of it, so that it makes no difference
+    which of them the router, which is new and random, chooses.
+
     With --method pesc, unless --rest is full, the output is an adapter directory: it holds only the adapters and refers
     to the dense model, which has to stay where it is.
     """
@@ -110,6 +113,40 @@ class Options(BaseFlag, UpcycleFlags):
     shown; its first 512 tokens."""
     allow_nonfinite: bool = False
     """Goes on where weights are NaN or infinite, instead of refusing."""
+
+
+GROUPS = {
+    "which layers get experts, and of what form": (
+        "method",
+        "experts",
+        "top_k",
+        "every",
+        "layers",
+        "delta",
+    ),
+    "how a token's experts are weighted": (
+        "gate",
+        "universal",
+        "extended",
+    ),
+    "losses in training, kept in the model's config": (
+        "balance_coef",
+        "z_coef",
+        "cv_coef",
+        "freeze_base",
+    ),
+    "of --method pesc": (
+        "adapter",
+        "scale",
+        "rest",
+    ),
+}
+EXAMPLES = """
+# four experts in every second layer, which share its FFN and differ by deltas of rank 16
+moe-jax upcycle SmolLM2-135M-Instruct moe --experts 4 --top-k 2 --delta low-rank:16
+# every expert a copy of the FFN, in all layers
+moe-jax upcycle llama-dir moe-dir --experts 8 --top-k 2 --every 1
+"""
 
 
 def run(options: Options) -> None:

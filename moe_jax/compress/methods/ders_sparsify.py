@@ -36,7 +36,7 @@ class Sparsify(Method):
     """Sparse deltas over a shared base.
 
     Attributes:
-      drop: share p of the entries that are left out, in [0, 1).
+      drop: share p of the entries that are left out, in [0, 1); required.
       keep: which entries stay. `random`: each with probability 1-p, divided by 1-p (DARE). `exact`: as many in every
         kernel, drawn at random and divided by their share; both are right on average. `magnitude`: the largest ones
         as they are, which is the least error.

@@ -55,6 +55,7 @@ class ResMoE(Method):
 
     Attributes:
       keep: share of the entries of the residuals that stay, in (0, 1]; of low-rank ones the numbers that are stored.
+        Required without a budget.
       residual: `up`: the largest entries; `svd`: low-rank; `quantized` or `quantized:BITS`: all in a few bits. By
         default `up`, and under a budget all of them.
       bits: of a quantized residual, by default 4, or of the values of a pruned one, by default floats.
@@ -63,8 +64,8 @@ class ResMoE(Method):
         and layers of one shape: so no storage is left empty, and equal layers stay equal.
       refit: the centre of pruned residuals is refitted to what was pruned.
       solver: of the alignment, see `barycenter`; `identity` takes the neurons as they are.
-      target_bytes: a budget for the experts of all compressed layers, everything included.
-      budget_bits: the same as average bits per weight of these experts.
+      target_bytes: instead of `keep`, a budget for the experts of all compressed layers, everything included.
+      budget_bits: the same as average bits per weight of these experts; by default no budget.
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
