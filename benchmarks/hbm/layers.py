@@ -82,9 +82,9 @@ def make_layer(kind: str, shape: Shape) -> Layer:
     costs = strategy_costs(config, expert, shape.d, load, Platform.of(current_chip(), DTYPE.itemsize))
     strategy = cheapest(costs)
     if strategy.startswith("factored"):
-        # Two products into the hidden layer and one out of it with the base, a row per token. With the deltas, those
-        # into it begin with a row per token, too, which is where the others have one per expert of the token.
-        rows = TOKENS * sides + 2 * (TOKENS * shape.d + load.rows * shape.f) + load.rows * (shape.d + shape.f)
+        # The three products with the base, a row per token; the two of the deltas that begin with a row per token; and
+        # what makes of the products into the hidden layer the sum over a token's experts.
+        rows = TOKENS * (sides + 2 * shape.d + 3 * shape.f)
     else:
         rows = load.rows * sides
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

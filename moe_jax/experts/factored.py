@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.parallel import num_experts
 from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 from moe_jax.functional.ffn import hidden
-from moe_jax.functional.linear import linear
+from moe_jax.functional.linear import linear, linear_of_float32
+from moe_jax.functional.low_rank_hidden import Hidden, Projection, low_rank_hidden, of_projection
 from moe_jax.functional.routing import Routing
 
 
@@ -74,24 +76,43 @@ def _side_by_side(
     biases: Mapping[str, Array],
     activation: str,
 ) -> Float[Array, "T d"]:
-    tokens, top_k = routing.experts.shape
-    experts = num_experts(deltas["up"])
+    (tokens, top_k), experts = routing.experts.shape, num_experts(deltas["up"])
     is_chosen = jax.nn.one_hot(routing.experts, experts, dtype=x.dtype)
+    factors = {name: _beside(delta, x.dtype) for name, delta in deltas.items()}
 
-    def delta_product(rows: Float[Array, "T n i"], name: str) -> Float[Array, "T k o"]:
-        """Products of the chosen experts' deltas with one row each (n = k), or with the token's row (n = 1)."""
-        a, b = (factor.astype(x.dtype) for factor in deltas[name].form.factors(deltas[name].arrays))
-        # `a` of all experts as columns of one matrix, `b` as rows of one.
-        of_all = linear(rows, jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1))
-        of_chosen = of_all.reshape(tokens, -1, experts, a.shape[2]) * is_chosen[..., None]
-        y = linear(of_chosen.reshape(tokens, top_k, -1), b.reshape(-1, b.shape[2]))
-        return y + linear(is_chosen, biases[name]) if name in biases else y
+    def of_chosen(inner: Float[Array, "T n m"], shares: Float[Array, "T k E"]) -> Float[Array, "T k m"]:
+        """Every choice's products with the factors of its own expert, times its share; zero for other experts."""
+        per_expert = inner.reshape(tokens, -1, experts, inner.shape[-1] // experts) * shares[..., None]
+        return per_expert.reshape(tokens, top_k, -1)
 
-    def into_hidden(name: str) -> Float[Array, "T k f"]:
-        own, base = delta_product(x[:, None, :], name), bases[name]
-        return own if base is None else base(x)[:, None, :] + own
+    def bias_of(name: str) -> Float[Array, "T k o"] | float:
+        return linear(is_chosen, biases[name]) if name in biases else 0.0
 
-    gate = into_hidden("gate") if "gate" in bases else None
-    h = hidden(into_hidden("up"), gate, activation)
-    y = weighted_sum(delta_product(h, "down"), routing.weights)
-    return y if bases["down"] is None else bases["down"](weighted_sum(h, routing.weights)) + y
+    def projection(name: str) -> Projection:
+        a, b = factors[name]
+        base = bases[name]
+        of_base = None if base is None else base(x)
+        return Projection(of_base, of_chosen(linear(x, a)[:, None], is_chosen), b)
+
+    gate, up = projection("gate") if "gate" in bases else None, projection("up")
+    a, b = factors["down"]
+    if gate is None or gate.of_base is None or biases:
+        product = of_projection(up) + bias_of("up")
+        gated = None if gate is None else of_projection(gate) + bias_of("gate")
+        h = hidden(product, gated, activation)
+        h = Hidden(weighted_sum(h, routing.weights), linear(h, a))
+    else:
+        h = low_rank_hidden(gate, up, a, routing.weights, activation)
+    # The sum over the choices comes before the second product, which then is one of T rows.
+    shares = is_chosen.astype(jnp.float32) * routing.weights[..., None]
+    inner = jnp.sum(of_chosen(h.inner.astype(jnp.float32), shares), axis=1)
+    y = linear_of_float32(inner, b, x.dtype)
+    if "down" in biases:
+        y = y + weighted_sum(bias_of("down"), routing.weights)
+    return y if bases["down"] is None else bases["down"](h.summed) + y
+
+
+def _beside(delta: Kernels, dtype: DTypeLike) -> tuple[Float[Array, "i n"], Float[Array, "n o"]]:
+    """The first factors of all experts as columns of one matrix, and the second ones as rows of one."""
+    a, b = (factor.astype(dtype) for factor in delta.form.factors(delta.arrays))
+    return jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1), b.reshape(-1, b.shape[2])

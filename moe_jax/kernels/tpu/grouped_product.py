@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.ffn import ACTIVATION_FUNCTIONS
 from moe_jax.kernels.tpu.chip import ANY_CORE, RESERVED, Core
 from moe_jax.kernels.tpu.fused_tile import FusedTile, Operand, Piece
+from moe_jax.kernels.tpu.gated_activation import activated
 from moe_jax.kernels.tpu.group_visits import Visits, group_visits
 from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
 from moe_jax.kernels.tpu.product_blocks import Made, Plan, plan_blocks
@@ -215,20 +215,13 @@ def _kernel(
             for panel_ref in panels:
                 weights = panel_ref[columns, :] if transposed else panel_ref[:, columns]
                 products.append(dot(rows_ref[own, :], weights, (1, 1 if transposed else 0)))
-            product = products[0] if activation is None else _activated(products[0], activation) * products[1]
+            product = products[0] if activation is None else activated(products[0], activation) * products[1]
             kept = out_ref[own, columns].astype(jnp.float32)
             out_ref[own, columns] = jnp.where(inside, product, kept).astype(out_ref.dtype)
 
         in_pieces(plan.width, COLUMNS, piece)
 
     over_strips(visits, v, plan.rows, plan.strip, multiply)
-
-
-def _activated(gate: Float[Array, "m n"], activation: str) -> Float[Array, "m n"]:
-    if activation == "gelu":
-        # Mosaic has no `erfc`, with which it is computed elsewhere.
-        return 0.5 * gate * (1.0 + lax.erf(gate * 0.5**0.5))
-    return ACTIVATION_FUNCTIONS[activation](gate)
 
 
 def _make_panel(panel_ref: Any, base_ref: Any, operand_refs: Sequence[Any], tile: FusedTile) -> None:

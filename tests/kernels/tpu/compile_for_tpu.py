@@ -2,13 +2,17 @@
 
     python -m tests.kernels.tpu.compile_for_tpu GENERATION:KIND:E:IN:OUT:ROWS ...
 
+KIND `factored` is a whole forward layer of low-rank experts whose base is applied once per token.
+
 A process of its own: the environment has to be described before JAX is imported, and without the tests' flags.
 """
 
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from moe_jax.train.compile_only import prepare_environment
 
@@ -20,10 +24,12 @@ from flax import nnx  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
+from moe_jax.experts import BankConfig, FFNConfig, make_bank  # noqa: E402
 from moe_jax.experts.forms import Full, LowRank, Quantized  # noqa: E402
 from moe_jax.experts.forms.matrix import BASE, Matrix  # noqa: E402
 from moe_jax.experts.forms.nf4 import NF4  # noqa: E402
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows  # noqa: E402
+from moe_jax.functional.routing import Routing  # noqa: E402
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 FORMS = {
@@ -52,11 +58,30 @@ def compiled(generation: str, kind: str, experts: int, shape: tuple[int, int], r
 
     of_rows = (jax.ShapeDtypeStruct((rows, side), jnp.bfloat16) for side in shape)
     arguments = next(of_rows), trained, fixed, jax.ShapeDtypeStruct((experts,), jnp.int32), next(of_rows)
+    return report(product_and_gradients, arguments, device)
+
+
+def compiled_factored(generation: str, experts: int, shape: tuple[int, int], rows: int) -> dict:
+    """What the compiler says of a forward layer of low-rank experts whose factors lie side by side."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices[0]
+    top_k = 2 if experts == 8 else 8
+    config, expert = BankConfig(kind="low-rank", rank=16), FFNConfig(dim=shape[1])
+    bank = nnx.eval_shape(lambda: make_bank(config, expert, experts, shape[0], rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    bank.strategy = "factored-side-by-side"
+    graphdef, state = nnx.split(bank)
+    tokens = rows // top_k
+    routing = (jax.ShapeDtypeStruct((tokens, top_k), dtype) for dtype in (jnp.int32, jnp.float32))
+    arguments = jax.ShapeDtypeStruct((tokens, shape[0]), jnp.bfloat16), Routing(*routing), state
+    return report(lambda x, routing, state: nnx.merge(graphdef, state)(x, routing), arguments, device)
+
+
+def report(function: Callable[..., Any], arguments: tuple, device: jax.Device) -> dict:
+    """Compiles a function for a device that is not there."""
     there = SingleDeviceSharding(device)
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), arguments)
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        done = jax.jit(product_and_gradients).lower(*arguments).compile(compiler_options=options)
+        done = jax.jit(function).lower(*arguments).compile(compiler_options=options)
         (text,) = (file.read_text() for file in Path(folder).glob("*.after_optimizations.txt"))
     return {
         "kernels": sorted(name for name in KERNELS if f"%{name}." in text or f"%{name} " in text),
@@ -68,11 +93,13 @@ def compiled(generation: str, kind: str, experts: int, shape: tuple[int, int], r
 
 KERNELS = (
     "gated_product", "grouped_product", "grouped_product_transposed", "grouped_outer", "low_rank_gradients",
-    "reduced_outer",
+    "low_rank_hidden", "reduced_outer",
 )  # fmt: skip
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:
         generation, kind, *numbers = case.split(":")
         experts, fan_in, fan_out, rows = map(int, numbers)
-        print(json.dumps({"case": case} | compiled(generation, kind, experts, (fan_in, fan_out), rows)), flush=True)
+        sizes = experts, (fan_in, fan_out), rows
+        found = compiled_factored(generation, *sizes) if kind == "factored" else compiled(generation, kind, *sizes)
+        print(json.dumps({"case": case} | found), flush=True)
