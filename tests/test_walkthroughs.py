@@ -16,9 +16,9 @@ from tests.walkthroughs import Ran, blocks_of, form, not_printed, read_by_parser
 # `make test` runs every second, and reads the commands of all.
 DOCUMENTS = ("upcycle-and-train", "tune", "compress", "checkpoint-to-pod")
 TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for message in messages %}{{ message.role }}:\n{{ message.content }}"
     "{{ eos_token if message.role == 'assistant' }}\n"
-    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
 
 # The numbers of the documents are those of a model of 30 layers; the tiny one has 1, 16 wide. Steps, and not kinds of
@@ -27,8 +27,11 @@ SMALLER = {
     "--every 6": "--every 1",
     "low-rank:16": "low-rank:2",
     "seq_len = 256": "seq_len = 16",
+    "seq_len = 2048": "seq_len = 16",
+    "data.seq_len=256": "data.seq_len=16",
     "--seq-len 256": "--seq-len 16",
-    "batch_size = 2": "batch_size = 8",
+    "batch_size = 2\n": "batch_size = 8\n",
+    "batch_size = 64": "batch_size = 16",
     "steps = 20": "steps = 4",
     "every = 10": "every = 2",
     "every = 5": "every = 2",
@@ -37,11 +40,10 @@ SMALLER = {
     "[:8_000]": "[:800]",
     "lora:8": "lora:2",
     "--max-new-tokens 48": "--max-new-tokens 4",
-    "--target-bytes 60MB": "--target-bytes 6KB",
     "--keep 0.1,0.5 --bits 2,4": "--keep 0.5 --bits 4",
     "train.batch_size=2": "train.batch_size=8",
     "mesh.fsdp=1 ": "mesh.fsdp=8 ",
-    "--tokens 4096": "--tokens 64",
+    "--tokens 8192": "--tokens 64",
     "--max-new-tokens 24": "--max-new-tokens 4",
 }
 

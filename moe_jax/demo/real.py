@@ -19,6 +19,14 @@ QUESTIONS = (
     "Why is the sky blue? Answer in one sentence.",
     "Ada has 6 boxes with 7 marbles each and gives 4 marbles away. How many marbles are left?",
 )
+MODELS = {
+    "dense, as it came": "dense",
+    "upcycled and tuned": "run/model",
+    "the same, exported": "hf",
+    "tuned, ResMoE": "resmoe",
+    "tuned, 4-bit experts": "4-bit",
+}
+"""The models that are compared, and where they lie in the folder of the demo."""
 NEW_TOKENS = 48
 TRAINED, HELD_OUT = 600, 16
 
@@ -92,18 +100,11 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, console: rich.consol
     after = _ask(shell, paths["hf"])
 
     console.rule("compare on problems that it was not tuned on")
-    compared = {
-        "dense, as it came": paths["dense"],
-        "upcycled and tuned": tuned,
-        "the same, exported": paths["hf"],
-        "tuned, ResMoE": paths["resmoe"],
-        "tuned, 4-bit experts": paths["4-bit"],
-    }
     problems = folder / "problems/held-out.jsonl"
     rows = []
-    for name, path in compared.items():
-        console.print(f"scoring {path} on {problems}", highlight=False)
-        rows.append(_row(name, path, problems))
+    for name, place in MODELS.items():
+        console.print(f"scoring {folder / place} on {problems}", highlight=False)
+        rows.append(_row(name, folder / place, problems))
     by_name = {row.name: row for row in rows}
     _check_equal(by_name["the same, exported"], by_name["upcycled and tuned"])
     records = read_metrics(folder / "run/metrics.jsonl")

@@ -10,8 +10,11 @@ import rich.console
 from moe_jax.cli import main
 from moe_jax.demo.page import Answers, Row, print_page, write_page
 from moe_jax.demo.problems import KINDS, write_problems
+from moe_jax.demo.real import MODELS, QUESTIONS
 from moe_jax.demo.results import Result, median_speed, plot, table
 from moe_jax.demo.text import byte_tokenizer, write_text
+from tests.conftest import ROOT
+from tests.walkthroughs import blocks_of, form
 
 
 def test_text_is_split_by_file(tmp_path):
@@ -107,3 +110,16 @@ def test_the_page_shows_what_was_said_and_measured(tmp_path):
 def test_a_quick_demo_takes_no_model(tmp_path, capsys):
     assert main(["demo", "--dir", str(tmp_path / "d"), "--quick", "--model", "x.gguf"]) == 2
     assert "--quick makes its own model" in capsys.readouterr().err
+
+
+def test_the_first_screen_of_the_readme_is_what_the_demo_ends_with():
+    console = rich.console.Console(width=120, record=True)
+    rows = [Row(name, 134_515_008, 269_000_000, 3.8, 60.0) for name in MODELS]
+    print_page(console, [Answers(question, "this", "that") for question in QUESTIONS], rows)
+    shown = next(block.text for block in blocks_of((ROOT / "README.md").read_text()) if block.kind == "text")
+
+    def forms(text: str) -> list[str]:
+        return [form(re.sub(r"^ +(before|now): .*", r"\1:", line)) for line in text.splitlines() if line.strip()]
+
+    heading, *printed = forms(console.export_text())
+    assert "what it said before" in heading and forms(shown) == printed
