@@ -15,7 +15,7 @@ from moe_jax.peft.base import own_leaves
 from moe_jax.peft.parameter_sizes import parameter_sizes
 from moe_jax.upcycle import PESC
 from tests.peft.models import FFN, FULL, SHARED, model_of
-from tests.tiers import one_in
+from tests.tiers import long
 from tests.upcycle.conftest import random_leaves, write_model
 
 METHODS = {
@@ -239,7 +239,7 @@ def test_a_model_with_adapter_experts_of_its_own_is_a_base(options, models, tmp_
         assert run("adapt", merged, tmp_path / "again", options, NO_CHECK) == 0
 
 
-@one_in(2)
+@long
 @pytest.mark.parametrize("compression", ["--method resmoe --keep 0.5", "--method ders-quantize --bits 4"])
 def test_a_compressed_model_is_a_base(compression, models, tmp_path, capsys):
     """Its centre is held as NF4, its residuals stay as they are, and every expert gets an adapter."""

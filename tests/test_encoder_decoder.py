@@ -67,7 +67,7 @@ def switch(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("switch") / "model", config, random_leaves(config))
 
 
-@one_in(2)
+@long
 @pytest.mark.parametrize("options", [("--every", 2), PESC])
 def test_an_upcycled_t5_gives_its_logits(t5, tmp_path, options, capsys):
     assert run("upcycle", t5, tmp_path / "moe", "--experts", 4, *options) == 0, capsys.readouterr().err
@@ -82,6 +82,7 @@ def test_an_upcycled_t5_gives_its_logits(t5, tmp_path, options, capsys):
     assert tuple(load) == moe.config.moe_layers and np.isfinite(auxiliary_loss(moe.config, after.router))
 
 
+@long
 def test_what_switch_can_hold_leaves_in_its_format(t5, tmp_path, capsys):
     switch = ("--gate", "top1", "--top-k", 1, "--no-step0-check")
     assert run("upcycle", t5, tmp_path / "switch", "--experts", 4, "--every", 2, *switch) == 0

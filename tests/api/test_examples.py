@@ -9,10 +9,12 @@ import pathlib
 import pytest
 
 import moe_jax
+from tests.tiers import one_in
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", moe_jax.__all__)
 def test_the_example_of_a_public_name_gives_what_it_says(name, tmp_path):
     thing = getattr(moe_jax, name)

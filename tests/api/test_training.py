@@ -10,6 +10,7 @@ import pytest
 import moe_jax
 from moe_jax.errors import InputError
 from moe_jax.train.batches import read_batch
+from tests.tiers import long
 from tests.train.conftest import BOS, EOS, byte_tokenizer
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
@@ -69,6 +70,7 @@ def test_adapters_are_trained_and_their_base_is_not(tmp_path):
     assert (saved / "base.json").is_file() and leaves(moe_jax.load(saved)) == now
 
 
+@long
 def test_a_model_over_devices_is_trained_on_them():
     alone = moe_jax.train(RECIPE, moe_jax.tiny_model(), [batch()] * 2)
     loaded = moe_jax.train(RECIPE, moe_jax.load(moe_jax.tiny_model(), mesh={"fsdp": 4, "tensor": 2}), [batch()] * 2)
@@ -114,6 +116,7 @@ def test_recipes_and_arguments_that_do_not_go_together(tmp_path):
         moe_jax.train(tmp_path / "recipe.toml")
 
 
+@long
 def test_a_whole_run_from_keys_and_from_a_file_gives_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = dense_config(num_layers=1, vocab_size=258, bos_id=BOS, eos_ids=(EOS,))

@@ -29,6 +29,7 @@ def test_on_a_full_disk_nothing_looks_whole_and_the_same_command_goes_on(worksho
     assert trial.fault is None and trial.went_on
 
 
+@long
 def test_of_two_commands_with_one_target_one_says_that_the_other_is_at_it(workshop):
     assert workshop.twice("convert").fault is None
 

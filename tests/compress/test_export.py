@@ -21,7 +21,7 @@ from moe_jax.open_source import open_source
 from tests.compress.conftest import RECIPE, MemorySource, moe_config, trained_leaves
 from tests.convert.conftest import CONFIGS
 from tests.convert.test_foreign_view import write_model
-from tests.tiers import one_in
+from tests.tiers import long, one_in
 from tests.train.conftest import BOS, EOS, byte_tokenizer
 from tests.upcycle.conftest import dense_config, random_leaves
 from tests.upcycle.conftest import write_model as write_leaves
@@ -130,6 +130,7 @@ def test_upcycled_experts_narrower_than_dense_layers_get_zeros(tmp_path):
     assert np.array_equal(down[:, :16], before) and not down[:, 16:].any()
 
 
+@long
 def test_merged_and_narrower_experts_generate_and_train(tmp_path, capsys):
     """Both at once, in a model of one layer; the others are banks that have tests of their own."""
     tokenizer = byte_tokenizer(tmp_path / "tokenizer.json")

@@ -19,7 +19,7 @@ from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
 from moe_jax.nn import Head
 from moe_jax.sharding import leaf_spec, make_mesh, path_name
 from tests.numerics import assert_close, made_at_once, normal, randomised
-from tests.tiers import one_in
+from tests.tiers import long, one_in
 from tests.train.models import config_of
 
 D_MODEL, EXPERTS, TOKENS, TOP_K = 16, 4, 16, 2
@@ -131,7 +131,7 @@ def test_banks_equal_experts_with_everything_added_up(kind, nf4, lora):
     assert_close(*results, tolerance=2e-5)
 
 
-@one_in(2)
+@long
 @pytest.mark.parametrize("kind", ["full", "low-rank"])
 def test_banks_over_a_mesh_equal_one_device(kind):
     graphdef, params, rest = bank_with(kind, True, True)

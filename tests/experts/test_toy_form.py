@@ -28,7 +28,7 @@ from moe_jax.models import FFNConfig, LoRAConfig, MoEConfig, config_from_json, c
 from moe_jax.open_source import open_source
 from moe_jax.sharding import leaf_spec, make_mesh
 from tests.numerics import assert_close
-from tests.tiers import long, one_in
+from tests.tiers import long
 from tests.train.conftest import byte_tokenizer
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
@@ -157,7 +157,7 @@ def logits(trained):
     return jax.jit(load_model(source))(tokens_of(source.config)).logits
 
 
-@one_in(2)
+@long
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "expert": 2, "tensor": 2}, {"expert": 4, "tensor": 2}], ids=str)
 def test_logits_over_a_mesh_of_8_are_those_of_one_device(trained, logits, axes):
     source, mesh = open_source(trained[0]), make_mesh(axes)

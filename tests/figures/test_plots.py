@@ -8,6 +8,7 @@ import pytest
 
 from moe_jax.figures.plots import plot_between, plot_load, plot_to_base, scale_of
 from moe_jax.figures.similarity import MEAN, SHARED, LayerSimilarity
+from tests.tiers import one_in
 
 
 def layer_of(index: int, experts: int, *, base: str = MEAN, noise: float = 0.1) -> LayerSimilarity:
@@ -26,6 +27,7 @@ CASES = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("layers", CASES.values(), ids=CASES.keys())
 def test_any_model_can_be_drawn(layers, tmp_path: pathlib.Path):
     plot_to_base(layers, tmp_path / "to_base.png", title="a model")

@@ -23,6 +23,7 @@ from moe_jax.functional.losses import token_losses
 from moe_jax.sharding import make_mesh
 from tests.jaxprs import equations
 from tests.numerics import normal
+from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -117,6 +118,7 @@ MESHES = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("sizes", "axes"), MESHES)
 def test_values_and_gradients_over_a_mesh(sizes, axes, transposed):

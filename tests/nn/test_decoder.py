@@ -14,6 +14,7 @@ from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, 
 from moe_jax.nn import Decoder, auxiliary_loss, load_per_layer
 from moe_jax.sharding import make_mesh, path_name, state_shardings
 from tests.numerics import initialised
+from tests.tiers import long
 
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
 FFN = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=32))
@@ -76,6 +77,7 @@ def test_rotation_does_not_depend_on_neighbours_or_padding(scaling):
     assert not np.allclose(apply(model, row).logits[:, :5], alone, atol=1e-3)  # padding taken for text
 
 
+@long
 def test_rematerialisation_changes_nothing_but_memory():
     long = config((FFN, moe_layer()) * 4)
     state = nnx.state(decoder(long))

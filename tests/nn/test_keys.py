@@ -15,7 +15,7 @@ from moe_jax.nn import Decoder
 from moe_jax.nn.router_stats import stats_per_layer
 from moe_jax.sharding import path_name
 from tests.numerics import initialised
-from tests.tiers import one_in
+from tests.tiers import long, one_in
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
 FFN = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=16))
@@ -95,6 +95,7 @@ def test_noise_does_not_depend_on_how_layers_are_stacked(strict_numerics):
     np.testing.assert_allclose(logits_of(cut, key), logits_of(scanned, key), atol=1e-5)
 
 
+@long
 def test_rematerialisation_draws_the_same_noise_again():
     def gradient(remat):
         graphdef, state = nnx.split(decoder(MOE, MOE, remat=remat))

@@ -20,7 +20,7 @@ from moe_jax.peft.options import AdaptOptions, adapted_config
 from moe_jax.sharding import make_mesh, state_shardings
 from moe_jax.train.flops import active_matmul_params
 from tests.numerics import made_at_once
-from tests.tiers import one_in
+from tests.tiers import long, one_in
 
 LATENT = LatentConfig(kv_rank=16, rope_dim=4, value_dim=8, q_rank=12)
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=12, latent=LATENT, biases=("q_down", "kv_down", "o"))
@@ -90,7 +90,7 @@ def test_latents_are_attended_to_where_that_is_cheaper():
 
 
 # With one row for each device of the last one, kernels whose inputs are whole must not be split by their rows.
-@one_in(2, first=1)
+@long
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_a_mesh_and_rematerialisation_change_nothing(axes):
     config = dataclasses.replace(model_config(lora=lora("kv_up", "kv_down", "o")), frozen_base=True)

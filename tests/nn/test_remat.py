@@ -62,6 +62,7 @@ def test_dots_multiplies_nothing_with_a_kernel_again(name):
     assert count(name, "none") == count(name, "dots") < count(name, "full")
 
 
+@long
 def test_dots_saves_what_is_multiplied_over_a_mesh():
     with jax.set_mesh(make_mesh({"data": 2, "expert": 2, "tensor": 2})):
         assert count("grouped", "none") == count("grouped", "dots") < count("grouped", "full")

@@ -13,6 +13,7 @@ from moe_jax.generation import generate
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from moe_jax.serve.engine import Closed, Engine, Job
+from tests.tiers import long
 
 
 def make_model() -> Decoder:
@@ -49,6 +50,7 @@ def answers(engine: Engine, prompts: list[list[int]], most: list[int]) -> list[l
     return found
 
 
+@long
 def test_rings_and_experts_and_caches_that_grow_change_no_token(model):
     """Prompts shorter and longer than the ring; one row that outgrows the first caches while others come and go."""
     prompts = [np.random.default_rng(n).integers(0, 40, n).tolist() for n in (3, 30, 17, 1, 32)]

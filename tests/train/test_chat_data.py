@@ -11,6 +11,7 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
 from moe_jax.train.data import open_data
 from moe_jax.train.recipe import DataSection, FieldsSection, SourceSection
 from tests.chat_templates import REASONING, SPECIAL, STYLES, SYSTEM, TURNS, marked, plain
+from tests.tiers import long
 from tests.train.conftest import BOS, EOS, byte_tokenizer
 
 CONFIG = ModelConfig(
@@ -143,6 +144,7 @@ def test_fields_and_chat_are_for_objects():
         SourceSection(path="a.txt", chat=True)
 
 
+@long
 def test_a_template_of_the_recipe_goes_with_the_trained_model_and_decides_whether_a_run_goes_on(folder, failing):
     (folder / "my.jinja").write_text(plain("chatml"))
     (folder / "chat.jsonl").write_text(json.dumps(TWO) + "\n")

@@ -15,7 +15,7 @@ from moe_jax.errors import InputError
 from moe_jax.loading import model_leaves
 from moe_jax.train.classification import Labelled, count_labels, names_of_labels, read_labelled, wilson_interval
 from moe_jax.train.program import draw_model
-from tests.tiers import one_in
+from tests.tiers import long
 from tests.train.models import FFN, config_of, encoder_decoder
 from tests.upcycle.conftest import write_model
 
@@ -102,7 +102,7 @@ def test_accuracy_confusion_and_interval():
         count_labels([Labelled("", 0)] * 2, np.array([[0.0, 1.0], [math.nan, 0.0]]), ["a", "b"], "head", 0)
 
 
-@one_in(2)
+@long
 @pytest.mark.parametrize("config", [encoder_decoder(FFN, FFN), config_of(FFN)], ids=["encoder", "decoder"])
 def test_the_likeliest_label_is_taken(tmp_path, tokenizer_path, config, capsys):
     """Against the scores of pairs, label by label."""

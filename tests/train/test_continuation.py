@@ -14,6 +14,7 @@ from moe_jax.train import run as run_module
 from moe_jax.train import run_directory
 from moe_jax.train.recipe import load_recipe
 from moe_jax.train.run_directory import RunLock
+from tests.tiers import long
 from tests.train.models import FFN, config_of
 from tests.upcycle.conftest import random_leaves, write_model
 
@@ -49,6 +50,7 @@ def test_a_continuation_keeps_the_schedule(folder, capsys):
     assert json.loads((folder / "run/model/lineage.json").read_text())[-1]["options"]["schedule.steps"] == 4
 
 
+@long
 def test_a_run_that_is_to_be_continued_names_its_horizon(folder, failing):
     line = failing("--resume", "--set", "train.steps=6", "schedule.steps=6")
     assert "cannot continue run with a changed recipe: schedule.steps (was 4, is 6); undo the change, or begin " in line

@@ -16,6 +16,7 @@ from moe_jax.sharding import path_name
 from moe_jax.train.optimizer import at_step, is_orthogonalised, learning_rate, make_optimizer
 from moe_jax.train.parameter_groups import group_rates, is_decayed
 from moe_jax.train.recipe import GroupSection, OptimizerSection, ScheduleSection
+from tests.tiers import long
 from tests.train.models import BANKS, FFN, config_of, moe
 
 PEAK = OptimizerSection(learning_rate=1.0)
@@ -310,6 +311,7 @@ def test_keys_that_do_not_go_together_are_an_error(keys, message):
         OptimizerSection(**keys)
 
 
+@long
 def test_a_new_state_has_the_learning_rate_of_its_step():
     schedule = learning_rate(PEAK, ScheduleSection(kind="linear", final_ratio=0.0), steps=10)
     optimizer = make_optimizer(OptimizerSection(kind="lion", weight_decay=0.0), schedule)

@@ -14,7 +14,7 @@ from moe_jax.model_dir import ModelDirectory
 from moe_jax.open_source import open_source
 from moe_jax.train.program import Program, first_state, make_program
 from moe_jax.train.recipe import GroupSection, MeshSection, OptimizerSection, Recipe, ScheduleSection, TrainSection
-from tests.tiers import long
+from tests.tiers import long, one_in
 from tests.train.models import BANKS, config_of, moe, recipe_of
 from tests.train.test_restart import losses
 from tests.train.test_step import initial_states, largest_difference, leaves, random_batch, run
@@ -40,6 +40,7 @@ def trained(program: Program, state, frozen, steps: int) -> tuple[list[float], o
     return found, state
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", SECTIONS)
 def test_the_loss_falls_and_an_interruption_changes_no_bit(name, tmp_path):
     train = TrainSection(batch_size=4, accumulation=2 if name == "lion" else 1)
@@ -102,6 +103,7 @@ def rates(name: str) -> list[float]:
     return [json.loads(line)["learning_rate"] for line in Path(name, "metrics.jsonl").read_text().splitlines()]
 
 
+@long
 def test_a_restart_with_another_optimizer_begins_its_moments_anew(folder, capsys):
     """The parameters, the data and the learning rate go on; and so does the restarted run after an interruption."""
     restart = ["train", "recipe.toml", "--set", "run_dir=other", "checkpoint.every=1", "optimizer.kind=lion"]

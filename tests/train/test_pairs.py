@@ -24,7 +24,7 @@ from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
 from moe_jax.train.program import draw_model
 from moe_jax.train.recipe import DataSection, SourceSection
 from moe_jax.train.tokenizer import Tokenizer
-from tests.tiers import long, one_in
+from tests.tiers import long
 from tests.train.conftest import EOS
 from tests.train.models import FFN, config_of, encoder_decoder, write_config
 
@@ -152,6 +152,7 @@ def curve(folder: Path, run: str = "run") -> list[dict]:
     ]
 
 
+@long
 def test_a_run_learns_and_reports_the_routers_of_both_stacks(finished):
     records = curve(finished)
     assert [record["step"] for record in records] == [*range(1, 13)]
@@ -237,7 +238,7 @@ def by_definition(model, pairs) -> np.ndarray:
     return np.array(found)
 
 
-@one_in(2)
+@long
 @pytest.mark.parametrize("config", [CONFIG, config_of(FFN, SWITCH)], ids=["encoder", "decoder"])
 def test_targets_are_scored_whatever_the_batch_and_the_mesh(tmp_path, tokenizer_path, config):
     longer = ("a longer input than that", "and its target " * 2)
@@ -254,6 +255,7 @@ def test_targets_are_scored_whatever_the_batch_and_the_mesh(tmp_path, tokenizer_
     np.testing.assert_allclose(spread.losses(state), expected, rtol=1e-5)
 
 
+@long
 def test_the_commands_take_pairs_and_answer_inputs(finished, capsys, monkeypatch):
     monkeypatch.chdir(finished)
     held_out = ["--text", "held_out.jsonl", "--input-len", "16", "--seq-len", "8"]

@@ -8,6 +8,7 @@ import pytest
 
 from moe_jax import cli
 from moe_jax.model_dir import ModelDirectory
+from tests.tiers import long
 from tests.train.test_continuation import content
 
 TRAIN = ["train", "recipe.toml", "--set", "checkpoint.every=1"]
@@ -73,6 +74,7 @@ def test_with_resume_it_may_be_given_again(folder, capsys):
     assert f"again has no checkpoint left; restart {folder}/run@2 with another run_dir" in capsys.readouterr().err
 
 
+@long
 def test_skipped_batches_stay_skipped(folder, capsys):
     restart = [*TRAIN, "run_dir=skipping", "train.steps=5", "schedule.steps=4"]
     assert cli.main([*restart, "--restart", "run@2", "--skip-batches", "1"]) == 0

@@ -230,6 +230,7 @@ def test_two_processes_train_like_one(workplace, monkeypatch, tmp_path):
     assert two[-1]["eval_loss"] == pytest.approx(one[-1]["eval_loss"], abs=1e-5)
 
 
+@long
 def test_a_run_ends_when_the_data_does(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     source = 'data.sources=[{path="held_out.txt"}]'

@@ -11,6 +11,7 @@ from moe_jax import cli
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.open_source import open_source
 from moe_jax.saved_state import SavedState
+from tests.tiers import long
 from tests.train.models import BANKS, config_of, moe, write_config
 
 # Two equal layers, which are stacked in memory; frozen parameters in another dtype, and another one at the end.
@@ -60,6 +61,7 @@ def test_the_last_checkpoint_is_the_model_that_the_run_left(folder):
     assert open_source(Path("run@2")).fingerprint() != saved.fingerprint()
 
 
+@long
 def test_stacked_layers_and_drawn_frozen_parameters_are_as_the_run_writes_them(folder):
     config = config_of(moe(BANKS["low-rank"]), moe(BANKS["low-rank"]))
     write_config(folder / "config.json", config)

@@ -19,6 +19,7 @@ from moe_jax.models import BankConfig
 from moe_jax.peft import trainable_paths
 from tests.compress.conftest import EXPERTS, MemorySource, memory_moe
 from tests.numerics import logits_of
+from tests.tiers import one_in
 
 FULL = BankConfig()
 FORMS = {
@@ -62,6 +63,7 @@ def designs(source, index) -> np.ndarray:
     return np.stack([np.asarray(d, np.float32) for d in design_matrices(SourceLayer(source, index))])
 
 
+@one_in(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_figures_are_those_of_what_was_written(form, shape, tmp_path):
