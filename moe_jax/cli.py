@@ -39,6 +39,7 @@ COMMANDS = {
     "generate": "continue a prompt, or talk with a model",
     "serve": "answer requests of the OpenAI protocol",
     "inspect": "what a model consists of, and how it came to be",
+    "report": "one HTML page about models, runs, compressions and evaluations",
     "plan": "parameters and bytes of a model, from its config alone",
     "clean": "what interrupted commands left, removed",
     "demo": "the whole job, on a real language model or on a small one",

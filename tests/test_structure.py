@@ -17,7 +17,7 @@ LEVELS = (
     ("functional", "kernels"),
     ("experts",),
     ("nn", "models"),
-    ("train", "convert", "compress", "upcycle", "peft", "plan", "figures", "harness"),
+    ("train", "convert", "compress", "upcycle", "peft", "plan", "figures", "harness", "report"),
     ("cli", "commands", "demo", "api", "serve"),
 )
 STRANGERS = (("train", "convert"), ("convert", "train"))

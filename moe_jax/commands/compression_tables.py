@@ -2,18 +2,18 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from moe_jax.compress.job.layer_columns import WORDS, layer_columns
 from moe_jax.formatting import show_bytes
 
 if TYPE_CHECKING:
-    from moe_jax.compress import LayerReport, Report, Sweep
+    from moe_jax.compress import Report, Sweep
 
 _WIDTH = 200
 
@@ -25,12 +25,11 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         summary = {key: value for key, value in report.to_json().items() if key != "layers"}
         print(json.dumps({"model": str(model), "out": str(out), **summary}))
         return
-    columns = {title: [show(layer) for layer in report.layers] for title, show in _COLUMNS.items()}
-    shown = {title: texts for title, texts in columns.items() if any(text is not None for text in texts)}
-    alike = {title: shown.pop(title)[0] for title in _WORDS if len(set(columns[title])) == 1 and title in shown}
+    shown = layer_columns(report.layers)
+    alike = {title: shown.pop(title)[0] for title in WORDS if len(set(shown.get(title, ()))) == 1}
     table = _table(*shown)
     for row in zip(*shown.values(), strict=True):
-        table.add_row(*("-" if text is None else text for text in row))
+        table.add_row(*row)
     terminal = console()
     terminal.print(table)
     for title, text in alike.items():
@@ -46,54 +45,14 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
 
 def _parts_line(out: Path, report: "Report") -> str:
     """What the bytes of the compressed experts are: a kept share is not all that stays."""
-    from moe_jax.compress.coding.storage import layer_bytes
+    from moe_jax.compress.coding.storage import bytes_by_part
     from moe_jax.open_source import read_config
 
     config = read_config(out)
-    dtype = jnp.dtype(config.dtype)
-    parts = [layer_bytes(config.moe(layer.layer), config.d_model, dtype) for layer in report.layers]
-    sums = {title: sum(getattr(part, name) for part in parts for name in names) for title, names in _PARTS.items()}
+    sums = bytes_by_part(config, [layer.layer for layer in report.layers])
     before = report.expert_bytes_before
     shares = [f"{title} {nbytes / before:.1%}" for title, nbytes in sums.items() if nbytes]
     return f"of the experts' bytes there stay: {', '.join(shares)} ({config.dtype} where there are no codes)"
-
-
-def _number(name: str, form: str) -> Callable[["LayerReport"], str | None]:
-    """Shows a figure; None where it has no meaning."""
-    return lambda layer: None if getattr(layer, name) is None else format(getattr(layer, name), form)
-
-
-def _rounds(layer: "LayerReport") -> str | None:
-    if layer.rounds is None:
-        return None
-    return str(layer.rounds) if layer.converged else f"{layer.rounds}, not converged"
-
-
-# By title, fields of `LayerBytes`.
-_PARTS = {
-    "values": ("values",),
-    "their positions": ("places", "row_pointers"),
-    "the shared centre": ("centre",),
-    "biases": ("biases",),
-}
-# Said once if they are the same in all layers.
-_WORDS = ("base", "choice")
-# By title. A column without a figure in any layer is left out.
-_COLUMNS: dict[str, Callable[["LayerReport"], str | None]] = {
-    "layer": _number("layer", ""),
-    "base": _number("base", ""),
-    "choice": _number("choice", ""),
-    "cosine\nto base": _number("cosine_mean", ".4f"),
-    "least": _number("cosine_min", ".4f"),
-    "objective": _number("objective", ".4g"),
-    "rounds": _rounds,
-    "error": _number("relative_error", ".4f"),
-    "of the\ndelta": _number("delta_error", ".4f"),
-    "per\nneuron": _number("error_per_neuron", ".4g"),
-    "seconds": _number("seconds", ".1f"),
-    "bytes": lambda layer: show_bytes(layer.bytes_after),
-    "kept": lambda layer: f"{layer.bytes_after / layer.bytes_before:.1%}",
-}
 
 
 def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
@@ -126,7 +85,7 @@ def _warn(warnings: Iterable[str]) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        words = index == 0 or column in ("", *_WORDS)
+        words = index == 0 or column in ("", *WORDS)
         table.add_column(column, justify="left" if words else "right", vertical="bottom", no_wrap=True)
     return table
 

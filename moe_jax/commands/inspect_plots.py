@@ -8,7 +8,6 @@ from moe_jax.errors import InputError
 
 if TYPE_CHECKING:
     from moe_jax.model_source import ModelSource
-    from moe_jax.models import MoEConfig
     from moe_jax.train.expert_load import ExpertLoad
 
 _DEFAULT_SEQ_LEN = 1024
@@ -43,13 +42,13 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
     Raises:
       FileNotFoundError, InputError: bad input, such as a dense model. Nothing is left behind.
     """
-    from moe_jax.figures import measure_similarity, write_figures
+    from moe_jax.figures import comparable_layers, measure_similarity, write_figures
     from moe_jax.terminal import progress_bars
 
     config = source.config
     if not config.moe_layers:
         raise InputError(f"{source.path} is dense: --plots draws experts, and it has none")
-    compared = [i for i in config.moe_layers if _has_plain_kernels(config.moe(i))]
+    compared = comparable_layers(config)
     if not compared and text is None:
         raise InputError(
             f"--plots compares the kernels of experts, and those of {source.path} are adapters, or have LoRA or NF4; "
@@ -71,11 +70,6 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
         tried_on = {"path": str(text), "tokens": load.tokens, "seq_len": seq_len}
         described = {"shares": load.shares, "text": tried_on}
     return write_figures(dst, layers, name="/".join(source.path.resolve().parts[-2:]), **described)
-
-
-def _has_plain_kernels(moe: "MoEConfig") -> bool:
-    """Whether the experts can be compared: they are kernels, and the model stores them itself."""
-    return moe.bank.form.has_expert_kernels and moe.expert.lora is None and not moe.expert.nf4
 
 
 def _measure_load(source: "ModelSource", text: Path, seq_len: int, split: bool) -> "ExpertLoad":

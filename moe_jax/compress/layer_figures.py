@@ -44,8 +44,8 @@ class LayerFigures:
     zero_experts: tuple[int, ...] = ()
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Figures that were stored as JSON, which has lists for tuples."""
+    def from_note(cls, fields: Mapping[str, Any]) -> Self:
+        """Figures that a job noted as JSON, which has lists for tuples."""
         return cls(**{**fields, "zero_experts": tuple(fields["zero_experts"])})
 
 

@@ -1,7 +1,5 @@
 """The page that the demo ends with: answers before and after, a table, and the curve; on the terminal and as HTML."""
 
-import base64
-import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +8,13 @@ import rich.console
 import rich.table
 from rich.markup import escape
 
+from moe_jax.figures.canvas import DrawnTo
+from moe_jax.figures.curves import Curve, plot_curves
 from moe_jax.formatting import show_bytes
+from moe_jax.report.elements import picture, section, table
+from moe_jax.report.html_page import html_page
+from moe_jax.report.markup import element, joined
+from moe_jax.report.pictures import drawn
 from moe_jax.train.metrics import Record
 
 
@@ -59,53 +63,48 @@ def print_page(console: rich.console.Console, answers: Sequence[Answers], rows: 
     console.print(table)
 
 
-def write_page(path: Path, answers: Sequence[Answers], rows: Sequence[Row], picture: Path, model: str) -> None:
-    """Writes the same as one HTML file, with the picture in it.
+def write_page(
+    path: Path, answers: Sequence[Answers], rows: Sequence[Row], records: Sequence[Record], model: str
+) -> None:
+    """Writes the same as one HTML file, with the loss of the tuning.
 
     Args:
       path: of the file.
       answers, rows: what it shows.
-      picture: a PNG.
+      records: of the steps of the tuning.
       model: name of the model.
     """
-    said = "".join(
-        f"<h3>{html.escape(answer.question)}</h3><dl><dt>before</dt><dd>{html.escape(answer.before)}</dd>"
-        f"<dt>now</dt><dd>{html.escape(answer.after)}</dd></dl>"
+    said = [
+        joined(
+            element("h3", answer.question),
+            element(
+                "dl",
+                *(element("dt", "before"), element("dd", answer.before)),
+                *(element("dt", "now"), element("dd", answer.after)),
+                class_="said",
+            ),
+        )
         for answer in answers
+    ]
+    compared = table("What was made of the model, and how well it does", COLUMNS, map(_cells, rows))
+    first, last = records[0], records[-1]
+    alt = f"training loss from {first['loss']:.3f} at step {first['step']} to {last['loss']:.3f} at step {last['step']}"
+    curve = picture(drawn(lambda file: plot(file, records), alt), "Training loss on word problems")
+    page = html_page(
+        f"moe-jax demo: {model}",
+        section("What it said before, and says now", *said),
+        section("Models", compared),
+        section("Tuning", curve),
     )
-    head = "".join(f"<th>{column}</th>" for column in COLUMNS)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) + "</tr>" for row in rows)
-    image = base64.b64encode(picture.read_bytes()).decode()
-    path.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>moe-jax demo</title><style>{_STYLE}</style>'
-        f"<h1>moe-jax demo: {html.escape(model)}</h1><h2>What it said before, and says now</h2>{said}"
-        f"<h2>Models</h2><table><tr>{head}</tr>{body}</table>"
-        f'<h2>Tuning</h2><img alt="training loss over steps" src="data:image/png;base64,{image}"></html>\n'
-    )
+    path.write_text(page, encoding="utf-8")
 
 
-def plot(path: Path, records: Sequence[Record]) -> None:
-    """Draws the loss over the steps of the tuning as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    axes.plot([record["step"] for record in records], [record["loss"] for record in records], marker="o", markersize=3)
-    axes.set(title="tuning on word problems", xlabel="step", ylabel="loss, nats per token of an answer")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def plot(file: DrawnTo, records: Sequence[Record]) -> None:
+    """Draws the loss over the steps of the tuning."""
+    curve = Curve("loss", [record["step"] for record in records], [record["loss"] for record in records])
+    plot_curves([curve], file, label="loss, nats per token of an answer")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     speed = f"{row.tokens_per_second:,.0f}"
     return (row.name, f"{row.params:,}", show_bytes(row.nbytes), f"{row.perplexity:.3f}", speed)
-
-
-_STYLE = (
-    "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
-    "td,th{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:right}td:first-child,th:first-child"
-    "{text-align:left}dt{font-weight:bold}dd{margin:0 0 .5em 1em;white-space:pre-wrap}img{max-width:100%}"
-)

@@ -110,7 +110,7 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, console: rich.consol
     records = read_metrics(folder / "run/metrics.jsonl")
     plot(folder / "curves.png", records)
     answers = [Answers(*three) for three in zip(QUESTIONS, before, after, strict=True)]
-    write_page(folder / "page.html", answers, rows, folder / "curves.png", model.name)
+    write_page(folder / "page.html", answers, rows, records, model.name)
     print_page(console, answers, rows)
     minutes, seconds = divmod(round(time.monotonic() - began), 60)
     console.print(f"this page: {folder / 'page.html'}   everything: {folder}/   {minutes} min {seconds} s")

@@ -2,19 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
+from moe_jax.figures.canvas import DrawnTo, ink, new_figure
 from moe_jax.figures.similarity import MEAN, LayerSimilarity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
 
 _DPI = 130
 # The largest number of heat maps side by side, and of experts for which a heat map shows numbers.
@@ -25,15 +24,15 @@ _NEAR = 0.05
 _LEAST = 1e-15
 
 
-def plot_to_base(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -> None:
+def plot_to_base(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str) -> None:
     """Draws the cosine to the base over the layers, or its distance from 1: per matrix, mean and range over experts.
 
     Args:
       layers: the measurements.
-      file: the PNG to write.
+      file: where to write it.
       title: names the model.
     """
-    figure = _figure(7.5, 4.5)
+    figure = new_figure(7.5, 4.5)
     axes = figure.add_subplot()
     index = [layer.layer for layer in layers]
     matrices = list(dict.fromkeys(name for layer in layers for name in layer.to_base))
@@ -46,7 +45,7 @@ def plot_to_base(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -
             index, [values.min() for values in cosines], [values.max() for values in cosines], color=color, alpha=0.15
         )
     whole = [scale.shown(layer.whole_to_base).mean() for layer in layers]
-    axes.plot(index, whole, color="black", linestyle="--", linewidth=1, label="whole expert")
+    axes.plot(index, whole, color=ink(), linestyle="--", linewidth=1, label="whole expert")
     _limits(axes, scale.low, scale.high)
     _layer_ticks(axes, index)
     bases = list(dict.fromkeys(layer.base for layer in layers))
@@ -62,21 +61,21 @@ def plot_to_base(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -
     figure.savefig(file, dpi=_DPI)
 
 
-def plot_between(layers: Sequence[LayerSimilarity], file: Path, *, title: str) -> None:
+def plot_between(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str) -> None:
     """Draws the cosine between whole experts, one heat map per layer; if there are many, of evenly spaced layers.
 
     U is the universal FFN.
 
     Args:
       layers: the measurements.
-      file: the PNG to write.
+      file: where to write it.
       title: names the model.
     """
     shown = [layers[i] for i in np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _MOST_MAPS)).round())
              .astype(int)]  # fmt: skip
     columns = math.ceil(math.sqrt(len(shown)))
     rows = -(-len(shown) // columns)
-    figure = _figure(2.4 * columns + 1.2, 2.4 * rows + 0.7)
+    figure = new_figure(2.4 * columns + 1.2, 2.4 * rows + 0.7)
     grid = figure.subplots(rows, columns, squeeze=False).reshape(-1)
     for axes in grid[len(shown) :]:
         axes.set_axis_off()
@@ -133,12 +132,12 @@ def scale_of(cosines: Float[np.ndarray, " n"]) -> Scale:
     return Scale(unit, min(nearest, farthest / unit - 0.01), farthest / unit, f"1e{-exponent} × (1 − cosine)")
 
 
-def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: Path, *, title: str) -> None:
+def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: DrawnTo, *, title: str) -> None:
     """Draws how often experts were chosen, relative to an even share: a heat map over layers and experts.
 
     Args:
       shares: by layer index, the share of the assignments per expert.
-      file: the PNG to write.
+      file: where to write it.
       title: names the model and the text.
     """
     from matplotlib.colors import TwoSlopeNorm
@@ -150,7 +149,7 @@ def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: Path, *, titl
         relative[row, : len(share)] = share * len(share)
         percent[row, : len(share)] = 100 * share
     numbered = most <= 2 * _MOST_NUMBERED
-    figure = _figure(min(12, 2.5 + (0.55 if numbered else 0.16) * most), min(12, 1.6 + 0.32 * len(shares)))
+    figure = new_figure(min(12, 2.5 + (0.55 if numbered else 0.16) * most), min(12, 1.6 + 0.32 * len(shares)))
     axes = figure.add_subplot()
     norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=max(2.0, float(relative.max())))
     image = axes.imshow(relative, norm=norm, cmap="RdBu_r", aspect="auto")
@@ -168,16 +167,6 @@ def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: Path, *, titl
     figure.colorbar(image, label="× an even share")
     figure.suptitle(title, fontsize=9)
     figure.savefig(file, dpi=_DPI)
-
-
-def _figure(width: float, height: float) -> "Figure":
-    # pyplot is not used: it has global state, and may choose a backend that needs a screen.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _limits(axes: "Axes", low: float, high: float) -> None:

@@ -14,7 +14,7 @@ from moe_jax.errors import InputError
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.model_source import ModelSource
-from moe_jax.models import MoEConfig
+from moe_jax.models import ModelConfig, MoEConfig
 
 SHARED = "shared base"
 MEAN = "mean of the experts"
@@ -45,6 +45,16 @@ class LayerSimilarity(NamedTuple):
     def all_to_base(self) -> Float[np.ndarray, " n"]:
         """The cosines of all experts and matrices."""
         return np.concatenate(list(self.to_base.values()))
+
+
+def comparable_layers(config: ModelConfig) -> list[int]:
+    """The MoE layers whose experts can be compared: they are kernels, and the model stores them itself."""
+    moes = {index: config.moe(index) for index in config.moe_layers}
+    return [
+        index
+        for index, moe in moes.items()
+        if moe.bank.form.has_expert_kernels and moe.expert.lora is None and not moe.expert.nf4
+    ]
 
 
 def measure_similarity(source: ModelSource, layer: int) -> LayerSimilarity:

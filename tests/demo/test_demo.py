@@ -94,16 +94,16 @@ def test_no_problem_is_learnt_and_held_out(tmp_path):
 
 
 def test_the_page_shows_what_was_said_and_measured(tmp_path):
-    (tmp_path / "curves.png").write_bytes(b"\x89PNG")
     answers = [Answers("1 < 2?", "No & [bold]no[/bold]", "<b>yes</b>")]
     rows = [Row("tuned, ResMoE", 136_565_568, 211_000_000, 1.234, 512.0)]
     console = rich.console.Console(width=120, record=True)
     print_page(console, answers, rows)
-    write_page(tmp_path / "page.html", answers, rows, tmp_path / "curves.png", "model")
+    write_page(tmp_path / "page.html", answers, rows, [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}], "model")
     page, printed = (tmp_path / "page.html").read_text(), console.export_text()
     for cell in ("136,565,568", "1.234", "512", "tuned, ResMoE"):
         assert cell in page and cell in printed
-    assert "&lt;b&gt;yes&lt;/b&gt;" in page and "<b>yes" not in page and "data:image/png;base64,iVBORw==" in page
+    assert "&lt;b&gt;yes&lt;/b&gt;" in page and "<b>yes" not in page
+    assert "training loss from 2.500 at step 1 to 2.000 at step 2" in page and "data:image/svg+xml;base64," in page
     assert "[bold]no[/bold]" in printed and "<b>yes</b>" in printed
 
 

@@ -209,6 +209,21 @@ def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
     return LayerBytes(**sizes)
 
 
+# By title, fields of `LayerBytes`.
+_PARTS = {
+    "values": ("values",),
+    "their positions": ("places", "row_pointers"),
+    "the shared centre": ("centre",),
+    "biases": ("biases",),
+}
+
+
+def bytes_by_part(config: ModelConfig, layers: Iterable[int]) -> dict[str, int]:
+    """What the experts of some layers take, by part in words, in the dtype of the config where there are no codes."""
+    parts = [layer_bytes(config.moe(layer), config.d_model, jnp.dtype(config.dtype)) for layer in layers]
+    return {title: sum(getattr(part, name) for part in parts for name in names) for title, names in _PARTS.items()}
+
+
 @lru_cache(maxsize=4096)
 def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of all leaves of the bank of a layer, by path."""

@@ -192,7 +192,7 @@ def _write(
     for path in leaf_specs(config):
         by_layer.setdefault(int(path.split("/")[1]) if path.startswith("layers/") else -1, []).append(path)
     notes = writer.notes()
-    figures = {int(i): LayerFigures.from_json(noted["figures"]) for i, noted in notes.items()}
+    figures = {int(i): LayerFigures.from_note(noted["figures"]) for i, noted in notes.items()}
     nbytes = {int(i): noted["nbytes"] for i, noted in notes.items()}
     progress("compressing", 0, len(indices))
     for i, paths in by_layer.items():

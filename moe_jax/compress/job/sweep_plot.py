@@ -1,7 +1,8 @@
 """The picture of a sweep."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from moe_jax.figures.canvas import DrawnTo, ink, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ _COLORS = 10
 _LOG_FROM = 3.0
 
 
-def plot_sweep(sweep: "Sweep", file: Path, *, title: str) -> None:
+def plot_sweep(sweep: "Sweep", file: DrawnTo, *, title: str) -> None:
     """Draws perplexity and error over the bytes of the experts: a line per method, and the model as it was.
 
     What was swept stands in the legend, in the order of the points: at the points themselves the labels of several
@@ -22,25 +23,21 @@ def plot_sweep(sweep: "Sweep", file: Path, *, title: str) -> None:
 
     Args:
       sweep: what was measured.
-      file: the PNG to write.
+      file: where to write it.
       title: says which model it is.
     """
-    # Not pyplot: it has global state, and picks a backend that may need a screen.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     unit, name = _unit(sweep.expert_bytes)
     methods: dict[str, list[Point]] = {}
     for point in sorted(sweep.points, key=lambda point: point.expert_bytes):
         methods.setdefault(point.method, []).append(point)
-    figure = Figure(figsize=(12, 5.2 + 0.2 * (len(methods) // 2)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 5.2 + 0.2 * (len(methods) // 2))
     left, right = figure.subplots(1, 2)
-    left.axhline(sweep.perplexity, color="black", linestyle=":", linewidth=1)
+    left.axhline(sweep.perplexity, color=ink(), linestyle=":", linewidth=1)
     label = f"not compressed: perplexity {sweep.perplexity:.4g}"
     whole = sweep.expert_bytes / unit
-    left.plot([whole], [sweep.perplexity], "k*", markersize=11, linestyle=":", linewidth=1, label=label)
-    right.plot([whole], [0.0], "k*", markersize=11, clip_on=False)
+    star = {"marker": "*", "color": ink(), "markersize": 11}
+    left.plot([whole], [sweep.perplexity], linestyle=":", linewidth=1, label=label, **star)
+    right.plot([whole], [0.0], clip_on=False, **star)
     for index, method in enumerate(dict.fromkeys(point.method for point in sweep.points)):
         points = methods[method]
         x = [point.expert_bytes / unit for point in points]

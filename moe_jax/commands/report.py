@@ -1,0 +1,49 @@
+"""`moe-jax report PATH...`: one HTML page about models, runs, compressions and evaluations."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Writes one HTML page about models, runs, compressions and evaluations, of any kind and number, in one file.
+
+    The page needs no network and runs no script. It shows how models were made, what they consist of, the curves of
+    runs, how experts are used and how similar they are, what compression did, and evaluations; several side by side.
+    """
+
+    paths: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PATH...", help_behavior_hint="(one or more)")
+    ]
+    """A model (directory, adapter directory, Hugging Face directory, GGUF file, RUN@STEP), the directory of a training
+    run, a folder of compress --sweep or of inspect --plots, or the JSON of eval (--json, --output) or lm-eval. An
+    evaluation of one of the models is shown with it."""
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
+    """The page; must not exist."""
+    no_weights: bool = False
+    """Reads no weights: without how similar experts are. That reads all experts, one matrix of a layer at a time."""
+    base: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: where it was)")] = None
+    """Where the model is now that an adapter directory or a checkpoint among the PATHs stands on, if it was moved."""
+
+
+def run(options: Options) -> None:
+    """Writes the page.
+
+    Raises:
+      FileNotFoundError, InputError: if a path is not there, is nothing that a report can show, or cannot be read.
+    """
+    from moe_jax.errors import InputError
+    from moe_jax.formatting import show_bytes
+    from moe_jax.report.build import write_report
+    from moe_jax.terminal import progress_bars
+
+    if not options.paths:
+        raise InputError("missing: PATH; see moe-jax report --help")
+    with progress_bars() as progress:
+        nbytes = write_report(
+            options.paths, options.out, base=options.base, weights=not options.no_weights, progress=progress
+        )
+    print(f"wrote {options.out} ({show_bytes(nbytes)})")

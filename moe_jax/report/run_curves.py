@@ -1,0 +1,191 @@
+"""A training run: its recipe, its curves, and how it used its experts."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from moe_jax.figures.canvas import DrawnTo
+from moe_jax.figures.curves import Curve, plot_curves
+from moe_jax.figures.plots import plot_load
+from moe_jax.figures.use_over_time import plot_use_over_time
+from moe_jax.report.elements import code, facts, folded, picture, side_by_side, table
+from moe_jax.report.markup import Markup
+from moe_jax.report.pictures import drawn
+from moe_jax.report.subjects import Run
+from moe_jax.train.metrics import Record
+
+# Of the steps, the share at the end over which the use of experts is averaged.
+_END = 0.1
+
+
+class _Kind(NamedTuple):
+    """A curve that is drawn.
+
+    Attributes:
+      title: what it is.
+      label: of the axis.
+      keys: of the records, by what they are called.
+    """
+
+    title: str
+    label: str
+    keys: dict[str, str]
+
+
+_KINDS = (
+    _Kind("Loss", "nats per token", {"training": "loss", "held out": "eval_loss"}),
+    _Kind("Learning rate", "learning rate", {"learning rate": "learning_rate"}),
+    _Kind("Norm of the gradient", "norm", {"norm of the gradient": "grad_norm"}),
+    _Kind("Speed", "tokens per second", {"tokens per second": "tokens_per_second"}),
+    _Kind("Model FLOP utilisation", "share of the peak", {"MFU": "mfu"}),
+    _Kind("Losses of the routers", "mean over layers", {"balance": "balance_loss", "z": "z_loss", "cv": "cv_loss"}),
+    _Kind("Losses of the adapters' routers", "mean over layers",
+          {"balance": "perft_balance_loss", "z": "perft_z_loss"}),
+)  # fmt: skip
+
+
+def training_facts(run: Run) -> Markup | None:
+    """The figures that sum a run up."""
+    records = run.records
+    if not records:
+        return None
+    losses, held_out = numbers(records, "loss"), numbers(records, "eval_loss")
+    tokens = numbers(records, "tokens")
+    speed = median_speed(run)
+    checkpoints = ", ".join(map(str, run.checkpoints))
+    return facts(
+        {
+            "steps": f"{records[-1]['step']:,}",
+            "tokens": f"{sum(map(int, tokens.values)):,}" if tokens.steps else None,
+            "loss, last": f"{losses.values[-1]:.4f}" if losses.steps else None,
+            "held-out loss, last": f"{held_out.values[-1]:.4f}" if held_out.steps else None,
+            "held-out loss, least": f"{min(held_out.values):.4f}" if held_out.steps else None,
+            "tokens/s, median": f"{speed:,.0f}" if speed is not None else None,
+            "checkpoints": checkpoints or None,
+        }
+    )
+
+
+def training_curves(run: Run) -> list[Markup | None]:
+    """The curves side by side, and what they begin and end with as a table."""
+    pictures, rows = [], []
+    for kind in _KINDS:
+        curves = {name: numbers(run.records, key) for name, key in kind.keys.items()}
+        curves = {name: found for name, found in curves.items() if found.steps}
+        if not curves:
+            continue
+        named = [found._replace(name=name) for name, found in curves.items()]
+        pictures.append(picture(drawn(partial(_draw, named, kind.label), _in_words(kind.title, named)), kind.title))
+        for found in named:
+            name = kind.title if len(named) == 1 else f"{kind.title}: {found.name}"
+            least, greatest = min(found.values), max(found.values)
+            rows.append((name, *(f"{value:,.4g}" for value in (found.values[0], found.values[-1], least, greatest))))
+    columns = ("curve", "first", "last", "least", "greatest")
+    return [side_by_side(*pictures), folded("the curves in figures", table("Curves in figures", columns, rows))]
+
+
+def overlaid_losses(runs: dict[str, Run]) -> Markup | None:
+    """The losses of several runs in one picture; None for fewer than two."""
+    curves = [numbers(run.records, "loss")._replace(name=name) for name, run in runs.items()]
+    curves = [curve for curve in curves if curve.steps]
+    if len(curves) < 2:
+        return None
+    return picture(drawn(partial(_draw, curves, "nats per token"), _in_words("Training loss", curves)), "Training loss")
+
+
+def use_of_experts(run: Run, title: str) -> list[Markup | None]:
+    """How often the experts were chosen: over the steps, and at the end."""
+    found: list[Markup | None] = []
+    for key, whose in (("expert_load", "experts"), ("perft_load", "adapters")):
+        steps, shares = shares_over_time(run.records, key)
+        if not shares:
+            continue
+        if len(steps) > 1:
+            alt = (
+                f"heat maps of how often each of the {whose} was chosen, by layer, over {len(steps)} steps; "
+                + _spread({layer: share[-1] for layer, share in shares.items()})
+            )
+            caption = f"Use of the {whose} over the steps: red is more than an even share, blue is less"
+            found.append(picture(drawn(partial(plot_use_over_time, steps, shares), alt), caption, wide=True))
+        last = max(1, math.ceil(_END * len(steps)))
+        ends = {layer: share[-last:].mean(axis=0) for layer, share in shares.items()}
+        over = "the last step" if last == 1 else f"the last {last} steps"
+        draw = partial(_draw_load, ends, f"{title}: load of the {whose}, {over}")
+        caption = f"Use of the {whose} by layer, {over}"
+        found.append(picture(drawn(draw, f"heat map of the use of the {whose}; {_spread(ends)}"), caption, wide=True))
+    return found
+
+
+def recipe_text(run: Run) -> Markup | None:
+    """The recipe as it was resolved, folded."""
+    return folded("the recipe with every key", code(run.recipe, "recipe"))
+
+
+def median_speed(run: Run) -> float | None:
+    """Tokens per second: the median, which leaves out the step that compiles."""
+    speeds = numbers(run.records, "tokens_per_second").values
+    return statistics.median(speeds) if speeds else None
+
+
+def numbers(records: Sequence[Record], key: str) -> Curve:
+    """The finite numbers of a key over the steps; there may be none."""
+    found = [(record["step"], float(record[key])) for record in records if _is_finite(record.get(key))]
+    return Curve(key, [step for step, _ in found], [value for _, value in found])
+
+
+def shares_over_time(records: Sequence[Record], key: str) -> tuple[list[int], dict[int, Float[np.ndarray, "n E"]]]:
+    """Steps, and by layer the shares of the experts at each; only of steps that have all layers, in equal lengths."""
+    last = next((record[key] for record in reversed(records) if isinstance(record.get(key), dict)), {})
+    shape = {layer: len(shares) for layer, shares in last.items() if isinstance(shares, list) and shares}
+    if not shape or not all(layer.isdecimal() for layer in shape):
+        return [], {}
+    fitting = [record for record in records if _fits(record.get(key), shape)]
+    stacked = {int(layer): np.array([record[key][layer] for record in fitting], np.float64) for layer in shape}
+    return [record["step"] for record in fitting], stacked if fitting else {}
+
+
+def _fits(loads: object, shape: dict[str, int]) -> bool:
+    if not isinstance(loads, dict):
+        return False
+    found = {layer: loads.get(layer) for layer in shape}
+    return all(
+        isinstance(found[layer], list) and len(found[layer]) == length and all(map(_is_finite, found[layer]))
+        for layer, length in shape.items()
+    )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _draw(curves: Sequence[Curve], label: str, file: DrawnTo) -> None:
+    plot_curves(curves, file, label=label)
+
+
+def _draw_load(shares: dict[int, np.ndarray], title: str, file: DrawnTo) -> None:
+    plot_load(shares, file, title=title)
+
+
+def _in_words(title: str, curves: Sequence[Curve]) -> str:
+    parts = [
+        f"{curve.name} from {curve.values[0]:.4g} at step {curve.steps[0]} to {curve.values[-1]:.4g} at step "
+        f"{curve.steps[-1]}"
+        for curve in curves
+    ]
+    return f"{title} over the steps: {'; '.join(parts)}"
+
+
+def _spread(shares: dict[int, np.ndarray]) -> str:
+    """Which expert of which layer is used most, and which least."""
+    relative = {layer: share * len(share) for layer, share in shares.items()}
+    most = max(relative, key=lambda layer: relative[layer].max())
+    least = min(relative, key=lambda layer: relative[layer].min())
+    return (
+        f"most used is expert {relative[most].argmax()} of layer {most}, {relative[most].max():.2f} times an even "
+        f"share; least expert {relative[least].argmin()} of layer {least}, {relative[least].min():.2f} times"
+    )

@@ -1,0 +1,235 @@
+"""What a report is about: paths of any kind, recognised and read, but for weights."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
+
+from moe_jax.errors import InputError, raise_if_any, shown
+from moe_jax.figures import LayerSimilarity
+from moe_jax.figures.write import NUMBERS
+from moe_jax.json_toml import ANYTHING, read_json
+from moe_jax.local_paths import check_model_path
+from moe_jax.regular_files import read_regular
+from moe_jax.report.evaluation_files import Evaluation, is_evaluation, parse_evaluation
+from moe_jax.strict import parse
+from moe_jax.train.metrics import Record, read_metrics
+from moe_jax.train.run_directory import METRICS, MODEL, RECIPE, describe_run, saved_steps, split_step
+
+if TYPE_CHECKING:
+    from moe_jax.compress import Sweep
+    from moe_jax.model_source import ModelSource
+
+_SWEEP = "sweep.json"
+_MAX_RECIPE_BYTES = 1 << 20
+_EXPECTED = (
+    "expected a model, an adapter directory, a training run, a folder of `compress --sweep` or of `inspect --plots`, "
+    "or an evaluation as JSON (`eval --json` or `--output`)"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training run.
+
+    Attributes:
+      recipe: as resolved, TOML.
+      records: of the steps, as `train.metrics.to_record` makes them.
+      checkpoints: steps of those that there are.
+    """
+
+    recipe: str
+    records: Sequence[Record]
+    checkpoints: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What `inspect --plots` measured.
+
+    Attributes:
+      model: its name.
+      layers: similarities of experts; there may be none.
+      shares: by layer index, the share of the assignments per expert; there may be none.
+      text: on which they were measured.
+    """
+
+    model: str
+    layers: Sequence[LayerSimilarity]
+    shares: dict[int, Float[np.ndarray, " E"]]
+    text: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One path. What it does not have is None, or empty.
+
+    Attributes:
+      path: as it was given.
+      name: what to call it.
+      kind: what it is, in words.
+      model: the model at the path, or the one that a run has made.
+      run, sweep, measured: see their classes.
+      sweep_entry: the lineage entry of a sweep.
+      evaluations: of the model, or the one that lies at the path.
+    """
+
+    path: Path
+    name: str = ""
+    kind: str
+    model: "ModelSource | None" = None
+    run: Run | None = None
+    sweep: "Sweep | None" = None
+    sweep_entry: dict[str, Any] | None = None
+    measured: Measured | None = None
+    evaluations: tuple[Evaluation, ...] = ()
+
+
+def open_subject(path: Path | str, *, base: Path | None = None) -> Subject:
+    """Recognises what lies at a path and reads it; the weights of a model stay on the disk.
+
+    Args:
+      path: see `Subject`; a model may be anything that `open_source` takes.
+      base: where the model is now that this one stands on, if it stands on one and that was moved.
+
+    Raises:
+      FileNotFoundError: if there is nothing at `path`.
+      InputError: if it is nothing of the kind, or cannot be read.
+    """
+    check_model_path(path)
+    path = Path(path)
+    if path.is_file() and path.suffix.lower() != ".gguf":
+        return _of_json(path, path)
+    if not path.is_dir():
+        if path.suffix == ".json":
+            raise FileNotFoundError(f"there is nothing at {path}")
+        return _of_model(path, base)
+    if describe_run(path) is not None:
+        return _of_run(path, base)
+    for name in (_SWEEP, NUMBERS):
+        if (path / name).is_file():
+            return _of_json(path, path / name)
+    if not (path / "config.json").exists():
+        raise InputError(f"{path} is nothing that a report can show; {_EXPECTED}")
+    return _of_model(path, base)
+
+
+def named(subjects: Sequence[Subject]) -> list[Subject]:
+    """The subjects, each with a name: the last part of its path, or as many as tell it from the others."""
+    parts = [subject.path.resolve().parts for subject in subjects]
+    names = []
+    for own in parts:
+        alike = [other for other in parts if other != own]
+        length = next(n for n in range(1, len(own) + 1) if n == len(own) or all(own[-n:] != o[-n:] for o in alike))
+        names.append("/".join(own[-length:]))
+    return [dataclasses.replace(subject, name=name) for subject, name in zip(subjects, names, strict=True)]
+
+
+def with_evaluations(subjects: Sequence[Subject]) -> list[Subject]:
+    """The subjects, with evaluations of a model among them beside that model and no subjects of their own."""
+    models = {subject.path.resolve(): subject for subject in subjects if subject.model is not None}
+    # The model that a run has made is asked for as `RUN/model`.
+    models |= {(subject.path / MODEL).resolve(): subject for subject in subjects if subject.run is not None}
+    of: dict[int, list[Evaluation]] = {}
+    rest = []
+    for subject in subjects:
+        found = models.get(Path(subject.evaluations[0].model).resolve()) if subject.evaluations else None
+        if found is None:
+            rest.append(subject)
+        else:
+            of.setdefault(id(found), []).extend(subject.evaluations)
+    return [dataclasses.replace(one, evaluations=(*one.evaluations, *of.get(id(one), ()))) for one in rest]
+
+
+def _of_model(path: Path, base: Path | None) -> Subject:
+    from moe_jax.adapter_dir import is_adapter_directory
+    from moe_jax.model_dir import ModelDirectory
+    from moe_jax.model_source import OverBase
+    from moe_jax.open_source import open_source
+
+    stands_on_another = is_adapter_directory(path) or split_step(path) is not None
+    source = open_source(path, base=base if stands_on_another else None)
+    if split_step(path) is not None:
+        kind = "checkpoint of a training run"
+    elif isinstance(source, OverBase):
+        kind = "adapter directory"
+    else:
+        kind = "model directory" if isinstance(source, ModelDirectory) else "model as it came"
+    return Subject(path=path, kind=kind, model=source)
+
+
+def _of_run(path: Path, base: Path | None) -> Subject:
+    try:
+        recipe = read_regular(path / RECIPE, max_bytes=_MAX_RECIPE_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path / RECIPE} is not TOML: {error}") from None
+    records = read_metrics(path / METRICS)
+    wrong = [record for record in records if not isinstance(record, dict) or type(record.get("step")) is not int]
+    if wrong:
+        raise InputError(f"{path / METRICS}: expected an object with the number of a step, got {shown(wrong[0])}")
+    model = _of_model(path / MODEL, base).model if (path / MODEL).is_dir() else None
+    run = Run(recipe=recipe, records=records, checkpoints=saved_steps(path))
+    return Subject(path=path, kind="training run", model=model, run=run)
+
+
+def _of_json(path: Path, file: Path) -> Subject:
+    if file.suffix != ".json":
+        raise InputError(f"{path} is nothing that a report can show; {_EXPECTED}")
+    data = read_json(file, allow=ANYTHING)
+    if isinstance(data, dict) and data.get("command") == "compress --sweep":
+        from moe_jax.compress import Sweep
+
+        measured = data.get("measured")
+        if not isinstance(measured, dict):
+            raise InputError(f"{file}: measured is {shown(measured)}, expected an object")
+        sweep = parse(Sweep, measured, where=str(file), language="JSON")
+        if not sweep.points:
+            raise InputError(f"{file} is a sweep without a point")
+        return Subject(path=path, kind="sweep of compressions", sweep=sweep, sweep_entry=data)
+    if isinstance(data, dict) and "layers" in data and "model" in data:
+        return Subject(path=path, kind="measurements of experts", measured=_measured(data, file))
+    if is_evaluation(data):
+        return Subject(path=path, kind="evaluation", evaluations=(parse_evaluation(data, file),))
+    raise InputError(f"{path} is nothing that a report can show; {_EXPECTED}")
+
+
+def _measured(data: dict[str, Any], file: Path) -> Measured:
+    """Reads a figures.json, as `figures.write_figures` writes it."""
+    problems, layers, shares = [], [], {}
+    for number, entry in enumerate(data["layers"] if isinstance(data["layers"], list) else []):
+        try:
+            if entry.get("load") is not None:
+                shares[int(entry["layer"])] = _array(entry["load"], 1)
+            if "cosine_to_base" in entry:
+                layers.append(_similarity(entry))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            problems.append(f"entry {number} of layers is {shown(entry)}")
+    raise_if_any(problems, f"{file} is not what `inspect --plots` writes")
+    if not layers and not shares:
+        raise InputError(f"{file} holds no layer")
+    text = data.get("text")
+    name = str(text["path"]) if isinstance(text, dict) and "path" in text else None
+    return Measured(model=str(data["model"]), layers=layers, shares=shares, text=name)
+
+
+def _similarity(entry: dict[str, Any]) -> LayerSimilarity:
+    cosines = dict(entry["cosine_to_base"])
+    whole = _array(cosines.pop("whole_expert"), 1)
+    for name in ("mean", "least", "greatest"):
+        cosines.pop(name)
+    between = _array(entry["cosine_between_experts"], 2)
+    to_base = {str(name): _array(values, 1) for name, values in cosines.items()}
+    if any(len(values) != len(whole) for values in to_base.values()) or between.shape != (len(whole),) * 2:
+        raise ValueError("lengths differ")
+    universal = bool(entry["last_expert_is_universal"])
+    return LayerSimilarity(int(entry["layer"]), str(entry["base"]), to_base, whole, between, universal)
+
+
+def _array(values: Any, rank: int) -> np.ndarray:
+    array = np.asarray(values, np.float64)
+    if array.ndim != rank or not array.size or not np.isfinite(array).all():
+        raise ValueError("not an array of numbers")
+    return array
