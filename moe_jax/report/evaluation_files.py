@@ -1,6 +1,7 @@
 """Evaluations as JSON: what `moe-jax eval` prints with --json or writes with --output, and what lm-eval writes."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,8 +99,8 @@ def _of_tasks(data: Mapping[str, Any], path: Path) -> Evaluation:
     if isinstance(arguments, dict):
         name = arguments.get("path") or arguments.get("pretrained")
     else:
-        given = dict(part.partition("=")[::2] for part in str(arguments or "").split(","))
-        name = given.get("pretrained")
+        given = re.search(r"(?:^|,)pretrained=([^,]*)", str(arguments or ""))
+        name = given[1] if given else None
     return Evaluation(path, str(name or data.get("model_name") or path), tuple(scores))
 
 

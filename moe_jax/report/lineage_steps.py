@@ -28,7 +28,6 @@ def _step(entry: Mapping[str, Any]) -> list[Markup | None]:
     others = [(name, in_words(value)) for name, value in measured.items() if isinstance(value, list | dict)]
     options = [(name, in_words(value)) for name, value in entry.get("options", {}).items()]
     versions = [(name, in_words(value)) for name, value in entry.get("versions", {}).items()]
-    words = {"words": 2}
     return [
         element("h4", f"moe-jax {command}"),
         element("p", str(entry.get("date", "")).replace("T", " "), class_="note"),
@@ -36,9 +35,9 @@ def _step(entry: Mapping[str, Any]) -> list[Markup | None]:
         facts({name.replace("_", " "): value for name, value in scalars.items()}),
         folded(
             "options, versions" + (", other figures" if others else ""),
-            table(f"Options of {command}", ("option", "value"), options, **words),
-            table(f"Other figures of {command}", ("figure", "value"), others, **words),
-            table(f"Versions of what {command} ran with", ("package", "version"), versions, **words),
+            table(f"Options of {command}", ("option", "value"), options, words=2),
+            table(f"Other figures of {command}", ("figure", "value"), others, words=2),
+            table(f"Versions of what {command} ran with", ("package", "version"), versions, words=2),
         ),
     ]
 

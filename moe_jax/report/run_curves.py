@@ -152,11 +152,11 @@ def shares_over_time(records: Sequence[Record], key: str) -> tuple[list[int], di
 def _fits(loads: object, shape: dict[str, int]) -> bool:
     if not isinstance(loads, dict):
         return False
-    found = {layer: loads.get(layer) for layer in shape}
-    return all(
-        isinstance(found[layer], list) and len(found[layer]) == length and all(map(_is_finite, found[layer]))
-        for layer, length in shape.items()
-    )
+    for layer, length in shape.items():
+        shares = loads.get(layer)
+        if not isinstance(shares, list) or len(shares) != length or not all(map(_is_finite, shares)):
+            return False
+    return True
 
 
 def _is_finite(value: object) -> bool:

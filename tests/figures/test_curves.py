@@ -35,7 +35,7 @@ def test_a_gap_of_a_long_curve_is_not_drawn_over():
     assert [int(np.isnan(found).sum()) for found in (means, least, greatest)] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("steps", [1, 30, 1000])
+@pytest.mark.parametrize("steps", [1, 1000])
 def test_runs_of_any_length_are_drawn(steps: int, tmp_path: pathlib.Path):
     along = np.arange(1, steps + 1)
     curves = [Curve(name, along, scale / along) for name, scale in (("one", 3.0), ("other", 5.0))]

@@ -29,7 +29,7 @@ def write_subjects(folder: Path) -> dict[str, Path]:
         "model": with_lineage(
             model, [new_lineage_entry("upcycle", {"delta": EVIL}, [ModelDirectory(model)], {"param_bytes": 12345})]
         ),
-        "run": write_run(folder / "run", model),
+        "run": write_run(folder / "run", folder / "base"),
         "compressed": with_lineage(compressed, [compression_entry()]),
         "adapter": write_adapter(folder / "adapter", folder / "base"),
         "sweep": write_sweep(folder / "sweep"),
@@ -58,7 +58,7 @@ def compression_entry() -> dict[str, Any]:
 
 
 def write_run(run: Path, model: Path, *, losses: float = 4.0) -> Path:
-    """A run of two MoE layers, as `train` leaves it."""
+    """A run of two MoE layers; what it has made is another model, whose experts need not be drawn once more."""
     run.mkdir()
     (run / "recipe.toml").write_text(f'run_dir = "run" # {EVIL}\n')
     (run / "run.json").write_text("{}")

@@ -10,15 +10,16 @@ import pytest
 
 from moe_jax import cli
 from moe_jax.model_dir import ModelDirectory
+from moe_jax.report.comparison import side_by_side_table
 from moe_jax.report.subjects import named, open_subject, with_evaluations
 from tests.browser import Browser
 from tests.report.subjects_on_disk import EVIL, STEPS, write_run, write_subjects
 from tests.report.test_markup import Reader, read
 
 _PICTURE = "data:image/svg+xml;base64,"
-# Of the model: two of similarity. Of the run: loss, rate, gradient, speed, router; use over time and at the end; and
-# two of its model. Of the compressed one: two. The sweep has one, the measurements have three.
-PICTURES = 2 + 9 + 2 + 1 + 3
+# Of the model: two of similarity. Of the run: loss, rate, gradient, speed, router; use over time and at the end.
+# Of the compressed one: two. The sweep has one, the measurements have three.
+PICTURES = 2 + 7 + 2 + 1 + 3
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +114,11 @@ def test_an_evaluation_of_the_model_of_a_run_is_the_runs(subjects, tmp_path: Pat
 def test_runs_are_compared_by_their_losses(subjects, tmp_path: Path):
     other = write_run(tmp_path / "slower", subjects["model"], losses=8.0)
     (other / "metrics.jsonl").open("a").write('{"step": 31, "lo')  # killed
-    out = tmp_path / "page.html"
-    assert cli.main(["report", str(subjects["run"]), str(other), "--no-weights", "--out", str(out)]) == 0
-    (alt,) = [attributes["alt"] for name, attributes in read(out.read_text()).elements
-              if name == "img" and attributes["alt"].startswith("Training loss over the steps")]  # fmt: skip
-    assert f"slower from 8 at step 1 to 0.2667 at step {STEPS}" in alt and "run from 4 at step 1" in alt
+    both = named([open_subject(subjects["run"]), open_subject(other)])
+    table, losses = side_by_side_table(both, [None, None])
+    ((_, picture),) = [one for one in read(str(losses)).elements if one[0] == "img"]
+    assert f"slower from 8 at step 1 to 0.2667 at step {STEPS}" in str(picture["alt"])
+    assert "run from 4 at step 1" in str(picture["alt"]) and "training loss, last0.13330.2667" in read(str(table)).text
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path):
