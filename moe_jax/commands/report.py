@@ -9,10 +9,10 @@ import tyro
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Writes one HTML page about models, runs, compressions and evaluations, of any kind and number, in one file.
+    """Writes one HTML page about models, training runs, compressions and evaluations, with several side by side.
 
-    The page needs no network and runs no script. It shows how models were made, what they consist of, the curves of
-    runs, how experts are used and how similar they are, what compression did, and evaluations; several side by side.
+    The page is one file that needs no network and runs no script. It shows how models were made, what they consist of,
+    the curves of runs, how experts are used and how similar they are, what compression did, and evaluations.
     """
 
     paths: Annotated[
@@ -27,6 +27,13 @@ class Options:
     """Reads no weights: without how similar experts are. That reads all experts, one matrix of a layer at a time."""
     base: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: where it was)")] = None
     """Where the model is now that an adapter directory or a checkpoint among the PATHs stands on, if it was moved."""
+
+
+EXAMPLES = """
+moe-jax report run --out run.html
+moe-jax report dense-dir run small-dir results.json --out compared.html
+moe-jax report mixtral-dir --no-weights
+"""
 
 
 def run(options: Options) -> None:
