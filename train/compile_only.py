@@ -5,17 +5,31 @@ needs neither GPU nor driver (`gpu_topology`). The step is the same one that `lo
 weights are loaded or made.
 """
 
+import importlib.util
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_jax.data_sheets import chip_of_kind
 from moe_jax.errors import InputError, first_line, shown
 from moe_jax.models import ModelConfig
 from moe_jax.train import gpu_topology
 from moe_jax.train.recipe import Recipe
+
+if TYPE_CHECKING:  # they import JAX, and the environment has to be described before that
+    from jax.stages import Compiled
+
+    from moe_jax.train.program import Program
+
+TIGHT = 0.9
+"""Of a device's memory: what a step should not need more than."""
+
+# "Used 16.50G of 15.75G hbm", in the message of the TPU compiler.
+_USED = re.compile(r"\bUsed ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 # libtpu asks a metadata server for the machine's type unless the environment gives one. Any TPU type will do: the
 # compiler is told separately which topology to compile for.
@@ -54,29 +68,21 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
       InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
         mesh that does not fit the slice.
     """
-    import jax
-
     from moe_jax.train.flops import step_flops
     from moe_jax.train.hlo import collectives
-    from moe_jax.train.program import abstract_batch, make_program
+    from moe_jax.train.program import make_program
     from moe_jax.train.recipe import input_length
 
-    devices = _devices(topology)
+    devices = described_devices(topology)
     program = make_program(recipe, config, devices)
     # The compiler dumps the program's text itself: `compiled.as_text()` cannot parse output of a newer compiler.
-    with jax.set_mesh(program.mesh), tempfile.TemporaryDirectory() as folder:
-        lowered = program.step.lower(program.state, program.frozen, abstract_batch(recipe, config, program.mesh))
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise InputError(f"the step does not fit into {topology}: {first_line(error)}") from None
+            compiled = compiled_step(program, recipe, {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        except DoesNotFit as error:
+            raise InputError(f"the step does not fit into {topology}: {error}") from None
         (text,) = Path(folder).glob(f"*.{'sm_*_gpu_' if gpu_topology.is_gpu(topology) else ''}after_optimizations.txt")
         found = collectives(text.read_text())
-    memory = compiled.memory_analysis()
-    # Outputs that lie in the buffers of donated arguments are counted once.
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     kind = devices[0].device_kind
     chip = chip_of_kind(kind)
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
@@ -85,19 +91,74 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
         "device_kind": kind,
         "chips": len(devices),
         "mesh": dict(program.mesh.shape),
-        "bytes": {
-            "arguments": memory.argument_size_in_bytes,
-            "outputs": memory.output_size_in_bytes,
-            "aliased": memory.alias_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
-            "code": memory.generated_code_size_in_bytes,
-            "total": held + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
-            "hbm": None if chip is None else chip.memory,
-        },
+        "bytes": bytes_of(compiled) | {"hbm": None if chip is None else chip.memory},
         "model_flops": step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices),
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
         "collectives": {kind: counted._asdict() for kind, counted in found.items()},
     }
+
+
+class DoesNotFit(Exception):
+    """The compiler finds no room for the step in the memory of a device.
+
+    Attributes:
+      used: bytes that it would need; None: the compiler does not say.
+    """
+
+    def __init__(self, message: str, used: int | None):
+        super().__init__(message)
+        self.used = used
+
+
+def compiled_step(program: "Program", recipe: Recipe, options: dict[str, Any] | None = None) -> "Compiled":
+    """Compiles the step of a program for the devices of its mesh.
+
+    Args:
+      program: of the recipe.
+      recipe: the run; its data is not read.
+      options: of the compiler.
+
+    Raises:
+      DoesNotFit: the compiler says that a device has too little memory.
+    """
+    import jax
+
+    from moe_jax.train.program import abstract_batch
+
+    with jax.set_mesh(program.mesh):
+        batch = abstract_batch(recipe, program.config, program.mesh)
+        lowered = program.step.lower(program.state, program.frozen, batch)
+        try:
+            return lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise DoesNotFit(first_line(error), _used(str(error))) from None
+
+
+def bytes_of(compiled: Any) -> dict[str, int]:
+    """Bytes that a compiled program takes of every device.
+
+    Returns:
+      `arguments`, `outputs`, `aliased` (outputs that lie in the buffers of donated arguments, and count once in the
+      total), `temporaries`, `code` and `total`.
+    """
+    memory = compiled.memory_analysis()
+    assert memory is not None, "these compilers all say it"
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+        "total": held + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
+    }
+
+
+def is_tight(used: int, memory: int) -> bool:
+    """Whether so little of a device's memory is left that nobody should rely on it: versions of the compiler differ."""
+    return used > TIGHT * memory
 
 
 def print_report(report: dict[str, Any], *, as_json: bool) -> None:
@@ -113,18 +174,23 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
         print(f"  {name:12} {sizes[name] / 2**30:9.3f} GiB")
     if sizes["hbm"]:
         print(f"  {'memory':12} {sizes['hbm'] / 2**30:9.3f} GiB   {sizes['total'] / sizes['hbm']:.0%} used")
+        if is_tight(sizes["total"], sizes["hbm"]):
+            print(f"warning: more than {TIGHT:.0%} of the memory; another version of the compiler may need more")
     print(f"model FLOPs per chip and step: {report['model_flops']:.3g}")
     print("collectives per step and chip:" if report["collectives"] else "no collectives")
     for name, found in report["collectives"].items():
         print(f"  {name:18} {found['count']:6} x {found['bytes'] / 2**20:12.1f} MiB")
 
 
-def _devices(topology: str) -> list[Any]:
+def described_devices(topology: str) -> list[Any]:
+    """The devices of a topology such as `v5e:4x4` or `h100:8`, for a mesh.
+
+    Raises:
+      InputError: no compiler for the topology, or an unknown one.
+    """
     if gpu_topology.is_gpu(topology):
         return gpu_topology.gpu_devices(topology)
-    import importlib.util
-
-    if importlib.util.find_spec("libtpu") is None:
+    if not has_tpu_compiler():
         raise InputError("--compile-only needs the TPU compiler: pip install 'moe-jax[tpu]' (libtpu, x86 Linux)")
     from jax.experimental import topologies
 
@@ -135,3 +201,13 @@ def _devices(topology: str) -> list[Any]:
             f"unknown topology {shown(topology)}, expected for example v5e:4x4, v5p:2x2x4, v6e:8x8 or h100:8: "
             f"{first_line(error)}"
         ) from None
+
+
+def has_tpu_compiler() -> bool:
+    """Whether libtpu is installed."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def _used(message: str) -> int | None:
+    found = _USED.search(message)
+    return None if found is None else round(float(found[1]) * _UNITS[found[2]])

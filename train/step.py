@@ -97,17 +97,7 @@ def make_step(
       ema_decay: of the average, if the state has one.
     """
 
-    def microbatch_loss(
-        params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array
-    ) -> tuple[Array, tuple]:
-        model = nnx.merge(graphdef, params, frozen)
-        out = run_to_head(model, batch, key)
-        # The divisor is part of the weights: so the gradient is made as it is, and not rounded before it is divided.
-        loss = model.weighted_loss(out.x, batch["targets"], batch["weights"] / scored)
-        auxiliary = auxiliary_loss(config, out.router) / accumulation
-        return loss + auxiliary, (loss, auxiliary, out.router)
-
-    grad = jax.grad(microbatch_loss, has_aux=True)
+    grad = jax.grad(make_loss(graphdef, config, accumulation=accumulation), has_aux=True)
 
     def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, StepMetrics]:
         scored = jnp.sum(batch["weights"])
@@ -153,6 +143,30 @@ def make_step(
         return TrainState(state.step + 1, params, opt_state, average), metrics
 
     return step
+
+
+def make_loss(graphdef: nnx.GraphDef, config: ModelConfig, *, accumulation: int = 1) -> Callable[..., tuple]:
+    """Makes the loss of a microbatch, which a step differentiates by its first argument.
+
+    Args:
+      graphdef, config, accumulation: see `make_step`.
+
+    Returns:
+      `(params, frozen, batch, scored, key) -> (loss, (its part of the tokens, auxiliary losses, router statistics))`,
+      where `scored` is the weight of all tokens of the batch.
+    """
+
+    def microbatch_loss(
+        params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array
+    ) -> tuple[Array, tuple]:
+        model = nnx.merge(graphdef, params, frozen)
+        out = run_to_head(model, batch, key)
+        # The divisor is part of the weights: so the gradient is made as it is, and not rounded before it is divided.
+        loss = model.weighted_loss(out.x, batch["targets"], batch["weights"] / scored)
+        auxiliary = auxiliary_loss(config, out.router) / accumulation
+        return loss + auxiliary, (loss, auxiliary, out.router)
+
+    return microbatch_loss
 
 
 def step_key(seed: int, step: int | Int[Array, ""]) -> Array:

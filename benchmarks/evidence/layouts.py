@@ -138,3 +138,9 @@ SERVING = Table(
      "of one request on a server of one seat (aim 3)"),
     ("{}", "{}", "{}", "{:.2f}", "{:.1f}", "{:.2f}", "{:.2f}"),
 )  # fmt: skip
+PLAN_TRAIN = Table(
+    "cases",
+    ("SmolLM2-135M, 2 × 256 tokens, float32", "foretold, GB", "measured, GB", "difference, % (aim 15)",
+     "foretold, tokens/s", "measured, tokens/s"),
+    ("{}", "{:.2f}", "{:.2f}", "{:+.1f}", "{:.0f}", "{:.0f}"),
+)  # fmt: skip

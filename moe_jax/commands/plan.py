@@ -1,4 +1,4 @@
-"""`moe-jax plan CONFIG_OR_MODEL`: what a model costs, from its config alone."""
+"""`moe-jax plan CONFIG_OR_MODEL`: what a model costs, and its training (`--train`), from its config alone."""
 
 import dataclasses
 import json
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from moe_jax.models import ModelConfig
     from moe_jax.plan import Plan, TrainingMemory, TunedParameters
     from moe_jax.planned_strategies import PlannedStrategies
+    from moe_jax.planned_training import PlannedTraining
+    from moe_jax.train.recipe import Recipe
 
 _ADAPT = ("perft-r", "perft-e", "perft-d", "perft-s", "lora")
 _NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", "compress_layers", "dtype")
@@ -27,11 +29,18 @@ class Options(UpcycleFlags, AdaptFlags):
     """Counts the parameters and bytes of a model from its config alone.
 
     With options of upcycle or adapt, counts those of the model that they would make; with --compress, also the bytes of
-    the experts in every form in which they can be stored. Weights are not read, and need not be there.
+    the experts in every form in which they can be stored; with --train, memory and time of training by a recipe.
+    Weights are not read, and need not be there.
     """
 
-    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG_OR_MODEL")]
-    """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP."""
+    model: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="CONFIG_OR_MODEL")] = None
+    """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP. With
+    --train it is by default the recipe's."""
+    train: Annotated[Path | None, tyro.conf.arg(metavar="RECIPE.toml")] = None
+    """A recipe of moe-jax train. Adds what training takes of every device: parameters, gradients, moments, activations,
+    and time. The step is compiled for that; weights and data are not read, nothing is written. By default none."""
+    set: Annotated[tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """With --train: overrides keys of the recipe, as in --set train.batch_size=16 model.remat=full."""
     method: Annotated[
         Literal["vanilla", "ders", "pesc", "perft-r", "perft-e", "perft-d", "perft-s", "lora"] | None,
         tyro.conf.arg(metavar="METHOD"),
@@ -73,7 +82,8 @@ class Options(UpcycleFlags, AdaptFlags):
     """With --compress: dtype of all parameters; by default that of the config."""
     platform: Annotated[str | None, tyro.conf.arg(metavar="v4|v5e|v5p|v6e|v7x|h100|a100|cpu")] = None
     """A TPU generation, a GPU, or cpu. Adds the strategy by which the experts of each kind of layer would be applied
-    there, for a training batch and for decoding, and the least time of every one. By default none."""
+    there, for a training batch and for decoding, and the least time of every one. By default none; with --train, by
+    default this machine, and also a topology such as v5e:4x4 or h100:2x8: where to train."""
     tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """With --platform: tokens of a training batch on one device (default 8192)."""
     json: bool = False
@@ -105,6 +115,10 @@ GROUPS = {
         "seed",
         "no_step0_check",
     ),
+    "training by a recipe": (
+        "train",
+        "set",
+    ),
     "training on several chips": (
         "mesh",
         "optimizer",
@@ -128,6 +142,9 @@ EXAMPLES = """
 moe-jax plan mixtral-dir/config.json
 # what upcycling would make of it, and what it takes to train that on 16 chips
 moe-jax plan llama-dir --experts 8 --top-k 2 --delta low-rank:16 --mesh fsdp=16
+# what training by a recipe takes of this machine, or of a chip
+moe-jax plan --train recipe.toml --set train.batch_size=16
+moe-jax plan --train recipe.toml --platform v5e
 # what would be trained with adapters
 moe-jax plan mixtral-dir --method perft-e --adapter parallel:8
 # bytes of the experts in every form
@@ -142,10 +159,19 @@ def run(options: Options) -> None:
       FileNotFoundError: if there is no config.
       InputError: if it cannot be read, or the options do not go with it.
     """
+    if options.train is not None and options.platform not in (None, "cpu"):
+        from moe_jax.train.compile_only import prepare_environment
+
+        prepare_environment()
+    recipe = _recipe(options)
+    model = options.model or (recipe and (recipe.model.path or recipe.model.config))
+    if model is None:
+        raise InputError("missing: CONFIG_OR_MODEL, or --train RECIPE.toml, which names a model")
     from moe_jax.open_source import read_config
     from moe_jax.plan import make_plan, tuned_parameters
 
-    config = _planned_config(read_config(options.model), options)
+    config = _planned_config(read_config(model), options)
+    training = _training(recipe, config, options)
     plan, tuned = make_plan(config), tuned_parameters(config)
     memory = _memory(config, options)
     compressed, strategies = _compression(config, options), _strategies(config, options)
@@ -159,15 +185,44 @@ def run(options: Options) -> None:
             described["compression"] = compressed.to_json()
         if strategies is not None:
             described["strategies"] = dataclasses.asdict(strategies)
+        if training is not None:
+            described["training"] = dataclasses.asdict(training)
         print(json.dumps(described, indent=2))
         return
-    _print(options.model, config, plan, tuned, memory)
+    _print(Path(model), config, plan, tuned, memory)
     if compressed is not None:
         compressed.print()
     if strategies is not None:
         from moe_jax.commands.planned_platform import print_strategies
 
         print_strategies(strategies)
+    if training is not None:
+        from moe_jax.commands.training_table import print_training
+
+        print_training(training)
+
+
+def _recipe(options: Options) -> "Recipe | None":
+    if options.train is None:
+        if options.set:
+            raise InputError("--set: only with --train")
+        return None
+    needless = [name for name in ("mesh", "optimizer", "tokens") if getattr(options, name) is not None]
+    if needless:
+        raise InputError(f"{', '.join(map(flag_of, needless))}: the recipe says it; change it with --set")
+    from moe_jax.train.recipe import load_recipe
+
+    return load_recipe(options.train, [override for group in options.set for override in group])
+
+
+def _training(recipe: "Recipe | None", config: "ModelConfig", options: Options) -> "PlannedTraining | None":
+    if recipe is None:
+        return None
+    # What `train` imports, so that this process is as large as that will be.
+    import moe_jax.train.run  # noqa: F401
+    from moe_jax.planned_training import planned_training
+
+    return planned_training(recipe, config, options.platform)
 
 
 def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
@@ -220,7 +275,7 @@ def _memory(config: "ModelConfig", options: Options) -> "TrainingMemory | None":
 
 
 def _strategies(config: "ModelConfig", options: Options) -> "PlannedStrategies | None":
-    if options.platform is None:
+    if options.platform is None or options.train is not None:
         if options.tokens is not None:
             raise InputError("--tokens: only with --platform")
         return None

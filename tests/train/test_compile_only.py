@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig
 from moe_jax.sharding import make_mesh
+from moe_jax.train.compile_only import print_report
 from moe_jax.train.hlo import Collectives, collectives
 from tests.conftest import ROOT
 from tests.train.models import FFN, config_of, moe, write_config
@@ -89,6 +90,15 @@ def test_what_cannot_be_compiled_is_one_line(folder, topology, overrides, messag
     error = [line for line in done.stderr.splitlines() if line.startswith("moe-jax: error:")]
     assert len(error) == 1 and message in error[0]
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("total", "warned"), [(14.3, False), (14.5, True), (17.0, True)])
+def test_a_chip_that_is_nearly_full_is_said(capsys, total, warned):
+    sizes = {name: 0 for name in ("arguments", "outputs", "aliased", "temporaries", "code")}
+    report = {"topology": "v5e:2x2", "chips": 4, "device_kind": "TPU v5 lite", "mesh": {"fsdp": 4}, "model_flops": 1.0}
+    bytes_per_chip = sizes | {"total": int(total * 2**30), "hbm": 16 * 2**30}
+    print_report(report | {"bytes": bytes_per_chip, "collectives": {}}, as_json=False)
+    assert ("warning: more than 90% of the memory" in capsys.readouterr().out) == warned
 
 
 def test_collectives_in_a_loop_count_as_often_as_it_runs():
