@@ -20,7 +20,7 @@ from moe_jax.data_sheets import CHIPS, Chip, chip_of_kind
 from moe_jax.errors import InputError, check_member, shown
 from moe_jax.memory import resident_memory, total_memory
 from moe_jax.models import ModelConfig
-from moe_jax.sharding import AXES
+from moe_jax.sharding import AXES, path_name
 from moe_jax.train import gpu_topology
 from moe_jax.train.compile_only import (
     DoesNotFit,
@@ -34,7 +34,7 @@ from moe_jax.train.placement import batch_shards, check_batch_divides
 from moe_jax.train.program import Program, abstract_batch, make_program
 from moe_jax.train.recipe import MeshSection, Recipe
 from moe_jax.train.step import make_loss
-from moe_jax.train.step_time import StepBytes, StepTime, measured_rates, rates_of_chip, step_time
+from moe_jax.train.step_time import StepBytes, StepTime, measured_rates, optimizer_operations, rates_of_chip, step_time
 
 # The smallest slices that the TPU compiler knows; a step for fewer chips uses some of them.
 _SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -163,7 +163,14 @@ _ACTIVATIONS = "activations"
 
 
 class _Held(NamedTuple):
-    """Bytes on every device that are known exactly; `gradients` are among what a step holds meanwhile."""
+    """Bytes on every device that are known exactly.
+
+    Attributes:
+      params, frozen, optimizer, average, batch: as in the names of items.
+      gradients: which are among what a step holds meanwhile.
+      operations: of the optimizer's products, on all devices.
+      notes: by attribute.
+    """
 
     params: int
     frozen: int
@@ -171,6 +178,7 @@ class _Held(NamedTuple):
     average: int
     batch: int
     gradients: int
+    operations: float
     notes: dict[str, str]
 
     @property
@@ -217,6 +225,9 @@ def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
         average=count(state.ema),
         batch=count(abstract_batch(recipe, program.config, program.mesh)),
         gradients=sum(4 * shard(leaf) for leaf in jax.tree.leaves(state.params)),
+        operations=optimizer_operations(
+            section, {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+        ),
         notes={
             "params": recipe.model.param_dtype,
             "frozen": recipe.model.frozen_dtype or "as the model's config says",
@@ -331,7 +342,7 @@ def _planned(
     if rates is not None:
         # The devices of a CPU share it.
         cpu = rates.overlap is False
-        time = step_time(recipe, config, moved, 1 if cpu else target.count, rates)
+        time = step_time(recipe, config, moved, 1 if cpu else target.count, rates, exact.operations)
     return PlannedTraining(
         platform=target.name,
         devices=target.count,

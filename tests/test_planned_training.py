@@ -19,7 +19,7 @@ from moe_jax.train import compile_only
 from moe_jax.train.compile_only import DoesNotFit
 from moe_jax.train.program import abstract_batch, first_state, initial_states, make_program
 from moe_jax.train.recipe import EmaSection, MeshSection, ModelSection, OptimizerSection, PartitionSection, TrainSection
-from moe_jax.train.step_time import Rates, StepBytes, step_time
+from moe_jax.train.step_time import Rates, StepBytes, optimizer_operations, step_time
 from tests.conftest import ROOT
 from tests.tiers import long, one_in
 from tests.train.models import FFN, config_of, moe, recipe_of, write_config
@@ -168,6 +168,14 @@ def test_time_follows_operations_and_bytes():
     assert frozen.operations == pytest.approx(time.operations * 4 / 6)
     at_once = step_time(recipe_of(), config, moved, 1, dataclasses.replace(rates, overlap=True))
     assert max(time.products, time.bytes) <= at_once.seconds < time.seconds
+
+
+def test_muon_has_products_of_its_own():
+    shapes = {"stack/segments/0/blocks/0/mlp/up/kernel": (3, 4, 10), "embed/embedding": (100, 4)}
+    # X X', A A and A X, five times, for three layers; AdamW's embedding has none.
+    each = 2 * 4 * 10 * 4 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 10
+    assert optimizer_operations(OptimizerSection(kind="muon"), shapes) == 3 * 5 * each
+    assert optimizer_operations(OptimizerSection(), shapes) == 0
 
 
 def test_the_command_prints_it_and_writes_nothing(folder, one_device, compiled_once, capsys):

@@ -5,8 +5,9 @@ estimate from rates that are measured here. Neither counts what devices send eac
 """
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 from moe_jax.data_sheets import Chip
 from moe_jax.models import ModelConfig
 from moe_jax.train.flops import step_flops
-from moe_jax.train.recipe import Recipe, input_length
+from moe_jax.train.optimizer import is_orthogonalised
+from moe_jax.train.recipe import OptimizerSection, Recipe, input_length
 
 # Enough to fill the caches of a CPU several times, and small beside any training run.
 _COPIED = 64 << 20
@@ -79,8 +81,17 @@ class StepTime:
     tokens_per_second: float
 
 
-def step_time(recipe: Recipe, config: ModelConfig, moved: StepBytes, devices: int, rates: Rates) -> StepTime:
+def step_time(
+    recipe: Recipe, config: ModelConfig, moved: StepBytes, devices: int, rates: Rates, optimizer: float = 0.0
+) -> StepTime:
     """Estimates a step.
+
+    Args:
+      recipe, config: of the run.
+      moved: bytes on one device.
+      devices: that share the products.
+      rates: of one device.
+      optimizer: operations of the optimizer's own products, see `optimizer_operations`.
 
     Weights are read by every microbatch forward and backward, and once more where a layer is computed again;
     activations are written and read; gradients too; and the optimizer reads and writes all that it changes.
@@ -91,7 +102,7 @@ def step_time(recipe: Recipe, config: ModelConfig, moved: StepBytes, devices: in
     held = moved.params + moved.frozen
     trained = moved.params / held if held else 0.0
     # Of six parts two are forward, two the gradient of what goes in, and two that of the weights, if they are trained.
-    operations = model * (4 + 2 * trained + (2 if again else 0)) / 6
+    operations = model * (4 + 2 * trained + (2 if again else 0)) / 6 + optimizer / devices
     products = operations / rates.operations
     microbatches = recipe.train.accumulation
     passes = microbatches * ((3 if again else 2) * held + 2 * moved.activations) / rates.bytes
@@ -106,6 +117,26 @@ def step_time(recipe: Recipe, config: ModelConfig, moved: StepBytes, devices: in
         operations=operations,
         tokens_per_second=tokens / seconds,
     )
+
+
+def optimizer_operations(section: OptimizerSection, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Operations of an optimizer's matrix products in a step: those with which Muon makes updates orthogonal.
+
+    Five times the product of `[m, n]`, m at most n, with its transpose, the square of that, and its product with the
+    matrix (Newton-Schulz, as `optax.contrib.muon` has it).
+
+    Args:
+      section: of the recipe.
+      shapes: of the trained parameters, by path in memory.
+    """
+    if section.kind != "muon":
+        return 0.0
+    total = 0.0
+    for shape in (shape for path, shape in shapes.items() if is_orthogonalised(path)):
+        *stacked, rows, columns = shape
+        m, n = sorted((rows, columns))
+        total += math.prod(stacked) * 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    return total
 
 
 def rates_of_chip(chip: Chip, compute_dtype: str) -> Rates:
