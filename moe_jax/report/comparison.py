@@ -11,6 +11,21 @@ from moe_jax.report.run_curves import median_speed, numbers, overlaid_losses
 from moe_jax.report.scores import with_spread
 from moe_jax.report.subjects import Subject
 
+_ORDER = (
+    "what it is",
+    "parameters",
+    "active per token",
+    "of its own",
+    "on the disk",
+    "experts",
+    "compressed by",
+    "bytes of experts that stay",
+    "steps",
+    "training loss, last",
+    "held-out loss, last",
+    "training tokens/s, median",
+)
+
 
 def side_by_side_table(subjects: Sequence[Subject], sizes: Sequence[Sizes | None]) -> list[Markup | None]:
     """A column for everything that has a model, a run or an evaluation; nothing for fewer than two.
@@ -26,7 +41,9 @@ def side_by_side_table(subjects: Sequence[Subject], sizes: Sequence[Sizes | None
     ]
     if len(found) < 2:
         return []
-    titles = dict.fromkeys(title for _, figures in found for title in figures)
+    given = dict.fromkeys(title for _, figures in found for title in figures)
+    # What is measured of each comes last, whichever of them has it.
+    titles = sorted(given, key=lambda title: _ORDER.index(title) if title in _ORDER else len(_ORDER))
     rows = [(title, *(figures.get(title, "") for _, figures in found)) for title in titles]
     columns = ["", *(subject.name for subject, _ in found)]
     runs = {subject.name: subject.run for subject in subjects if subject.run is not None}

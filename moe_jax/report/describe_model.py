@@ -52,7 +52,7 @@ def experts_in_words(config: ModelConfig) -> list[str]:
         alike.setdefault(f"{moe.num_experts} experts{merged}, top {moe.top_k}, {form}", []).append(index)
     if len(alike) == 1 and len(config.moe_layers) == config.num_layers:
         return list(alike)
-    return [f"{line} (layers {index_set(layers)})" for line, layers in alike.items()]
+    return [f"{line} (layer{'s' * (len(layers) > 1)} {index_set(layers)})" for line, layers in alike.items()]
 
 
 def model_facts(source: ModelSource, sizes: Sizes) -> Markup:

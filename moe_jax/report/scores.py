@@ -15,7 +15,7 @@ def score_tables(evaluations: Sequence[Evaluation]) -> list[Markup | None]:
         for score in evaluation.scores
     ]
     columns = ("task or text", "figure", "value", "standard error, or 95% interval", "examples or tokens")
-    tables = [table("Evaluation", columns, rows, words=2)]
+    tables = [table("Figures of every task and text", columns, rows, words=2)]
     for evaluation in evaluations:
         if evaluation.confusion:
             cells = [

@@ -65,7 +65,7 @@ def test_everything_is_shown_and_nothing_is_loaded(reader: Reader):
         "the experts are used is not known", "resmoekeep 0.251.0 kB25.0%0.750032.0000",
         "LoRA", "stands on", "adapter directory",
         "held-out.txtperplexity4.4817117", "a.jsonlaccuracy0.75000.5000 to 0.90004", "piqaacc0.7000± 0.0100200",
-        "low-rank, rank 2",
+        "low-rank, rank 2 (layer 0)",
     ],
 )  # fmt: skip
 def test_figures_are_the_ones_in_the_files(reader: Reader, shown: str):
@@ -134,7 +134,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path):
 def test_a_path_given_twice_is_shown_once(subjects, tmp_path: Path):
     words = ["report", subjects["text"], subjects["text"], "--out", tmp_path / "page.html"]
     assert cli.main([str(word) for word in words]) == 0
-    assert (tmp_path / "page.html").read_text().count("<caption>Evaluation") == 1
+    assert (tmp_path / "page.html").read_text().count("<caption>Figures of every") == 1
 
 
 @pytest.mark.parametrize(
