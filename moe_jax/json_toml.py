@@ -107,6 +107,10 @@ def parse_json(text: bytes, *, where: str, allow: Collection[Unusual] = (), max_
         raise
     except RecursionError:
         raise _too_deep(where) from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in decoded.strip() else ""  # of JSON lines, `where` has it
+        what = error.msg.removesuffix(" at")
+        raise InputError(f"{where} is not valid JSON: {what} at {line}column {error.colno}") from None
     except ValueError as error:
         raise InputError(f"{where} is not valid JSON: {error}") from None
     _check_depth(value, where)

@@ -138,6 +138,8 @@ def _check_length(source: SourceSection, records: Files, tokenizer: Tokenizer, s
         documents += int(pairs.starts.sum())
         if count >= seq_len:
             return
+    if not documents:
+        raise InputError(f"{source.path} holds no text")
     raise InputError(
         f"{source.path} is too short: {count + documents} tokens in {documents} documents do not fill one sequence of "
         f"data.seq_len = {seq_len} (and the token after it); give more text or a smaller data.seq_len"

@@ -115,7 +115,8 @@ class RowReader:
             of_row = next((keys for keys in self._kind_of if set(keys) <= row.keys()), None)
         if of_row is None:
             keys = clipped(", ".join(map(shown, row))) or "(none)"
-            raise InputError(f"expected {self.expected}, got an object with the keys {keys}")
+            told = "" if self._is_told or not row else "; a source's fields = { ... } says which keys hold what"
+            raise InputError(f"expected {self.expected}, got an object with the keys {keys}{told}")
         kind = self._kind_of[of_row]
         if kind == "chat":
             return self._conversation(self._messages(row[of_row[0]], of_row[0]))

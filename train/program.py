@@ -57,6 +57,25 @@ class Program:
     step: Callable[[TrainState, nnx.State, dict[str, jax.Array]], tuple[TrainState, StepMetrics]]
 
 
+def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None) -> Mesh:
+    """The mesh of a recipe for a model; takes no time.
+
+    Args:
+      recipe: the run.
+      config: of the model.
+      devices: for the mesh; default all.
+
+    Raises:
+      InputError: if the model cannot be trained, or the mesh or the batch size do not fit.
+    """
+    config.check_scores_tokens("training")
+    if recipe.data.input_len is not None and not config.has_encoder:
+        raise InputError(f"data.input_len = {recipe.data.input_len} is for models with an encoder, which this has not")
+    mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
+    check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
+    return mesh
+
+
 def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None) -> Program:
     """Makes the program of a recipe for a model.
 
@@ -68,11 +87,7 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     Raises:
       InputError: a mesh, batch size, partition or parameter shape that does not fit.
     """
-    config.check_scores_tokens("training")
-    if recipe.data.input_len is not None and not config.has_encoder:
-        raise InputError(f"data.input_len = {recipe.data.input_len} is for models with an encoder, which this has not")
-    mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
-    check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
+    mesh = mesh_for(recipe, config, devices)
     frozen_dtype = recipe.model.frozen_dtype or config.dtype
     config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
     model = abstract_model(config, compute_dtype=recipe.model.compute_dtype, remat=recipe.model.remat)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import grain
 import jax
+import numpy as np
 import rich.console
 from flax import nnx
 
@@ -39,7 +40,7 @@ from moe_jax.train.loop import Loop
 from moe_jax.train.open_sources import template_loader
 from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
 from moe_jax.train.placement import local_rows
-from moe_jax.train.program import Program, completed_state, first_state, initial_states, make_program
+from moe_jax.train.program import Program, completed_state, first_state, initial_states, make_program, mesh_for
 from moe_jax.train.recipe import Recipe, input_length
 from moe_jax.train.restart import (
     Origin,
@@ -62,8 +63,11 @@ from moe_jax.train.run_directory import (
 )
 from moe_jax.train.saved_model import is_saved_by_layer
 from moe_jax.train.step import TrainState
-from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.train.tokenizer import Pair, Tokenizer, find_tokenizer
 from moe_jax.train.wandb_writer import import_wandb
+
+# Models whose vocabulary is larger than that of their tokenizer by more than this are none that people publish.
+_USED_OF_VOCABULARY = 0.5
 
 
 def train(
@@ -174,20 +178,26 @@ def _train(
     recipe = with_horizon(recipe)
     if recipe.log.wandb != "off" and is_first_process():
         import_wandb()  # Here, before anything is written, if it is missing.
-    program = make_program(recipe, config)
-    _print_trained_parameters(console, program)
-    _print_horizon(console, recipe)
+    # Data first: mistakes in it are the most likely, and are found before the model is built and tables are printed.
+    mesh = mesh_for(recipe, config)
     tokenizer = path_of_tokenizer(recipe, source)
+    notes = _notes_on_tokenizer(tokenizer, config)
     data = open_data(
         recipe.data,
         config,
         tokenizer,
         seed=recipe.seed,
         batch_size=recipe.train.batch_size,
-        rows=local_rows(program.mesh, recipe.train.batch_size),
-        note=lambda line: console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True),
+        rows=local_rows(mesh, recipe.train.batch_size),
+        note=notes.append,
     )
-    evaluator = _evaluator(recipe, program, tokenizer)
+    held_out = _held_out(recipe, config, tokenizer)
+    program = make_program(recipe, config)
+    _print_trained_parameters(console, program)
+    _print_horizon(console, recipe)
+    for note in notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    evaluator = _evaluator(recipe, program, held_out)
     record = make_record(recipe, config, source, tokenizer)
     if begun is not None and begun.record is not None:
         check_same(begun.record, record, recipe)
@@ -326,15 +336,32 @@ def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[
     return files if recipe.data.chat_template is None else files | {CHAT_TEMPLATE: Path(recipe.data.chat_template)}
 
 
-def _evaluator(recipe: Recipe, program: Program, path: Path) -> Evaluator | PairEvaluator | None:
+def _notes_on_tokenizer(path: Path, config: ModelConfig) -> list[str]:
+    """Says that a tokenizer is probably another model's: vocabularies are padded by little."""
+    known = Tokenizer(path, config).num_tokens
+    if known >= _USED_OF_VOCABULARY * config.vocab_size:
+        return []
+    return [f"{path} knows {known:,} tokens, the model's vocabulary has {config.vocab_size:,}: is it this model's?"]
+
+
+def _held_out(recipe: Recipe, config: ModelConfig, path: Path) -> np.ndarray | list[Pair] | None:
+    """What the model is evaluated on: a text as token ids, or pairs; None: nothing."""
     if recipe.eval is None:
         return None
     data, text, seq_len = recipe.data, recipe.eval.text, recipe.eval.seq_len or recipe.data.seq_len
-    on_devices = {"batch_size": recipe.eval.batch_size, "mesh": program.mesh}
-    if holds_pairs(text, program.config):
-        tokenizer = Tokenizer(path, program.config, bos=data.bos, eos=data.eos)
+    if holds_pairs(text, config):
+        tokenizer = Tokenizer(path, config, bos=data.bos, eos=data.eos)
         template = template_loader(data, path)
-        pairs = read_pairs(text, tokenizer, input_len=input_length(data), seq_len=seq_len, template=template)
-        return PairEvaluator(program.graphdef, pairs, **on_devices)
-    ids = read_text(text, Tokenizer(path, program.config))
-    return Evaluator(program.graphdef, ids, seq_len=seq_len, **on_devices)
+        return read_pairs(text, tokenizer, input_len=input_length(data), seq_len=seq_len, template=template)
+    return read_text(text, Tokenizer(path, config))
+
+
+def _evaluator(
+    recipe: Recipe, program: Program, held_out: np.ndarray | list[Pair] | None
+) -> Evaluator | PairEvaluator | None:
+    if recipe.eval is None or held_out is None:
+        return None
+    on_devices = {"batch_size": recipe.eval.batch_size, "mesh": program.mesh}
+    if isinstance(held_out, list):
+        return PairEvaluator(program.graphdef, held_out, **on_devices)
+    return Evaluator(program.graphdef, held_out, seq_len=recipe.eval.seq_len or recipe.data.seq_len, **on_devices)

@@ -96,6 +96,11 @@ class Tokenizer:
         """Whether the ids are for a model with an encoder."""
         return self._decoder_start is not None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the file knows."""
+        return self._tokenizer.get_vocab_size()
+
     def encode(self, text: str) -> np.ndarray:
         """Int32[n] ids of `text`, whole and without special tokens."""
         return self._checked(self._encoded(text).ids)

@@ -145,9 +145,9 @@ def test_a_text_shorter_than_a_sequence_is_one_clear_line(tmp_path, tokenizer_pa
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"])
-def test_an_empty_source_is_too_short(tmp_path, tokenizer_path, content):
+def test_an_empty_source_has_no_text(tmp_path, tokenizer_path, content):
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(InputError, match="too short: 0 tokens"):
+    with pytest.raises(InputError, match="a.jsonl holds no text"):
         data(tokenizer_path, SourceSection(path=str(tmp_path / "a.jsonl")))
 
 
