@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -15,11 +16,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from moe_jax.chat_template import ChatTemplate, find_chat_template, load_chat_template
 from moe_jax.errors import InputError, nearest, shown
+from moe_jax.generation import stream
 from moe_jax.harness.answer_cache import Answer, AnswerCache
 from moe_jax.harness.likelihood import Continuation, Likelihoods
-from moe_jax.harness.stopped_texts import generate_until
 from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.nn import Decoder, unstacked
+from moe_jax.streamed_text import StreamedText
 from moe_jax.terminal import Progress, no_progress
 from moe_jax.train.tokenizer import Tokenizer
 
@@ -155,12 +157,31 @@ class HarnessModel(TemplateLM):
                 chunk = indices[start : start + self.batch_size]
                 self._key, key = jax.random.split(self._key)
                 ids = [prompts[index][-room:] or [self.prefix_token_id] for index in chunk]
-                made = generate_until(self._unstacked, self._tokens, ids, eos_ids=self._eos_ids, key=key, **how)
+                made = self._continued(ids, key=key, **how)
                 for index, text in zip(chunk, made, strict=True):
                     texts[index] = text
                     self._keep("generate_until", requests[index].args, text)
                 self._progress("generating", len(texts), len(requests))
         return [texts[index] for index in range(len(requests))]
+
+    def _continued(self, prompts: Sequence[Sequence[int]], *, stop: Sequence[str], **how: Any) -> list[str]:
+        """Texts until one of `stop`, a token that ends texts, or as many tokens as `how` says; without what ended them.
+
+        Special tokens are no text.
+        """
+        assert self._unstacked is not None
+        texts = [StreamedText(self._tokens.decode, stop) for _ in prompts]
+        ended = np.zeros(len(prompts), bool)
+        for tokens in stream(self._unstacked, prompts, eos_ids=self._eos_ids, ended=ended, **how):
+            for row in np.flatnonzero(~ended):
+                if tokens[row] not in self._eos_ids:
+                    texts[row].push(int(tokens[row]))
+                ended[row] = tokens[row] in self._eos_ids or texts[row].stopped_by is not None
+            if ended.all():
+                break
+        for text in texts:
+            text.finish()
+        return [text.text for text in texts]
 
     def _answered(self, kind: str, requests: list[Instance], make: Callable[[list[Instance]], list[Any]]) -> list[Any]:
         """Answers from the cache, and those to the other requests."""
@@ -212,7 +233,7 @@ def _is_random(kind: str, request: Instance) -> bool:
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """How a task wants texts to be made, as `stopped_texts` takes it."""
+    """How a task wants texts to be made, as `HarnessModel._continued` takes it."""
     for name in given:
         if name not in _KEYS:
             raise InputError(f"generation_kwargs: {name!r} is not known{nearest(name, _KEYS)}: {', '.join(_KEYS)}")
@@ -225,7 +246,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
         temperature = 1.0
     sampling = {"top_k": given.get("top_k"), "top_p": given.get("top_p")} if temperature else {}
     return {
-        "stop": [until] if isinstance(until, str) else list(until),
+        "stop": [one for one in ([until] if isinstance(until, str) else until) if one],
         "max_new_tokens": int(lengths[0]) if lengths else MAX_NEW_TOKENS,
         "temperature": temperature,
         **sampling,
