@@ -31,7 +31,7 @@ from evidence.layouts import DATA_PIPELINE
 from evidence.results import RESULTS, Figures
 from moe_jax.open_source import open_source
 from moe_jax.train.data import open_data
-from moe_jax.train.recipe import DataSection, FieldsSection, SourceSection
+from moe_jax.train.data_sections import DataSection, FieldsSection, SourceSection
 from moe_jax.train.tokenize import Task, source_patterns, tokenize, totals
 from moe_jax.train.tokenizer import find_tokenizer
 

@@ -68,10 +68,10 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
       InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
         mesh that does not fit the slice.
     """
+    from moe_jax.train.data_sections import input_length
     from moe_jax.train.flops import step_flops
     from moe_jax.train.hlo import collectives
     from moe_jax.train.program import make_program
-    from moe_jax.train.recipe import input_length
 
     devices = described_devices(topology)
     program = make_program(recipe, config, devices)

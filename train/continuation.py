@@ -19,7 +19,8 @@ from moe_jax.models import ModelConfig, config_to_json
 from moe_jax.staging import replace_file
 from moe_jax.strict import parse, without_format
 from moe_jax.train import recipe_toml
-from moe_jax.train.recipe import Recipe, at_least
+from moe_jax.train.ranges import at_least
+from moe_jax.train.recipe import Recipe
 from moe_jax.train.sources import find_files
 from moe_jax.train.tokenizer import tokenizer_identity
 

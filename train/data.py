@@ -9,10 +9,10 @@ import grain
 
 from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
+from moe_jax.train.data_sections import DataSection, SourceSection, input_length
 from moe_jax.train.examples import Example
 from moe_jax.train.open_sources import open_sources
 from moe_jax.train.pair_batches import PairBatches
-from moe_jax.train.recipe import DataSection, SourceSection, input_length
 from moe_jax.train.sequence_packing import PackedBatches
 from moe_jax.train.sources import Files
 from moe_jax.train.tokenizer import Pair, Pairs, Tokenizer

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from moe_jax.models import ModelConfig
+from moe_jax.train.data_sections import DataSection, input_length
 from moe_jax.train.examples import Document, Example
 from moe_jax.train.open_sources import open_sources
-from moe_jax.train.recipe import DataSection, input_length
 from moe_jax.train.sources import Files
 from moe_jax.train.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ import numpy as np
 from moe_jax.chat_template import ChatTemplate
 from moe_jax.errors import InputError, clipped, shown
 from moe_jax.json_toml import is_unicode
-from moe_jax.train.recipe import FieldsSection
+from moe_jax.train.data_sections import FieldsSection
 
 PAIR_KEYS = (("prompt", "response"), ("input", "target"))
 """Keys of rows that are pairs: what is given, and what is to be said."""

@@ -14,13 +14,14 @@ from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.errors import InputError
 from moe_jax.train import recipe_toml
 from moe_jax.train.average import in_dtypes_of
+from moe_jax.train.data_sections import input_length
 from moe_jax.train.evaluation import Evaluator
 from moe_jax.train.flops import peak_flops, step_flops
 from moe_jax.train.metrics import MetricsWriter, Record, StepLine, is_finite, to_record
 from moe_jax.train.pair_evaluation import PairEvaluator
 from moe_jax.train.placement import any_process, local_rows, merge_positions, place
 from moe_jax.train.program import Program
-from moe_jax.train.recipe import Recipe, input_length
+from moe_jax.train.recipe import Recipe
 from moe_jax.train.run_directory import CHECKPOINTS
 from moe_jax.train.signals import StopSignals
 from moe_jax.train.step import StepMetrics, TrainState

@@ -8,8 +8,8 @@ from moe_jax.chat_template import ChatTemplate, load_chat_template, read_chat_te
 from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
 from moe_jax.train.cached_copies import uncompressed
+from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.examples import RowReader
-from moe_jax.train.recipe import DataSection, SourceSection
 from moe_jax.train.sources import Files, JsonLines, TextFile, check_beginning, find_files
 from moe_jax.train.tables import TableRows
 from moe_jax.train.token_files import TokenRecords

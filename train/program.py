@@ -20,12 +20,13 @@ from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.sharding import make_mesh, path_name, state_shardings
+from moe_jax.train.data_sections import input_length
 from moe_jax.train.optimizer import at_step, learning_rate, make_optimizer
 from moe_jax.train.optimizer_state import Placed, state_specs
 from moe_jax.train.pair_batches import stack_pairs
 from moe_jax.train.parameter_groups import group_rates
 from moe_jax.train.placement import batch_sharding, check_batch_divides
-from moe_jax.train.recipe import Recipe, input_length
+from moe_jax.train.recipe import Recipe
 from moe_jax.train.step import StepMetrics, TrainState, init_state, make_step
 
 

@@ -35,13 +35,14 @@ from moe_jax.train.continuation import (
     with_horizon,
 )
 from moe_jax.train.data import open_data
+from moe_jax.train.data_sections import input_length
 from moe_jax.train.evaluation import Evaluator, read_text
 from moe_jax.train.loop import Loop
 from moe_jax.train.open_sources import template_loader
 from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
 from moe_jax.train.placement import local_rows
 from moe_jax.train.program import Program, completed_state, first_state, initial_states, make_program, mesh_for
-from moe_jax.train.recipe import Recipe, input_length
+from moe_jax.train.recipe import Recipe
 from moe_jax.train.restart import (
     Origin,
     check_restarted,

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from moe_jax.data_sheets import Chip
 from moe_jax.models import ModelConfig
+from moe_jax.train.data_sections import input_length
 from moe_jax.train.flops import step_flops
 from moe_jax.train.optimizer import is_orthogonalised
-from moe_jax.train.recipe import OptimizerSection, Recipe, input_length
+from moe_jax.train.recipe import OptimizerSection, Recipe
 
 # Enough to fill the caches of a CPU several times, and small beside any training run.
 _COPIED = 64 << 20

@@ -21,8 +21,8 @@ from moe_jax.models import ModelConfig
 from moe_jax.resume import Workplace
 from moe_jax.staging import write_durably
 from moe_jax.terminal import Progress, no_progress
+from moe_jax.train.data_sections import DataSection
 from moe_jax.train.open_sources import open_sources
-from moe_jax.train.recipe import DataSection
 from moe_jax.train.sources import Files, find_files
 from moe_jax.train.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
 from moe_jax.train.tokenizer import Tokenizer, tokenizer_identity

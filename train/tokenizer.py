@@ -63,7 +63,7 @@ class Tokenizer:
     Args:
       path: the file.
       config: the model the ids are for.
-      bos, eos: see `recipe.DataSection`.
+      bos, eos: see `DataSection`.
 
     Raises:
       FileNotFoundError, InputError: no such file, not a tokenizer, or a special token that is asked for but unknown.

@@ -10,15 +10,14 @@ from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, ModelConfig, MoEConfig, config_to_json
 from moe_jax.open_source import open_source
+from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.recipe import (
     CheckpointSection,
-    DataSection,
     LogSection,
     ModelSection,
     OptimizerSection,
     Recipe,
     ScheduleSection,
-    SourceSection,
     TrainSection,
 )
 from moe_jax.train.run import train

@@ -18,18 +18,11 @@ from moe_jax.model_source import ModelSource
 from moe_jax.nn.router_stats import load_per_layer
 from moe_jax.open_source import open_source
 from moe_jax.train.data import open_data
+from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.evaluation import read_text
 from moe_jax.train.placement import place
 from moe_jax.train.program import first_state, initial_states, make_program
-from moe_jax.train.recipe import (
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    Recipe,
-    ScheduleSection,
-    SourceSection,
-    TrainSection,
-)
+from moe_jax.train.recipe import ModelSection, OptimizerSection, Recipe, ScheduleSection, TrainSection
 from moe_jax.train.run_directory import write_model
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.upcycle import UpcycleOptions, parse_delta, upcycle

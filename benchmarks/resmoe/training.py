@@ -16,17 +16,16 @@ from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
 from moe_jax.open_source import open_source
 from moe_jax.sharding import make_mesh
+from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.evaluation import read_text
 from moe_jax.train.expert_load import measure_router_statistics
 from moe_jax.train.recipe import (
     CheckpointSection,
-    DataSection,
     LogSection,
     ModelSection,
     OptimizerSection,
     Recipe,
     ScheduleSection,
-    SourceSection,
     TrainSection,
 )
 from moe_jax.train.run import train

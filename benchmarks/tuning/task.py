@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_jax.open_source import open_source
 from moe_jax.train.data import open_data
-from moe_jax.train.recipe import DataSection, SourceSection
+from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from tuning.models import Leaves
 from tuning.settings import Settings

@@ -15,7 +15,8 @@ from moe_jax.models import (
     RopeConfig,
     config_to_json,
 )
-from moe_jax.train.recipe import DataSection, ModelSection, Recipe, TrainSection
+from moe_jax.train.data_sections import DataSection
+from moe_jax.train.recipe import ModelSection, Recipe, TrainSection
 from tests.train.conftest import BOS, EOS
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)

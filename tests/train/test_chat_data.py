@@ -9,7 +9,7 @@ from moe_jax import cli
 from moe_jax.errors import InputError
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
 from moe_jax.train.data import open_data
-from moe_jax.train.recipe import DataSection, FieldsSection, SourceSection
+from moe_jax.train.data_sections import DataSection, FieldsSection, SourceSection
 from tests.chat_templates import REASONING, SPECIAL, STYLES, SYSTEM, TURNS, marked, plain
 from tests.tiers import long
 from tests.train.conftest import BOS, EOS, byte_tokenizer

@@ -11,8 +11,8 @@ from moe_jax.errors import InputError
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
 from moe_jax.train import sources
 from moe_jax.train.data import open_data
+from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.examples import Example
-from moe_jax.train.recipe import DataSection, SourceSection
 from moe_jax.train.tokenizer import Tokenizer
 from tests.train.conftest import BOS, EOS, byte_tokenizer
 

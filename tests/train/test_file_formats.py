@@ -9,7 +9,7 @@ import pytest
 from moe_jax.errors import InputError
 from moe_jax.train.cached_copies import uncompressed
 from moe_jax.train.data import open_data
-from moe_jax.train.recipe import DataSection, SourceSection
+from moe_jax.train.data_sections import DataSection, SourceSection
 from tests.chat_templates import TURNS, plain
 from tests.train.conftest import byte_tokenizer
 from tests.train.test_chat_data import CONFIG

@@ -16,8 +16,9 @@ from moe_jax.functional.cross_entropy import HeadOptions, LossAxes, weighted_cro
 from moe_jax.models import AttentionConfig, FFNConfig
 from moe_jax.sharding import make_mesh
 from moe_jax.train.compile_only import prepare_environment
+from moe_jax.train.data_sections import DataSection
 from moe_jax.train.program import abstract_batch, make_program
-from moe_jax.train.recipe import DataSection, ModelSection, TrainSection
+from moe_jax.train.recipe import ModelSection, TrainSection
 from tests.train.models import config_of, recipe_of
 
 VOCABULARY, ROWS, LENGTH, WIDTH = 151_936, 8, 4096, 512

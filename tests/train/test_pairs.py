@@ -17,12 +17,12 @@ from moe_jax.models import MoEConfig
 from moe_jax.sharding import make_mesh
 from moe_jax.train.batches import read_batch
 from moe_jax.train.data import open_data
+from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.examples import Example
 from moe_jax.train.flops import step_flops, train_flops_per_token
 from moe_jax.train.metrics import read_metrics
 from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
 from moe_jax.train.program import draw_model
-from moe_jax.train.recipe import DataSection, SourceSection
 from moe_jax.train.tokenizer import Tokenizer
 from tests.tiers import long
 from tests.train.conftest import EOS

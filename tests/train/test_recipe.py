@@ -8,14 +8,8 @@ import pytest
 from moe_jax.errors import InputError
 from moe_jax.train import recipe_toml
 from moe_jax.train.continuation import check_continues
-from moe_jax.train.recipe import (
-    EvalSection,
-    MeshSection,
-    ModelSection,
-    Recipe,
-    SourceSection,
-    load_recipe,
-)
+from moe_jax.train.data_sections import SourceSection
+from moe_jax.train.recipe import EvalSection, MeshSection, ModelSection, Recipe, load_recipe
 from tests.train.models import recipe_of
 
 GOOD = """

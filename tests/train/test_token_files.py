@@ -16,8 +16,8 @@ from moe_jax.errors import InputError
 from moe_jax.resume import leftovers
 from moe_jax.train import tokenize as tokenizing
 from moe_jax.train.data import open_data
+from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.examples import Document
-from moe_jax.train.recipe import DataSection, SourceSection
 from moe_jax.train.token_files import INDEX, pack, unpack
 from moe_jax.train.tokenize import Task, source_patterns, tokenize, totals
 from tests.chat_templates import TURNS, plain
