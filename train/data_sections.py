@@ -7,6 +7,9 @@ from typing import Literal
 from moe_jax.errors import InputError, is_finite
 from moe_jax.train.ranges import at_least
 
+Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"]
+"""Of files of data; see `SourceSection`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldsSection:
@@ -64,7 +67,7 @@ class SourceSection:
     """
 
     path: str
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"] = "auto"
+    format: Format = "auto"
     fields: FieldsSection | None = None
     chat: bool = False
     weight: float | None = None

@@ -44,23 +44,29 @@ class Evaluation(NamedTuple):
     cut: int = 0
 
 
-def read_text(path: str | Path, tokenizer: Tokenizer) -> np.ndarray:
+def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None) -> np.ndarray:
     """Int32[n] ids of a whole text file, without special tokens.
+
+    Args:
+      path: the file.
+      tokenizer: of the model.
+      name: what the file is called in messages; by default its path.
 
     Raises:
       FileNotFoundError: no such file.
       InputError: not UTF-8, or fewer than two tokens: nothing could be scored.
     """
     path = Path(path)
+    name = str(path) if name is None else name
     if not path.is_file():
-        raise FileNotFoundError(f"no text at {path}")
+        raise FileNotFoundError(f"no text at {name}")
     try:
         # Decoded from bytes, because reading as text would change line ends.
         ids = tokenizer.encode(path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text at byte {error.start}") from None
+        raise InputError(f"{name} is not UTF-8 text at byte {error.start}") from None
     if len(ids) < 2:
-        raise InputError(f"{path} holds {len(ids)} tokens; scoring takes at least 2, for the first is never scored")
+        raise InputError(f"{name} holds {len(ids)} tokens; scoring takes at least 2, for the first is never scored")
     return ids
 
 

@@ -37,26 +37,49 @@ def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tok
         raise InputError('the recipe has no data: add [[data.sources]] with path = "..."')
     if config.has_encoder:
         for source in section.sources:
-            _check_pairs(source)
+            check_form(source, "trained")
     named = [find_files(source.path) for source in section.sources]
     paths = [[(name, uncompressed(name)) for name in names] for names in named]
     total = sum(path.stat().st_size for found in paths for _, path in found)
     wanted = total // (_PIECES_PER_ROW * batch_size)
     piece = min(section.piece_kib * 1024, max(wanted, _SEQUENCES_PER_PIECE * section.seq_len))
     template = template_loader(section, tokenizer_path)
+    return [
+        open_files(source, found, section, config, tokenizer_path, template=template, piece=piece)
+        for source, found in zip(section.sources, paths, strict=True)
+    ]
+
+
+def open_files(
+    source: SourceSection,
+    paths: Sequence[tuple[Path, Path]],
+    section: DataSection,
+    config: ModelConfig,
+    tokenizer_path: Path,
+    *,
+    template: Callable[[], ChatTemplate],
+    piece: int,
+) -> Files:
+    """The records of one source; see `open_sources`.
+
+    Args:
+      source: what the files are.
+      paths: of its files, each the name and where the content is.
+      section: whose special tokens and template files of tokens must have been made with.
+      config: of the model.
+      tokenizer_path: a `tokenizer.json`.
+      template: see `template_loader`.
+      piece: bytes of a record of text.
+    """
+    if source.form == "tokens":
+        expected = {"tokenizer": tokenizer_identity(tokenizer_path, section.chat_template)}
+        expected |= {"bos": section.bos, "eos": section.eos}
+        return Files([TokenRecords(path, expected, config.vocab_size) for _, path in paths])
     kinds = ("pair",) if config.has_encoder else ("text", "pair", "chat")
-    opened = []
-    for source, found in zip(section.sources, paths, strict=True):
-        if source.form == "tokens":
-            expected = {"tokenizer": tokenizer_identity(tokenizer_path, section.chat_template)}
-            expected |= {"bos": section.bos, "eos": section.eos}
-            opened.append(Files([TokenRecords(path, expected, config.vocab_size) for _, path in found]))
-            continue
-        reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
-        files = _open_files(source, found, reader, piece)
-        check_beginning(files)
-        opened.append(Files(files))
-    return opened
+    reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
+    files = _open_files(source, paths, reader, piece)
+    check_beginning(files)
+    return Files(files)
 
 
 def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], ChatTemplate]:
@@ -82,11 +105,11 @@ def _open_files(
     return [TableRows(path, source.form, reader) for _, path in paths]
 
 
-def _check_pairs(source: SourceSection) -> None:
-    """Raises `InputError` for a source that no model with an encoder can be trained on."""
+def check_form(source: SourceSection, verb: str) -> None:
+    """Raises `InputError` for a source that no model with an encoder can be `verb`, trained or scored, on."""
     if source.form in ("text", "tokens"):
         raise InputError(
-            f'{source.path}: a model with an encoder is trained on pairs, JSON lines of {{"input": "...", "target": '
+            f'{source.path}: a model with an encoder is {verb} on pairs, JSON lines of {{"input": "...", "target": '
             '"..."}, in files *.jsonl or with format = "jsonl"'
         )
     if source.chat:

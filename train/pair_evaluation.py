@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,76 +11,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from moe_jax.chat_template import ChatTemplate, load_chat_template
-from moe_jax.errors import InputError
-from moe_jax.json_toml import ANYTHING, parse_json
-from moe_jax.models import ModelConfig
 from moe_jax.sharding import make_mesh
 from moe_jax.train.evaluation import Evaluation, exp
-from moe_jax.train.examples import CHAT_KEYS, PAIR_KEYS, RowReader
 from moe_jax.train.forward import Batch, run_to_head
 from moe_jax.train.placement import batch_shards, local_rows, place
-from moe_jax.train.sources import JsonLines
-from moe_jax.train.tokenizer import Pair, Tokenizer
+from moe_jax.train.tokenizer import Pair
 
 # Pairs are padded to a power of two of tokens, and to no less than this: few programs for pairs of all lengths.
 _SHORTEST = 16
-
-
-def holds_pairs(path: str | Path, config: ModelConfig) -> bool:
-    """Whether a file is to be scored as pairs: JSON lines (*.jsonl) the first of which is one, or a conversation.
-
-    Raises:
-      FileNotFoundError: no such file.
-      InputError: if it is not, and the model has an encoder.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no text at {path}")
-    if path.suffix == ".jsonl":
-        if config.has_encoder:
-            return True
-        with path.open("rb") as file:
-            first = next((line for line in file if not line.isspace()), b"")
-        try:
-            value = parse_json(first, where="a line", allow=ANYTHING, max_values=len(first) + 1)
-        except InputError:
-            return False
-        return isinstance(value, dict) and any(
-            set(keys) <= value.keys() for keys in (*PAIR_KEYS, *((key,) for key in CHAT_KEYS))
-        )
-    if config.has_encoder:
-        raise InputError(
-            f'{path}: a model with an encoder is scored on pairs, JSON lines of {{"input": "...", "target": "..."}} '
-            "in a file *.jsonl"
-        )
-    return False
-
-
-def read_pairs(
-    path: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    input_len: int,
-    seq_len: int,
-    template: Callable[[], ChatTemplate] | None = None,
-) -> list[Pair]:
-    """The pairs of a file of JSON lines, cut to lengths as `Tokenizer.pair` says.
-
-    A conversation is a pair of which all that the assistant says is scored; models with an encoder have none. It is
-    written with `template`, by default that of the tokenizer.
-
-    Raises:
-      InputError: for a line that is no pair, or a file without any.
-    """
-    kinds = ("pair",) if tokenizer.has_encoder else ("pair", "chat")
-    reader = RowReader(template=template or functools.cache(lambda: load_chat_template(tokenizer.path)), kinds=kinds)
-    lines = JsonLines(Path(path), reader)
-    examples = (example for index in range(len(lines)) for example in lines[index])
-    pairs = [tokenizer.pair(example, input_len=input_len, seq_len=seq_len) for example in examples]
-    if not pairs:
-        raise InputError(f"{path} holds no pairs")
-    return pairs
 
 
 RowScore = Callable[[nnx.GraphDef, tuple[nnx.State, ...], Batch], jax.Array]

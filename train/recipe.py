@@ -15,7 +15,7 @@ from moe_jax.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.json_toml import read_toml
 from moe_jax.local_paths import check_local, check_model_path
 from moe_jax.train import recipe_toml
-from moe_jax.train.data_sections import DataSection
+from moe_jax.train.data_sections import DataSection, FieldsSection, Format, SourceSection
 from moe_jax.train.ranges import at_least
 
 
@@ -288,17 +288,22 @@ class LogSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSection:
-    """A held-out text, or pairs, scored every `every` steps and at the end, as by `moe-jax eval`.
+    """Held-out data, scored every `every` steps and at the end, as by `moe-jax eval`.
 
     Attributes:
-      text: a text file; or JSON lines of pairs, of which the targets are scored, or of conversations, of which what
-        the assistant says is.
+      text: a file or a glob pattern. A text file is scored as a whole; of JSON lines and tables, every document is
+        scored for itself: of pairs the response, of conversations what the assistant says.
+      format, fields, chat, separator: as in `data.sources`.
       every: steps between.
       seq_len: as `data.seq_len`, which it is by default. Inputs of an encoder have `data.input_len`.
       batch_size: windows or pairs computed at once.
     """
 
     text: str
+    format: Format = "auto"
+    fields: FieldsSection | None = None
+    chat: bool = False
+    separator: str | None = None
     every: int = 100
     seq_len: int | None = None
     batch_size: int = 8
@@ -306,6 +311,14 @@ class EvalSection:
     def __post_init__(self) -> None:
         at_least(self, 1, "every", "batch_size")
         at_least(self, 2, "seq_len")
+        _ = self.source  # it has rules of its own
+
+    @property
+    def source(self) -> SourceSection:
+        """The files, as a source of data."""
+        return SourceSection(
+            path=self.text, format=self.format, fields=self.fields, chat=self.chat, separator=self.separator
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

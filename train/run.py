@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import grain
 import jax
-import numpy as np
 import rich.console
 from flax import nnx
 
@@ -35,11 +34,10 @@ from moe_jax.train.continuation import (
     with_horizon,
 )
 from moe_jax.train.data import open_data
-from moe_jax.train.data_sections import input_length
-from moe_jax.train.evaluation import Evaluator, read_text
+from moe_jax.train.evaluation import Evaluator
+from moe_jax.train.held_out import HeldOut, read_held_out, with_lengths
 from moe_jax.train.loop import Loop
-from moe_jax.train.open_sources import template_loader
-from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
+from moe_jax.train.pair_evaluation import PairEvaluator
 from moe_jax.train.placement import local_rows
 from moe_jax.train.program import Program, completed_state, first_state, initial_states, make_program, mesh_for
 from moe_jax.train.recipe import Recipe
@@ -64,7 +62,7 @@ from moe_jax.train.run_directory import (
 )
 from moe_jax.train.saved_model import is_saved_by_layer
 from moe_jax.train.step import TrainState
-from moe_jax.train.tokenizer import Pair, Tokenizer, find_tokenizer
+from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.train.wandb_writer import import_wandb
 
 # Models whose vocabulary is larger than that of their tokenizer by more than this are none that people publish.
@@ -345,21 +343,15 @@ def _notes_on_tokenizer(path: Path, config: ModelConfig) -> list[str]:
     return [f"{path} knows {known:,} tokens, the model's vocabulary has {config.vocab_size:,}: is it this model's?"]
 
 
-def _held_out(recipe: Recipe, config: ModelConfig, path: Path) -> np.ndarray | list[Pair] | None:
-    """What the model is evaluated on: a text as token ids, or pairs; None: nothing."""
+def _held_out(recipe: Recipe, config: ModelConfig, path: Path) -> HeldOut | None:
+    """What the model is evaluated on; None: nothing."""
     if recipe.eval is None:
         return None
-    data, text, seq_len = recipe.data, recipe.eval.text, recipe.eval.seq_len or recipe.data.seq_len
-    if holds_pairs(text, config):
-        tokenizer = Tokenizer(path, config, bos=data.bos, eos=data.eos)
-        template = template_loader(data, path)
-        return read_pairs(text, tokenizer, input_len=input_length(data), seq_len=seq_len, template=template)
-    return read_text(text, Tokenizer(path, config))
+    data = with_lengths(recipe.data, seq_len=recipe.eval.seq_len or recipe.data.seq_len)
+    return read_held_out(recipe.eval.source, data, config, path)
 
 
-def _evaluator(
-    recipe: Recipe, program: Program, held_out: np.ndarray | list[Pair] | None
-) -> Evaluator | PairEvaluator | None:
+def _evaluator(recipe: Recipe, program: Program, held_out: HeldOut | None) -> Evaluator | PairEvaluator | None:
     if recipe.eval is None or held_out is None:
         return None
     on_devices = {"batch_size": recipe.eval.batch_size, "mesh": program.mesh}

@@ -19,9 +19,12 @@ from moe_jax.peft.options import adapted_config
 from moe_jax.peft.options import chosen_options as _adapt_options
 from moe_jax.plan import Plan, TrainingMemory, TunedParameters, make_plan, training_memory, tuned_parameters
 from moe_jax.planned_strategies import PlannedStrategies, planned_strategies
+from moe_jax.train.cached_copies import uncompressed
+from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.evaluation import Evaluation, Evaluator, check_seq_len, read_text
 from moe_jax.train.examples import Example
-from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
+from moe_jax.train.held_out import read_held_out, with_lengths
+from moe_jax.train.pair_evaluation import PairEvaluator
 from moe_jax.train.recipe import OptimizerSection
 from moe_jax.train.tokenizer import Pair, Tokenizer
 from moe_jax.upcycle import chosen_options as _upcycle_options
@@ -48,7 +51,8 @@ def evaluate(
     every token but the first of each window is scored. Pairs are inputs and what is to be said to them: every token of
     a target is scored, and the EOS that ends it where the model names one, given the input and the target so far. A
     model with an encoder is scored on pairs alone, one without reads input and target as one text. Of a pair that is
-    too long, an encoder leaves out the end, and a model without one the beginning.
+    too long, an encoder leaves out the end, and a model without one the beginning. Files may have every form that
+    training data has, but *.array_record files of tokens must have been made with the model's own tokenizer.
 
         >>> scored = moe_jax.evaluate(moe_jax.tiny_model(), range(40), seq_len=16)
         >>> scored.tokens, scored.windows, 60 < scored.perplexity < 68
@@ -56,11 +60,12 @@ def evaluate(
 
     Args:
       model: a model, or the path of one.
-      text: the path of a text file; or token ids, as `model.tokenizer.encode` makes them of a string. Pairs: the path
-        of a file `*.jsonl` of lines `{"input": "...", "target": "..."}` (or `prompt` and `response`), or a list of
-        pairs of strings.
-      seq_len: length of a window, of targets where there is an encoder; by default 1024, or what the model can do if
-        that is less.
+      text: the path of a text file; or token ids, as `model.tokenizer.encode` makes them of a string. Documents,
+        pairs or conversations: the path of a file `*.jsonl` of lines such as `{"text": "..."}`, `{"prompt": "...",
+        "response": "..."}` or `{"messages": [...]}`, or of a table (`*.parquet`, `*.arrow`), or a list of pairs of
+        strings.
+      seq_len: length of a window or row, of targets where there is an encoder; by default 1024, or what the model can
+        do if that is less.
       input_len: length of inputs where there is an encoder; by default the same.
       batch_size: windows or pairs computed at once. Does not change the result.
 
@@ -113,13 +118,17 @@ def score(
 
 
 def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> list[Pair] | None:
-    """The pairs of a file or list, as `evaluate` takes them, which see for the errors; None if it holds none."""
+    """The pairs of a list, or rows of a file, as `evaluate` takes them, which see for the errors; None of a text."""
     lengths: dict[str, Any] = {"input_len": input_len, "seq_len": seq_len}
     if isinstance(text, str | os.PathLike):
-        path = Path(text)
-        if not holds_pairs(path, model.config):
+        source, data = SourceSection(path=os.fspath(text)), with_lengths(DataSection(), **lengths)
+        if source.form == "text" and not model.config.has_encoder:
             return None
-        return read_pairs(path, tokenizer_of(model, "a file of pairs", "give a model that has one"), **lengths)
+        what = f"a file of {'pairs' if source.form == 'text' else source.form}"
+        tokenizer = tokenizer_of(model, what, "give a model that has one")
+        rows = read_held_out(source, data, model.config, tokenizer.path)
+        assert isinstance(rows, list)
+        return rows
     if len(text) and isinstance(text[0], tuple | list) and all(map(_is_pair, text)):
         tokenizer = tokenizer_of(model, "a list of pairs", "give a model that has one")
         return [tokenizer.pair(Example(a + b, len(a), is_response=True), **lengths) for a, b in text]
@@ -134,9 +143,10 @@ def _is_pair(value: Any) -> bool:
 def read_ids(model: Model, text: Text) -> np.ndarray:
     """Int32[n] ids of a text for `model`, as `evaluate` takes it, which see for the errors."""
     if isinstance(text, str | os.PathLike):
-        return read_text(
-            Path(text), tokenizer_of(model, "a text file", "name one (--tokenizer), or give the text as token ids")
-        )
+        tokenizer = tokenizer_of(model, "a text file", "name one (--tokenizer), or give the text as token ids")
+        if not Path(text).is_file():
+            raise FileNotFoundError(f"no text at {text}")
+        return read_text(uncompressed(Path(text)), tokenizer, name=os.fspath(text))
     return _checked_ids(text, model.config)
 
 

@@ -27,9 +27,10 @@ class Options(BaseFlag):
     Perplexity is e to the mean loss of a token; lower is better.
 
     A text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be shorter;
-    every token but the first of each window is scored. Pairs are JSON lines (*.jsonl) of {"input", "target"}, or
-    {"prompt", "response"}, which means the same: the tokens of the target are scored, given the input. A model with an
-    encoder is scored on pairs alone.
+    every token but the first of each window is scored. JSON lines (*.jsonl) and tables (*.parquet, *.arrow) hold
+    documents {"text"}; pairs {"prompt", "response"}, or {"input", "target"}, of which the second is scored, given the
+    first; or conversations {"messages"}, of which what the assistant says is scored. All may be compressed (.gz, .zst).
+    A model with an encoder is scored on pairs alone.
 
     Labelled texts are JSON lines of a label and a text, in the style of GLUE. A head for classes scores them at the
     last token; other models are asked how likely they are to say each label after the text, or in answer to it.
@@ -42,7 +43,7 @@ class Options(BaseFlag):
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
     of a training run), or org/name on the Hugging Face Hub."""
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A text file, or pairs as JSON lines."""
+    """A text file; or documents, pairs or conversations as JSON lines or a table."""
     classify: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON lines with "label", a string or a number, and "text", "sentence", or "sentence1" and "sentence2", or the
     like. Prints the accuracy with its 95% interval (Wilson), and the labels given."""
@@ -140,7 +141,7 @@ def run(options: Options) -> None:
     from moe_jax.errors import InputError, flag_of
     from moe_jax.loading import dtype_for_generation
     from moe_jax.sharding import make_mesh
-    from moe_jax.train.pair_evaluation import holds_pairs
+    from moe_jax.train.data_sections import SourceSection
 
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(f"--batch-size {options.batch_size} must be at least 1")
@@ -191,7 +192,7 @@ def run(options: Options) -> None:
     if options.json:
         print(json.dumps(result))
         return
-    windows = f"windows of {seq_len}" if not holds_pairs(options.text, model.config) else "pairs"
+    windows = f"windows of {seq_len}" if SourceSection(path=str(options.text)).form == "text" else "rows"
     print(f"{result['tokens']:,} tokens scored in {result['windows']:,} {windows}")
     print(f"nll {result['nll']:.6f}  perplexity {result['perplexity']:.4f}")
 

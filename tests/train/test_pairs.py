@@ -20,8 +20,9 @@ from moe_jax.train.data import open_data
 from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.examples import Example
 from moe_jax.train.flops import step_flops, train_flops_per_token
+from moe_jax.train.held_out import read_held_out
 from moe_jax.train.metrics import read_metrics
-from moe_jax.train.pair_evaluation import PairEvaluator, holds_pairs, read_pairs
+from moe_jax.train.pair_evaluation import PairEvaluator
 from moe_jax.train.program import draw_model
 from moe_jax.train.tokenizer import Tokenizer
 from tests.tiers import long
@@ -243,7 +244,7 @@ def by_definition(model, pairs) -> np.ndarray:
 def test_targets_are_scored_whatever_the_batch_and_the_mesh(tmp_path, tokenizer_path, config):
     longer = ("a longer input than that", "and its target " * 2)
     path = write_pairs(tmp_path / "a.jsonl", [("two", "zwei"), ("ten", "zehn"), longer])
-    pairs = read_pairs(path, Tokenizer(tokenizer_path, config), input_len=32, seq_len=64)
+    pairs = read_held_out(SourceSection(path=str(path)), DataSection(input_len=32, seq_len=64), config, tokenizer_path)
     graphdef, state = nnx.split(draw_model(config, 3))
     state = jax.tree.map(lambda leaf: leaf * 4, state)
     expected = by_definition(nnx.merge(graphdef, state), pairs)
@@ -282,15 +283,11 @@ def test_the_commands_take_pairs_and_answer_inputs(finished, capsys, monkeypatch
         moe_jax.evaluate(model, [1, 2, 3])
 
 
-def test_pairs_are_told_from_texts(tmp_path):
-    pairs, texts = write_pairs(tmp_path / "a.jsonl", PAIRS), tmp_path / "b.jsonl"
-    texts.write_text('{"text": "a"}\n')
-    plain = tmp_path / "a.txt"
-    plain.write_text("plain")
-    assert holds_pairs(pairs, CONFIG) and holds_pairs(texts, CONFIG) and holds_pairs(pairs, config_of(FFN))
-    assert not holds_pairs(texts, config_of(FFN)) and not holds_pairs(plain, config_of(FFN))
-    with pytest.raises(InputError, match=r"a model with an encoder is scored on pairs, JSON lines of \{\"input\""):
-        holds_pairs(plain, CONFIG)
+def test_an_encoder_is_scored_on_pairs_alone(tmp_path, tokenizer_path):
+    for name, content in (("a.txt", "plain"), ("b.jsonl", '{"text": "a"}\n')):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(InputError, match=r"is scored on pairs|line 1: expected \{\"prompt\""):
+            read_held_out(SourceSection(path=str(tmp_path / name)), DataSection(), CONFIG, tokenizer_path)
 
 
 @pytest.mark.parametrize(
