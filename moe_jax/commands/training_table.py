@@ -44,10 +44,14 @@ def _print_time(planned: "PlannedTraining") -> None:
     out.print(
         f"time: {least}{_seconds(time.seconds)} a step ({_seconds(time.products)} of products, {_seconds(time.bytes)} "
         f"of memory), {most}{time.tokens_per_second:,.0f} tokens/s; {planned.steps:,} steps: "
-        f"{least}{show_duration(planned.run_seconds)}",
+        f"{least}{_run(planned.run_seconds)}",
         soft_wrap=True,
     )
     out.print(f"  {planned.rates}", soft_wrap=True)
+
+
+def _run(seconds: float) -> str:
+    return _seconds(seconds) if seconds < 60 else show_duration(seconds)
 
 
 def _seconds(seconds: float) -> str:
