@@ -32,14 +32,14 @@ COMMANDS = {
     "upcycle": "dense model to Mixture-of-Experts",
     "adapt": "adapters beside a frozen model: PERFT or LoRA",
     "compress": "a trained MoE with smaller experts, by ResMoE and other methods",
-    "train": "train a model from a recipe, or compile the step for a TPU pod without one",
-    "data": "training data of a recipe: what is learnt of it, and tokenised once before training",
+    "train": "train from a recipe, or compile the step for a TPU pod without one",
+    "data": "training data of a recipe: what is learnt of it; tokenised once",
     "merge": "adapters folded into the model that they stand on",
-    "eval": "perplexity of a model on a text",
+    "eval": "perplexity on a text, accuracy of labels, or tasks of lm-eval",
     "generate": "continue a prompt, or talk with a model",
     "serve": "answer requests of the OpenAI protocol",
     "inspect": "what a model consists of, and how it came to be",
-    "report": "one HTML page about models, runs, compressions and evaluations",
+    "report": "an HTML page about models, runs, compressions and evaluations",
     "plan": "parameters and bytes of a model, from its config alone",
     "clean": "what interrupted commands left, removed",
     "demo": "the whole job, on a real language model or on a small one",
@@ -47,22 +47,24 @@ COMMANDS = {
 
 _WORDS = """\
 words that the commands use:
-  FFN              the feed-forward network of a layer, where most of a model's weights are
-  expert           one of several FFNs that a layer has instead of one; an MoE is a layer with experts
-  router           what sends a token to some of the experts, the top k; it is trained like all else
+  FFN              the feed-forward network of a layer: most of a model's weights
+  expert           one of several FFNs that a layer has instead of one; a layer
+                   with experts is a Mixture-of-Experts, MoE
+  router           what sends a token to some of the experts, the top k
   adapter          a few new weights beside frozen ones, such as LoRA
-  MODEL            a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
-                   of a training run), or org/name[@revision], a model on the Hugging Face Hub
-  model directory  what the commands write: config.json, params/, the tokenizer, and lineage.json,
-                   which says how the model was made
-  recipe           a TOML file that says what is trained, on which data, and how long"""
+  MODEL            a model directory, a Hugging Face directory, a GGUF file,
+                   RUN@STEP (a checkpoint of a training run), or
+                   org/name[@revision], a model on the Hugging Face Hub
+  model directory  what the commands write: config.json, params/, the tokenizer,
+                   and lineage.json, which says how the model was made
+  recipe           a TOML file: what is trained, on which data, and how long"""
 
 _FIRST_STEPS = """\
 examples:
-  moe-jax upcycle SmolLM2-135M-Instruct moe --experts 4 --top-k 2 --delta low-rank:16
+  moe-jax upcycle llama-dir moe --experts 4 --top-k 2 --delta low-rank:16
   moe-jax inspect moe
   moe-jax train recipe.toml
-  moe-jax COMMAND --help    # what a command does, all its options, and examples"""
+  moe-jax COMMAND --help    # what a command does, its options, and examples"""
 
 _COMPUTING = ("train", "eval", "compress", "demo")
 
@@ -183,7 +185,7 @@ def _run(arguments: list[str]) -> None:
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
-    about = "Makes Mixtures-of-Experts of dense language models, trains them, tunes them, and makes them smaller."
+    about = "Makes Mixtures-of-Experts of dense models, and trains, tunes and shrinks them."
     return "\n".join(["usage: moe-jax COMMAND ...", "", about, "", *lines, "", _WORDS, "", _FIRST_STEPS])
 
 

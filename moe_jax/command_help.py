@@ -71,7 +71,8 @@ def help_of(
     width = min(width or shutil.get_terminal_size().columns, WIDEST)
     arguments = explained(options)
     positional = [argument for argument in arguments if argument.is_positional]
-    usage = " ".join(["usage: moe-jax", command, "[-h]", "[OPTIONS]", *(argument.call for argument in positional)])
+    options_too = ["[OPTIONS]"] if len(positional) < len(arguments) else []
+    usage = " ".join(["usage: moe-jax", command, "[-h]", *options_too, *(argument.call for argument in positional)])
     parts = [usage, *(_filled(part, width) for part in inspect.cleandoc(options.__doc__ or "").split("\n\n"))]
     parts.append(_group("arguments", positional, width))
     left = {argument.name: argument for argument in arguments if not argument.is_positional}

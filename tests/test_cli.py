@@ -62,6 +62,7 @@ def test_overview_names_every_command(capsys):
         assert cli.main(arguments) == 0
         out, err = capsys.readouterr()
         assert all(f"  {name} " in out for name in cli.COMMANDS) and not err
+        assert max(map(len, out.splitlines())) <= 80
 
 
 def test_every_command_of_the_table_has_a_module():

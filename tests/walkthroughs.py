@@ -17,6 +17,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,11 +91,23 @@ def run_document(document: str) -> Iterator[Ran]:
 
 def _run(words: list[str]) -> int:
     program, *arguments = words
+    if program == "moe-jax" and "--compile-only" in arguments:
+        return _run_alone(arguments)
     if program == "moe-jax":
         return main(arguments)
     assert program == "python" and len(arguments) == 1, f"a walkthrough runs moe-jax and files of its own, not {words}"
     runpy.run_path(arguments[0], run_name="__main__")
     return 0
+
+
+def _run_alone(arguments: list[str]) -> int:
+    """Runs `moe-jax` in a process of its own: JAX learns of the TPU compiler from the environment, when it starts."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    clean["PYTHONPATH"] = str(Path(__file__).parents[1])
+    command = [sys.executable, "-m", "moe_jax.cli", *arguments]
+    ran = subprocess.run(command, env=clean, capture_output=True, text=True)
+    print(ran.stdout, ran.stderr)
+    return ran.returncode
 
 
 def read_by_parsers(block: Block) -> list[list[str]]:

@@ -66,7 +66,7 @@ class _Job:
     """Error and perplexity of --text over a range of what is kept; OUT holds sweep.json and sweep.png, and no model."""
     text: Annotated[Path | None, optional("FILE")] = None
     """With --sweep, which requires it: a text file."""
-    seq_len: Annotated[int | None, optional("INT", "1024, or what the model can do")] = None
+    seq_len: Annotated[int | None, optional("TOKENS", "1024, or what the model can do")] = None
     """With --sweep or --calibrate: tokens that the model sees at a time."""
     batch_size: Annotated[int | None, optional("INT", "8")] = None
     """With --sweep or --calibrate: windows computed at once. Does not change the result."""
@@ -100,6 +100,7 @@ GROUPS = {
         "seq_len",
         "batch_size",
     ),
+    "of the methods": tuple(name for name, *_ in command_fields()),
 }
 EXAMPLES = """
 moe-jax compress moe-dir small-dir --method resmoe --keep 0.25

@@ -40,7 +40,7 @@ class Options(BaseFlag):
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """With --plots: a text file on which the use of the experts is measured."""
     seq_len: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 1024, or what the model can do)")
+        int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="(default: 1024, or what the model can do)")
     ] = None
     """With --text: length of a window in tokens."""
     split: bool = False

@@ -11,9 +11,9 @@ from moe_jax.commands import BaseFlag
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(BaseFlag):
-    """Adds LoRA to the kernels that it belongs to, and writes a model directory that needs no base.
+    """Adds LoRA to the kernels (matrices) that it belongs to, and writes a model directory that needs no base.
 
-    If the base was NF4, LoRA is added to the dequantised kernels: the model computes what was trained.
+    If the base was kept in 4 bits (NF4), LoRA is added to the dequantised kernels: the model computes what was trained.
     """
 
     adapter: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ADAPTER")]
