@@ -47,7 +47,7 @@ COMMANDS = {
 
 _WORDS = """\
 words that the commands use:
-  FFN              the feed-forward network of a layer: most of a model's weights
+  FFN              a layer's feed-forward network: most of a model's weights
   expert           one of several FFNs that a layer has instead of one; a layer
                    with experts is a Mixture-of-Experts, MoE
   router           what sends a token to some of the experts, the top k
