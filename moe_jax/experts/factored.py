@@ -91,12 +91,12 @@ def _side_by_side(
     def projection(name: str) -> Projection:
         a, b = factors[name]
         base = bases[name]
-        of_base = None if base is None else base(x)
+        of_base = jnp.zeros((tokens, b.shape[1]), x.dtype) if base is None else base(x)
         return Projection(of_base, of_chosen(linear(x, a)[:, None], is_chosen), b)
 
     gate, up = projection("gate") if "gate" in bases else None, projection("up")
     a, b = factors["down"]
-    if gate is None or gate.of_base is None or biases:
+    if gate is None or biases:
         product = of_projection(up) + bias_of("up")
         gated = None if gate is None else of_projection(gate) + bias_of("gate")
         h = hidden(product, gated, activation)

@@ -24,12 +24,12 @@ class Projection(NamedTuple):
     """A product into the hidden layer, before the deltas are added.
 
     Attributes:
-      of_base: `x W`, the same for all experts; None: there is no base, which only `of_projection` takes.
+      of_base: `x W`, the same for all experts; zero if there is no base.
       inner: `x A_e` of every choice where e is its expert, and zero where it is not; E r entries side by side.
       b: the second factors of all experts, one below the other.
     """
 
-    of_base: Float[Array, "T f"] | None
+    of_base: Float[Array, "T f"]
     inner: Float[Array, "T k n"]
     b: Float[Array, "n f"]
 
@@ -46,7 +46,6 @@ class Hidden(NamedTuple):
     inner: Float[Array, "T k n"]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def low_rank_hidden(
     gate: Projection, up: Projection, a: Float[Array, "f n"], weights: Float[Array, "T k"], activation: str
 ) -> Hidden:
@@ -62,11 +61,16 @@ def low_rank_hidden(
     Returns:
       Both in the dtype of the projections; sums are in float32 and rounded once.
     """
+    return _low_rank_hidden(gate, up, a, weights, activation)
+
+
+def _chosen(gate: Projection, up: Projection, a: Array, weights: Array, activation: str) -> Hidden:
     apart = Bound(_apart, activation=activation)
     (tokens, features), top_k, size = gate.of_base.shape, weights.shape[1], a.shape[1]
     dtype = gate.of_base.dtype
-    out = Hidden(jax.ShapeDtypeStruct((tokens, features), dtype), jax.ShapeDtypeStruct((tokens, top_k, size), dtype))
-    return _choose(apart, dtype, out, tpu=Bound(_together, activation=activation))(gate, up, a, weights)
+    shapes = (tokens, features), (tokens, top_k, size)
+    out = Hidden._make(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return by_platform(apart, dtype, out, tpu=Bound(_together, activation=activation))(gate, up, a, weights)
 
 
 def _forward(gate: Projection, up: Projection, a: Array, weights: Array, activation: str) -> tuple:
@@ -77,15 +81,14 @@ def _backward(activation: str, vjp: Any, dout: Hidden) -> tuple:
     return vjp(dout)
 
 
-low_rank_hidden.defvjp(_forward, _backward)
-
-_choose = by_platform
+# `nondiff_argnums` loses the types of a decorated function.
+_low_rank_hidden: Any = jax.custom_vjp(_chosen, nondiff_argnums=(4,))
+_low_rank_hidden.defvjp(_forward, _backward)
 
 
 def of_projection(projection: Projection) -> Float[Array, "T k f"]:
     """The products into the hidden layer, of every choice."""
-    own = linear(projection.inner, projection.b)
-    return own if projection.of_base is None else projection.of_base[:, None, :] + own
+    return projection.of_base[:, None, :] + linear(projection.inner, projection.b)
 
 
 def _apart(gate: Projection, up: Projection, a: Array, weights: Array, *, activation: str) -> Hidden:

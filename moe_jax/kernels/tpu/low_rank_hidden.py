@@ -28,6 +28,7 @@ _TOKEN_BLOCKS = (1024, 512, 256, 128)
 # Of a block of the hidden layer, from the widest.
 _WIDTHS = (512, 384, 256, 128)
 _STRIP = 256
+_SUMS = jnp.dtype(jnp.float32)
 
 
 def fits(features: int, top_k: int, size: int, dtype: DTypeLike, core: Core = ANY_CORE) -> bool:
@@ -103,14 +104,14 @@ def _blocks(
     tokens: int, features: int, top_k: int, size: int, dtype: DTypeLike, core: Core
 ) -> Iterator[tuple[int, int, int]]:
     """Tokens of a block, its width, and the bytes of fast memory that it takes: those that fit, the best first."""
-    itemsize = jnp.dtype(dtype).itemsize
+    dtype = jnp.dtype(dtype)
     for most in _TOKEN_BLOCKS:
-        rows = min(most, round_up(tokens, min(_STRIP, 32 // itemsize if tokens < _STRIP else _STRIP)))
+        rows = min(most, round_up(tokens, min(_STRIP, 32 // dtype.itemsize if tokens < _STRIP else _STRIP)))
         for width in _WIDTHS:
             if features % width:
                 continue
             once = 3 * block_bytes((rows, width), dtype) + 2 * block_bytes((top_k, rows, size), dtype)
-            once += block_bytes((top_k, rows, size), jnp.float32) + block_bytes((rows, LANES), jnp.float32)
+            once += block_bytes((top_k, rows, size), _SUMS) + block_bytes((rows, LANES), _SUMS)
             once += 2 * block_bytes((size, width), dtype) + block_bytes((width, size), dtype)
             # All twice, as the next block arrives meanwhile; and what is made of a strip, in float32.
             vmem = 2 * once + 8 * 4 * min(rows, _STRIP) * max(COLUMNS, size)
@@ -147,17 +148,20 @@ def _kernel(
         def piece(column: Any, columns: int) -> None:
             at = own, pl.ds(column, columns)
             weights = weights_ref[own, :]
-            first = total = None
-            for j in range(top_k):
+
+            def choice(j: int) -> Float[Array, "m n"]:
+                """The hidden state of a choice, whose products with `a` are added to the sums."""
                 gate = gate_ref[at].astype(jnp.float32) + dot(gate_inner_ref[j, own, :], gate_b_ref[:, at[1]], (1, 0))
                 up = up_ref[at].astype(jnp.float32) + dot(up_inner_ref[j, own, :], up_b_ref[:, at[1]], (1, 0))
                 h = activated(gate, activation) * up
                 inner_ref[j, own, :] += dot(h.astype(a_ref.dtype), a_ref[at[1], :], (1, 0))
-                # As `functional.dispatch.weighted_sum`: to the last bit the hidden state, if all are equal.
-                if first is None:
-                    first, total = h, jnp.sum(weights, axis=1, keepdims=True) * h
-                else:
-                    total = total + weights[:, j : j + 1] * (h - first)
+                return h
+
+            # As `functional.dispatch.weighted_sum`: to the last bit the hidden state, if all are equal.
+            first = choice(0)
+            total = jnp.sum(weights, axis=1, keepdims=True) * first
+            for j in range(1, top_k):
+                total = total + weights[:, j : j + 1] * (choice(j) - first)
             summed_ref[at] = total.astype(summed_ref.dtype)
 
         in_pieces(width, COLUMNS, piece)
