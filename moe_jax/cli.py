@@ -66,7 +66,7 @@ examples:
   moe-jax train recipe.toml
   moe-jax COMMAND --help    # what a command does, its options, and examples"""
 
-_COMPUTING = ("train", "eval", "compress", "demo")
+_COMPUTING = ("train", "eval", "compress", "generate", "serve", "demo")
 
 # Exit codes: 2 for errors that the user can correct (as in argparse), 128 + N for signal N (as in shells).
 USER_ERROR = 2
