@@ -106,6 +106,25 @@ SECTIONS = (
         layouts.LLM_DECODING,
         layouts.LLM_START,
     ),
+    _program(
+        "serve",
+        "python benchmarks/serve.py MODEL",
+        ("moe_jax/serve", "moe_jax/functional", "moe_jax/nn"),
+        layouts.SERVING,
+    ),
+    _program(
+        "lm_eval_parity",
+        "python benchmarks/lm_eval_parity.py MODEL DATA",
+        ("moe_jax/harness", *_MODEL),
+        layouts.LM_EVAL_LIKELIHOODS,
+        layouts.LM_EVAL_TEXTS,
+    ),
+    _program(
+        "data_pipeline",
+        "python benchmarks/data_pipeline.py MODEL TEXT QUESTIONS",
+        ("train", "moe_jax/chat_template.py", "moe_jax/open_source.py"),
+        layouts.DATA_PIPELINE,
+    ),
     _program("upcycle_stories260k", "python benchmarks/upcycle_stories260k.py DATA", _TRAINING, layouts.UPCYCLED),
     _program(
         "ders_layer",
