@@ -100,6 +100,9 @@ def _together(gate: Projection, up: Projection, a: Array, weights: Array, *, act
     from moe_jax.kernels.tpu.low_rank_hidden import fits
     from moe_jax.kernels.tpu.low_rank_hidden import low_rank_hidden as kernel
 
-    if not fits(gate.of_base.shape[1], weights.shape[1], a.shape[1], gate.of_base.dtype, **options):
+    features, size = a.shape
+    # Of many experts side by side, what goes into the kernel and comes out is more than the hidden states are.
+    worth = 2 * size <= features
+    if not worth or not fits(features, weights.shape[1], size, gate.of_base.dtype, **options):
         return _apart(gate, up, a, weights, activation=activation)
     return Hidden(*kernel(gate, up, a, weights, activation, **options))

@@ -64,7 +64,8 @@ def test_kernels_compile_and_hold_no_kernel_of_all_experts(case, compiled):
     _, kind, model = case.split(":")
     experts, fan_in, fan_out, rows = MODELS[model]
     found = compiled[case]
-    assert set(found["kernels"]) == KERNELS[kind]
+    # Factors of many experts side by side are too wide for the kernel.
+    assert set(found["kernels"]) == (KERNELS[kind] if kind != "factored" or 32 * experts <= fan_out else set())
     assert found["loops"] == 0
     if kind == "factored":
         # Products of a token with the base, into the hidden layer and summed over its experts; none per expert.
