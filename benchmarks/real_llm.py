@@ -10,7 +10,8 @@ MODEL is SmolLM2-135M-Instruct as a Hugging Face directory. All is float32.
   of these is what the products allow.
 - decoding: 64 tokens after 32, greedily, for 1, 4 and 16 rows.
 - start: whole commands on a small model, each a process of its own, for the second time: programs that were compiled
-  the first time are found, and so is Python's byte code, as in any installed package.
+  the first time are found, and so is Python's byte code, as in any installed package. Of training, which goes on for
+  as long as one likes, also the time until the figures of the first step are in metrics.jsonl.
 
 Times are medians; the best are in brackets. OUT receives `real_llm.json`. Needs torch and transformers
 (`pip install -e '.[test]'`).
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -280,26 +282,55 @@ def measure_start(figures: Figures, smollm2: Path, work: Path) -> None:
             "compress": ("compress", out / "moe", out / "compressed", "--method", "ders-quantize", "--bits", 4),
         }
 
-    rows = []
+    rows: list[list[object]] = []
     for name in commands(""):
-        first, second = (seconds_of(commands(at)[name], work) for at in ("first", "second"))
-        rows.append([f"`{name}`", first, second])
+        first, second = (
+            seconds_of(commands(at)[name], work, work / at / "run" / "metrics.jsonl") for at in ("first", "second")
+        )
+        if name == "train":
+            rows.append([f"`{name}`, until the loss of its first step is there", first.to_first, second.to_first])
+        rows.append([f"`{name}`", first.whole, second.whole])
         figures.put_rows(LLM_START.name, rows)
     print(LLM_START.text(figures))
 
 
-def seconds_of(words: Sequence[object], work: Path) -> float:
-    """Of a whole command, in a process of its own; programs are kept in a folder of this run."""
+class Took(NamedTuple):
+    """Seconds of a command.
+
+    Attributes:
+      whole: until its process ended.
+      to_first: until its first figures were on the disk; None: it writes none.
+    """
+
+    whole: float
+    to_first: float | None
+
+
+def seconds_of(words: Sequence[object], work: Path, figures: Path) -> Took:
+    """Runs a command in a process of its own; programs are kept in a folder of this run.
+
+    Args:
+      words: of the command.
+      work: the folder.
+      figures: the file of its first figures.
+    """
     others = ("JAX_", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     environment = {**kept, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(work / "cache"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "moe_jax.cli", *map(str, words)]
-    begin = time.perf_counter()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - begin
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed: {done.stderr[-400:]}")
-    return seconds
+    to_first = None
+    with (work / "printed").open("w+") as printed:
+        begin = time.perf_counter()
+        process = subprocess.Popen(command, env=environment, stdout=printed, stderr=printed)
+        while process.poll() is None:
+            if to_first is None and figures.exists() and figures.stat().st_size:
+                to_first = time.perf_counter() - begin
+            time.sleep(0.01)
+        whole = time.perf_counter() - begin
+        printed.seek(0)
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} failed: {printed.read()[-400:]}")
+    return Took(whole, to_first)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from moe_jax.train.program import Program, abstract_batch, make_program
 from moe_jax.train.recipe import MeshSection, Recipe
 from moe_jax.train.step import make_loss
 from moe_jax.train.step_time import StepBytes, StepTime, measured_rates, optimizer_operations, rates_of_chip, step_time
+from moe_jax.train.timed_step import timed_step
 
 # The smallest slices that the TPU compiler knows; a step for fewer chips uses some of them.
 _SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -71,8 +72,8 @@ class PlannedTraining:
       fits: whether the total is at most the memory, and the compiler finds room; None: the memory is not known.
       tight: whether it is more than nine tenths of it.
       time: of a step; None: the rates of the device are not known.
-      is_least: whether no step can be faster (by a data sheet), or the time is an estimate (from measured rates).
-      rates: where the rates come from.
+      is_least: whether no step can be faster (by a data sheet), or the time is an estimate (from what was measured).
+      rates: where the time or its rates come from.
       steps: of the run.
       run_seconds: of all steps, without compiling, evaluation and checkpoints.
     """
@@ -334,7 +335,7 @@ def _planned(
         gradients=exact.gradients,
         activations=activations,
     )
-    rates, time, is_least = None, None, False
+    rates, time, source, is_least = None, None, None, False
     if target.devices is not None and target.devices[0].platform == "cpu":
         rates = measured_rates(config, recipe.model.compute_dtype, target.devices[0])
     elif target.chip is not None:
@@ -343,6 +344,9 @@ def _planned(
         # The devices of a CPU share it.
         cpu = rates.overlap is False
         time = step_time(recipe, config, moved, 1 if cpu else target.count, rates, exact.operations)
+        source = rates.source
+        if cpu and target.devices is not None and (timed := timed_step(recipe, config, target.devices)) is not None:
+            time, source = time.timed(timed.seconds), timed.source(config.num_layers)
     return PlannedTraining(
         platform=target.name,
         devices=target.count,
@@ -355,7 +359,7 @@ def _planned(
         tight=memory is not None and is_tight(total, memory),
         time=time,
         is_least=is_least,
-        rates=None if rates is None else rates.source,
+        rates=source,
         steps=recipe.train.steps,
         run_seconds=None if time is None else time.seconds * recipe.train.steps,
     )

@@ -86,7 +86,9 @@ class SourceSection:
         """The format, also where the suffix decides."""
         if self.format != "auto":
             return self.format
-        suffixes = [suffix for suffix in PurePath(self.path).suffixes if suffix not in (".gz", ".zst")]
+        # Of a pattern such as `part.jsonl*`, files of all compressions are meant.
+        suffixes = [suffix.rstrip("*") for suffix in PurePath(self.path).suffixes]
+        suffixes = [suffix for suffix in suffixes if suffix not in (".gz", ".zst", ".", "")]
         return _FORMS.get(suffixes[-1] if suffixes else "", "text")
 
 

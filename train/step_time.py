@@ -1,7 +1,8 @@
 """How long a training step takes: its operations and bytes, at the rates of a data sheet or of this machine.
 
 A data sheet says what no program reaches, so on an accelerator the time is the least there can be. On a CPU it is an
-estimate from rates that are measured here. Neither counts what devices send each other.
+estimate from rates that are measured here, for where `timed_step` finds no room. Neither counts what devices send each
+other.
 """
 
 import dataclasses
@@ -69,17 +70,22 @@ class StepTime:
 
     Attributes:
       seconds: in all.
-      products: seconds of the matrix products alone.
-      bytes: seconds of the memory alone.
+      products: seconds of the matrix products alone; None: steps were timed, not their parts.
+      bytes: seconds of the memory alone; None as above.
       operations: floating-point operations of the products on one device, with those done again (`remat`).
       tokens_per_second: of all devices, every row of a batch full.
     """
 
     seconds: float
-    products: float
-    bytes: float
+    products: float | None
+    bytes: float | None
     operations: float
     tokens_per_second: float
+
+    def timed(self, seconds: float) -> "StepTime":
+        """The same step, which takes so many seconds as was found by running it."""
+        tokens = self.tokens_per_second * self.seconds / seconds
+        return dataclasses.replace(self, seconds=seconds, products=None, bytes=None, tokens_per_second=tokens)
 
 
 def step_time(

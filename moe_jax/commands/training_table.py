@@ -41,10 +41,12 @@ def _print_time(planned: "PlannedTraining") -> None:
         out.print("time: not known, for there is no data sheet of this device in moe_jax.data_sheets")
         return
     least, most = ("at least ", "at most ") if planned.is_least else ("about ", "about ")
+    parts = ""
+    if time.products is not None and time.bytes is not None:
+        parts = f" ({_seconds(time.products)} of products, {_seconds(time.bytes)} of memory)"
     out.print(
-        f"time: {least}{_seconds(time.seconds)} a step ({_seconds(time.products)} of products, {_seconds(time.bytes)} "
-        f"of memory), {most}{time.tokens_per_second:,.0f} tokens/s; {planned.steps:,} steps: "
-        f"{least}{_run(planned.run_seconds)}",
+        f"time: {least}{_seconds(time.seconds)} a step{parts}, {most}{time.tokens_per_second:,.0f} tokens/s; "
+        f"{planned.steps:,} steps: {least}{_run(planned.run_seconds)}",
         soft_wrap=True,
     )
     out.print(f"  {planned.rates}", soft_wrap=True)

@@ -10,8 +10,10 @@ from tests.attack.trial import FAULTS, FINE, try_inputs
 
 @pytest.mark.parametrize("fault", VERDICTS)
 def test_finds(fault):
-    outcomes = list(try_inputs(fault, range(2), planted.__name__, max_seconds=0.5))
-    assert [(outcome.number, outcome.verdict) for outcome in outcomes] == [(0, VERDICTS[fault]), (1, VERDICTS[fault])]
+    verdict = VERDICTS[fault]
+    # Memory is taken in processor time, of which a busy machine needs more.
+    outcomes = list(try_inputs(fault, range(2), planted.__name__, max_seconds=0.5 if verdict == "hang" else 5.0))
+    assert [(outcome.number, outcome.verdict) for outcome in outcomes] == [(0, verdict), (1, verdict)]
 
 
 def test_every_fault_is_planted():

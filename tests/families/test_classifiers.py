@@ -1,5 +1,6 @@
 """Models that score classes against Transformers: logits at the last token, and the checkpoint back, bit for bit."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -53,6 +54,7 @@ def model(request, tmp_path_factory):
 @one_in(2)
 def test_logits_equal_transformers(model):
     reference, source = model
+    reference = copy.deepcopy(reference).double()  # the error that is left is ours
     expected = []
     for text in TEXTS:
         with torch.no_grad():
@@ -80,9 +82,11 @@ def test_the_checkpoint_comes_back_bit_for_bit(model, tmp_path):
         tmp_path / "back", attn_implementation="eager", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"], report
-    text = torch.tensor(TEXTS[0])[None]
-    with torch.no_grad():
-        np.testing.assert_array_equal(reference(text).logits, again.eval()(text).logits)
+    assert again.config.id2label == reference.config.id2label
+    parameters, found = reference.state_dict(), again.state_dict()
+    assert parameters.keys() == found.keys()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, found[name]), name
 
 
 @pytest.mark.parametrize(

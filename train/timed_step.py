@@ -1,0 +1,154 @@
+"""How long a step takes on this machine, from steps of the same model with fewer layers.
+
+Layers repeat, so that the time of a deep model is that of a shallow one and of the repeats that it lacks. The
+programs, the optimizer and the shapes are those of the run; only depth, weights and tokens are others.
+"""
+
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.errors import InputError
+from moe_jax.memory import available_memory
+from moe_jax.models import ModelConfig
+from moe_jax.models.segments import segments_of
+from moe_jax.train.program import Program, abstract_batch, first_state, make_program
+from moe_jax.train.recipe import Recipe
+
+# Repeats of a segment in the shallow model, and in the one that tells what a repeat takes. Two are stacked and scanned
+# as many are.
+_SHALLOW, _DEEPER = 2, 4
+_STEPS = 3
+_MOST_SECONDS = 10.0  # of steps after the first of each model
+# A step holds less than this times what it reads and what it updates; then it is not tried where memory is short.
+_HELD = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedStep:
+    """A step's time.
+
+    Attributes:
+      seconds: of the whole model.
+      layers: of the models that were run.
+    """
+
+    seconds: float
+    layers: tuple[int, ...]
+
+    def source(self, num_layers: int) -> str:
+        """How the time is known, of a model with so many layers."""
+        if self.layers == (num_layers,):
+            return "measured here just now, on the model with random weights"
+        counts = " and ".join(map(str, self.layers))
+        return f"measured here just now, on models of {counts} of the {num_layers} layers with random weights"
+
+
+def timed_step(recipe: Recipe, config: ModelConfig, devices: list[Any]) -> TimedStep | None:
+    """Runs some steps, with random weights and tokens; takes seconds, most of them to compile.
+
+    Args:
+      recipe: of the run.
+      config: of its model.
+      devices: for the mesh.
+
+    Returns:
+      None if even a model of few layers may not find room in the memory that is free, or lacks the layers that the
+      recipe names.
+    """
+    segments = segments_of(config.layers)
+    shallow = [min(segment.repeats, _SHALLOW) for segment in segments]
+    tried: list[int] = []
+
+    def seconds_of(repeats: list[int]) -> float | None:
+        fewer = _with_repeats(config, repeats)
+        try:
+            program = make_program(recipe, fewer, devices)
+        except InputError:
+            return None
+        free = available_memory()
+        if free is not None and _HELD * _bytes(program) > free:
+            return None
+        tried.append(fewer.num_layers)
+        return _seconds(program, recipe)
+
+    total = least = seconds_of(shallow)
+    if least is None:
+        return None
+    for index, segment in enumerate(segments):
+        lacking = segment.repeats - shallow[index]
+        if not lacking:
+            continue
+        deeper = [*shallow]
+        deeper[index] = min(segment.repeats, _DEEPER)
+        more = seconds_of(deeper)
+        if more is None:
+            return None
+        total += max(0.0, more - least) * lacking / (deeper[index] - shallow[index])
+    return TimedStep(seconds=total, layers=tuple(tried))
+
+
+def _with_repeats(config: ModelConfig, repeats: list[int]) -> ModelConfig:
+    """The model with so many repeats of each of its segments."""
+    layers, encoder = [], 0
+    for segment, count in zip(segments_of(config.layers), repeats, strict=True):
+        layers += [*segment.pattern] * count
+        if segment.start < config.num_encoder_layers:
+            encoder = len(layers)
+    return dataclasses.replace(config, layers=tuple(layers), num_encoder_layers=encoder)
+
+
+def _bytes(program: Program) -> int:
+    leaves = jax.tree.leaves((program.state, program.frozen))
+    return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def _seconds(program: Program, recipe: Recipe) -> float:
+    """The median time of a step after the first, which is compiled."""
+    with jax.set_mesh(program.mesh):
+        params, frozen = _drawn((program.state.params, program.frozen))
+        state = first_state(program, params)
+        batch = _batch(recipe, program)
+        times: list[float] = []
+        while len(times) <= _STEPS and sum(times[1:]) < _MOST_SECONDS:
+            start = time.perf_counter()
+            state, metrics = program.step(state, frozen, batch)
+            jax.block_until_ready((state, metrics))
+            times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _drawn(tree: Any) -> Any:
+    """Arrays in the place of abstract ones: small numbers, so that nothing overflows and all experts are chosen."""
+    random = np.random.default_rng(0)
+
+    def one(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            values = random.uniform(-0.02, 0.02, leaf.shape).astype(np.float32)
+        else:
+            values = np.zeros(leaf.shape, np.int32)
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    return jax.tree.map(one, tree)
+
+
+def _batch(recipe: Recipe, program: Program) -> dict[str, jax.Array]:
+    """A full batch of tokens that are scored."""
+    random = np.random.default_rng(0)
+
+    def one(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if name in ("tokens", "targets", "inputs"):
+            values = random.integers(0, program.config.vocab_size, leaf.shape)
+        elif name == "positions":
+            values = np.broadcast_to(np.arange(leaf.shape[1]), leaf.shape)
+        else:
+            values = np.full(leaf.shape, 0 if name == "cut" else 1)
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    like = abstract_batch(recipe, program.config, program.mesh)
+    return {name: one(name, leaf) for name, leaf in like.items()}
