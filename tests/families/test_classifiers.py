@@ -54,7 +54,9 @@ def model(request, tmp_path_factory):
 @one_in(2)
 def test_logits_equal_transformers(model):
     reference, source = model
-    reference = copy.deepcopy(reference).double()  # the error that is left is ours
+    if not source.config.moe_layers:
+        # The error that is left is ours. PyTorch's grouped product has no float64.
+        reference = copy.deepcopy(reference).double()
     expected = []
     for text in TEXTS:
         with torch.no_grad():
