@@ -13,7 +13,7 @@ MODEL is SmolLM2-135M-Instruct as a Hugging Face directory. All is float32.
   the first time are found, and so is Python's byte code, as in any installed package. Of training, which goes on for
   as long as one likes, also the time until the figures of the first step are in metrics.jsonl.
 
-Times are medians; the best are in brackets. OUT receives `real_llm.json`. Needs torch and transformers
+Times are medians; the best are in brackets; in every turn the second run counts. OUT receives `real_llm.json`. Needs torch and transformers
 (`pip install -e '.[test]'`).
 """
 
@@ -106,14 +106,18 @@ def tokens_per_second(seconds: Sequence[float]) -> list[float]:
 
 
 def in_turns(programs: dict[str, Callable[[], object]], rounds: int) -> Seconds:
-    """Seconds of every round, after one that does not count."""
+    """Seconds of every round. In each turn a run that does not count comes first.
+
+    It compiles; and where another program has run meanwhile, memory has to be had from the system again, which no
+    program that goes on has to wait for.
+    """
     seconds: Seconds = {name: [] for name in programs}
-    for counts in (False, *[True] * rounds):
+    for _ in range(rounds):
         for name, run in programs.items():
+            run()
             begin = time.perf_counter()
             run()
-            if counts:
-                seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(time.perf_counter() - begin)
     return seconds
 
 
