@@ -13,7 +13,8 @@ MODEL is SmolLM2-135M-Instruct as a Hugging Face directory. All is float32.
   the first time are found, and so is Python's byte code, as in any installed package. Of training, which goes on for
   as long as one likes, also the time until the figures of the first step are in metrics.jsonl.
 
-Times are medians; the best are in brackets; in every turn the second run counts. OUT receives `real_llm.json`. Needs torch and transformers
+Times are medians; the best are in brackets; in every turn the second run counts. OUT receives `real_llm.json`. Needs
+torch and transformers
 (`pip install -e '.[test]'`).
 """
 
