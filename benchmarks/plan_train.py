@@ -1,14 +1,13 @@
 """What `moe-jax plan --train` foretells of memory and speed, against real runs of the same recipes on this machine.
 
-    python benchmarks/plan_train.py MODEL [--only CASE ...] [--steps 4] [--out benchmarks/results]
+    python benchmarks/plan_train.py MODEL [--only CASE ...] [--steps 6] [--out benchmarks/results]
 
 MODEL is SmolLM2-135M-Instruct as a Hugging Face directory. Every case is a recipe, which is given to
 `moe-jax plan --train RECIPE --json` and then to `moe-jax train RECIPE`, each a process of its own with nothing compiled
 before. Measured are the highest resident memory of the second, as the kernel counts it, and the median speed of its
-steps after the first. Bytes are to be foretold within 15 %; the time is an estimate from two rates that the plan
-measures.
+steps after the first. Both are to be foretold within 15 %.
 
-The cases take 3 to 7 GB of memory and some 40 seconds each on two idle cores. OUT receives `plan_train.json`.
+The cases take 3 to 7 GB of memory and about a minute each on two idle cores. OUT receives `plan_train.json`.
 """
 
 import argparse
@@ -63,7 +62,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="SmolLM2-135M-Instruct, a Hugging Face directory")
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="+", metavar="CASE", choices=names, default=names, help="leave the others")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     figures = Figures("plan_train", options.out, writes=True)
@@ -90,14 +89,16 @@ def row(case: Case, model: Path, steps: int) -> list:
         _, peak = run(folder, "train", str(recipe), "--set", *given)
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         # The first step is compiled in its time.
-        speeds = [json.loads(line)["tokens_per_second"] for line in lines[1:]]
+        speed = statistics.median(json.loads(line)["tokens_per_second"] for line in lines[1:])
+    foretold = planned["time"]["tokens_per_second"]
     return [
         case.name,
         planned["total"] / GB,
         peak / GB,
         100 * (planned["total"] / peak - 1),
-        planned["time"]["tokens_per_second"],
-        statistics.median(speeds),
+        foretold,
+        speed,
+        100 * (foretold / speed - 1),
     ]
 
 

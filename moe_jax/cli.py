@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        if arguments[:1] and arguments[0] in _COMPUTING:
+        # `plan` runs steps to know what training takes, and otherwise reads a config.
+        if arguments[:1] and (arguments[0] in _COMPUTING or arguments[0] == "plan" and "--train" in arguments):
             ask_for_huge_pages()
         # Python looks through all objects for garbage once more when it ends, which takes half a second after JAX.
         atexit.register(gc.freeze)

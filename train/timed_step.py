@@ -5,7 +5,6 @@ programs, the optimizer and the shapes are those of the run; only depth, weights
 """
 
 import dataclasses
-import statistics
 import time
 from typing import Any
 
@@ -17,14 +16,15 @@ from moe_jax.errors import InputError
 from moe_jax.memory import available_memory
 from moe_jax.models import ModelConfig
 from moe_jax.models.segments import segments_of
+from moe_jax.sharding import path_name
 from moe_jax.train.program import Program, abstract_batch, first_state, make_program
 from moe_jax.train.recipe import Recipe
 
 # Repeats of a segment in the shallow model, and in the one that tells what a repeat takes. Two are stacked and scanned
 # as many are.
-_SHALLOW, _DEEPER = 2, 4
-_STEPS = 3
-_MOST_SECONDS = 10.0  # of steps after the first of each model
+_SHALLOW, _DEEPER = 2, 8
+_STEPS = 12  # at most, the first aside, which is compiled
+_MOST_SECONDS = 10.0  # of the steps of each model, the first aside
 # A step holds less than this times what it reads and what it updates; then it is not tried where memory is short.
 _HELD = 3
 
@@ -45,7 +45,8 @@ class TimedStep:
         """How the time is known, of a model with so many layers."""
         if self.layers == (num_layers,):
             return "measured here just now, on the model with random weights"
-        counts = " and ".join(map(str, self.layers))
+        *first, last = map(str, self.layers)
+        counts = f"{', '.join(first)} and {last}" if first else last
         return f"measured here just now, on models of {counts} of the {num_layers} layers with random weights"
 
 
@@ -77,20 +78,24 @@ def timed_step(recipe: Recipe, config: ModelConfig, devices: list[Any]) -> Timed
         tried.append(fewer.num_layers)
         return _seconds(program, recipe)
 
+    # The larger ones first: memory that a process has for the first time takes the system long.
+    deeper: dict[int, float] = {}
+    for index, segment in enumerate(segments):
+        if segment.repeats > shallow[index]:
+            repeats = [*shallow]
+            repeats[index] = min(segment.repeats, _DEEPER)
+            more = seconds_of(repeats)
+            if more is None:
+                return None
+            deeper[index] = more
     total = least = seconds_of(shallow)
     if least is None:
         return None
-    for index, segment in enumerate(segments):
-        lacking = segment.repeats - shallow[index]
-        if not lacking:
-            continue
-        deeper = [*shallow]
-        deeper[index] = min(segment.repeats, _DEEPER)
-        more = seconds_of(deeper)
-        if more is None:
-            return None
-        total += max(0.0, more - least) * lacking / (deeper[index] - shallow[index])
-    return TimedStep(seconds=total, layers=tuple(tried))
+    for index, more in deeper.items():
+        repeats = segments[index].repeats
+        each = max(0.0, more - least) / (min(repeats, _DEEPER) - shallow[index])
+        total += each * (repeats - shallow[index])
+    return TimedStep(seconds=total, layers=tuple(sorted(tried)))
 
 
 def _with_repeats(config: ModelConfig, repeats: list[int]) -> ModelConfig:
@@ -109,7 +114,7 @@ def _bytes(program: Program) -> int:
 
 
 def _seconds(program: Program, recipe: Recipe) -> float:
-    """The median time of a step after the first, which is compiled."""
+    """The lower quartile of the steps after the first: what else a machine does now and then would be multiplied."""
     with jax.set_mesh(program.mesh):
         params, frozen = _drawn((program.state.params, program.frozen))
         state = first_state(program, params)
@@ -120,21 +125,26 @@ def _seconds(program: Program, recipe: Recipe) -> float:
             state, metrics = program.step(state, frozen, batch)
             jax.block_until_ready((state, metrics))
             times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return float(np.quantile(times[1:], 0.25))
 
 
 def _drawn(tree: Any) -> Any:
-    """Arrays in the place of abstract ones: small numbers, so that nothing overflows and all experts are chosen."""
+    """Arrays in the place of abstract ones: small numbers, and scales of 1, as a model has them.
+
+    Numbers too small for the usual format would take a processor many times as long.
+    """
     random = np.random.default_rng(0)
 
-    def one(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            values = random.uniform(-0.02, 0.02, leaf.shape).astype(np.float32)
-        else:
+    def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             values = np.zeros(leaf.shape, np.int32)
+        elif path_name(path).endswith("norm/scale"):
+            values = np.ones(leaf.shape, np.float32)
+        else:
+            values = random.uniform(-0.03, 0.03, leaf.shape).astype(np.float32)
         return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
 
-    return jax.tree.map(one, tree)
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def _batch(recipe: Recipe, program: Program) -> dict[str, jax.Array]:

@@ -125,6 +125,12 @@ SECTIONS = (
         (*_TRAINING, "moe_jax/peft", "moe_jax/planned_training.py", "moe_jax/memory.py"),
         layouts.PLAN_TRAIN,
     ),
+    _program(
+        "data_pipeline",
+        "python benchmarks/data_pipeline.py MODEL TEXT QUESTIONS",
+        ("train", "moe_jax/chat_template.py", "moe_jax/open_source.py"),
+        layouts.DATA_PIPELINE,
+    ),
     _program("upcycle_stories260k", "python benchmarks/upcycle_stories260k.py DATA", _TRAINING, layouts.UPCYCLED),
     _program(
         "ders_layer",
