@@ -254,11 +254,12 @@ def _working(exact: _Held, temporaries: int, note: str = "") -> list[Item]:
 
 def _checkpoint(exact: _Held, recipe: Recipe) -> list[Item]:
     """What a step holds on a CPU while a checkpoint is written: buffers that are read cannot be donated to the step,
-    whose results then lie in new ones. Of accelerators a copy in the memory of their host is written."""
+    whose results then lie in new ones; and the writer makes its own copy. Of accelerators it lies on their host."""
     if recipe.train.steps <= recipe.checkpoint.every:
         return []
-    size = exact.params + exact.optimizer + exact.average
-    return [Item(name="checkpoint", bytes=size, note="the state before, which is written while the next step runs")]
+    size = 2 * (exact.params + exact.optimizer + exact.average)
+    note = "the state before, which is written while the next step runs, and the writer's copy of it"
+    return [Item(name="checkpoint", bytes=size, note=note)]
 
 
 def _process() -> list[Item]:

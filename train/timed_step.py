@@ -5,7 +5,9 @@ programs, the optimizer and the shapes are those of the run; only depth, weights
 """
 
 import dataclasses
+import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,13 +25,13 @@ from moe_jax.train.recipe import Recipe
 # Repeats of a segment in the shallow model, and in the one that tells what a repeat takes. Two are stacked and scanned
 # as many are.
 _SHALLOW, _DEEPER = 2, 8
-_STEPS = 12  # at most, the first aside, which is compiled
-_MOST_SECONDS = 10.0  # of the steps of each model, the first aside
+_ROUNDS = 12  # at most
+_MOST_SECONDS = 20.0  # of the rounds
 # A step holds less than this times what it reads and what it updates; then it is not tried where memory is short.
 _HELD = 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TimedStep:
     """A step's time.
 
@@ -64,38 +66,25 @@ def timed_step(recipe: Recipe, config: ModelConfig, devices: list[Any]) -> Timed
     """
     segments = segments_of(config.layers)
     shallow = [min(segment.repeats, _SHALLOW) for segment in segments]
-    tried: list[int] = []
-
-    def seconds_of(repeats: list[int]) -> float | None:
-        fewer = _with_repeats(config, repeats)
-        try:
-            program = make_program(recipe, fewer, devices)
-        except InputError:
-            return None
-        free = available_memory()
-        if free is not None and _HELD * _bytes(program) > free:
-            return None
-        tried.append(fewer.num_layers)
-        return _seconds(program, recipe)
-
-    # The larger ones first: memory that a process has for the first time takes the system long.
-    deeper: dict[int, float] = {}
-    for index, segment in enumerate(segments):
-        if segment.repeats > shallow[index]:
-            repeats = [*shallow]
-            repeats[index] = min(segment.repeats, _DEEPER)
-            more = seconds_of(repeats)
-            if more is None:
-                return None
-            deeper[index] = more
-    total = least = seconds_of(shallow)
-    if least is None:
+    deeper = [shallow[:i] + [min(segment.repeats, _DEEPER)] + shallow[i + 1 :] for i, segment in enumerate(segments)]
+    # How often the difference between a deeper model and the shallow one is lacking.
+    lacking = {
+        index: (segment.repeats - shallow[index]) / (deeper[index][index] - shallow[index])
+        for index, segment in enumerate(segments)
+        if segment.repeats > shallow[index]
+    }
+    models = [_with_repeats(config, repeats) for repeats in (*(deeper[index] for index in lacking), shallow)]
+    try:
+        programs = [make_program(recipe, model, devices) for model in models]
+    except InputError:
         return None
-    for index, more in deeper.items():
-        repeats = segments[index].repeats
-        each = max(0.0, more - least) / (min(repeats, _DEEPER) - shallow[index])
-        total += each * (repeats - shallow[index])
-    return TimedStep(seconds=total, layers=tuple(sorted(tried)))
+    free = available_memory()
+    if free is not None and _HELD * sum(map(_bytes, programs)) > free:
+        return None
+    found = []
+    for *times, least in _rounds(programs, recipe):
+        found.append(least + sum(max(0.0, more - least) * lacking[i] for more, i in zip(times, lacking, strict=True)))
+    return TimedStep(statistics.median(found), tuple(sorted(model.num_layers for model in models)))
 
 
 def _with_repeats(config: ModelConfig, repeats: list[int]) -> ModelConfig:
@@ -113,19 +102,35 @@ def _bytes(program: Program) -> int:
     return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
-def _seconds(program: Program, recipe: Recipe) -> float:
-    """The lower quartile of the steps after the first: what else a machine does now and then would be multiplied."""
+def _rounds(programs: list[Program], recipe: Recipe) -> list[list[float]]:
+    """Seconds of a step of each program, several times, after one that is compiled.
+
+    They take turns: what else a machine does now and then would be multiplied, if it hit the steps of one.
+    """
+    steps = [_stepping(program, recipe) for program in programs]
+    for step in steps:
+        step()
+    rounds: list[list[float]] = []
+    while len(rounds) < _ROUNDS and sum(map(sum, rounds)) < _MOST_SECONDS:
+        rounds.append([step() for step in steps])
+    return rounds
+
+
+def _stepping(program: Program, recipe: Recipe) -> Callable[[], float]:
+    """A function that runs one step after another, and returns the seconds of each."""
     with jax.set_mesh(program.mesh):
         params, frozen = _drawn((program.state.params, program.frozen))
-        state = first_state(program, params)
-        batch = _batch(recipe, program)
-        times: list[float] = []
-        while len(times) <= _STEPS and sum(times[1:]) < _MOST_SECONDS:
-            start = time.perf_counter()
+        state, batch = first_state(program, params), _batch(recipe, program)
+
+    def step() -> float:
+        nonlocal state
+        start = time.perf_counter()
+        with jax.set_mesh(program.mesh):
             state, metrics = program.step(state, frozen, batch)
-            jax.block_until_ready((state, metrics))
-            times.append(time.perf_counter() - start)
-    return float(np.quantile(times[1:], 0.25))
+        jax.block_until_ready((state, metrics))
+        return time.perf_counter() - start
+
+    return step
 
 
 def _drawn(tree: Any) -> Any:

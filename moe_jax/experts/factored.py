@@ -9,6 +9,7 @@ token's experts are summed before it. Only the activation and the products with 
 - Otherwise, rows are sorted by expert and multiplied with the delta of their expert by `KernelForm.grouped_delta`.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -83,7 +84,7 @@ def _side_by_side(
     def of_chosen(inner: Float[Array, "T n m"], shares: Float[Array, "T k E"]) -> Float[Array, "T k m"]:
         """Every choice's products with the factors of its own expert, times its share; zero for other experts."""
         per_expert = inner.reshape(tokens, -1, experts, inner.shape[-1] // experts) * shares[..., None]
-        return per_expert.reshape(tokens, top_k, -1)
+        return per_expert.reshape(tokens, shares.shape[1], -1)
 
     def bias_of(name: str) -> Float[Array, "T k o"] | float:
         return linear(is_chosen, biases[name]) if name in biases else 0.0
@@ -104,9 +105,10 @@ def _side_by_side(
     else:
         h = low_rank_hidden(gate, up, a, routing.weights, activation)
     # The sum over the choices comes before the second product, which then is one of T rows.
+    # Choice by choice: converted as a whole, XLA:TPU would write them to memory in float32.
     shares = is_chosen.astype(jnp.float32) * routing.weights[..., None]
-    inner = jnp.sum(of_chosen(h.inner.astype(jnp.float32), shares), axis=1)
-    y = linear_of_float32(inner, b, x.dtype)
+    terms = (of_chosen(h.inner[:, i, None].astype(jnp.float32), shares[:, i, None])[:, 0] for i in range(top_k))
+    y = linear_of_float32(functools.reduce(jnp.add, terms), b, x.dtype)
     if "down" in biases:
         y = y + weighted_sum(bias_of("down"), routing.weights)
     return y if bases["down"] is None else bases["down"](h.summed) + y

@@ -22,10 +22,11 @@ def devices():
 def test_repeats_that_are_lacking_are_added(monkeypatch):
     """As if an FFN took 1 second, an MoE 10, and the rest 100."""
 
-    def seconds(program, recipe):
-        return 100 + sum(1 if isinstance(layer.mlp, FFNConfig) else 10 for layer in program.config.layers)
+    def rounds(programs, recipe):
+        layers = [program.config.layers for program in programs]
+        return [[100 + sum(1 if isinstance(one.mlp, FFNConfig) else 10 for one in some) for some in layers]]
 
-    monkeypatch.setattr(module, "_seconds", seconds)
+    monkeypatch.setattr(module, "_rounds", rounds)
     deep = config_of(*[WIDE] * 3, *[FFN, moe()] * 12)
     timed = timed_step(recipe_of(mesh=ONE), deep, devices())
     assert timed is not None and timed.seconds == pytest.approx(100 + 3 + 12 * 11)
