@@ -2,9 +2,9 @@
 
     python benchmarks/lm_eval_parity.py MODEL DATA [--only TASK ...] [--items 200] [--out benchmarks/results]
 
-MODEL is SmolLM2-135M-Instruct as a Hugging Face directory, DATA the data of the task files (README, Tasks). All is
-float32. The first items of five tasks of multiple choice, and of GSM8K (no examples before a question, 64 tokens,
-greedily) a tenth as many. OUT receives `lm_eval_parity.json`. Needs lm-eval, torch and transformers
+MODEL is SmolLM2-135M-Instruct as a Hugging Face directory, DATA the data of the task files (README, Tasks). Both are
+float32; how far each is from the other backend in float64 is shown beside their difference. The first items of five
+tasks of multiple choice, and of GSM8K (no examples before a question, 64 tokens, greedily) a tenth as many. OUT receives `lm_eval_parity.json`. Needs lm-eval, torch and transformers
 (`pip install -e '.[test]'`).
 """
 
@@ -50,28 +50,35 @@ def main() -> None:
     loaded = moe_jax.load(options.model, dtype="float32")
     assert loaded.tokenizer is not None
     ours = HarnessModel(loaded.decoder, loaded.tokenizer, batch_size=BATCH)
-    theirs = HFLM(pretrained=str(options.model), dtype="float32", device="cpu", batch_size=BATCH)
+    theirs, exact = (
+        HFLM(pretrained=str(options.model), dtype=dtype, device="cpu", batch_size=BATCH)
+        for dtype in ("float32", "float64")
+    )
     for name in options.only:
         if name == TEXTS:
             cells = texts(ours, theirs, options.data, max(1, options.items // 10))
             figures.put_row(LM_EVAL_TEXTS.name, name, cells)
         else:
-            figures.put_row(
-                LM_EVAL_LIKELIHOODS.name, name, likelihoods(ours, theirs, name, options.data, options.items)
-            )
+            cells = likelihoods(ours, theirs, exact, name, options.data, options.items)
+            figures.put_row(LM_EVAL_LIKELIHOODS.name, name, cells)
         print(name, flush=True)
     for table in (LM_EVAL_LIKELIHOODS, LM_EVAL_TEXTS):
         if any(name == TEXTS for name in options.only) or table is LM_EVAL_LIKELIHOODS:
             print(table.text(figures))
 
 
-def likelihoods(ours: HarnessModel, theirs: HFLM, name: str, data: Path, items: int) -> list[Any]:
+def likelihoods(ours: HarnessModel, theirs: HFLM, exact: HFLM, name: str, data: Path, items: int) -> list[Any]:
     """A row of `LM_EVAL_LIKELIHOODS`."""
     (mine, my_figures), (other, other_figures) = (evaluated(one, name, data, items) for one in (ours, theirs))
-    differences = np.abs(np.asarray([one[0] for one in mine]) - np.asarray([one[0] for one in other]))
+    right, _ = evaluated(exact, name, data, items)
+
+    def largest_difference(some: list[Any], others: list[Any]) -> float:
+        return float(np.max(np.abs(np.asarray([one[0] for one in some]) - np.asarray([one[0] for one in others]))))
+
+    differences = [largest_difference(*pair) for pair in ((mine, other), (mine, right), (other, right))]
     alike = sum(one[1] == another[1] for one, another in zip(mine, other, strict=True))
     accuracies = [[one["acc,none"], one["acc_stderr,none"]] for one in (my_figures, other_figures)]
-    return [f"`{name}`", items, len(mine), float(differences.max()), [alike, len(mine)], *accuracies]
+    return [f"`{name}`", items, len(mine), *differences, [alike, len(mine)], *accuracies]
 
 
 def texts(ours: HarnessModel, theirs: HFLM, data: Path, items: int) -> list[Any]:
