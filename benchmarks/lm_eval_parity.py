@@ -4,8 +4,8 @@
 
 MODEL is SmolLM2-135M-Instruct as a Hugging Face directory, DATA the data of the task files (README, Tasks). Both are
 float32; how far each is from the other backend in float64 is shown beside their difference. The first items of five
-tasks of multiple choice, and of GSM8K (no examples before a question, 64 tokens, greedily) a tenth as many. OUT receives `lm_eval_parity.json`. Needs lm-eval, torch and transformers
-(`pip install -e '.[test]'`).
+tasks of multiple choice, and of GSM8K (no examples before a question, 64 tokens, greedily) a tenth as many. OUT
+receives `lm_eval_parity.json`. Needs lm-eval, torch and transformers (`pip install -e '.[test]'`).
 """
 
 import argparse
