@@ -9,7 +9,6 @@ token's experts are summed before it. Only the activation and the products with 
 - Otherwise, rows are sorted by expert and multiplied with the delta of their expert by `KernelForm.grouped_delta`.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -22,7 +21,7 @@ from moe_jax.experts.parallel import num_experts
 from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.linear import linear, linear_of_float32
-from moe_jax.functional.low_rank_hidden import Hidden, Projection, low_rank_hidden, of_projection
+from moe_jax.functional.low_rank_hidden import Projection, low_rank_hidden, of_hidden, of_projection
 from moe_jax.functional.routing import Routing
 
 
@@ -77,14 +76,9 @@ def _side_by_side(
     biases: Mapping[str, Array],
     activation: str,
 ) -> Float[Array, "T d"]:
-    (tokens, top_k), experts = routing.experts.shape, num_experts(deltas["up"])
+    experts = num_experts(deltas["up"])
     is_chosen = jax.nn.one_hot(routing.experts, experts, dtype=x.dtype)
     factors = {name: _beside(delta, x.dtype) for name, delta in deltas.items()}
-
-    def of_chosen(inner: Float[Array, "T n m"], shares: Float[Array, "T k E"]) -> Float[Array, "T k m"]:
-        """Every choice's products with the factors of its own expert, times its share; zero for other experts."""
-        per_expert = inner.reshape(tokens, -1, experts, inner.shape[-1] // experts) * shares[..., None]
-        return per_expert.reshape(tokens, shares.shape[1], -1)
 
     def bias_of(name: str) -> Float[Array, "T k o"] | float:
         return linear(is_chosen, biases[name]) if name in biases else 0.0
@@ -92,23 +86,20 @@ def _side_by_side(
     def projection(name: str) -> Projection:
         a, b = factors[name]
         base = bases[name]
-        of_base = jnp.zeros((tokens, b.shape[1]), x.dtype) if base is None else base(x)
-        return Projection(of_base, of_chosen(linear(x, a)[:, None], is_chosen), b)
+        of_base = jnp.zeros((x.shape[0], b.shape[1]), x.dtype) if base is None else base(x)
+        return Projection(of_base, linear(x, a), b)
 
-    gate, up = projection("gate") if "gate" in bases else None, projection("up")
+    def into_hidden(name: str) -> Float[Array, "T k f"]:
+        return of_projection(projection(name), routing.experts, experts) + bias_of(name)
+
     a, b = factors["down"]
-    if gate is None or biases:
-        product = of_projection(up) + bias_of("up")
-        gated = None if gate is None else of_projection(gate) + bias_of("gate")
-        h = hidden(product, gated, activation)
-        h = Hidden(weighted_sum(h, routing.weights), linear(h, a))
+    if "gate" not in bases or biases:
+        h = hidden(into_hidden("up"), into_hidden("gate") if "gate" in bases else None, activation)
+        h = of_hidden(h, a, routing, experts)
     else:
-        h = low_rank_hidden(gate, up, a, routing.weights, activation)
+        h = low_rank_hidden(projection("gate"), projection("up"), a, routing, experts, activation)
     # The sum over the choices comes before the second product, which then is one of T rows.
-    # Choice by choice: converted as a whole, XLA:TPU would write them to memory in float32.
-    shares = is_chosen.astype(jnp.float32) * routing.weights[..., None]
-    terms = (of_chosen(h.inner[:, i, None].astype(jnp.float32), shares[:, i, None])[:, 0] for i in range(top_k))
-    y = linear_of_float32(functools.reduce(jnp.add, terms), b, x.dtype)
+    y = linear_of_float32(h.inner, b, x.dtype)
     if "down" in biases:
         y = y + weighted_sum(bias_of("down"), routing.weights)
     return y if bases["down"] is None else bases["down"](h.summed) + y

@@ -1,8 +1,9 @@
 """Hidden states of gated low-rank experts, which never leave fast memory; see `functional.low_rank_hidden`.
 
 For a block of tokens, blocks of the hidden layer pass by: products with the base, second factors of `gate` and `up`,
-and first ones of `down`. Of each block the hidden states of every choice are made in float32, multiplied with the first
-factors of `down`, whose sums stay in fast memory until the last block, and added up by weight, which is written.
+and first ones of `down`. Of each block the hidden states of every choice are made in float32, and added up by weight,
+which is written. So are their products with the first factors of `down`, whose sums stay in fast memory until the last
+block. What a choice has of other experts' factors is set to zero there, too, so that rows are as many as tokens.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
@@ -22,63 +24,65 @@ from moe_jax.kernels.tpu.pieces import COLUMNS, dot, in_pieces
 
 if TYPE_CHECKING:
     from moe_jax.functional.low_rank_hidden import Projection
+    from moe_jax.functional.routing import Routing
 
-# Blocks of tokens from the longest: for each, the factors are read again.
+# Blocks of tokens from the longest.
 _TOKEN_BLOCKS = (1024, 512, 256, 128)
 # Of a block of the hidden layer, from the widest.
-_WIDTHS = (512, 384, 256, 128)
+_WIDTHS = (1024, 768, 512, 384, 256, 128)
 _STRIP = 256
 _SUMS = jnp.dtype(jnp.float32)
 
 
-def fits(features: int, top_k: int, size: int, dtype: DTypeLike, core: Core = ANY_CORE) -> bool:
+def fits(features: int, size: int, dtype: DTypeLike, core: Core = ANY_CORE) -> bool:
     """Whether there are blocks of hidden states of that shape that the kernel can work with.
 
     Args:
       features: f, of the hidden layer.
-      top_k: experts per token.
       size: E r, of the factors of all experts.
       dtype: of the activations.
       core: see `low_rank_hidden`.
     """
-    return next(_blocks(_TOKEN_BLOCKS[0], features, top_k, size, dtype, core), None) is not None
+    return next(_blocks(_TOKEN_BLOCKS[0], features, size, dtype, core), None) is not None
 
 
 def low_rank_hidden(
     gate: "Projection",
     up: "Projection",
     a: Float[Array, "f n"],
-    weights: Float[Array, "T k"],
+    routing: "Routing",
+    num_experts: int,
     activation: str,
     *,
     core: Core = ANY_CORE,
     interpret: bool = False,
-) -> tuple[Float[Array, "T f"], Float[Array, "T k n"]]:
-    """The weighted sums of the hidden states, and their products with `a`; see `functional.low_rank_hidden`.
+) -> tuple[Float[Array, "T f"], Float[Array, "T n"]]:
+    """The weighted sums of the hidden states, and of their products with `a`; see `functional.low_rank_hidden`.
 
     Args:
-      gate, up, a, weights, activation: see there.
+      gate, up, a, routing, num_experts, activation: see there; as many factors of `gate` and `up` as of `a`.
       core: for which the sizes of blocks are chosen; they must exist (`fits`).
       interpret: run the kernel in interpret mode.
     """
     tokens, features = gate.of_base.shape
-    top_k, size, dtype = weights.shape[1], a.shape[1], gate.of_base.dtype
-    rows, width, vmem = next(_blocks(tokens, features, top_k, size, dtype, core))
+    top_k, size, dtype = routing.experts.shape[1], a.shape[1], gate.of_base.dtype
+    rows, width, vmem = next(_blocks(tokens, features, size, dtype, core))
     hidden_block = pl.BlockSpec((rows, width), lambda t, n: (t, n))
-    # Choice by choice: where the k rows of a token lie side by side, a TPU pads them to eight.
-    inner_block = pl.BlockSpec((top_k, rows, size), lambda t, n: (0, t, 0))
+    inner_block = pl.BlockSpec((rows, size), lambda t, n: (t, 0))
     b_block = pl.BlockSpec((size, width), lambda t, n: (0, n))
-    summed, inner = pl.pallas_call(
-        partial(_kernel, activation=activation),
+    choice_block = pl.BlockSpec((rows, top_k), lambda t, n: (t, 0))
+    return pl.pallas_call(
+        partial(_kernel, rank=size // num_experts, activation=activation),
         out_shape=(
             jax.ShapeDtypeStruct((tokens, features), dtype),
-            jax.ShapeDtypeStruct((top_k, tokens, size), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, size), jnp.float32),
         ),
         grid=(pl.cdiv(tokens, rows), features // width),
         in_specs=[
             *[hidden_block, inner_block, b_block] * 2,
             pl.BlockSpec((width, size), lambda t, n: (n, 0)),
-            pl.BlockSpec((rows, top_k), lambda t, n: (t, 0)),
+            choice_block,
+            choice_block,
         ],
         out_specs=(hidden_block, inner_block),
         compiler_params=pltpu.CompilerParams(
@@ -86,37 +90,35 @@ def low_rank_hidden(
         ),
         cost_estimate=pl.CostEstimate(
             flops=6 * tokens * top_k * size * features,
-            bytes_accessed=dtype.itemsize * (3 * tokens * features + pl.cdiv(tokens, rows) * 3 * size * features)
-            + (2 * dtype.itemsize + 4) * tokens * top_k * size,
+            bytes_accessed=dtype.itemsize * 3 * features * (tokens + _readings(tokens, features, rows, width) * size)
+            + (2 * dtype.itemsize + 4) * tokens * size
+            + 8 * tokens * top_k,
             transcendentals=tokens * top_k * features,
         ),
         interpret=interpret,
         name="low_rank_hidden",
-    )(*_inputs(gate), *_inputs(up), a, weights)
-    return summed, jnp.swapaxes(inner, 0, 1).astype(dtype)
+    )(*gate, *up, a, *routing)
 
 
-def _inputs(projection: "Projection") -> tuple[Array, Array, Array]:
-    return projection.of_base, jnp.swapaxes(projection.inner, 0, 1), projection.b
-
-
-def _blocks(
-    tokens: int, features: int, top_k: int, size: int, dtype: DTypeLike, core: Core
-) -> Iterator[tuple[int, int, int]]:
+def _blocks(tokens: int, features: int, size: int, dtype: DTypeLike, core: Core) -> Iterator[tuple[int, int, int]]:
     """Tokens of a block, its width, and the bytes of fast memory that it takes: those that fit, the best first."""
     dtype = jnp.dtype(dtype)
-    for most in _TOKEN_BLOCKS:
-        rows = min(most, round_up(tokens, min(_STRIP, 32 // dtype.itemsize if tokens < _STRIP else _STRIP)))
-        for width in _WIDTHS:
-            if features % width:
-                continue
-            once = 3 * block_bytes((rows, width), dtype) + 2 * block_bytes((top_k, rows, size), dtype)
-            once += block_bytes((top_k, rows, size), _SUMS) + block_bytes((rows, LANES), _SUMS)
-            once += 2 * block_bytes((size, width), dtype) + block_bytes((width, size), dtype)
-            # All twice, as the next block arrives meanwhile; and what is made of a strip, in float32.
-            vmem = 2 * once + 8 * 4 * min(rows, _STRIP) * max(COLUMNS, size)
-            if vmem + RESERVED <= core.vmem:
-                yield rows, width, vmem
+    step = min(_STRIP, 32 // dtype.itemsize) if tokens < _STRIP else _STRIP
+    widths = [width for width in _WIDTHS if features % width == 0]
+    blocks = [(min(most, round_up(tokens, step)), width) for most in _TOKEN_BLOCKS for width in widths]
+    for rows, width in sorted(blocks, key=lambda block: _readings(tokens, features, *block)):
+        once = 3 * block_bytes((rows, width), dtype) + 2 * block_bytes((rows, size), dtype)
+        once += block_bytes((rows, size), _SUMS) + 2 * block_bytes((rows, LANES), _SUMS)
+        once += 2 * block_bytes((size, width), dtype) + block_bytes((width, size), dtype)
+        # All twice, as the next block arrives meanwhile; and what is made of a strip, in float32.
+        vmem = 2 * once + 8 * 4 * min(rows, _STRIP) * max(COLUMNS, size)
+        if vmem + RESERVED <= core.vmem:
+            yield rows, width, vmem
+
+
+def _readings(tokens: int, features: int, rows: int, width: int) -> int:
+    """How often the factors are read: for every block of tokens, but once if one block is all of the hidden layer."""
+    return 1 if width == features else pl.cdiv(tokens, rows)
 
 
 # ---- the kernel -------------------------------------------------------------------------------------------------
@@ -130,13 +132,15 @@ def _kernel(
     up_inner_ref: Any,
     up_b_ref: Any,
     a_ref: Any,
+    experts_ref: Any,
     weights_ref: Any,
     summed_ref: Any,
     inner_ref: Any,
     *,
+    rank: int,
     activation: str,
 ) -> None:
-    (top_k, rows, _), (_, width) = inner_ref.shape, summed_ref.shape
+    (rows, size), (_, width), top_k = inner_ref.shape, summed_ref.shape, weights_ref.shape[1]
 
     @pl.when(pl.program_id(1) == 0)
     def _clear() -> None:
@@ -147,14 +151,23 @@ def _kernel(
 
         def piece(column: Any, columns: int) -> None:
             at = own, pl.ds(column, columns)
-            weights = weights_ref[own, :]
+            weights, experts = weights_ref[own, :], experts_ref[own, :]
+            factor = lax.broadcasted_iota(jnp.int32, (count, size), 1)
 
             def choice(j: int) -> Float[Array, "m n"]:
                 """The hidden state of a choice, whose products with `a` are added to the sums."""
-                gate = gate_ref[at].astype(jnp.float32) + dot(gate_inner_ref[j, own, :], gate_b_ref[:, at[1]], (1, 0))
-                up = up_ref[at].astype(jnp.float32) + dot(up_inner_ref[j, own, :], up_b_ref[:, at[1]], (1, 0))
-                h = activated(gate, activation) * up
-                inner_ref[j, own, :] += dot(h.astype(a_ref.dtype), a_ref[at[1], :], (1, 0))
+                start = experts[:, j : j + 1] * rank
+                is_own = jnp.logical_and(factor >= start, factor < start + rank)
+
+                def product(of_base: Any, inner: Any, b: Any) -> Float[Array, "m n"]:
+                    # Chosen in float32, which the vector units of all chips have.
+                    chosen = jnp.where(is_own, inner[own, :].astype(jnp.float32), 0.0).astype(inner.dtype)
+                    return of_base[at].astype(jnp.float32) + dot(chosen, b[:, at[1]], (1, 0))
+
+                h = activated(product(gate_ref, gate_inner_ref, gate_b_ref), activation)
+                h = h * product(up_ref, up_inner_ref, up_b_ref)
+                products = dot(h.astype(a_ref.dtype), a_ref[at[1], :], (1, 0))
+                inner_ref[own, :] += jnp.where(is_own, weights[:, j : j + 1] * products, 0.0)
                 return h
 
             # As `functional.dispatch.weighted_sum`: to the last bit the hidden state, if all are equal.

@@ -10,39 +10,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.functional.low_rank_hidden import Hidden, Projection, low_rank_hidden
+from moe_jax.functional.routing import NO_EXPERT, Routing
 from moe_jax.kernels.tpu import low_rank_hidden as kernel
 from moe_jax.kernels.tpu.chip import ANY_CORE
 from tests.numerics import assert_close
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
-FEATURES, SIZE, TOP_K = 256, 24, 2
+FEATURES, EXPERTS, RANK, TOP_K = 256, 3, 8, 2
+SIZE = EXPERTS * RANK
 ONE_ROUNDING = 2.0**-8
 
 
 def arguments(rng, tokens, dtype=jnp.float32, equal=False):
+    """The last token has padding in place of its second expert."""
+
     def random(*shape):
         return jnp.asarray(rng.standard_normal(shape) * 0.3, dtype)
 
     def projection():
-        inner = random(tokens, TOP_K, SIZE)
+        inner = random(tokens, SIZE)
         return Projection(random(tokens, FEATURES), jnp.zeros_like(inner) if equal else inner, random(SIZE, FEATURES))
 
+    experts = jnp.asarray([rng.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)], jnp.int32)
     weights = jax.nn.softmax(random(tokens, TOP_K).astype(jnp.float32), axis=-1)
-    return projection(), projection(), random(FEATURES, SIZE), weights
+    if not equal:
+        experts, weights = experts.at[-1, 1].set(NO_EXPERT), weights.at[-1, 1].set(0)
+    return projection(), projection(), random(FEATURES, SIZE), Routing(experts, weights)
 
 
 @functools.cache
 def together(activation):
-    def run(gate, up, a, weights):
-        return Hidden(*kernel.low_rank_hidden(gate, up, a, weights, activation, interpret=True))
+    def run(gate, up, a, routing):
+        return Hidden(*kernel.low_rank_hidden(gate, up, a, routing, EXPERTS, activation, interpret=True))
 
     return jax.jit(run)
 
 
 @functools.cache
 def apart(activation):
-    return jax.jit(lambda *args: low_rank_hidden(*args, activation))
+    return jax.jit(lambda gate, up, a, routing: low_rank_hidden(gate, up, a, routing, EXPERTS, activation))
 
 
 @pytest.fixture(autouse=True)
@@ -69,42 +76,60 @@ def test_is_what_the_products_one_after_the_other_give(tokens, activation):
 def test_is_rounded_once():
     exact = arguments(np.random.default_rng(0), 40, jnp.bfloat16)
     got = together("silu")(*exact)
-    expected = apart("silu")(*jax.tree.map(lambda leaf: leaf.astype(jnp.float32), exact))
-    assert got.summed.dtype == got.inner.dtype == jnp.bfloat16
+    gate, up, a = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), exact[:3])
+    expected = apart("silu")(gate, up, a, exact[3])
+    assert got.summed.dtype == jnp.bfloat16 and got.inner.dtype == jnp.float32
     np.testing.assert_allclose(got.summed.astype(jnp.float32), expected.summed, rtol=ONE_ROUNDING, atol=1e-6)
     # The hidden states are rounded for the product with `a`.
-    assert_close(got.inner.astype(jnp.float32), expected.inner, 4 * ONE_ROUNDING)
+    assert_close(got.inner, expected.inner, 4 * ONE_ROUNDING)
 
 
 def test_equal_hidden_states_are_their_sum_to_the_last_bit():
     """An upcycled model begins as its dense model, whatever the weights of the choices are (methods.md 2.5)."""
-    gate, up, a, weights = arguments(np.random.default_rng(1), 40, equal=True)
+    gate, up, a, (experts, weights) = arguments(np.random.default_rng(1), 40, equal=True)
     weights = jnp.stack([weights[:, 0], jnp.float32(1) - weights[:, 0]], axis=1)
-    got = together("silu")(gate, up, a, weights)
+    got = together("silu")(gate, up, a, Routing(experts, weights))
     ones = jnp.tile(jnp.asarray([[1.0, 0.0]], jnp.float32), (40, 1))
-    np.testing.assert_array_equal(got.summed, together("silu")(gate, up, a, ones).summed)
+    np.testing.assert_array_equal(got.summed, together("silu")(gate, up, a, Routing(experts, ones)).summed)
 
 
 def test_the_gradient_is_that_of_the_products_one_after_the_other():
-    args = arguments(np.random.default_rng(2), 9)
+    gate, up, a, (experts, weights) = arguments(np.random.default_rng(2), 9)
 
     def plain(gate, up, a, weights):
-        h = [
-            jax.nn.silu(gate.of_base + gate.inner[:, j] @ gate.b) * (up.of_base + up.inner[:, j] @ up.b)
-            for j in range(TOP_K)
-        ]
-        return sum(weights[:, j, None] * h[j] for j in range(TOP_K)), jnp.stack([one @ a for one in h], axis=1)
+        """Expert by expert, by its own factors."""
+        summed, inner = jnp.zeros_like(gate.of_base), jnp.zeros_like(gate.inner)
+        for e in range(EXPERTS):
+            own = slice(e * RANK, (e + 1) * RANK)
+            of_gate, of_up = (one.of_base + one.inner[:, own] @ one.b[own] for one in (gate, up))
+            share = jnp.sum(jnp.where(experts == e, weights, 0), axis=1)[:, None]
+            h = jax.nn.silu(of_gate) * of_up
+            summed += share * h
+            inner = inner.at[:, own].set(share * (h @ a[:, own]))
+        return summed, inner
 
     def loss(function, *args):
         summed, inner = function(*args)
         return jnp.sum(jnp.sin(summed)) + jnp.sum(jnp.cos(inner))
 
-    got = jax.grad(lambda *args: loss(apart("silu"), *args), argnums=(0, 1, 2, 3))(*args)
-    expected = jax.grad(lambda *args: loss(plain, *args), argnums=(0, 1, 2, 3))(*args)
+    def ours(gate, up, a, weights):
+        return apart("silu")(gate, up, a, Routing(experts, weights))
+
+    jax.tree.map(assert_close, tuple(ours(gate, up, a, weights)), plain(gate, up, a, weights))
+    got, expected = (
+        jax.grad(lambda *args, function=function: loss(function, *args), argnums=(0, 1, 2, 3))(gate, up, a, weights)
+        for function in (ours, plain)
+    )
+    # Padding has weight zero, which nothing learns.
+    real = experts != NO_EXPERT
+    got, expected = ((*of[:3], jnp.where(real, of[3], 0)) for of in (got, expected))
     jax.tree.map(assert_close, got, expected)
 
 
-@pytest.mark.parametrize(("features", "size", "fits"), [(11008, 128, True), (14336, 128, True), (100, 128, False)])
+@pytest.mark.parametrize(
+    ("features", "size", "fits"),
+    [(11008, 128, True), (14336, 128, True), (1024, 1024, True), (768, 2048, True), (100, 128, False)],
+)
 def test_which_shapes_have_blocks(features, size, fits, monkeypatch):
-    monkeypatch.setattr(kernel, "_WIDTHS", (512, 256, 128))
-    assert kernel.fits(features, 2, size, jnp.bfloat16, ANY_CORE) is fits
+    monkeypatch.undo()
+    assert kernel.fits(features, size, jnp.bfloat16, ANY_CORE) is fits
