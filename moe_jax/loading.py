@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from moe_jax.errors import raise_if_any
+from moe_jax.experts.exchange_choice import Exchange, exchange_from_environment
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.finite import cast, check_finite
@@ -28,15 +29,16 @@ _STACKED = re.compile(r"(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
 def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none") -> Decoder:
     """The model with `ShapeDtypeStruct`s instead of parameters, which takes no memory."""
-    return nnx.merge(*_abstract_parts(config, compute_dtype, remat, strategy_from_environment()), copy=True)
+    environment = strategy_from_environment(), exchange_from_environment()
+    return nnx.merge(*_abstract_parts(config, compute_dtype, remat, environment), copy=True)
 
 
 # Tracing the constructor takes up to a second, and a job needs the same model several times.
 @lru_cache(maxsize=16)
 def _abstract_parts(
-    config: ModelConfig, compute_dtype: str, remat: str, strategy: str
+    config: ModelConfig, compute_dtype: str, remat: str, environment: tuple[str, Exchange]
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Its graph and state; a bank takes its `strategy` from the environment when it is made."""
+    """Its graph and state; a bank takes its strategy and exchange from the environment when it is made."""
     dtype = jnp.dtype(compute_dtype)
     return nnx.split(shapes_of(lambda rngs: Decoder(config, rngs=rngs, compute_dtype=dtype, remat=remat)))
 

@@ -150,6 +150,9 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
         except InputError as error:
             problems.append(str(error))
             return NamedSharding(mesh, P())
+        if not _divides_experts(leaf.shape, spec, mesh):
+            # Each device then has all experts, and computes with its share of them (`experts.parallel`).
+            spec = P(*(None if axis == "expert" else axis for axis in spec))
         for size, axis in zip(leaf.shape, spec, strict=False):
             if axis is not None and size % mesh.shape[axis]:
                 problems.append(f"{name} {leaf.shape}: {size} is not divisible by mesh axis {axis}={mesh.shape[axis]}")
@@ -158,6 +161,11 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
     shardings = jax.tree_util.tree_map_with_path(sharding, state)
     raise_if_any(problems, "sharding")
     return shardings
+
+
+def _divides_experts(shape: tuple[int, ...], spec: P, mesh: Mesh) -> bool:
+    sizes = zip(shape, spec, strict=False)
+    return all(size % mesh.shape["expert"] == 0 for size, axis in sizes if axis == "expert")
 
 
 def mesh_of(state: nnx.State) -> Mesh | None:

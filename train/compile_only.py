@@ -10,6 +10,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,8 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
     Returns:
       JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
       `temporaries`, `code`, `total`, `hbm`), `model_flops` (see `flops.py`) and `compiler_flops` (which counts a
-      loop over layers once); and `collectives` by kind with `count` and `bytes`, loops counted in full.
+      loop over layers once); `collectives` by kind with `count` and `bytes`, loops counted in full; and `estimate`,
+      the least time of a step by data sheets (`StepRoofline`); None: there is no data sheet of the chip.
 
     Raises:
       InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
@@ -70,8 +72,9 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
     """
     from moe_jax.train.data_sections import input_length
     from moe_jax.train.flops import step_flops
-    from moe_jax.train.hlo import collectives
+    from moe_jax.train.hlo import collectives, transfers
     from moe_jax.train.program import make_program
+    from moe_jax.train.step_roofline import step_roofline
 
     devices = described_devices(topology)
     program = make_program(recipe, config, devices)
@@ -80,21 +83,39 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
         try:
             compiled = compiled_step(program, recipe, {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         except DoesNotFit as error:
-            raise InputError(f"the step does not fit into {topology}: {error}") from None
+            largest = "; the largest arrays: " + ", ".join(error.largest) if error.largest else ""
+            raise InputError(f"the step does not fit into {topology}: {error}{largest}") from None
         (text,) = Path(folder).glob(f"*.{'sm_*_gpu_' if gpu_topology.is_gpu(topology) else ''}after_optimizations.txt")
-        found = collectives(text.read_text())
+        program_text = text.read_text()
+    found, sizes = collectives(program_text), bytes_of(compiled)
     kind = devices[0].device_kind
     chip = chip_of_kind(kind)
+    if chip is not None and chip.memory is not None and sizes["total"] > chip.memory:
+        used = f"{sizes['total'] / 2**30:.2f} GiB of {chip.memory / 2**30:.2f}"
+        raise InputError(f"the step does not fit into {topology}: it needs {used}")
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
+    model_flops = step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices)
+    roofline = None
+    if chip is not None:
+        roofline = step_roofline(
+            recipe,
+            program,
+            chip,
+            model_flops,
+            sizes["temporaries"],
+            transfers(program_text),
+            gpu_topology.shape_of(topology)[1] if gpu_topology.is_gpu(topology) else None,
+        )._asdict() | {"source": chip.source}
     return {
         "topology": topology,
         "device_kind": kind,
         "chips": len(devices),
         "mesh": dict(program.mesh.shape),
-        "bytes": bytes_of(compiled) | {"hbm": None if chip is None else chip.memory},
-        "model_flops": step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices),
+        "bytes": sizes | {"hbm": None if chip is None else chip.memory},
+        "model_flops": model_flops,
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
         "collectives": {kind: counted._asdict() for kind, counted in found.items()},
+        "estimate": roofline,
     }
 
 
@@ -103,11 +124,12 @@ class DoesNotFit(Exception):
 
     Attributes:
       used: bytes that it would need; None: the compiler does not say.
+      largest: the largest arrays that it would hold, each in words; empty: the compiler does not say.
     """
 
-    def __init__(self, message: str, used: int | None):
+    def __init__(self, message: str, used: int | None, largest: Sequence[str] = ()):
         super().__init__(message)
-        self.used = used
+        self.used, self.largest = used, tuple(largest)
 
 
 def compiled_step(program: "Program", recipe: Recipe, options: dict[str, Any] | None = None) -> "Compiled":
@@ -133,7 +155,7 @@ def compiled_step(program: "Program", recipe: Recipe, options: dict[str, Any] | 
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            raise DoesNotFit(first_line(error), _used(str(error))) from None
+            raise DoesNotFit(first_line(error), _used(str(error)), largest_arrays(str(error))) from None
 
 
 def bytes_of(compiled: Any) -> dict[str, int]:
@@ -180,6 +202,13 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
     print("collectives per step and chip:" if report["collectives"] else "no collectives")
     for name, found in report["collectives"].items():
         print(f"  {name:18} {found['count']:6} x {found['bytes'] / 2**20:12.1f} MiB")
+    if estimate := report["estimate"]:
+        links = "links not known" if estimate["links"] is None else f"links {1000 * estimate['links']:.3g}"
+        print(
+            f"estimate, at the peaks of data sheets: at least {1000 * estimate['seconds']:.3g} ms a step, at most "
+            f"{estimate['utilisation']:.0%} utilisation, bound by {estimate['bound']}\n  milliseconds: matrix units "
+            f"{1000 * estimate['matrix']:.3g}, memory {1000 * estimate['memory']:.3g}, {links}\n  {estimate['source']}"
+        )
 
 
 def described_devices(topology: str) -> list[Any]:
@@ -206,6 +235,17 @@ def described_devices(topology: str) -> list[Any]:
 def has_tpu_compiler() -> bool:
     """Whether libtpu is installed."""
     return importlib.util.find_spec("libtpu") is not None
+
+
+def largest_arrays(message: str, count: int = 3) -> list[str]:
+    """The largest arrays in a message of the TPU compiler: size, shape, and the operation that makes it."""
+    found = []
+    for part in re.split(r"\n\s*\d+\. Size: ", message)[1 : count + 1]:
+        size, shape = part.split(None, 1)[0], re.search(r"Shape: (\w+\[[\d,]*\])", part)
+        operation = re.search(r'op_name="([^"]*)"', part)
+        made = " of " + "/".join(operation[1].split("/")[-3:]) if operation else ""
+        found.append(f"{size} {shape[1] if shape else ''}{made}")
+    return found
 
 
 def _used(message: str) -> int | None:

@@ -74,24 +74,34 @@ def has_plugin() -> bool:
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
+def shape_of(topology: str) -> tuple[int, int]:
+    """The number of hosts, and of GPUs on each.
+
+    Raises:
+      InputError: there is no such topology.
+    """
+    name, _, shape = topology.partition(":")
+    if name not in GPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape):
+        raise InputError(f"unknown topology {shown(topology)}, expected for example h100:8 or h100:2x8")
+    sizes = [int(size) for size in shape.split("x")]
+    return (sizes[0], sizes[1]) if len(sizes) == 2 else (1, sizes[0])
+
+
 def gpu_devices(topology: str) -> list[Any]:
     """Devices of a topology such as `h100:2x8`, for a mesh.
 
     Raises:
       InputError: there is no such topology, or no compiler for it.
     """
-    name, _, shape = topology.partition(":")
-    sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape) else []
-    if name not in GPUS or not sizes:
-        raise InputError(f"unknown topology {shown(topology)}, expected for example h100:8 or h100:2x8")
+    name = topology.partition(":")[0]
+    hosts, on_each = shape_of(topology)
     if not has_plugin():
         raise InputError("--compile-only for GPUs needs XLA:GPU: pip install 'moe-jax[gpu]' (Linux; no GPU is needed)")
     from jax.experimental import topologies
 
-    hosts, per_host = sizes if len(sizes) == 2 else (1, *sizes)
     try:
         described = topologies.get_topology_desc(
-            platform="cuda", topology_name=name, target_config=target(GPUS[name]), topology=f"1x{hosts}x{per_host}"
+            platform="cuda", topology_name=name, target_config=target(GPUS[name]), topology=f"1x{hosts}x{on_each}"
         )
     except Exception as error:  # the plugin's own errors have no common class
         raise InputError(f"XLA:GPU has no devices {shown(topology)}: {first_line(error)}") from None

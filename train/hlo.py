@@ -5,6 +5,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
+from moe_jax.experts.exchange import FURTHER_ROUNDS
+
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
 _BITS = {"pred": 8, "c64": 64, "c128": 128}
@@ -12,6 +16,9 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 # `%name = shape kind(operands), ...`; an asynchronous collective is counted where it starts.
 _COLLECTIVE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.*?) (" + "|".join(KINDS) + r")(-start)?\(([^)]*)\)(.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+# {{0,1},{2,3}}; or [2,4]<=[4,2]T(1,0), the numbers of an array in another order of its axes, cut into groups.
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d, ]*)\}")
+_COUNTED_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
@@ -34,10 +41,38 @@ class Collectives(NamedTuple):
     bytes: int
 
 
+class Transfer(NamedTuple):
+    """One collective of a program.
+
+    Attributes:
+      kind: of `KINDS`.
+      count: how often it runs.
+      bytes: of one run; see `Collectives`.
+      group: numbers of devices that take part together; those of other groups do the same. Empty: all, or not known.
+    """
+
+    kind: str
+    count: int
+    bytes: int
+    group: tuple[int, ...]
+
+
 def collectives(hlo: str) -> dict[str, Collectives]:
-    """Collectives of a compiled program (`compiled.as_text()`) by kind; those in a loop count once per iteration."""
-    entry, computations = computations_of(hlo)
+    """Collectives of a compiled program (`compiled.as_text()`) by kind; see `transfers`."""
     totals: dict[str, Collectives] = {}
+    for kind, count, size, _ in transfers(hlo):
+        before = totals.get(kind, Collectives(0, 0))
+        totals[kind] = Collectives(before.count + count, before.bytes + count * size)
+    return {kind: totals[kind] for kind in KINDS if kind in totals}
+
+
+def transfers(hlo: str) -> list[Transfer]:
+    """All collectives of a compiled program; those in a loop count once per iteration.
+
+    Rounds of an exchange after the first (`experts.exchange`) are not counted: usually there are none.
+    """
+    entry, computations = computations_of(hlo)
+    found_all: list[Transfer] = []
     chains: set[tuple[str, str]] = set()
 
     def visit(name: str, times: int) -> None:
@@ -54,16 +89,32 @@ def collectives(hlo: str) -> dict[str, Collectives]:
                     chains.add(key)
                 # It also writes a reduce-scatter as a fusion of all-reduce and slice.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
-                before = totals.get(kind, Collectives(0, 0))
                 if found[2] == "reduce-scatter":
                     shape = operands if _SHAPE.search(operands) else _shape_of(operands, computations[name])
                 size = _bytes(shape, operands, asynchronous=start is not None)
-                totals[kind] = Collectives(before.count + times, before.bytes + times * size)
+                if kind == "ragged-all-to-all":
+                    # Either the operand or the result is a buffer with room for more than usually travels.
+                    given = operands if _SHAPE.search(operands) else _shape_of(operands, computations[name])
+                    size = min(_size(*shape) for shape in _SHAPE.findall(given)[:2])
+                found_all.append(Transfer(kind, times, size, _group(attributes)))
             for callee, trips in _calls(line, computations):
                 visit(callee, times * trips)
 
     visit(entry, 1)
-    return {kind: totals[kind] for kind in KINDS if kind in totals}
+    return found_all
+
+
+def _group(attributes: str) -> tuple[int, ...]:
+    """The first group of devices of a collective, or the first pair of a permutation."""
+    if listed := _GROUPS.search(attributes):
+        return tuple(int(number) for number in listed[1].split(",") if number.strip())
+    if counted := _COUNTED_GROUPS.search(attributes):
+        _, size, dims, order = counted.groups()
+        numbers = np.arange(math.prod(map(int, dims.split(",")))).reshape([int(dim) for dim in dims.split(",")])
+        if order:
+            numbers = numbers.transpose([int(axis) for axis in order.split(",")])
+        return tuple(numbers.reshape(-1)[: int(size)].tolist())
+    return ()
 
 
 def computations_of(hlo: str) -> tuple[str, dict[str, list[str]]]:
@@ -82,7 +133,7 @@ def computations_of(hlo: str) -> tuple[str, dict[str, list[str]]]:
 
 def _calls(line: str, computations: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
     """The computations that an instruction runs, and how often it runs each."""
-    if loop := _LOOP.search(line):
+    if (loop := _LOOP.search(line)) and FURTHER_ROUNDS not in line:
         yield loop[2], _trips(line, computations.get(loop[1], []))
     for callee in _CALLED.findall(line):
         yield callee, 1

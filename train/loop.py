@@ -16,6 +16,7 @@ from moe_jax.train import recipe_toml
 from moe_jax.train.average import in_dtypes_of
 from moe_jax.train.data_sections import input_length
 from moe_jax.train.evaluation import Evaluator
+from moe_jax.train.exchange_check import exchange_check
 from moe_jax.train.flops import peak_flops, step_flops
 from moe_jax.train.metrics import MetricsWriter, Record, StepLine, is_finite, to_record
 from moe_jax.train.pair_evaluation import PairEvaluator
@@ -83,6 +84,7 @@ class Loop:
         self._saved = checkpoints.latest_step()
         self._clock = time.monotonic()
         self._last: Record = {}
+        self._check = exchange_check(recipe, program)
 
     def run(self, state: TrainState) -> tuple[TrainState, Record]:
         """Trains from `state`, whose buffers are donated, to the last step or the end of the data.
@@ -127,8 +129,12 @@ class Loop:
             if batch is None:
                 self._console.print(f"the data ended after {step} of {steps} steps", highlight=False)
                 break
+            compare = None if self._check is None else self._check(state, self._frozen, batch)
+            self._check = None
             with trace.step(step + 1):
                 state, metrics = self._program.step(state, self._frozen, batch)
+            if compare is not None:
+                compare(metrics)
             # The devices work on this step while the metrics of the previous one are fetched and written.
             report()
             step += 1

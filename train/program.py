@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import InputError
+from moe_jax.experts import set_exchange
 from moe_jax.loading import abstract_model, disk_paths, load_model, may_be_cast
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
@@ -92,30 +93,58 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     frozen_dtype = recipe.model.frozen_dtype or config.dtype
     config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
     model = abstract_model(config, compute_dtype=recipe.model.compute_dtype, remat=recipe.model.remat)
+    if recipe.model.exchange is not None:
+        set_exchange(model, recipe.model.exchange)
     trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
     graphdef, params, frozen = split_model(model, trainable)
-    schedule = learning_rate(recipe.optimizer, recipe.schedule, recipe.schedule.steps or recipe.train.steps)
     groups = {path: disk_paths(config, path) for path in sorted(trainable)} if recipe.optimizer.groups else None
     rates = None if groups is None else group_rates(recipe.optimizer, groups)
-    optimizer = make_optimizer(recipe.optimizer, schedule, rates)
+    optimizer = make_optimizer(recipe.optimizer, _schedule(recipe), rates)
     state = _abstract_state(params, optimizer, mesh, ema=recipe.ema is not None)
     frozen = _with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
     replicated = NamedSharding(mesh, P())
     step = jax.jit(
-        make_step(
-            graphdef,
-            config,
-            optimizer,
-            schedule,
-            seed=recipe.seed,
-            accumulation=recipe.train.accumulation,
-            ema_decay=None if recipe.ema is None else recipe.ema.decay,
-        ),
+        _make_step(recipe, config, graphdef, optimizer),
         donate_argnums=0,
         in_shardings=(_shardings(state), _shardings(frozen), batch_sharding(mesh)),
         out_shardings=(_shardings(state), replicated),
     )
     return Program(config, mesh, model, trainable, graphdef, optimizer, state, frozen, step)
+
+
+def metrics_of(
+    recipe: Recipe, program: Program, change: Callable[[Decoder], None]
+) -> Callable[[TrainState, nnx.State, dict[str, jax.Array]], StepMetrics]:
+    """The metrics of a step of a program whose model is changed, jitted; it updates nothing and donates nothing.
+
+    Args:
+      recipe: of the program.
+      program: is left as it is.
+      change: changes a model that it is given, but no parameter.
+    """
+    model = nnx.clone(program.model)
+    change(model)
+    graphdef, *_ = split_model(model, program.trainable)
+    step = _make_step(recipe, program.config, graphdef, program.optimizer)
+    return jax.jit(lambda state, frozen, batch: step(state, frozen, batch)[1])
+
+
+def _make_step(
+    recipe: Recipe, config: ModelConfig, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
+    return make_step(
+        graphdef,
+        config,
+        optimizer,
+        _schedule(recipe),
+        seed=recipe.seed,
+        accumulation=recipe.train.accumulation,
+        ema_decay=None if recipe.ema is None else recipe.ema.decay,
+    )
+
+
+def _schedule(recipe: Recipe) -> optax.Schedule:
+    return learning_rate(recipe.optimizer, recipe.schedule, recipe.schedule.steps or recipe.train.steps)
 
 
 def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

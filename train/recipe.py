@@ -36,6 +36,12 @@ class ModelSection:
         `path` stores it, and `param_dtype` if training started from new ones. Checkpoints keep `param_dtype`.
       remat: what the backward pass computes again instead of keeping it: nothing, every layer (`full`), or
         every layer but its matrix products (`dots`).
+      exchange: how tokens come to their experts over the mesh axis `expert`: `all-gather` brings all tokens to every
+        device, `all-to-all` rows to the devices of their experts, and `auto` takes what sends fewer bytes.
+        `all-to-all:CAPACITY` says how many rows a device has room for, in multiples of the even share (2); what is more
+        comes in further rounds, so that nothing is dropped. None: `auto`, or what MOE_JAX_EXCHANGE says.
+      check_exchange: whether the first step by all-to-all is compared with the same one by all-gather, which takes
+        another program. None: on GPUs, where wrong gradients have been reported.
     """
 
     path: str | None = None
@@ -47,8 +53,14 @@ class ModelSection:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     output_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     remat: Literal["none", "full", "dots"] = "none"
+    exchange: str | None = None
+    check_exchange: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.exchange is not None:
+            from moe_jax.experts.exchange_choice import Exchange  # imports JAX, which reading a recipe does not need
+
+            Exchange.parse(self.exchange, "exchange")
         if (self.path is None) == (self.config is None):
             raise InputError("give either path (a model with weights) or config (a config.json alone)")
         if self.base is not None and self.path is None:

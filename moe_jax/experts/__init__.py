@@ -3,6 +3,7 @@
 from moe_jax.experts.adapters import AdapterBank as AdapterBank
 from moe_jax.experts.adapters import AdapterExperts as AdapterExperts
 from moe_jax.experts.bank import ExpertBank as ExpertBank
+from moe_jax.experts.bank import set_exchange as set_exchange
 from moe_jax.experts.bank import set_strategy as set_strategy
 from moe_jax.experts.bank_config import BankConfig as BankConfig
 from moe_jax.experts.config import AdapterConfig as AdapterConfig

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.exchange_choice import Exchange, exchange_from_environment
 from moe_jax.experts.strategy import check_strategy, strategy_from_environment
 from moe_jax.functional.routing import Routing
 
@@ -35,6 +36,7 @@ class ExpertBank(nnx.Module, abc.ABC):
       expert: the shape of one expert.
       num_experts: E.
       strategy: how the bank is applied; one of `experts.strategy.STRATEGIES`.
+      exchange: how tokens come to the experts over a mesh.
     """
 
     def __init__(self, config: "BankConfig", expert: FFNConfig, num_experts: int):
@@ -42,6 +44,7 @@ class ExpertBank(nnx.Module, abc.ABC):
         self.expert = expert
         self.num_experts = num_experts
         self.strategy = strategy_from_environment()
+        self.exchange = exchange_from_environment()
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
@@ -100,3 +103,19 @@ def set_strategy(model: nnx.Module, name: str) -> None:
     for _, module in nnx.iter_modules(model):
         if isinstance(module, ExpertBank):
             module.strategy = name
+
+
+def set_exchange(model: nnx.Module, text: str) -> None:
+    """Sets how tokens come to experts over a mesh, in a bank or in every bank of a model.
+
+    Args:
+      model: changed in place.
+      text: see `Exchange.parse`.
+
+    Raises:
+      InputError: for another text.
+    """
+    exchange = Exchange.parse(text, "exchange")
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, ExpertBank):
+            module.exchange = exchange

@@ -6,18 +6,26 @@ token's experts are summed before it. Only the activation and the products with 
 - `side-by-side`: the low-rank factors of all experts form one matrix `[in, E r]`, and coefficients of experts that were
   not chosen are set to zero. Tokens are neither permuted nor exchanged, which is best over a mesh and for few or small
   experts.
-- Otherwise, rows are sorted by expert and multiplied with the delta of their expert by `KernelForm.grouped_delta`.
+- Otherwise, rows are sorted by expert and multiplied with the delta of their expert by `KernelForm.grouped_delta`. Over
+  a mesh every device does this with its own tokens, so that none is exchanged either.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from moe_jax.experts.forms.matrix import Part
 from moe_jax.experts.hidden_rows import Kernels
-from moe_jax.experts.parallel import num_experts
+from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
+from moe_jax.experts.parallel import biases_once, num_experts, parts_of
 from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.linear import linear, linear_of_float32
@@ -49,23 +57,106 @@ def factored_ffn(
     biases = {name: bias.astype(x.dtype) for name, bias in biases.items()}
     if way == "side-by-side":
         return _side_by_side(x, routing, bases, deltas, biases, activation)
+    base_down = bases["down"]
+    of_base = {name: base(x) for name, base in bases.items() if name != "down" and base is not None}
+    local = partial(_by_expert, activation=activation, way=way, gives_hidden=base_down is not None)
+    mesh = current_mesh()
+    if mesh is None:
+        h, y = local(deltas, x, routing, of_base, biases)
+    else:
+        h, y = _of_own_tokens(mesh, local, deltas, x, routing, of_base, biases)
+    return y if base_down is None else base_down(h) + y
+
+
+def _by_expert(
+    deltas: Mapping[str, Kernels],
+    x: Float[Array, "T d"],
+    routing: Routing,
+    of_base: Mapping[str, Float[Array, "T f"]],
+    biases: Mapping[str, Float[Array, "E o"]],
+    *,
+    activation: str,
+    way: str,
+    gives_hidden: bool,
+    parts: Mapping[str, Part] = MappingProxyType({}),
+) -> tuple[Float[Array, "T f"] | None, Float[Array, "T d"]]:
+    """Rows sorted by expert.
+
+    Args:
+      deltas: of all experts; over a mesh, the part of their columns that this device has.
+      x, routing, biases: of the FFN.
+      of_base: the products of the tokens with the base of `up`, and of `gate` if gated; without a base, none.
+      activation, way: see `factored_ffn`.
+      gives_hidden: whether the hidden states are needed.
+      parts: that the deltas are of; empty: they are whole.
+
+    Returns:
+      The weighted sums of the hidden states of a token's experts, if they are needed, and of their products with the
+      deltas of the down projection.
+    """
     top_k = routing.experts.shape[1]
     order = sort_by_expert(routing.experts, num_experts(deltas["up"]))
     rows = dispatch(x, order, top_k)
 
     def delta_product(rows: Array, name: str) -> Array:
         form, matrix, arrays = deltas[name]
-        y = form.grouped_delta(rows, arrays, order.group_sizes, matrix, way)
+        y = form.grouped_delta(rows, arrays, order.group_sizes, matrix, way, parts.get(name))
         return y + row_biases(biases[name], order.group_sizes, rows.shape[0]) if name in biases else y
 
     def into_hidden(name: str) -> Float[Array, "M f"]:
-        own, base = delta_product(rows, name), bases[name]
-        return own if base is None else dispatch(base(x), order, top_k) + own
+        own = delta_product(rows, name)
+        return dispatch(of_base[name], order, top_k) + own if name in of_base else own
 
-    gate = into_hidden("gate") if "gate" in bases else None
+    gate = into_hidden("gate") if "gate" in deltas else None
     h = hidden(into_hidden("up"), gate, activation)
     y = combine(delta_product(h, "down"), order, routing.weights)
-    return y if bases["down"] is None else bases["down"](combine(h, order, routing.weights)) + y
+    return combine(h, order, routing.weights) if gives_hidden else None, y
+
+
+def _of_own_tokens(
+    mesh: jax.sharding.AbstractMesh,
+    local: Callable[..., tuple[Array | None, Array]],
+    deltas: Mapping[str, Kernels],
+    x: Float[Array, "T d"],
+    routing: Routing,
+    of_base: Mapping[str, Float[Array, "T f"]],
+    biases: Mapping[str, Float[Array, "E o"]],
+) -> tuple[Float[Array, "T f"] | None, Float[Array, "T d"]]:
+    """Over a mesh every device sorts the rows of its own tokens and has the deltas of all experts, which are small.
+
+    No token travels: left to the compiler, a sort would gather all of them.
+    """
+    batch = BATCH_AXES if splits_batch(mesh, x.shape[0]) else None
+    tokens, neurons = P(batch, None), P(batch, "tensor")
+    arrays = {name: kernel.arrays for name, kernel in deltas.items()}
+    array_specs = {
+        name: {path: _of_all(spec) for path, spec in kernel.specs().items()} for name, kernel in deltas.items()
+    }
+    bias_specs = {name: P(None, None if name == "down" else "tensor") for name in biases}
+
+    def on_device(arrays: Any, x: Array, routing: Routing, of_base: Any, biases: dict[str, Array]) -> Any:
+        own = {name: kernel._replace(arrays=arrays[name]) for name, kernel in deltas.items()}
+        h, y = local(own, x, routing, of_base, biases_once(biases), parts=parts_of(own))
+        return h, lax.psum(y, "tensor")
+
+    return jax.shard_map(
+        on_device,
+        in_specs=(
+            array_specs,
+            tokens,
+            Routing._make((tokens, tokens)),
+            {name: neurons for name in of_base},
+            bias_specs,
+        ),
+        out_specs=(neurons, tokens),
+        # See `experts.parallel`.
+        check_vma=False,
+    )(arrays, x, routing, dict(of_base), dict(biases))
+
+
+def _of_all(spec: P) -> P:
+    """The arrays of all experts."""
+    return P(*(None if axis == "expert" else axis for axis in spec))
 
 
 def _side_by_side(

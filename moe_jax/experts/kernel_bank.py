@@ -49,9 +49,7 @@ class KernelBank(ExpertBank):
         if config.has_base:
             self.base = nnx.Dict(ffn_linears(expert, d_model, bias=False, rngs=rngs, dtype=dtype))
         stack = (num_experts,)
-        fresh = {
-            name: self._form(name).fresh(rngs, matrix, stack, dtype) for name, matrix in self._matrices.items()
-        }
+        fresh = {name: self._form(name).fresh(rngs, matrix, stack, dtype) for name, matrix in self._matrices.items()}
         own = self._own_form
         if own.over_base:
             delta = own.fresh_shared(expert, stack, dtype)
@@ -73,7 +71,7 @@ class KernelBank(ExpertBank):
             kernels = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in matrices}
             for name in kernels if self.config.has_base else ():
                 kernels[name].arrays[BASE] = self.base[name].materialise()
-            return apply_experts(x, routing, kernels, self.stacked_biases(), activation)
+            return apply_experts(x, routing, kernels, self.stacked_biases(), activation, self.exchange)
         bases = {name: self._base_product(name, fold_in(key, matrix.index)) for name, matrix in matrices}
         deltas = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in matrices}
         way = strategy.removeprefix("factored-")

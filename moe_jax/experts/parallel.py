@@ -1,13 +1,18 @@
 """Experts applied to the tokens that are routed to them, on one device or over a mesh.
 
 Over a mesh the layer is written by hand (`shard_map`): the compiler would gather all tokens on every device to sort
-them. An all-gather over the axis `expert` brings tokens to the experts, and a reduce-scatter brings the results back;
-both exist on every platform and are exact without a capacity. Kernels are split over `expert` and, inside an expert,
-over `tensor`.
+them. Kernels are split over `expert` and, inside an expert, over `tensor`. Tokens come to the experts in one of two
+ways, both exact:
+
+- `all-to-all`: every row goes to the device of its expert, and the output comes back (`experts.exchange`). What a
+  device sends does not grow with the number of devices.
+- `all-gather`: all devices along `expert` get all tokens, and a reduce-scatter brings the results back. For few devices
+  that is less.
 """
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +20,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from moe_jax.experts.exchange import Buffer, Plan, in_rounds, send, send_back
+from moe_jax.experts.exchange_choice import DEFAULT, Exchange
 from moe_jax.experts.forms.matrix import BASE, Matrix, Part
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows
 from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
+from moe_jax.experts.platforms import current_chip
 from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert
 from moe_jax.functional.routing import Routing
 
@@ -28,6 +36,7 @@ def apply_experts(
     kernels: Mapping[str, Kernels],
     biases: Mapping[str, Float[Array, "E o"]],
     activation: str,
+    exchange: Exchange = DEFAULT,
 ) -> Float[Array, "T d"]:
     """Applies FFN experts to the tokens routed to them.
 
@@ -37,6 +46,7 @@ def apply_experts(
       kernels: `up`, `down`, and `gate` if gated.
       biases: any of them by the same names.
       activation: of the FFN.
+      exchange: how tokens come to the experts over a mesh.
     """
     mesh = current_mesh()
     biases = {name: bias.astype(x.dtype) for name, bias in biases.items()}
@@ -45,12 +55,19 @@ def apply_experts(
 
     split_tokens = splits_batch(mesh, x.shape[0])
     tokens = P(BATCH_AXES, None) if split_tokens else P(None, None)
-    arrays = {name: kernel.arrays for name, kernel in kernels.items()}
     array_specs = {name: kernel.specs() for name, kernel in kernels.items()}
     bias_specs = {n: P("expert", None) if n == "down" else P("expert", "tensor") for n in biases}
+    arrays = {name: kernel.arrays for name, kernel in kernels.items()}
+    arrays, biases = _even((arrays, biases), (array_specs, bias_specs), mesh.shape["expert"])
     without_arrays = {name: kernel._replace(arrays={}) for name, kernel in kernels.items()}
+    if not split_tokens:
+        local = _whole
+    elif exchange.chosen(mesh.shape["expert"], routing.experts.shape[1]) == "all-to-all":
+        local = partial(_all_to_all, capacity=exchange.capacity)
+    else:
+        local = _all_gather
     return jax.shard_map(
-        partial(_local_experts, without_arrays, activation=activation, split_tokens=split_tokens),
+        partial(local, without_arrays, activation=activation),
         in_specs=(tokens, Routing._make((tokens, tokens)), array_specs, bias_specs),
         out_specs=tokens,
         # The loops of the blocked product carry values whose replication the checker cannot follow.
@@ -58,7 +75,18 @@ def apply_experts(
     )(x, routing, arrays, biases)
 
 
-def _local_experts(
+def _even(trees: Any, specs: Any, devices: int) -> Any:
+    """Adds experts of zeros, which no token is routed to, until the axis `expert` divides their number."""
+
+    def pad(array: Array, spec: P) -> Array:
+        if not spec or spec[0] != "expert" or array.shape[0] % devices == 0:
+            return array
+        return jnp.pad(array, [(0, -array.shape[0] % devices), *[(0, 0)] * (array.ndim - 1)])
+
+    return jax.tree.map(pad, trees, specs)
+
+
+def _all_to_all(
     kernels: Mapping[str, Kernels],
     x: Float[Array, "t d"],
     routing: Routing,
@@ -66,20 +94,88 @@ def _local_experts(
     biases: dict[str, Array],
     *,
     activation: str,
-    split_tokens: bool,
+    capacity: float,
+) -> Float[Array, "t d"]:
+    """The work of one device: rows of its tokens go where their experts are, and it applies its own to what comes."""
+    (tokens, top_k), devices = routing.experts.shape, lax.axis_size("expert")
+    mine = num_experts(_with(kernels, arrays)["up"])
+    order = sort_by_expert(routing.experts, devices * mine)
+    counts = lax.all_gather(order.group_sizes.reshape(devices, mine), "expert")
+    buffer = Buffer.of(tokens * top_k, devices, capacity, ragged=current_chip().platform != "cpu")
+    is_trained = {
+        name: {path: path == BASE or kernels[name].form.is_trained(path, array) for path, array in own.items()}
+        for name, own in arrays.items()
+    }
+
+    def some(trained: bool) -> dict[str, dict[str, Array]]:
+        return {
+            name: {path: array for path, array in own.items() if is_trained[name][path] == trained}
+            for name, own in arrays.items()
+        }
+
+    def one_round(trained: Any, fixed: dict[str, dict[str, Array]], plan: Plan) -> Float[Array, "M d"]:
+        rows, own, biases = trained
+        every = _with(kernels, {name: own[name] | fixed[name] for name in own})
+        at_expert = Routing(plan.experts[:, None], jnp.ones((buffer.rows, 1), jnp.float32))
+        y = _grouped_ffn(send(rows, plan, buffer), at_expert, every, biases, activation, parts_of(every))
+        return send_back(y, plan, buffer, rows.shape[0])
+
+    trained = dispatch(x, order, top_k), some(True), biases_once(biases)
+    y = in_rounds(one_round, trained, some(False), counts, buffer)
+    return lax.psum(combine(y, order, routing.weights), "tensor")
+
+
+def _all_gather(
+    kernels: Mapping[str, Kernels],
+    x: Float[Array, "t d"],
+    routing: Routing,
+    arrays: dict[str, dict[str, Array]],
+    biases: dict[str, Array],
+    *,
+    activation: str,
 ) -> Float[Array, "t d"]:
     """The work of one device: gathers tokens, applies its own experts, and returns its part of the sums."""
-    if split_tokens:
-        x, routing = jax.tree.map(lambda a: lax.all_gather(a, "expert", axis=0, tiled=True), (x, routing))
-    kernels = {name: kernel._replace(arrays=arrays[name]) for name, kernel in kernels.items()}
-    mine = num_experts(kernels["up"])
-    parts = {name: _part(kernel.matrix) for name, kernel in kernels.items()}
-    local = routing._replace(experts=routing.experts - lax.axis_index("expert") * mine)
-    if "down" in biases:
-        # The down projection is summed over `tensor`: its bias must be counted once.
-        biases = {**biases, "down": jnp.where(lax.axis_index("tensor") == 0, biases["down"], 0)}
-    y = lax.psum(_grouped_ffn(x, local, kernels, biases, activation, parts), "tensor")
-    return lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True) if split_tokens else lax.psum(y, "expert")
+    x, routing = jax.tree.map(lambda a: lax.all_gather(a, "expert", axis=0, tiled=True), (x, routing))
+    y = _of_own_experts(kernels, x, routing, arrays, biases, activation)
+    # Scattered first, the sum over `tensor` is one of fewer rows.
+    return lax.psum(lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True), "tensor")
+
+
+def _whole(
+    kernels: Mapping[str, Kernels],
+    x: Float[Array, "T d"],
+    routing: Routing,
+    arrays: dict[str, dict[str, Array]],
+    biases: dict[str, Array],
+    *,
+    activation: str,
+) -> Float[Array, "T d"]:
+    """The work of one device where all have all tokens: too few to be divided."""
+    return lax.psum(_of_own_experts(kernels, x, routing, arrays, biases, activation), ("expert", "tensor"))
+
+
+def _of_own_experts(
+    kernels: Mapping[str, Kernels],
+    x: Float[Array, "T d"],
+    routing: Routing,
+    arrays: dict[str, dict[str, Array]],
+    biases: dict[str, Array],
+    activation: str,
+) -> Float[Array, "T d"]:
+    every = _with(kernels, arrays)
+    local = routing._replace(experts=routing.experts - lax.axis_index("expert") * num_experts(every["up"]))
+    return _grouped_ffn(x, local, every, biases_once(biases), activation, parts_of(every))
+
+
+def _with(kernels: Mapping[str, Kernels], arrays: Mapping[str, dict[str, Array]]) -> dict[str, Kernels]:
+    return {name: kernel._replace(arrays=arrays[name]) for name, kernel in kernels.items()}
+
+
+def biases_once(biases: dict[str, Array]) -> dict[str, Array]:
+    """The down projection is summed over `tensor`: its bias must be counted once."""
+    if "down" not in biases:
+        return biases
+    return {**biases, "down": jnp.where(lax.axis_index("tensor") == 0, biases["down"], 0)}
 
 
 def _grouped_ffn(
@@ -106,8 +202,12 @@ def num_experts(kernels: Kernels) -> int:
     return next(array for name, array in kernels.arrays.items() if name != BASE).shape[0]
 
 
+def parts_of(kernels: Mapping[str, Kernels]) -> dict[str, Part]:
+    """The parts of the kernels that this device holds."""
+    return {name: _part(kernel.matrix) for name, kernel in kernels.items()}
+
+
 def _part(matrix: Matrix) -> Part:
-    """The part of the kernels that this device holds."""
     shards, index = lax.axis_size("tensor"), lax.axis_index("tensor")
     fan_in, fan_out = matrix.shape
     if matrix.split == "in":

@@ -12,14 +12,14 @@ The strategy is part of the graphdef, so that a step compiled for another strate
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from moe_jax.errors import InputError, nearest, shown
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.lora import whole_form
-from moe_jax.experts.forms.matrix import Load, ffn_matrices
+from moe_jax.experts.forms.matrix import Load, Matrix, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.mesh import current_mesh
 from moe_jax.experts.platforms import Cost, Platform, current_chip
@@ -86,16 +86,17 @@ def strategy_costs(
         return {}
     costs = config.form.cost(matrices, load, platform, has_base=config.has_base)
     if config.has_base and (expert.nf4 or expert.lora is not None):
-        # Inside a kernel's tile, LoRA would become `W + A B`, without its dropout. Over a mesh, sparse and quantised
-        # deltas then have no better way than to sort rows that are sharded.
+        # Inside a kernel's tile, LoRA would become `W + A B`, without its dropout.
         costs.pop("synthesised")
-        if not alone:
-            costs = {name: cost for name, cost in costs.items() if name == "factored-side-by-side"} or costs
-    elif not alone:
-        # Rows sorted over a mesh would be gathered everywhere. Only `side-by-side` needs no exchange at all, and
-        # `synthesised` is written by hand for a mesh.
-        costs = {name: cost for name, cost in costs.items() if name in ("factored-side-by-side", "synthesised")}
+    elif not alone and load.num_experts * config.form.multiplied_entries(expert, d_model) > _most_shared(matrices):
+        # The factored ways exchange no tokens, but every device has the deltas of all experts.
+        costs = {"synthesised": costs["synthesised"]}
     return costs
+
+
+def _most_shared(matrices: Sequence[Matrix]) -> int:
+    """Entries of deltas that every device may have over a mesh, beside those of the base."""
+    return sum(matrix.size for matrix in matrices)
 
 
 @lru_cache(maxsize=1024)

@@ -150,13 +150,24 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
 
 
 @one_in(10)
-@pytest.mark.parametrize("kind", ["full", "low-rank", "sparse", "quantized-2", "bitmap-3-alone", "joint-low-rank"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        *((kind, "auto") for kind in ("full", "low-rank", "sparse", "quantized-2", "bitmap-3-alone", "joint-low-rank")),
+        ("low-rank", "factored-grouped"),
+        ("joint-low-rank-alone", "factored-grouped"),
+        ("sparse", "factored-entrywise"),
+        ("sparse", "factored-grouped"),
+        ("quantized-2", "factored-grouped"),
+    ],
+)
 @pytest.mark.parametrize(
     ("axes", "tokens"),
     [({"data": 2, "fsdp": 2, "expert": 2}, 16), ({"expert": 4, "tensor": 2}, 16), ({"expert": 4, "tensor": 2}, 5)],
     ids=str,
 )
-def test_bank_over_a_mesh_equals_one_device(kind, axes, tokens):
+def test_bank_over_a_mesh_equals_one_device(kind, strategy, axes, tokens, monkeypatch):
+    monkeypatch.setattr("moe_jax.experts.strategy._most_shared", lambda matrices: 10**9)  # deltas are not small here
     ffn_kind = "gated-biases"
     graphdef, params, rest = random_bank(kind, ffn_kind)
     data = draw(np.random.default_rng(0), tokens, 2, 1.0)
@@ -169,7 +180,9 @@ def test_bank_over_a_mesh_equals_one_device(kind, axes, tokens):
     params, rest = (jax.tree_util.tree_map_with_path(put, state) for state in (params, rest))
 
     def value(params, rest, x, weights, experts, target):
-        y = nnx.merge(graphdef, params, rest)(x, Routing(experts, weights))
+        bank = nnx.merge(graphdef, params, rest)
+        set_strategy(bank, strategy)
+        y = bank(x, Routing(experts, weights))
         return jnp.sum(y * target), y
 
     with jax.set_mesh(mesh):
@@ -231,11 +244,13 @@ def test_cost_model_chooses_and_says_so_once(caplog):
 
 
 def test_a_mesh_of_one_device_is_none():
-    """Over several devices, rows are not sorted."""
+    """Over several devices, each would have the deltas of all experts, unless these are small."""
     arguments = BankConfig(kind="low-rank", rank=256), FFNConfig(dim=2816), 1024, Load(64, 4096, 2)
+    small = BankConfig(kind="low-rank", rank=8), *arguments[1:]
     for devices, expected in ((1, "factored-grouped"), (2, "synthesised")):
         with jax.set_mesh(make_mesh({"fsdp": devices}, jax.devices()[:devices])):
             assert choose_strategy(*arguments) == expected
+            assert choose_strategy(*small).startswith("factored")
 
 
 def test_entries_are_not_multiplied_one_by_one_on_gpu():

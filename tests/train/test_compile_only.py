@@ -97,7 +97,7 @@ def test_a_chip_that_is_nearly_full_is_said(capsys, total, warned):
     sizes = {name: 0 for name in ("arguments", "outputs", "aliased", "temporaries", "code")}
     report = {"topology": "v5e:2x2", "chips": 4, "device_kind": "TPU v5 lite", "mesh": {"fsdp": 4}, "model_flops": 1.0}
     bytes_per_chip = sizes | {"total": int(total * 2**30), "hbm": 16 * 2**30}
-    print_report(report | {"bytes": bytes_per_chip, "collectives": {}}, as_json=False)
+    print_report(report | {"bytes": bytes_per_chip, "collectives": {}, "estimate": None}, as_json=False)
     assert ("warning: more than 90% of the memory" in capsys.readouterr().out) == warned
 
 

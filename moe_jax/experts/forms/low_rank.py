@@ -15,7 +15,7 @@ from moe_jax.errors import InputError, check_positive
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.fresh import uniform_factor
-from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, Window, ffn_matrices
+from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
 from moe_jax.experts.platforms import Cost, Platform
 from moe_jax.finite import cast
@@ -113,7 +113,13 @@ class LowRank(KernelForm):
         return low_rank_specs(split)
 
     def grouped_delta(
-        self, rows: Float[Array, "M i"], arrays: Arrays, group_sizes: Int[Array, " E"], matrix: Matrix, way: str
+        self,
+        rows: Float[Array, "M i"],
+        arrays: Arrays,
+        group_sizes: Int[Array, " E"],
+        matrix: Matrix,
+        way: str,
+        part: Part | None = None,
     ) -> Float[Array, "M o"]:
         """See `KernelForm`. Two thin products."""
         a, b = (factor.astype(rows.dtype) for factor in self.factors(arrays))

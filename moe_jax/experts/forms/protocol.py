@@ -311,15 +311,21 @@ class KernelForm(ExpertForm):
         return synthesised_matmul(rows, base, trained, fixed, group_sizes, tiles)
 
     def grouped_delta(
-        self, rows: Float[Array, "M i"], arrays: Arrays, group_sizes: Int[Array, " E"], matrix: Matrix, way: str
+        self,
+        rows: Float[Array, "M i"],
+        arrays: Arrays,
+        group_sizes: Int[Array, " E"],
+        matrix: Matrix,
+        way: str,
+        part: Part | None = None,
     ) -> Float[Array, "M o"]:
         """Like `grouped`, but with the deltas alone; only for forms that add to their base.
 
         Args:
-          rows, arrays, group_sizes, matrix: see `grouped`; the base is not among the arrays.
+          rows, arrays, group_sizes, matrix, part: see `grouped`; the base is not among the arrays.
           way: one of the keys of `delta_costs`, except `side-by-side`.
         """
-        return self.grouped(rows, arrays, group_sizes, matrix)
+        return self.grouped(rows, arrays, group_sizes, matrix, part)
 
     def factors(self, arrays: Arrays) -> tuple[Float[Array, "E i r"], Float[Array, "E r o"]]:
         """The factors `a` and `b` of all deltas `a b`; needed if `side-by-side` is a key of `delta_costs`."""

@@ -15,7 +15,7 @@ from moe_jax.draws import POSITIONS, draw_positions
 from moe_jax.errors import InputError, check_member, shown
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, Window, ffn_matrices
+from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.forms.positions import (
     ENCODINGS,
     POSITION_LEAVES,
@@ -172,11 +172,18 @@ class Sparse(KernelForm):
         return {name: stored[name] for name in (*POSITION_LEAVES[self.encoding], *values)}
 
     def grouped_delta(
-        self, rows: Float[Array, "M i"], arrays: Arrays, group_sizes: Int[Array, " E"], matrix: Matrix, way: str
+        self,
+        rows: Float[Array, "M i"],
+        arrays: Arrays,
+        group_sizes: Int[Array, " E"],
+        matrix: Matrix,
+        way: str,
+        part: Part | None = None,
     ) -> Float[Array, "M o"]:
         """See `KernelForm`."""
-        if way != "entrywise":
-            return super().grouped_delta(rows, arrays, group_sizes, matrix, way)
+        # Where a kernel is divided, which entries are a device's is known only when they are placed in a tile.
+        if way != "entrywise" or part is not None and part.shape != matrix.shape:
+            return super().grouped_delta(rows, arrays, group_sizes, matrix, way, part)
         values = jax.vmap(self.values)(dict(arrays))
         positions = {name: arrays[name] for name in POSITION_LEAVES[self.encoding]}
         return grouped_sparse_matmul(rows, values, positions, group_sizes, matrix.shape[1])

@@ -1,0 +1,89 @@
+"""What layers of experts send over a slice of TPU chips, in the program that the TPU compiler makes."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_exchange
+from moe_jax.functional.routing import Routing
+from moe_jax.sharding import make_mesh, state_shardings
+from moe_jax.train.hlo import collectives
+from tests.tiers import long
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
+)
+
+D_MODEL, HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 512, 16, 2, 512  # tokens of every chip
+
+
+class Layer(nnx.Module):
+    def __init__(self, config):
+        self.experts = make_bank(
+            config, FFNConfig(dim=HIDDEN), EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.bfloat16
+        )
+
+
+def sent(config, topology, axes, exchange="auto"):
+    """Collectives of the layer and its gradient, by kind."""
+    mesh = make_mesh(axes, topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: Layer(config)), nnx.Param, ...)
+    tokens = TOKENS * mesh.size // mesh.shape["tensor"]
+
+    def like(tree):
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            tree,
+            state_shardings(tree, mesh),
+        )
+
+    def array(width, dtype):
+        sharding = NamedSharding(mesh, P(("data", "fsdp", "expert"), None))
+        return jax.ShapeDtypeStruct((tokens, width), dtype, sharding=sharding)
+
+    def value(params, x, weights, rest, experts):
+        layer = nnx.merge(graphdef, params, rest)
+        set_exchange(layer, exchange)
+        return jnp.sum(layer.experts(x, Routing(experts, weights)).astype(jnp.float32) ** 2)
+
+    x, weights, experts = array(D_MODEL, jnp.bfloat16), array(TOP_K, jnp.float32), array(TOP_K, jnp.int32)
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(value, argnums=(0, 1, 2)))
+        compiled = gradient.lower(like(params), x, weights, like(rest), experts).compile()
+    return collectives(compiled.as_text())
+
+
+ROWS = 2 * TOKENS * D_MODEL  # bytes of the tokens of a chip, bfloat16
+
+
+def test_what_a_chip_sends_does_not_grow_with_the_slice():
+    """Rows travel there and back, forward and backward."""
+    four = sent(BankConfig(), "v5e:2x2", {"expert": 4})
+    sixteen = sent(BankConfig(), "v5e:4x4", {"expert": 16})
+    assert four["ragged-all-to-all"] == sixteen["ragged-all-to-all"]
+    # What is gathered is how many rows go where.
+    assert sixteen["all-gather"].bytes < ROWS / 50
+    gathered = sent(BankConfig(), "v5e:4x4", {"expert": 16}, "all-gather")
+    assert "ragged-all-to-all" not in gathered and gathered["all-gather"].bytes > 16 * ROWS
+
+
+@long
+@pytest.mark.parametrize(
+    "config",
+    [
+        BankConfig(kind="low-rank", rank=4),
+        BankConfig(kind="sparse", rate=0.999),
+        BankConfig(kind="low-rank", rank=4, base="none"),
+    ],
+    ids=str,
+)
+def test_deltas_send_no_tokens(config):
+    found = sent(config, "v5e:4x4", {"fsdp": 2, "expert": 4, "tensor": 2})
+    assert not found.keys() & {"all-to-all", "ragged-all-to-all"}
+    print(found)
