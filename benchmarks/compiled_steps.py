@@ -30,7 +30,7 @@ class Step(NamedTuple):
     recipe, config: names of files without their endings.
     topology: of the slice.
     experts: what the table calls the experts.
-    bank: what replaces the bank of the config; None: nothing.
+    bank: what replaces the bank of the config; None: nothing; empty: one expert, without a router, replaces the MoE.
     options: of the command.
     """
 
@@ -51,6 +51,7 @@ _LLAMA = ("llama2_7b_low_rank_v5e_4x4", "llama2_7b_low_rank", "v5e:4x4")
 STEPS = (
     Step("mixtral_8x7b_v5p_4x4x4", "mixtral_8x7b", "v5p:4x4x4", "full"),
     Step(*_LLAMA, "low-rank deltas, rank 16"),
+    Step(*_LLAMA, "dense", {}),
     Step(*_LLAMA, "sparse deltas, rate 0.99", {"kind": "sparse", "rate": 0.99}),
     Step(*_LLAMA, "2-bit deltas, groups of 128", {"kind": "quantized", "bits": 2, "group_size": 128}),
     Step("camelidae_8x7b", "camelidae_8x7b", "v5e:2x4", "PESC over NF4", None, ("--set", "mesh.fsdp=8")),
@@ -83,7 +84,9 @@ def row(step: Step) -> list[Any] | None:
     """Compiles a step; returns its row of the table, None if it does not compile (the command says why)."""
     with tempfile.TemporaryDirectory() as name:
         config = json.loads((RECIPES / "configs" / f"{step.config}.json").read_text())
-        if step.bank is not None:
+        if step.bank == {}:
+            replace_moes(config)
+        elif step.bank is not None:
             replace_banks(config, step.bank)
             # Older configs with codes mean other codes; these come from nowhere.
             config["version"] = VERSION
@@ -92,10 +95,27 @@ def row(step: Step) -> list[Any] | None:
         command = [sys.executable, "-m", "moe_jax.cli", "train", RECIPES / f"{step.recipe}.toml", "--compile-only"]
         command += ["--topology", step.topology, "--config", file, *step.options, "--json"]
         done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
-    if done.returncode:
+    if not done.stdout:
         return None
-    sizes = json.loads(done.stdout)["bytes"]
-    return [step.recipe, step.experts, step.topology, *(sizes[name] / GIB for name in ("arguments", "total", "hbm"))]
+    # A step that needs more than a chip has is reported before the command ends with an error.
+    found = json.loads(done.stdout)
+    sizes, estimate = found["bytes"], found["estimate"]
+    sent = sum(kind["bytes"] for kind in found["collectives"].values()) / 1e9
+    return [
+        *(step.recipe, step.experts, step.topology),
+        *(sizes[name] / GIB for name in ("arguments", "total", "hbm")),
+        sent,
+        *(1e3 * estimate[name] for name in ("matrix", "memory", "links", "seconds")),
+        estimate["utilisation"],
+    ]
+
+
+def replace_moes(config: dict[str, Any]) -> None:
+    """Puts one expert, as a dense FFN, in the place of every MoE in a config."""
+    for segment in config["segments"]:
+        for layer in segment["pattern"]:
+            if "moe" in layer:
+                layer["ffn"] = layer.pop("moe")["expert"]
 
 
 def replace_banks(node: Any, bank: dict[str, Any]) -> None:

@@ -63,7 +63,8 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
     Returns:
       JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
       `temporaries`, `code`, `total`, `hbm`), `model_flops` (see `flops.py`) and `compiler_flops` (which counts a
-      loop over layers once); `collectives` by kind with `count` and `bytes`, loops counted in full; and `estimate`,
+      loop over layers once); `fits`, None if the memory of a chip is not known; `largest` arrays that the step makes,
+      in words; `collectives` by kind with `count` and `bytes`, loops counted in full; and `estimate`,
       the least time of a step by data sheets (`StepRoofline`); None: there is no data sheet of the chip.
 
     Raises:
@@ -72,7 +73,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
     """
     from moe_jax.train.data_sections import input_length
     from moe_jax.train.flops import step_flops
-    from moe_jax.train.hlo import collectives, transfers
+    from moe_jax.train.hlo import collectives, largest_arrays, transfers
     from moe_jax.train.program import make_program
     from moe_jax.train.step_roofline import step_roofline
 
@@ -83,16 +84,13 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
         try:
             compiled = compiled_step(program, recipe, {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         except DoesNotFit as error:
-            largest = "; the largest arrays: " + ", ".join(error.largest) if error.largest else ""
-            raise InputError(f"the step does not fit into {topology}: {error}{largest}") from None
+            raise InputError(f"the step does not fit into {topology}: {error}{_named(error.largest)}") from None
         (text,) = Path(folder).glob(f"*.{'sm_*_gpu_' if gpu_topology.is_gpu(topology) else ''}after_optimizations.txt")
         program_text = text.read_text()
     found, sizes = collectives(program_text), bytes_of(compiled)
     kind = devices[0].device_kind
     chip = chip_of_kind(kind)
-    if chip is not None and chip.memory is not None and sizes["total"] > chip.memory:
-        used = f"{sizes['total'] / 2**30:.2f} GiB of {chip.memory / 2**30:.2f}"
-        raise InputError(f"the step does not fit into {topology}: it needs {used}")
+    memory = None if chip is None else chip.memory
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
     model_flops = step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices)
     roofline = None
@@ -111,7 +109,9 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
         "device_kind": kind,
         "chips": len(devices),
         "mesh": dict(program.mesh.shape),
-        "bytes": sizes | {"hbm": None if chip is None else chip.memory},
+        "bytes": sizes | {"hbm": memory},
+        "fits": None if memory is None else sizes["total"] <= memory,
+        "largest": largest_arrays(program_text),
         "model_flops": model_flops,
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
         "collectives": {kind: counted._asdict() for kind, counted in found.items()},
@@ -155,7 +155,7 @@ def compiled_step(program: "Program", recipe: Recipe, options: dict[str, Any] | 
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            raise DoesNotFit(first_line(error), _used(str(error)), largest_arrays(str(error))) from None
+            raise DoesNotFit(first_line(error), _used(str(error)), allocations(str(error))) from None
 
 
 def bytes_of(compiled: Any) -> dict[str, int]:
@@ -237,7 +237,21 @@ def has_tpu_compiler() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def largest_arrays(message: str, count: int = 3) -> list[str]:
+def check_fits(report: dict[str, Any]) -> None:
+    """Raises `InputError` if the step that `compile_only` reports needs more than the memory of a chip."""
+    if report["fits"] is False:
+        sizes = report["bytes"]
+        needed = f"{sizes['total'] / 2**30:.2f} GiB of the {sizes['hbm'] / 2**30:.2f} GiB of a chip"
+        raise InputError(
+            f"the step does not fit into {report['topology']}: it needs {needed}{_named(report['largest'])}"
+        )
+
+
+def _named(arrays: Sequence[str]) -> str:
+    return f"; the largest arrays: {', '.join(arrays)}" if arrays else ""
+
+
+def allocations(message: str, count: int = 3) -> list[str]:
     """The largest arrays in a message of the TPU compiler: size, shape, and the operation that makes it."""
     found = []
     for part in re.split(r"\n\s*\d+\. Size: ", message)[1 : count + 1]:

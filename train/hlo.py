@@ -19,6 +19,10 @@ _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 # {{0,1},{2,3}}; or [2,4]<=[4,2]T(1,0), the numbers of an array in another order of its axes, cut into groups.
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d, ]*)\}")
 _COUNTED_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MADE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = ([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]\S* ([\w-]+)\(")
+# Names for arrays that are there already.
+_NOT_MADE = ("parameter", "get-tuple-element", "bitcast", "constant", "tuple", "opt-barrier")
+_OPERATION = re.compile(r'op_name="([^"]*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
@@ -102,6 +106,27 @@ def transfers(hlo: str) -> list[Transfer]:
 
     visit(entry, 1)
     return found_all
+
+
+def largest_arrays(hlo: str, count: int = 3) -> list[str]:
+    """The largest arrays that operations of a program make, each once by shape: size, shape, and where it comes from.
+
+    Arguments are not among them, nor what is inside a fusion, which lies in no memory of its own.
+    """
+    entry, computations = computations_of(hlo)
+    inside = {callee for lines in computations.values() for line in lines for callee in _CALLED.findall(line)}
+    found: dict[str, tuple[int, str]] = {}
+    for name, lines in computations.items():
+        if name in inside and name != entry:
+            continue
+        for line in lines:
+            if (made := _MADE.match(line)) and made[3] not in _NOT_MADE:
+                shape, size = f"{made[1]}[{made[2]}]", _size(made[1], made[2])
+                if size > found.get(shape, (0, ""))[0]:
+                    origin = _OPERATION.search(line)
+                    found[shape] = size, "/".join(origin[1].split("/")[-3:]) if origin else made[3]
+    largest = sorted(found.items(), key=lambda item: -item[1][0])[:count]
+    return [f"{size / 2**20:.0f} MiB {shape} of {origin}" for shape, (size, origin) in largest]
 
 
 def _group(attributes: str) -> tuple[int, ...]:

@@ -63,9 +63,11 @@ PEFT_LINEAR = Table(
 )
 COMPILED = Table(
     "steps",
-    ("recipe", "experts", "TPU slice", "parameters and optimizer, GiB per chip", "in all, GiB per chip", "of"),
-    ("{}", "{}", "{}", "{:.1f}", "{:.1f}", "{:.0f}"),
-)
+    ("recipe", "experts", "TPU slice", "parameters and optimizer, GiB per chip", "in all, GiB per chip", "of",
+     "collectives, GB a step", "products, ms", "memory, ms", "links, ms", "estimated least time, ms",
+     "utilisation at most"),
+    ("{}", "{}", "{}", "{:.1f}", "{:.1f}", "{:.0f}", "{:.1f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0%}"),
+)  # fmt: skip
 DATA_PIPELINE = Table(
     "speed",
     ("data", "tokens", "batches from its files", "from files of tokens", "`data tokenize`, 1 process", "2 processes"),

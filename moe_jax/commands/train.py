@@ -93,7 +93,7 @@ def run(options: Options) -> None:
     overrides = [override for group in options.set for override in group]
     recipe = load_recipe(options.recipe, overrides)
     if options.compile_only:
-        from moe_jax.train.compile_only import compile_only, prepare_environment, print_report
+        from moe_jax.train.compile_only import check_fits, compile_only, prepare_environment, print_report
 
         prepare_environment()
         file = options.config or recipe.model.config or recipe.model.path
@@ -101,6 +101,7 @@ def run(options: Options) -> None:
         config = read_config(file)
         report = compile_only(recipe, config, options.topology)
         print_report(report, as_json=options.json)
+        check_fits(report)
         return
 
     from moe_jax.api.train import run_recipe

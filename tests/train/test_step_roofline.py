@@ -4,9 +4,10 @@ import jax
 import pytest
 
 from moe_jax.data_sheets import CHIPS
+from moe_jax.errors import InputError
 from moe_jax.experts.exchange import FURTHER_ROUNDS
-from moe_jax.train.compile_only import largest_arrays
-from moe_jax.train.hlo import Transfer, collectives, transfers
+from moe_jax.train.compile_only import allocations, check_fits
+from moe_jax.train.hlo import Transfer, collectives, largest_arrays, transfers
 from moe_jax.train.program import make_program
 from moe_jax.train.recipe import MeshSection, ModelSection
 from moe_jax.train.step_roofline import sending_seconds, step_roofline
@@ -87,7 +88,34 @@ def test_the_largest_arrays_are_named():
   2. Size: 512.0M
      Shape: bf16[16,1024]{1,0}
 """
-    assert largest_arrays(message) == [
+    assert allocations(message) == [
         "4.00G f32[8,4096,32768] of body/transpose/dot_general",
         "512.0M bf16[16,1024]",
     ]
+
+
+def test_a_step_that_is_too_large_ends_with_its_largest_arrays():
+    text = """HloModule jit_step
+
+%fused (p: f32[4]) -> f32[9999] {
+  ROOT %inside = f32[9999]{0} broadcast(%p)
+}
+
+%body (arg: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %scores = f32[512,512]{1,0:T(8,128)} fusion(%arg), calls=%fused, metadata={op_name="jit(step)/a/b/softmax"}
+  %again = f32[512,512]{1,0} copy(%scores)
+}
+
+ENTRY %main (x: bf16[1024,1024]) -> bf16[4,8] {
+  %x = bf16[1024,1024]{1,0} parameter(0)
+  %kernels = bf16[256,256]{1,0} all-gather(%x), replica_groups={}
+  %w = (s32[], bf16[4,8]) while(%t), condition=%c, body=%body
+}
+"""
+    arrays = largest_arrays(text)
+    assert arrays == ["1 MiB f32[512,512] of a/b/softmax", "0 MiB bf16[256,256] of all-gather"]
+    sizes = {"total": 3 * 2**30, "hbm": 2 * 2**30}
+    report = {"topology": "v5e:2x2", "bytes": sizes, "fits": False, "largest": arrays}
+    with pytest.raises(InputError, match=r"v5e:2x2: it needs 3.00 GiB of the 2.00 GiB of a chip; .* a/b/softmax"):
+        check_fits(report)
+    check_fits(report | {"fits": True})
