@@ -100,4 +100,4 @@ def _shard(leaf: jax.ShapeDtypeStruct, gathered: str | None = None) -> int:
     assert isinstance(leaf.sharding, NamedSharding)
     size = math.prod(leaf.sharding.shard_shape(leaf.shape))
     axes = [axis for part in leaf.sharding.spec for axis in (part if isinstance(part, tuple) else (part,))]
-    return size * leaf.sharding.mesh.shape[gathered] if gathered in axes else size
+    return size * leaf.sharding.mesh.shape[gathered] if gathered and gathered in axes else size

@@ -12,14 +12,14 @@ The strategy is part of the graphdef, so that a step compiled for another strate
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from moe_jax.errors import InputError, nearest, shown
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.lora import whole_form
-from moe_jax.experts.forms.matrix import Load, Matrix, ffn_matrices
+from moe_jax.experts.forms.matrix import Load, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.mesh import current_mesh
 from moe_jax.experts.platforms import Cost, Platform, current_chip
@@ -40,6 +40,9 @@ STRATEGIES = (
 """`factored` leaves the choice between the factored ones open. A strategy that a form does not support is ignored."""
 
 ENVIRONMENT = "MOE_JAX_STRATEGY"
+
+# Of the entries of the base: what deltas that every device of a mesh has may come to.
+_MOST_OF_BASE = 0.25
 
 
 def strategy_from_environment() -> str:
@@ -88,15 +91,16 @@ def strategy_costs(
     if config.has_base and (expert.nf4 or expert.lora is not None):
         # Inside a kernel's tile, LoRA would become `W + A B`, without its dropout.
         costs.pop("synthesised")
-    elif not alone and load.num_experts * config.form.multiplied_entries(expert, d_model) > _most_shared(matrices):
-        # The factored ways exchange no tokens, but every device has the deltas of all experts.
-        costs = {"synthesised": costs["synthesised"]}
+    elif not alone and not _is_small(config, expert, d_model, load.num_experts):
+        # The factored ways exchange no tokens, but rows are sorted by every device, which then needs all deltas.
+        costs = {name: cost for name, cost in costs.items() if name in ("factored-side-by-side", "synthesised")}
     return costs
 
 
-def _most_shared(matrices: Sequence[Matrix]) -> int:
-    """Entries of deltas that every device may have over a mesh, beside those of the base."""
-    return sum(matrix.size for matrix in matrices)
+def _is_small(config: "BankConfig", expert: FFNConfig, d_model: int, num_experts: int) -> bool:
+    """Whether every device of a mesh may have the deltas of all experts, beside its part of the base."""
+    base = sum(matrix.size for matrix in ffn_matrices(expert, d_model).values())
+    return num_experts * config.form.multiplied_entries(expert, d_model) <= _MOST_OF_BASE * base
 
 
 @lru_cache(maxsize=1024)
@@ -105,6 +109,9 @@ def _choose(
 ) -> str:
     """Cached, so that a choice is logged once."""
     costs = strategy_costs(config, expert, d_model, load, platform, alone=alone)
+    if not alone and asked == "auto" and len(costs) > 1 and _is_small(config, expert, d_model, load.num_experts):
+        # Kernels made in the product need their tokens, which then travel; small deltas do not.
+        costs.pop("synthesised", None)
     best = cheapest(costs, asked)
     shown = ", ".join(f"{name} {1e6 * cost.total:.2g}" for name, cost in costs.items())
     logger.info(
