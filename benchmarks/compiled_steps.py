@@ -1,4 +1,4 @@
-"""Memory of the training steps of the recipes for TPU slices, by the TPU compiler; no TPU is needed.
+"""Training steps of the recipes for TPU slices, by the TPU compiler: memory, and the least time; no TPU is needed.
 
     python benchmarks/compiled_steps.py [--only RECIPE ...] [--out benchmarks/results]
 
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evidence.layouts import COMPILED
+from evidence.layouts import COMPILED, COMPILED_ESTIMATES
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, current_stamp
 from moe_jax.models.serialize import VERSION
@@ -68,20 +68,22 @@ def main() -> None:
     figures = Figures("compiled_steps", options.out, writes=True, stamp=partial(current_stamp, also=("libtpu",)))
     failed = []
     for step in (step for step in STEPS if step.recipe in options.only):
-        cells = row(step)
-        if cells is None:
-            # What was measured once is no longer so.
-            figures.forget("rows", COMPILED.name, step.name)
+        found = compiled(step)
+        for table, cells_of in ((COMPILED, sizes), (COMPILED_ESTIMATES, estimate)):
+            if found is None:
+                # What was measured once is no longer so.
+                figures.forget("rows", table.name, step.name)
+            else:
+                figures.put_row(table.name, step.name, [step.recipe, step.experts, step.topology, *cells_of(found)])
+        if found is None:
             failed.append(step.name)
-        else:
-            figures.put_row(COMPILED.name, step.name, cells)
-    print(COMPILED.text(figures))
+    print(COMPILED.text(figures), COMPILED_ESTIMATES.text(figures), sep="\n\n")
     if failed:
         raise SystemExit(f"not compiled: {'; '.join(failed)}")
 
 
-def row(step: Step) -> list[Any] | None:
-    """Compiles a step; returns its row of the table, None if it does not compile (the command says why)."""
+def compiled(step: Step) -> dict[str, Any] | None:
+    """What the command says of a step; None if it does not compile (the command says why)."""
     with tempfile.TemporaryDirectory() as name:
         config = json.loads((RECIPES / "configs" / f"{step.config}.json").read_text())
         if step.bank == {}:
@@ -98,16 +100,19 @@ def row(step: Step) -> list[Any] | None:
     if not done.stdout:
         return None
     # A step that needs more than a chip has is reported before the command ends with an error.
-    found = json.loads(done.stdout)
-    sizes, estimate = found["bytes"], found["estimate"]
+    return json.loads(done.stdout)
+
+
+def sizes(found: dict[str, Any]) -> list[float]:
+    """Cells of `COMPILED`."""
+    return [found["bytes"][name] / GIB for name in ("arguments", "total", "hbm")]
+
+
+def estimate(found: dict[str, Any]) -> list[float]:
+    """Cells of `COMPILED_ESTIMATES`."""
     sent = sum(kind["bytes"] for kind in found["collectives"].values()) / 1e9
-    return [
-        *(step.recipe, step.experts, step.topology),
-        *(sizes[name] / GIB for name in ("arguments", "total", "hbm")),
-        sent,
-        *(1e3 * estimate[name] for name in ("matrix", "memory", "links", "seconds")),
-        estimate["utilisation"],
-    ]
+    times = (1e3 * found["estimate"][name] for name in ("matrix", "memory", "links", "seconds"))
+    return [sent, *times, found["estimate"]["utilisation"]]
 
 
 def replace_moes(config: dict[str, Any]) -> None:

@@ -142,7 +142,13 @@ SECTIONS = (
         layouts.layer_decoding(1),
         layouts.layer_decoding(8),
     ),
-    _program("compiled_steps", "python benchmarks/compiled_steps.py", _TRAINING, layouts.COMPILED),
+    _program(
+        "compiled_steps",
+        "python benchmarks/compiled_steps.py",
+        _TRAINING,
+        layouts.COMPILED,
+        layouts.COMPILED_ESTIMATES,
+    ),
     _program(
         "hot_path",
         "python benchmarks/hot_path.py",

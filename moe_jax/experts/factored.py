@@ -4,16 +4,16 @@
 token's experts are summed before it. Only the activation and the products with the deltas remain per expert:
 
 - `side-by-side`: the low-rank factors of all experts form one matrix `[in, E r]`, and coefficients of experts that were
-  not chosen are set to zero. Tokens are neither permuted nor exchanged, which is best over a mesh and for few or small
-  experts.
-- Otherwise, rows are sorted by expert and multiplied with the delta of their expert by `KernelForm.grouped_delta`. Over
-  a mesh every device does this with its own tokens, so that none is exchanged either.
+  not chosen are set to zero. Tokens are not permuted, which is best for few or small experts.
+- Otherwise, rows are sorted by expert and multiplied with the delta of their expert by `KernelForm.grouped_delta`.
+
+Over a mesh every device does this with its own tokens and the deltas of all experts, so that no token is exchanged.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,17 +55,34 @@ def factored_ffn(
       way: how the deltas are applied; see the module.
     """
     biases = {name: bias.astype(x.dtype) for name, bias in biases.items()}
-    if way == "side-by-side":
-        return _side_by_side(x, routing, bases, deltas, biases, activation)
     base_down = bases["down"]
     of_base = {name: base(x) for name, base in bases.items() if name != "down" and base is not None}
-    local = partial(_by_expert, activation=activation, way=way, gives_hidden=base_down is not None)
+    if way == "side-by-side":
+        local = partial(_side_by_side, activation=activation)
+    else:
+        local = partial(_by_expert, activation=activation, way=way)
     mesh = current_mesh()
     if mesh is None:
-        h, y = local(deltas, x, routing, of_base, biases)
+        h, y = local(deltas, x, routing, of_base, biases, _Place())
     else:
         h, y = _of_own_tokens(mesh, local, deltas, x, routing, of_base, biases)
     return y if base_down is None else base_down(h) + y
+
+
+class _Place(NamedTuple):
+    """Where the deltas are applied.
+
+    Attributes:
+      parts: of the kernels, those that a device of a mesh has; empty: they are whole.
+      is_divided: whether sums over the hidden neurons are to be completed over the axis `tensor`.
+    """
+
+    parts: Mapping[str, Part] = MappingProxyType({})
+    is_divided: bool = False
+
+    def total(self, sums: Array) -> Array:
+        """Of sums over the neurons that this device has."""
+        return lax.psum(sums, "tensor") if self.is_divided else sums
 
 
 def _by_expert(
@@ -74,33 +91,32 @@ def _by_expert(
     routing: Routing,
     of_base: Mapping[str, Float[Array, "T f"]],
     biases: Mapping[str, Float[Array, "E o"]],
+    place: _Place,
     *,
     activation: str,
     way: str,
-    gives_hidden: bool,
-    parts: Mapping[str, Part] = MappingProxyType({}),
-) -> tuple[Float[Array, "T f"] | None, Float[Array, "T d"]]:
+) -> tuple[Float[Array, "T f"], Float[Array, "T d"]]:
     """Rows sorted by expert.
 
     Args:
       deltas: of all experts; over a mesh, the part of their columns that this device has.
       x, routing, biases: of the FFN.
       of_base: the products of the tokens with the base of `up`, and of `gate` if gated; without a base, none.
+      place: where this is.
       activation, way: see `factored_ffn`.
-      gives_hidden: whether the hidden states are needed.
-      parts: that the deltas are of; empty: they are whole.
 
     Returns:
-      The weighted sums of the hidden states of a token's experts, if they are needed, and of their products with the
-      deltas of the down projection.
+      The weighted sums of the hidden states of a token's experts, and of their products with the deltas of the down
+      projection.
     """
+    biases = biases_once(biases) if place.is_divided else biases
     top_k = routing.experts.shape[1]
     order = sort_by_expert(routing.experts, num_experts(deltas["up"]))
     rows = dispatch(x, order, top_k)
 
     def delta_product(rows: Array, name: str) -> Array:
         form, matrix, arrays = deltas[name]
-        y = form.grouped_delta(rows, arrays, order.group_sizes, matrix, way, parts.get(name))
+        y = form.grouped_delta(rows, arrays, order.group_sizes, matrix, way, place.parts.get(name))
         return y + row_biases(biases[name], order.group_sizes, rows.shape[0]) if name in biases else y
 
     def into_hidden(name: str) -> Float[Array, "M f"]:
@@ -110,21 +126,22 @@ def _by_expert(
     gate = into_hidden("gate") if "gate" in deltas else None
     h = hidden(into_hidden("up"), gate, activation)
     y = combine(delta_product(h, "down"), order, routing.weights)
-    return combine(h, order, routing.weights) if gives_hidden else None, y
+    return combine(h, order, routing.weights), place.total(y)
 
 
 def _of_own_tokens(
     mesh: jax.sharding.AbstractMesh,
-    local: Callable[..., tuple[Array | None, Array]],
+    local: Callable[..., tuple[Array, Array]],
     deltas: Mapping[str, Kernels],
     x: Float[Array, "T d"],
     routing: Routing,
     of_base: Mapping[str, Float[Array, "T f"]],
     biases: Mapping[str, Float[Array, "E o"]],
-) -> tuple[Float[Array, "T f"] | None, Float[Array, "T d"]]:
-    """Over a mesh every device sorts the rows of its own tokens and has the deltas of all experts, which are small.
+) -> tuple[Float[Array, "T f"], Float[Array, "T d"]]:
+    """Over a mesh every device has the deltas of all experts, which are small, and applies them to its own tokens.
 
-    No token travels: left to the compiler, a sort would gather all of them.
+    No token travels. The compiler would gather all of them, to sort them, or because the deltas of different experts
+    lie on different devices.
     """
     batch = BATCH_AXES if splits_batch(mesh, x.shape[0]) else None
     tokens, neurons = P(batch, None), P(batch, "tensor")
@@ -136,8 +153,7 @@ def _of_own_tokens(
 
     def on_device(arrays: Any, x: Array, routing: Routing, of_base: Any, biases: dict[str, Array]) -> Any:
         own = {name: kernel._replace(arrays=arrays[name]) for name, kernel in deltas.items()}
-        h, y = local(own, x, routing, of_base, biases_once(biases), parts=parts_of(own))
-        return h, lax.psum(y, "tensor")
+        return local(own, x, routing, of_base, biases, _Place(parts_of(own), is_divided=True))
 
     return jax.shard_map(
         on_device,
@@ -160,13 +176,16 @@ def _of_all(spec: P) -> P:
 
 
 def _side_by_side(
+    deltas: Mapping[str, Kernels],
     x: Float[Array, "T d"],
     routing: Routing,
-    bases: Mapping[str, Callable[[Array], Array] | None],
-    deltas: Mapping[str, Kernels],
-    biases: Mapping[str, Array],
+    of_base: Mapping[str, Float[Array, "T f"]],
+    biases: Mapping[str, Float[Array, "E o"]],
+    place: _Place,
+    *,
     activation: str,
-) -> Float[Array, "T d"]:
+) -> tuple[Float[Array, "T f"], Float[Array, "T d"]]:
+    """All factors as two matrices for each kernel; arguments and results are those of `_by_expert`."""
     experts = num_experts(deltas["up"])
     is_chosen = jax.nn.one_hot(routing.experts, experts, dtype=x.dtype)
     factors = {name: _beside(delta, x.dtype) for name, delta in deltas.items()}
@@ -176,24 +195,24 @@ def _side_by_side(
 
     def projection(name: str) -> Projection:
         a, b = factors[name]
-        base = bases[name]
-        of_base = jnp.zeros((x.shape[0], b.shape[1]), x.dtype) if base is None else base(x)
-        return Projection(of_base, linear(x, a), b)
+        base = of_base[name] if name in of_base else jnp.zeros((x.shape[0], b.shape[1]), x.dtype)
+        return Projection(base, linear(x, a), b)
 
     def into_hidden(name: str) -> Float[Array, "T k f"]:
         return of_projection(projection(name), routing.experts, experts) + bias_of(name)
 
     a, b = factors["down"]
-    if "gate" not in bases or biases:
-        h = hidden(into_hidden("up"), into_hidden("gate") if "gate" in bases else None, activation)
+    if "gate" not in deltas or biases:
+        h = hidden(into_hidden("up"), into_hidden("gate") if "gate" in deltas else None, activation)
         h = of_hidden(h, a, routing, experts)
     else:
         h = low_rank_hidden(projection("gate"), projection("up"), a, routing, experts, activation)
-    # The sum over the choices comes before the second product, which then is one of T rows.
-    y = linear_of_float32(h.inner, b, x.dtype)
+    # The sum over the choices comes before the second product, which then is one of T rows; and so does what the
+    # devices of a mesh add up, which is narrower there.
+    y = linear_of_float32(place.total(h.inner), b, x.dtype)
     if "down" in biases:
         y = y + weighted_sum(bias_of("down"), routing.weights)
-    return y if bases["down"] is None else bases["down"](h.summed) + y
+    return h.summed, y
 
 
 def _beside(delta: Kernels, dtype: DTypeLike) -> tuple[Float[Array, "i n"], Float[Array, "n o"]]:

@@ -88,8 +88,10 @@ def test_deltas_send_no_tokens(config):
     axes = {"fsdp": 2, "expert": 4, "tensor": 2}
     few, many = (transfers(program(config, "v5e:4x4", axes, tokens=TOKENS * more)) for more in (1, 4))
     assert not {one.kind for one in many} & {"all-to-all", "ragged-all-to-all"}
-    along = [sorted((one.kind, one.bytes, one.count) for one in some if _leaves_tensor(one.group)) for some in (few, many)]
-    assert along[0] == along[1]
+    along_few, along_many = (
+        sorted((one.kind, one.bytes, one.count) for one in some if _leaves_tensor(one.group)) for some in (few, many)
+    )
+    assert along_few == along_many
 
 
 def _leaves_tensor(group):
