@@ -23,10 +23,15 @@ LLM_START = Table(
 )
 LM_EVAL_LIKELIHOODS = Table(
     "log-likelihoods",
-    ("task", "items", "log-likelihoods", "largest difference (aim 0.001)", "from float64", "of `hf` from float64",
-     "greedy or not alike", "accuracy", "accuracy of `hf`"),
-    ("{}", "{}", "{:,}", "{:.1e}", "{:.1e}", "{:.1e}", "{} of {}", "{:.4f} ± {:.4f}", "{:.4f} ± {:.4f}"),
+    ("task", "items", "log-likelihoods", "largest difference (aim 0.001)", "greedy or not alike", "accuracy",
+     "accuracy of `hf`"),
+    ("{}", "{}", "{:,}", "{:.1e}", "{} of {}", "{:.4f} ± {:.4f}", "{:.4f} ± {:.4f}"),
 )  # fmt: skip
+LM_EVAL_EXACT = Table(
+    "exact",
+    ("task", "items", "largest difference from `hf` in float64 (aim 0.001)", "of `hf` in float32"),
+    ("{}", "{}", "{:.1e}", "{:.1e}"),
+)
 LM_EVAL_TEXTS = Table(
     "texts", ("task", "items", "tokens", "texts alike (aim: all)"), ("{}", "{}", "{:,}", "{} of {}")
 )

@@ -117,6 +117,7 @@ SECTIONS = (
         "python benchmarks/lm_eval_parity.py MODEL DATA",
         ("moe_jax/harness", *_MODEL),
         layouts.LM_EVAL_LIKELIHOODS,
+        layouts.LM_EVAL_EXACT,
         layouts.LM_EVAL_TEXTS,
     ),
     _program(
