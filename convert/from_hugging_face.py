@@ -20,11 +20,11 @@ from moe_jax.convert.gguf_model import GGUFModel
 from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.errors import check_member
-from moe_jax.hub import local_model
+from moe_jax.hub import local_model, why_a_path
 from moe_jax.in_memory import InMemory, open_writer
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.resume import require_space
-from moe_jax.staging import refuse_existing
+from moe_jax.staging import check_target, refuse_existing
 from moe_jax.terminal import ByteProgress, console_for_tables
 from moe_jax.zero_experts import ZeroExperts, zero_experts_line
 
@@ -63,10 +63,11 @@ def convert(
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     if not isinstance(dst, InMemory):
         dst = Path(dst)
-        refuse_existing(dst)
+        refuse_existing(dst) if dry_run else check_target(dst)
     src = local_model(src, weights=not dry_run)
     if not Path(src).exists():
-        raise FileNotFoundError(f"there is nothing at {src}; expected a Hugging Face directory or a GGUF file")
+        expected = "expected a Hugging Face directory or a GGUF file"
+        raise FileNotFoundError(f"there is nothing at {src}; {expected}{why_a_path(src)}")
     source: CheckpointSource
     if is_gguf(src):
         source = GGUFModel(src)

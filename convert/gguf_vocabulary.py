@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from moe_jax.errors import InputError, clipped, first_line, nearest, shown
+from moe_jax.errors import InputError, first_sentence, nearest, shown
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 _LIST, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
@@ -52,7 +52,7 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> MadeTokenizer | None:
             not isinstance(error, Exception) and type(error).__name__ != "PanicException"
         ):
             raise
-        raise InputError(f"its tokens and merges make no tokenizer: {clipped(first_line(error))}") from None
+        raise InputError(f"its tokens and merges make no tokenizer: {first_sentence(error)}") from None
 
 
 _WAY_OUT = "; convert the checkpoint that the file was made of, which has a tokenizer.json"

@@ -15,7 +15,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from moe_jax.errors import InputError, clipped, first_line, shown
+from moe_jax.errors import InputError, first_sentence, shown
 from moe_jax.regular_files import read_regular
 
 # The largest in use, of 200,000 tokens, has 4 MB and tokens of 128 bytes.
@@ -62,7 +62,7 @@ def qwen_tokenizer(file: Path) -> str:
         made.add_special_tokens([AddedToken(name, special=True, normalized=True) for name in QWEN_SPECIAL])
         return made.to_str()
     except Exception as error:  # the library raises bare exceptions
-        raise InputError(f"{file} makes no tokenizer: {clipped(first_line(error))}") from None
+        raise InputError(f"{file} makes no tokenizer: {first_sentence(error)}") from None
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:

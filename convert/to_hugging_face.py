@@ -32,7 +32,7 @@ from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource
 from moe_jax.peft.base import is_tuned
 from moe_jax.resume import Workplace, require_space
-from moe_jax.staging import refuse_existing, write_durably
+from moe_jax.staging import check_target, refuse_existing, write_durably
 from moe_jax.terminal import ByteProgress, console_for_tables
 
 DENSE_LAYERS = ("replicate", "refuse")
@@ -76,7 +76,7 @@ def export(
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     max_bytes = parse_bytes(max_shard_size, flag="--max-shard-size")
     dst = Path(dst)
-    refuse_existing(dst)
+    refuse_existing(dst) if dry_run else check_target(dst)
     check_beside(dst, [source.path])
     if is_tuned(source.config):
         raise InputError(

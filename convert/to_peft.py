@@ -25,7 +25,7 @@ from moe_jax.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import own_leaves
 from moe_jax.resume import staged_directory
-from moe_jax.staging import refuse_existing, write_durably
+from moe_jax.staging import check_target, write_durably
 from moe_jax.terminal import console_for_tables
 
 CONFIG_FILE = "adapter_config.json"
@@ -49,7 +49,7 @@ def export_peft(
     """
     console = console or console_for_tables(stderr=True)
     dst = Path(dst)
-    refuse_existing(dst)
+    check_target(dst)
     check_beside(dst, [source.path])
     if not isinstance(source, OverBase) or source.base is None:
         raise InputError(f"{source.path} is not an adapter directory; PEFT's format holds adapters without their base")

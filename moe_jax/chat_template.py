@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from moe_jax.errors import InputError, clipped, first_line, nearest, shown
+from moe_jax.errors import InputError, first_sentence, nearest, shown
 from moe_jax.json_toml import ANYTHING, is_unicode, read_json_object
 from moe_jax.regular_files import read_regular
 from moe_jax.template_sandbox import MAX_CHARS, MAX_TEMPLATE, Template, Written
@@ -60,7 +60,7 @@ class ChatTemplate:
             self._template = Template(source)
         except (jinja2.TemplateError, ArithmeticError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
             line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise InputError(f"{where} is not a chat template{line}: {clipped(first_line(error))}") from None
+            raise InputError(f"{where} is not a chat template{line}: {first_sentence(error)}") from None
 
     def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The text of a conversation.
@@ -122,7 +122,7 @@ class ChatTemplate:
         except (MemoryError, RecursionError) as error:
             raise InputError(f"{self._where} does not end: {type(error).__name__}") from None
         except Exception as error:  # a template can do anything that raises
-            raise InputError(f"{self._where} refuses the messages: {clipped(first_line(error))}") from None
+            raise InputError(f"{self._where} refuses the messages: {first_sentence(error)}") from None
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:

@@ -155,6 +155,18 @@ def flag_of(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
+def first_sentence(error: BaseException) -> str:
+    """What an error of a library says first, in at most `MAX_SHOWN` characters, and if it has to be cut, not in a word.
+
+    Sentences are left out whole where the first of them is short enough.
+    """
+    line = first_line(error)
+    if len(line) <= MAX_SHOWN:
+        return line
+    end = line.rfind(". ", 0, MAX_SHOWN)
+    return line[:end] if end > 0 else f"{line[: MAX_SHOWN - 3].rpartition(' ')[0] or line[: MAX_SHOWN - 3]}..."
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.companions import is_companion
-from moe_jax.errors import InputError, clipped, first_line
+from moe_jax.errors import InputError, first_sentence
 
 CONFIG = "config.json"
 # As the Hub allows them. One slash: nothing else tells a name from a path.
@@ -30,10 +30,22 @@ _TORCH = re.compile(rf"pytorch_model{_SHARD}\.bin(\.index\.json)?")
 def is_hub_name(path: Path | str) -> bool:
     """Whether a model on the Hub is meant, and no path: see the module."""
     text = os.fspath(path)
-    found = _NAME.fullmatch(text)
-    if found is None or ".." in text or "--" in text or os.path.lexists(text):
+    found = _name(text)
+    if found is None or os.path.lexists(text):
         return False
     return not os.path.lexists(found["repository"]) and not os.path.lexists(text.split("/")[0])
+
+
+def why_a_path(path: Path | str) -> str:
+    """To be added to the message that there is nothing at a path: why it was not taken for a name, if it could be."""
+    text = os.fspath(path)
+    if _name(text) is None or os.path.lexists(text) or is_hub_name(text):
+        return ""
+    return f"; it is not looked for on the Hugging Face Hub, because there is a {text.split('/')[0]} in {Path.cwd()}"
+
+
+def _name(text: str) -> re.Match[str] | None:
+    return None if ".." in text or "--" in text else _NAME.fullmatch(text)
 
 
 def local_model(path: Path | str, *, weights: bool = True) -> Path:
@@ -53,14 +65,17 @@ def local_model(path: Path | str, *, weights: bool = True) -> Path:
     assert found is not None
     if importlib.util.find_spec("huggingface_hub") is None:
         raise InputError(
-            f"there is no {path} here; to fetch it from the Hugging Face Hub, pip install 'moe-jax[hub]', or give the "
-            "path of a copy"
+            f"there is no path {path} in {Path.cwd()}; to fetch it from the Hugging Face Hub, pip install "
+            "'moe-jax[hub]', or give the path of a copy"
         )
     try:
         with _quiet():
             return _fetch(found["repository"], found["revision"], weights)
     except Exception as error:
-        raise InputError(f"there is no {path} here, and {_why(error)}") from None
+        raise InputError(
+            f"there is no path {path} in {Path.cwd()}; such a name is looked for on the Hugging Face Hub too, but "
+            f"{_why(error)}"
+        ) from None
 
 
 def hub_origin(path: Path | str) -> str | None:
@@ -72,7 +87,9 @@ def hub_origin(path: Path | str) -> str | None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What the library would say of its attempts is said once, by the error that they end in."""
-    logger = logging.getLogger("huggingface_hub")
+    import huggingface_hub.utils.logging  # which sets the level of its logger when it is imported
+
+    logger = logging.getLogger(huggingface_hub.__name__)
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -86,8 +103,7 @@ def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if not weights:
-        return Path(huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision)).parent
+    # Asked once: a download would be tried for half a minute where the Hub cannot be reached.
     try:
         about = huggingface_hub.HfApi().model_info(repository, revision=revision)
     except Exception as error:
@@ -95,6 +111,8 @@ def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
             return _cached(repository, revision)
         except LocalEntryNotFoundError:
             raise error from None
+    if not weights:
+        return Path(huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision)).parent
     names = [file.rfilename for file in about.siblings or ()]
     return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_wanted(names)))
 
@@ -139,4 +157,4 @@ def _why(error: Exception) -> str:
     for kind, why in kinds:
         if isinstance(error, kind):
             return why
-    return f"{hub} cannot be reached: {type(error).__name__}, {clipped(first_line(error))}"
+    return f"{hub} cannot be reached: {type(error).__name__}, {first_sentence(error)}"

@@ -37,7 +37,7 @@ from moe_jax.models.serialize import FORMAT
 from moe_jax.processes import first_decides, is_first_process
 from moe_jax.regular_files import HeldDirectory
 from moe_jax.resume import Workplace
-from moe_jax.staging import refuse_existing, remove_directory, write_durably
+from moe_jax.staging import check_target, remove_directory, write_durably
 
 BASE_FILE = "base.json"
 _CONFIG = "config.json"
@@ -285,7 +285,7 @@ class ModelDirectoryWriter:
         return self._work.folder / self._folder
 
     def _check_files(self) -> None:
-        refuse_existing(self._dst)
+        check_target(self._dst)
         sources = [source for entry in self.lineage[-1:] for source in entry.get("sources", ())]
         check_beside(self._dst, [Path(source["path"]) for source in sources])
         missing = [f"{file} is not there" for file in self._files if not file.is_file()]

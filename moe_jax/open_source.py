@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_jax.errors import InputError, clipped
-from moe_jax.hub import local_model
+from moe_jax.hub import local_model, why_a_path
 from moe_jax.json_toml import read_json_object
 from moe_jax.local_paths import check_model_path
 
@@ -41,7 +41,7 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
         return _open_saved(*saved, base)
     path = local_model(path)
     if not path.exists():
-        raise FileNotFoundError(f"no model at {path}")
+        raise FileNotFoundError(f"no model at {path}{why_a_path(path)}")
     expected = "expected a model directory, a Hugging Face directory with config.json and weights, or a GGUF file"
     if is_gguf(path):
         if base is not None:
@@ -130,7 +130,7 @@ def read_config(path: Path | str) -> "ModelConfig":
         return GGUFModel(path).config
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"no config at {file}")
+        raise FileNotFoundError(f"no config at {file}{why_a_path(path)}")
     data = read_json_object(file, allow=("nonfinite",))
     if data.get("format") == FORMAT:
         return config_from_json(data, where=str(file))

@@ -1,6 +1,7 @@
 """Atomic writing of files and directories: written beside their target and renamed at the end. See also `resume`."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -14,10 +15,43 @@ from moe_jax.local_paths import check_model_path
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises `InputError` if there is anything at `target` already, or nothing can be written there."""
+    """Raises `InputError` if there is anything at `target` already, or it is no path of a local disk."""
     check_model_path(target)
     if target.exists() or target.is_symlink():
         raise InputError(f"{target} already exists; choose another name or remove it")
+
+
+def check_target(target: Path) -> None:
+    """Raises `InputError` if nothing can be made at `target`: see `refuse_existing` and `check_writable`.
+
+    For commands to ask before they do what takes long.
+    """
+    refuse_existing(target)
+    check_writable(target)
+
+
+def check_writable(target: Path) -> None:
+    """Raises `InputError` if the folder in which `target` would be made, or the folders above it, cannot be written.
+
+    A folder is made there and removed: rights do not tell of file systems such as /proc, and not root of its own.
+    """
+    target = Path(target).absolute()
+    above = next(parent for parent in target.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise InputError(f"{target} cannot be made: {above} is not a directory; choose another place")
+    attempt = _beside(above / target.name, "attempt")  # as long as the name that the work would have
+    try:
+        attempt.mkdir()
+    except FileExistsError:
+        pass  # of another command, or one that was killed here
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # what is removed meanwhile may be enough
+        raise InputError(
+            f"{target} cannot be made: {above} cannot be written ({error.strerror}); choose another place"
+        ) from None
+    with contextlib.suppress(OSError):
+        attempt.rmdir()
 
 
 def rename_durably(directory: Path, target: Path) -> None:

@@ -5,6 +5,7 @@ import http.server
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -12,9 +13,10 @@ import urllib.parse
 
 import pytest
 
+from moe_jax.convert import convert
 from moe_jax.errors import InputError
 from moe_jax.hub import hub_origin, is_hub_name, local_model
-from moe_jax.open_source import open_source
+from moe_jax.open_source import open_source, read_config
 from tests.convert.conftest import CONFIGS, random_tensors, write_checkpoint
 
 pytest.importorskip("huggingface_hub")
@@ -159,14 +161,18 @@ def test_models_are_fetched_without_code_and_kept(hub, tmp_path):
                         HF_HUB_OFFLINE="1")  # fmt: skip
     assert again["code"] == 0 and hub.fetched == before
     assert absent["code"] == 2 and "its cache does not have" in absent["said"] and len(absent["said"].splitlines()) == 1
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path, weights):
     said = subprocess.run(
-        [sys.executable, "-c", "from moe_jax.hub import local_model; local_model('org/absent')"],
+        [sys.executable, "-c", f"from moe_jax.hub import local_model; local_model('org/absent', weights={weights})"],
         env={**os.environ, **ROOT, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": "none"},
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     ).stderr  # fmt: skip
-    assert (
-        "InputError: there is no org/absent here, and the Hugging Face Hub cannot be reached: " in said.splitlines()[-1]
-    )
+    expected = f"there is no path org/absent in {tmp_path}; such a name is looked for on the Hugging Face Hub too, but "
+    assert f"InputError: {expected}the Hugging Face Hub cannot be reached: " in said.splitlines()[-1]
+    assert "Retrying" not in said
 
 
 def test_what_is_here_is_a_path_and_the_rest_a_name_if_it_can_be_one(tmp_path, monkeypatch):
@@ -189,9 +195,20 @@ def test_what_is_here_is_a_path_and_the_rest_a_name_if_it_can_be_one(tmp_path, m
         "~/a",
     ):
         assert not is_hub_name(path) and local_model(path) == pathlib.Path(path)
-    with pytest.raises(FileNotFoundError, match="no model at runs/two"):
-        open_source("runs/two")
-    with pytest.raises(InputError, match="there is no org/name here, and the Hugging Face Hub is switched off"):
+    why = f"; it is not looked for on the Hugging Face Hub, because there is a runs in {tmp_path}"
+    for use, said in ((open_source, "no model at runs/two"), (read_config, "no config at runs/two")):
+        with pytest.raises(FileNotFoundError) as error:
+            use("runs/two")
+        assert str(error.value) == said + why
+    with pytest.raises(FileNotFoundError) as error:
+        convert("runs/two", "out")
+    assert str(error.value).startswith("there is nothing at runs/two; ") and str(error.value).endswith(why)
+    for path, said in (("runs", "no config at runs/config.json"), ("model", "no config at model")):
+        with pytest.raises(FileNotFoundError) as error:
+            read_config(path)
+        assert str(error.value) == said
+    said = f"there is no path org/name in {tmp_path}; such a name is looked for on the Hugging Face Hub too, but the "
+    with pytest.raises(InputError, match=re.escape(said + "Hugging Face Hub is switched off")):
         open_source("org/name")
 
 

@@ -1,13 +1,18 @@
 """Files and directories that appear whole or not at all."""
 
+import errno
 import os
+import pathlib
 
 import pytest
 
 from moe_jax import cli, resume
+from moe_jax.convert import HuggingFaceDirectory
 from moe_jax.errors import InputError
 from moe_jax.resume import Workplace, staged_directory
-from moe_jax.staging import remove_replaced, replace_directory, replace_file, replacing
+from moe_jax.staging import check_target, check_writable, remove_replaced, replace_directory, replace_file, replacing
+from moe_jax.train import open_sources
+from tests.convert.conftest import CONFIGS, random_tensors, write_checkpoint
 
 
 def folder(path, content: str):
@@ -34,6 +39,56 @@ def test_what_appeared_meanwhile_is_not_replaced(tmp_path):
     with pytest.raises(InputError, match="out already exists"), staged_directory(tmp_path / "out"):
         folder(tmp_path / "out", "another's")
     assert names(tmp_path) == ["out"] and (tmp_path / "out" / "file").read_text() == "another's"
+
+
+def test_where_nothing_can_be_made_is_known_before_anything_is(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "gone").symlink_to("nowhere")
+    for target in ("file/out", "file/a/out", "gone/out"):
+        with pytest.raises(InputError, match=rf"{target} cannot be made: .*/(file|gone) is not a directory"):
+            check_target(tmp_path / target)
+    with pytest.raises(InputError, match="/proc/out cannot be made: /proc cannot be written"):
+        check_target(pathlib.Path("/proc/out"))
+    with pytest.raises(InputError, match="cannot be written .*File name too long"):
+        check_target(tmp_path / ("x" * 250))  # its partial folder has a longer one
+    with pytest.raises(InputError, match="file already exists"):
+        check_target(tmp_path / "file")
+    before = sorted(tmp_path.iterdir())
+    check_target(tmp_path / "out")
+    check_target(tmp_path / "a" / "b" / "out")
+    check_writable(tmp_path / "file")  # in a place where there may be something
+    assert sorted(tmp_path.iterdir()) == before
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", full)
+    check_target(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["convert M F/x", "export M F/x", "upcycle M F/x --experts 2", "adapt M F/x --method lora --adapter lora:2",
+     "merge M F/x", "compress M F/x --method quantize --bits 4", "inspect M --plots F/x", "report M --out F/x",
+     "train recipe.toml", "train recipe.toml --resume", "data tokenize recipe.toml F/x"],
+)  # fmt: skip
+def test_commands_say_at_once_that_nothing_can_be_written(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "M", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
+    pathlib.Path("F").touch()
+    recipe = 'run_dir = "F/x"\nmodel.path = "M"\ndata = {tokenizer = "absent", sources = [{path = "absent"}]}\n'
+    pathlib.Path("recipe.toml").write_text(recipe + "[train]\nsteps = 1\nbatch_size = 1\n")
+
+    def read(*_, **__):
+        raise AssertionError("weights or data are read first")
+
+    monkeypatch.setattr(HuggingFaceDirectory, "fingerprint", read)
+    monkeypatch.setattr(HuggingFaceDirectory, "read", read)
+    monkeypatch.setattr(open_sources, "find_files", read)
+    assert cli.main(command.split()) == 2
+    err = capsys.readouterr().err
+    assert "cannot be made: " in err and "/F is not a directory" in err and err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["F", "M", "recipe.toml"]
 
 
 def test_a_file_has_the_old_content_or_the_new(tmp_path):

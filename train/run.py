@@ -19,6 +19,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
 from moe_jax.processes import first_decides, is_first_process, wait_for_all
+from moe_jax.staging import check_writable
 from moe_jax.strict import parse
 from moe_jax.train import recipe_toml
 from moe_jax.train.average import in_dtypes_of
@@ -52,6 +53,7 @@ from moe_jax.train.restart import (
 )
 from moe_jax.train.run_directory import (
     CHECKPOINTS,
+    RECIPE,
     RunLock,
     files_of_run,
     read_run,
@@ -139,6 +141,8 @@ def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | No
         if restart is not None and not resume:
             find_origin(restart, run_dir)
         before, record = read_run(run_dir, resume=resume), read_record(run_dir)
+        # Before data are read and programs made.
+        check_writable(run_dir / RECIPE if run_dir.exists() else run_dir)
         if before is None:
             return None
         return [recipe_toml.to_table(before), None if record is None else dataclasses.asdict(record)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from moe_jax.errors import InputError, clipped, first_line, shown
+from moe_jax.errors import InputError, clipped, first_sentence, shown
 from moe_jax.train.cached_copies import cached_copy, import_pyarrow
 from moe_jax.train.examples import Example, RowReader
 
@@ -39,7 +39,7 @@ class TableRows:
         except (self._arrow.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise InputError(f"{path} is not a file of {form}: {clipped(first_line(error))}") from None
+            raise InputError(f"{path} is not a file of {form}: {first_sentence(error)}") from None
 
     @property
     def size(self) -> int:

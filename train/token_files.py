@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.errors import InputError, clipped, first_line
+from moe_jax.errors import InputError, first_sentence
 from moe_jax.json_toml import read_json_object
 from moe_jax.strict import parse, without_format
 from moe_jax.train.examples import Document
@@ -125,7 +125,7 @@ class TokenRecords:
         try:
             documents = unpack(self._records[index])
         except (ValueError, struct.error, RuntimeError) as error:
-            raise InputError(f"{self.path}, record {index}: {clipped(first_line(error))}") from None
+            raise InputError(f"{self.path}, record {index}: {first_sentence(error)}") from None
         if any(len(document.ids) and document.ids.max() >= self._vocab_size for document in documents):
             raise InputError(f"{self.path}, record {index}: an id is outside of the vocabulary of {self._vocab_size}")
         return documents
@@ -137,7 +137,7 @@ class TokenRecords:
         try:
             return ArrayRecordDataSource([str(self.path)])
         except (ValueError, RuntimeError) as error:
-            raise InputError(f"{self.path} is not an array_record file: {clipped(first_line(error))}") from None
+            raise InputError(f"{self.path} is not an array_record file: {first_sentence(error)}") from None
 
 
 def pack(documents: Sequence[Document]) -> bytes:

@@ -19,7 +19,7 @@ from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_contents
 from moe_jax.models import ModelConfig
 from moe_jax.resume import Workplace
-from moe_jax.staging import write_durably
+from moe_jax.staging import check_target, write_durably
 from moe_jax.terminal import Progress, no_progress
 from moe_jax.train.data_sections import DataSection
 from moe_jax.train.open_sources import open_sources
@@ -75,6 +75,7 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
     section = task.section
     if processes < 1:
         raise InputError(f"processes = {processes} must be at least 1")
+    check_target(out)
     if task.config.has_encoder:
         raise InputError("pairs for a model with an encoder are not packed, and cannot be tokenised before training")
     for source in section.sources:

@@ -11,7 +11,7 @@ import tokenizers
 
 from moe_jax.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.companions import TOKENIZER, read_companion, tokenizer_files
-from moe_jax.errors import InputError, clipped, first_line, shown
+from moe_jax.errors import InputError, first_sentence, shown
 from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
 from moe_jax.regular_files import read_regular
@@ -223,7 +223,7 @@ class Tokenizer:
             # The library raises bare `Exception`; a panic of its Rust code is not even that, and has no public name.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise InputError(f"{self.path} is not a tokenizer.json: {clipped(first_line(error))}") from None
+            raise InputError(f"{self.path} is not a tokenizer.json: {first_sentence(error)}") from None
 
     def _own_bos(self, config: ModelConfig) -> int | None:
         """The BOS token that the tokenizer itself adds, if it adds one."""

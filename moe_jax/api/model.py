@@ -19,7 +19,7 @@ from moe_jax.nn import Decoder
 from moe_jax.open_source import open_source
 from moe_jax.peft.parameter_sizes import parameter_sizes
 from moe_jax.sharding import make_mesh, mesh_of
-from moe_jax.staging import refuse_existing
+from moe_jax.staging import check_target
 from moe_jax.train.tokenizer import Tokenizer
 
 
@@ -221,7 +221,7 @@ def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = 
       OSError: if the disk is full. Nothing is left at `path` then.
     """
     path = Path(path)
-    refuse_existing(path)
+    check_target(path)
     source, base = model.source, model.base
     changed = [] if base is None else differing_leaves(source, base)
     writer = open_writer(

@@ -111,12 +111,12 @@ def run(options: Options) -> None:
     from moe_jax.peft.options import adapted_config
     from moe_jax.peft.trained_table import print_trained
     from moe_jax.plan import trained_leaves
-    from moe_jax.staging import refuse_existing
+    from moe_jax.staging import check_target
     from moe_jax.terminal import console_for_tables, progress_bars
 
     chosen, seed = adapt_options(options), options.seed or 0
     # Check this before opening the source: fingerprinting a large model takes a while.
-    refuse_existing(options.out)
+    check_target(options.out)
     check = not options.no_step0_check
     described = {**dataclasses.asdict(chosen), "seed": seed, "step0_check": check}
     source = open_source(options.model)

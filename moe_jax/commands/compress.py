@@ -120,7 +120,7 @@ def run(options: _Job) -> None:
     from moe_jax.cast_source import CastSource
     from moe_jax.commands.compression_tables import print_report, print_sweep
     from moe_jax.open_source import open_source
-    from moe_jax.staging import refuse_existing
+    from moe_jax.staging import check_target
     from moe_jax.terminal import progress_bars
 
     _check_use_of_text(options)
@@ -137,7 +137,7 @@ def run(options: _Job) -> None:
     base = open_source(options.base) if options.base is not None else None
     layers = parse_layers(options.layers, source.config) if options.layers is not None else None
     # What would be found out anyway, but after a long calibration.
-    refuse_existing(options.out)
+    check_target(options.out)
     choose_layers(source.config, layers)
     shared = {"base": base, "extended": options.extended, "layers": layers, "statistics": _calibration(source, options)}
     described = {"base": options.base, "extended": options.extended, "layers": layers}

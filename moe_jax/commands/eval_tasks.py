@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_jax.errors import InputError
+from moe_jax.staging import check_writable, replace_file
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
@@ -50,10 +51,19 @@ def read_tasks(options: TaskOptions) -> "TaskFolder":
         path = getattr(options, name)
         if path is not None and path.exists():
             raise InputError(f"--{name} {path} exists already")
+        if path is not None:
+            _check_file(name, path)
     data = options.data or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
     if data is not None and not data.is_dir():
         raise FileNotFoundError(f"no directory of data at {data}")
     return known_tasks(options.folder, data=data)
+
+
+def _check_file(option: str, path: Path) -> None:
+    """Raises an error, before the evaluation, if its results could not be written."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--{option} {path}: there is no directory {path.parent}")
+    check_writable(path)
 
 
 def list_tasks(known: "TaskFolder") -> None:
@@ -95,9 +105,9 @@ def evaluate_on_tasks(
     results["config"] = _config(model, options, batch_size)
     text = json.dumps(results, indent=2, default=_plain, ensure_ascii=False)
     if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
+        replace_file(options.output, (text + "\n").encode())
     if options.samples is not None:
-        options.samples.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        replace_file(options.samples, "".join(line + "\n" for line in lines).encode())
         print(f"{len(lines):,} samples in {options.samples}", file=sys.stderr)
     print(text if options.json else _table(results))
 

@@ -16,14 +16,14 @@ _BATCH_SIZE = 8
 
 def check_options(plots: Path | None, text: Path | None, seq_len: int | None, split: bool) -> None:
     """Raises `InputError` for options that do not go together, or a folder that exists."""
-    from moe_jax.staging import refuse_existing
+    from moe_jax.staging import check_target
 
     if plots is None and (text is not None or seq_len is not None):
         raise InputError(f"--{'text' if text is not None else 'seq-len'} belongs to --plots DIR")
     if text is None and (seq_len is not None or split):
         raise InputError(f"--{'split' if split else 'seq-len'} belongs to --text FILE")
     if plots is not None:
-        refuse_existing(plots)
+        check_target(plots)
 
 
 def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | None, split: bool) -> list[Path]:

@@ -38,11 +38,11 @@ def run(options: Options) -> None:
       FileNotFoundError, InputError: bad input; see `moe_jax.peft.merge`.
     """
     from moe_jax.peft.merge import merge
-    from moe_jax.staging import refuse_existing
+    from moe_jax.staging import check_target
     from moe_jax.terminal import progress_bars
 
     # Check this before opening the source: fingerprinting a large base takes a while.
-    refuse_existing(options.out)
+    check_target(options.out)
     source = options.open(options.adapter)
     with progress_bars() as progress:
         merged = merge(

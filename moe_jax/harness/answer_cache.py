@@ -12,7 +12,7 @@ from typing import Any
 
 from lm_eval.api.model import hash_args
 
-from moe_jax.errors import InputError, clipped, first_line
+from moe_jax.errors import InputError, first_sentence
 
 Answer = tuple[float, bool] | float | str
 
@@ -57,7 +57,7 @@ class AnswerCache:
         try:
             return _CHECKS[kind](json.loads(row[0]))
         except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{self._path} holds no answers: {clipped(first_line(error))}") from None
+            raise InputError(f"{self._path} holds no answers: {first_sentence(error)}") from None
 
     def keep(self, kind: str, request: Sequence[Any], answer: Answer) -> None:
         """Keeps an answer."""
@@ -78,7 +78,7 @@ def _as_input_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise InputError(f"{path} cannot be used as a cache of answers: {clipped(first_line(error))}") from None
+        raise InputError(f"{path} cannot be used as a cache of answers: {first_sentence(error)}") from None
 
 
 def _likelihood(value: Any) -> Answer:

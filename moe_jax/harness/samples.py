@@ -7,7 +7,7 @@ the example and `completion`, the text that the model wrote. Nothing that a mode
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moe_jax.errors import InputError, clipped, first_line, shown
+from moe_jax.errors import InputError, first_sentence, shown
 from moe_jax.template_sandbox import Template
 
 ONLY_WRITTEN = "bypass"
@@ -37,7 +37,7 @@ def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                     for key, template in templates.items()
                 }
             except Exception as error:  # a template can do anything that raises
-                raise InputError(f"{name}: metadata.samples fails: {clipped(first_line(error))}") from None
+                raise InputError(f"{name}: metadata.samples fails: {first_sentence(error)}") from None
 
 
 def without_unjudged(results: Mapping[str, Any]) -> dict[str, Any]:

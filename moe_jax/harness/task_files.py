@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_jax.errors import InputError, clipped, first_line, nearest, shown
+from moe_jax.errors import InputError, clipped, first_sentence, nearest, shown
 from moe_jax.harness.task_data import read_examples
 from moe_jax.regular_files import read_regular
 from moe_jax.template_sandbox import Template
@@ -138,7 +138,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         _check_events(yaml.parse(text, Loader=yaml.SafeLoader))
         config = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError, OverflowError) as error:
-        raise InputError(f"{file} is not YAML: {clipped(first_line(error))}") from None
+        raise InputError(f"{file} is not YAML: {first_sentence(error)}") from None
     if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
         raise InputError(f"{file} is no task file: expected a mapping of names")
     return config
@@ -289,7 +289,7 @@ def local_data(*, data_files: Mapping[str, str], **_: Any) -> dict[str, Any]:
         try:
             splits[split] = datasets.Dataset.from_list(rows)
         except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"{file}: its examples are not alike: {clipped(first_line(error))}") from None
+            raise InputError(f"{file}: its examples are not alike: {first_sentence(error)}") from None
     return splits
 
 
@@ -336,4 +336,4 @@ def _template_errors(source: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a template can do anything that raises
-        raise InputError(f"the template {shown(source)} fails: {clipped(first_line(error))}") from None
+        raise InputError(f"the template {shown(source)} fails: {first_sentence(error)}") from None

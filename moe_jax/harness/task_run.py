@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_jax.errors import InputError, clipped, first_line, nearest, shown
+from moe_jax.errors import InputError, first_sentence, nearest, shown
 from moe_jax.harness.task_files import SHIPPED, TaskFolder, read_task_folder
 
 # As lm-eval's own: with the same examples before a question, and the same resampling, come the same figures.
@@ -186,7 +186,7 @@ def _hub(names: Iterable[str]) -> Iterator[None]:
     except Exception as error:
         task = ", ".join(names)
         if online:
-            raise InputError(f"{task}: {type(error).__name__}: {clipped(first_line(error))}") from None
+            raise InputError(f"{task}: {type(error).__name__}: {first_sentence(error)}") from None
         raise InputError(
             f"the data of {task} is on the Hugging Face Hub, which cannot be reached, and not in its cache; tasks over "
             "local files need no network: see --tasks-dir"

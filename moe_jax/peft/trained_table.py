@@ -61,9 +61,11 @@ def print_trained(console: rich.console.Console, config: ModelConfig, trained: C
     sizes, groups = parameter_sizes(config), trained_groups(config, trained)
     total, active = sum(sizes.values()), sum(group.active for group in groups)
     count = sum(group.size for group in groups)
-    table = rich.table.Table("will be trained", box=None, header_style="bold", pad_edge=False)
+    table = rich.table.Table(box=None, header_style="bold", pad_edge=False)
+    # A list of layers has no spaces at which it could go on in the next line, and would be cut off.
+    table.add_column("will be trained", overflow="fold")
     for column in ("parameters", "active", "of the model"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for group in groups:
         table.add_row(group.pattern, f"{group.size:,}", f"{group.active:,}", _percent(group.size, total))
     lines = [

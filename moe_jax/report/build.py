@@ -17,7 +17,7 @@ from moe_jax.report.markup import Markup, joined
 from moe_jax.report.run_curves import recipe_text, training_curves, training_facts, use_of_experts
 from moe_jax.report.scores import score_tables
 from moe_jax.report.subjects import Subject, named, open_subject, with_evaluations
-from moe_jax.staging import refuse_existing, replacing
+from moe_jax.staging import check_target, replacing
 from moe_jax.terminal import Progress, no_progress
 
 _COMPARED = "compared"
@@ -48,7 +48,7 @@ def write_report(
       FileNotFoundError, InputError: see `open_subject`; or `out` cannot be written. Then nothing is.
     """
     out = Path(out)
-    refuse_existing(out)
+    check_target(out)
     check_beside(out, [path for path in paths if Path(path).is_dir()])
     if not out.parent.is_dir():
         raise FileNotFoundError(f"no directory {out.parent} to write {out.name} to")

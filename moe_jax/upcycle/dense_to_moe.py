@@ -1,6 +1,7 @@
 """Converts a dense model to an MoE model, layer by layer."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from moe_jax.peft.over_base import LeavesOverBase
 from moe_jax.peft.parameter_sizes import parameter_sizes
 from moe_jax.predictions import ProbeText, TextComparison
 from moe_jax.probe import Probe
+from moe_jax.staging import check_target
 from moe_jax.step0 import Step0, probe_tokens
 from moe_jax.terminal import Progress, no_progress
 from moe_jax.upcycle.leaves import MATRICES, moe_leaves
@@ -89,6 +91,8 @@ def upcycle(
         does not fit into this machine's memory, or the logits differ. Nothing is left behind.
       OSError: if the disk is full. The same call goes on with what is done.
     """
+    if isinstance(dst, Path):
+        check_target(dst)
     config = upcycled_config(source.config, options)
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")

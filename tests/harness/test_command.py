@@ -74,6 +74,12 @@ def test_samples_are_written_and_not_run(tiny_llama, folder, tmp_path, capsys):
     assert [line["task_id"] for line in lines] == [f"T/{one['gold']}" for one in QUESTIONS]
     assert all(line["solution"].startswith(one["q"]) for line, one in zip(lines, QUESTIONS, strict=True))
     assert "exists already" in fails(capsys, *options, "--samples", samples)
+    for option in ("--samples", "--output"):  # said before anything is computed
+        absent = tmp_path / "absent"
+        assert f"{option} {absent}/x: there is no directory {absent}" in fails(capsys, *options, option, absent / "x")
+        below = samples / "x"
+        assert f"there is no directory {samples}" in fails(capsys, *options, option, below)
+    assert "/proc/x cannot be made: /proc cannot be written" in fails(capsys, *options, "--output", "/proc/x")
     other = (tiny_llama, "--tasks-dir", folder, "--tasks", "choice", "--samples", tmp_path / "x.jsonl")
     assert "none of the tasks says what its samples are" in fails(capsys, *other)
 

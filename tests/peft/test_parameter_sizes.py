@@ -208,6 +208,20 @@ def test_a_router_that_learns_nothing_is_spoken_of_where_it_is_trained(top_k):
     assert said == {"all": top_k == 1, "attention": False}
 
 
+def test_no_list_of_layers_is_cut_off_on_a_narrow_terminal():
+    layers = [FULL if i * i % 7 in (1, 2) or i > 60 else FFN for i in range(64)]
+    config = model_of(*layers)
+    console = rich.console.Console(file=io.StringIO(), width=80)
+    print_trained(console, config, parameter_sizes(config).keys())
+    printed = console.file.getvalue()
+    (pattern,) = (group.pattern for group in trained_groups(config, parameter_sizes(config).keys())
+                  if "router" in group.pattern)  # fmt: skip
+    assert len(pattern) > 100 and "…" not in printed
+    assert max(map(len, printed.splitlines()[1:20])) <= 80
+    folded = "".join(line[: line.index("  ")] if "  " in line else line for line in printed.splitlines())
+    assert pattern in folded
+
+
 def test_layers_are_folded_and_nothing_is_left_out():
     config = adapted(model_of(FULL, FFN, FULL, FFN), "perft-r", num_experts=3, top_k=2)
     groups = {group.pattern: group for group in trained_groups(config, trained_leaves(config))}

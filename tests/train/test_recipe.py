@@ -49,6 +49,33 @@ def test_a_recipe_is_read_with_defaults(good):
     assert recipe.eval == EvalSection(text="held_out.txt")
 
 
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        ("a.jsonl", "jsonl"),
+        ("data/*.jsonl", "jsonl"),
+        ("data/part.jsonl*", "jsonl"),
+        ("data/part.jsonl.*", "jsonl"),
+        ("data/part.jsonl*.gz", "jsonl"),
+        ("a.jsonl.gz", "jsonl"),
+        ("a.jsonl.zst", "jsonl"),
+        ("a.parquet", "parquet"),
+        ("data/train-*.parquet*", "parquet"),
+        ("a.feather", "arrow"),
+        ("data/*.array_record", "tokens"),
+        ("a.txt", "text"),
+        ("a.txt.gz", "text"),
+        ("a.jsonl.txt", "text"),
+        ("notes", "text"),
+        ("data.jsonl/*", "text"),
+        ("*", "text"),
+    ],
+)
+def test_the_suffix_says_what_a_file_or_a_pattern_holds(path, form):
+    assert SourceSection(path=path).form == form
+    assert SourceSection(path=path, format="arrow").form == "arrow"
+
+
 def test_a_recipe_written_as_toml_reads_back_equal(good, tmp_path):
     recipe = load_recipe(good, ['run_dir=odd "name"\\', "optimizer.clip_norm=0", "data.epochs=2"])
     assert recipe.run_dir == 'odd "name"\\'

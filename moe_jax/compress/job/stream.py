@@ -24,7 +24,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
 from moe_jax.peft.over_base import StoredLeaves
-from moe_jax.staging import refuse_existing
+from moe_jax.staging import check_target
 from moe_jax.terminal import Progress, no_progress
 
 OnLayer = Callable[[int, LayerFigures, int], None]
@@ -66,7 +66,7 @@ def compress(
       OSError: if the disk is full. What is done stays beside `dst`, to be gone on with.
     """
     if isinstance(dst, Path):
-        refuse_existing(dst)
+        check_target(dst)
     indices = choose_layers(source.config, layers)
     if extended:
         _check_universal(source.config, indices)

@@ -16,7 +16,7 @@ from moe_jax.lineage import new_lineage_entry
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
 from moe_jax.resume import staged_directory
-from moe_jax.staging import refuse_existing, remove_directory, write_durably
+from moe_jax.staging import check_target, remove_directory, write_durably
 from moe_jax.terminal import Progress, no_progress
 
 Score = Callable[[ModelSource], float]
@@ -52,7 +52,7 @@ def sweep(
     Raises:
       InputError: see `compress`, or the model itself has no finite score. Nothing is left behind.
     """
-    refuse_existing(dst)
+    check_target(dst)
     nll = score(source)
     if not math.isfinite(nll):
         raise InputError(f"the perplexity of the model itself is not finite (nll {nll}): there is nothing to compare")
