@@ -104,7 +104,7 @@ class Loop:
         progress = StepLine(self._console, first=first, steps=recipe.train.steps, every=recipe.log.every)
         try:
             trace = StepTrace(run_dir / "profile", recipe.log.profile_steps)
-            with jax.set_mesh(self._program.mesh), StopSignals() as signals, progress, trace:
+            with jax.set_mesh(self._program.mesh), StopSignals(self._say_stopping) as signals, progress, trace:
                 return self._steps(state, signals, writer, progress, trace), self._last
         finally:
             writer.close()
@@ -197,6 +197,13 @@ class Loop:
         self._checkpoints.save(step, state, extra)
         self._saved = step
         self._clock = time.monotonic()
+
+    def _say_stopping(self, name: str) -> None:
+        self._console.print(
+            f"{name}: saving a checkpoint after this step; a second one ends the run at once, without",
+            highlight=False,
+            soft_wrap=True,
+        )
 
     def _stop(self, step: int, signals: StopSignals) -> None:
         assert signals.received is not None

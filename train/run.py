@@ -21,6 +21,7 @@ from moe_jax.peft.trained_table import print_trained
 from moe_jax.processes import first_decides, is_first_process, wait_for_all
 from moe_jax.staging import check_writable
 from moe_jax.strict import parse
+from moe_jax.terminal import console_for_tables
 from moe_jax.train import recipe_toml
 from moe_jax.train.average import in_dtypes_of
 from moe_jax.train.continuation import (
@@ -103,7 +104,7 @@ def train(
       OSError: if a disk is full; it has a note that says how to continue.
       loop.Stopped: after SIGTERM, SIGINT or SIGHUP, when the checkpoint is on disk.
     """
-    console = console or rich.console.Console()
+    console = console or console_for_tables()
     if not is_first_process():
         console = rich.console.Console(quiet=True)
     with RunLock(Path(recipe.run_dir)) as lock:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -16,11 +17,15 @@ class StopSignals:
     With several processes, JAX's preemption service watches for SIGTERM and gives all processes the same step to stop
     after; the other signals are passed on as this one.
 
+    Args:
+      notice: called, in a thread of its own, with the name of the first signal: a step may take long.
+
     Attributes:
       received: the signal, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: Callable[[str], object] = lambda name: None) -> None:
+        self._notice = notice
         self.received: int | None = None
         self._previous: dict[int, Any] = {}
 
@@ -49,3 +54,5 @@ class StopSignals:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         signal.signal(number, self._previous[number])
+        # Not here: what the signal interrupted may be printing.
+        threading.Thread(target=self._notice, args=(signal.Signals(number).name,), daemon=True).start()

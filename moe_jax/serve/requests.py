@@ -119,11 +119,18 @@ def read_chat(body: Any) -> Request:
         raise ProtocolError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
     name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return Request(
-        messages=messages,
+        messages=list(map(_as_one_text, messages)),
         max_tokens=_integer(body, name, None, 1, MAX_SIZE),
         logprobs=(top or 0) if wanted else None,
         **_common(body),
     )
+
+
+def _as_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the parts of its text joined: clients send them, and few templates know them."""
+    if not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
 
 
 def model_of(body: Any) -> str | None:

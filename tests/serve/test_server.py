@@ -17,6 +17,7 @@ import pytest
 import moe_jax
 from moe_jax.serve import rows
 from moe_jax.serve.engine import Engine
+from moe_jax.serve.requests import read_chat
 from tests.serve.conftest import CONTEXT, serving
 from tests.train.conftest import BOS
 
@@ -63,6 +64,13 @@ def test_the_model_is_listed(client):
     assert found.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+def test_a_message_in_parts_is_one_text():
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "this?"}]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    asked = read_chat({"messages": [{"role": "user", "content": parts}, call]})
+    assert asked.messages == [{"role": "user", "content": "What is\nthis?"}, call]
 
 
 def test_a_conversation_is_answered_as_generate_does(client, model):

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -119,11 +120,12 @@ def undisturbed(workplace) -> list[dict]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_every_signal_asks_to_stop_after_the_step_and_the_second_one_has_its_usual_effect(number):
-    before = signal.getsignal(number)
-    with StopSignals() as signals:
+    before, said, heard = signal.getsignal(number), [], threading.Event()
+    with StopSignals(lambda name: (said.append(name), heard.set())) as signals:
         assert not signals.stop_after(1)
         os.kill(os.getpid(), number)
         assert signals.stop_after(2) and signals.received == number and signal.getsignal(number) is before
+        assert heard.wait(60) and said == [signal.Signals(number).name]
     assert signal.getsignal(number) is before
 
 
@@ -160,6 +162,7 @@ def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bi
     assert code == 0, output
     stopped = re.search(r"SIGTERM: saved step (\d+) of 90; continue with: (.*)", output)
     assert stopped and 55 <= int(stopped[1]) < STEPS
+    assert output.count("SIGTERM: saving a checkpoint after this step") == 1
     assert stopped[2] == "moe-jax train recipe.toml --set run_dir=killed --resume"
     assert not (workplace / "killed" / "model").exists()
     done = train(workplace, *arguments, "--resume")
