@@ -5,6 +5,7 @@ import dataclasses
 import io
 import math
 import re
+import types
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from moe_jax.json_toml import fits_64_bits
 from moe_jax.local_paths import check_local
 
 T = TypeVar("T")
+_MISSING = "missing: "
 
 
 def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str) -> T | None:
@@ -51,7 +53,11 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
             return None
         raise _usage_error(_words(printed.getvalue()), command) from None
     except _Rejected as rejected:
-        raise _usage_error(str(rejected), command) from None
+        problem = str(rejected)
+        unknown = _unknown_flags(arguments, options)
+        if unknown and problem.startswith(_MISSING):  # the parser may have taken what follows for its value
+            problem = _unknown(unknown, options)
+        raise _usage_error(problem, command) from None
 
 
 def _with_full_names(options: type, arguments: Sequence[str]) -> list[str]:
@@ -107,20 +113,30 @@ def _parser_reports_to(options: type) -> Any:
 def _missing(event: Any, options: type) -> str:
     if event.unrecognized_tokens:
         return _unknown(event.unrecognized_tokens, options)
-    return f"missing: {', '.join(_name(context.arg) for context in event.missing_arguments)}"
+    return f"{_MISSING}{', '.join(_name(context.arg) for context in event.missing_arguments)}"
 
 
 def _unknown(tokens: Sequence[str], options: type) -> str:
-    flags = [flag_of(field.name) for field in dataclasses.fields(options)]
-    hint = nearest(tokens[0], flags) if tokens[0].startswith("-") else ""
+    hint = nearest(tokens[0], _flags(options)) if tokens[0].startswith("--") else ""
     return f"unknown: {clipped(' '.join(tokens))}{hint}"
+
+
+def _flags(options: type) -> list[str]:
+    return [flag_of(field.name) for field in dataclasses.fields(options)]
+
+
+def _unknown_flags(arguments: Sequence[str], options: type) -> list[str]:
+    """The first argument that looks like an option and is none, in a list."""
+    flags = _flags(options)
+    looking = (word.partition("=")[0] for word in arguments if re.match("--?[A-Za-z]", word))
+    return next(([word] for word in looking if word.replace("_", "-") not in flags), [])
 
 
 def _bad_value(event: Any, options: type) -> str:
     name = _name(event.argument)
     if event.offending_value is not None:
         return f"{name} takes no value, got {shown(event.offending_value)}"
-    return f"missing: {name}" if event.argument.is_positional() else f"{name} needs a value"
+    return f"{_MISSING}{name}" if event.argument.is_positional() else f"{name} needs a value"
 
 
 def _not_chosen(event: Any, options: type) -> str:
@@ -130,8 +146,25 @@ def _not_chosen(event: Any, options: type) -> str:
 
 
 def _not_built(event: Any, options: type) -> str:
-    message = clipped(str(event.message))
-    return message if event.argument is None else f"{_name(event.argument)}: {message}"
+    message = str(event.message)
+    first = clipped(message.partition("\n")[0])
+    if event.argument is None:
+        return first
+    given = re.search(r"instantiated from \[(.*?)\]\.|: ('.*'|\".*\")$", message)
+    expected = _expected(event.argument.field.type_stripped)
+    if given is None or expected is None:
+        return f"{_name(event.argument)}: {first}"
+    return f"{_name(event.argument)}: expected {expected}, got {clipped(given[1] or given[2])}"
+
+
+def _expected(hint: Any) -> str | None:
+    """Which values an option takes, in words; None if these are not numbers."""
+    parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
+    if hint in (int, float):
+        return "an integer" if hint is int else "a number"
+    if typing.get_origin(hint) is tuple:
+        return "integers with spaces between them" if parts[0] is int else None
+    return _expected(parts[0]) if len(parts) == 1 else None
 
 
 _PROBLEMS = {

@@ -159,6 +159,8 @@ def _notes(error: BaseException) -> str:
 
 
 def _run(arguments: list[str]) -> None:
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
         return
@@ -167,7 +169,8 @@ def _run(arguments: list[str]) -> None:
         print(f"moe-jax {moe_jax.__version__}")
         return
     if command not in COMMANDS:
-        raise InputError(f"unknown command {shown(command)}{nearest(command, COMMANDS)}; see moe-jax --help")
+        hint = nearest(command, [*COMMANDS, "--version", "--help"])
+        raise InputError(f"unknown command {shown(command)}{hint}; see moe-jax --help")
     _avoid_absent_tpu()
     keep_compiled_programs()
     # Imports and tracing make many objects that stay. To look through all of them as often as Python does by itself

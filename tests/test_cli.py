@@ -34,6 +34,8 @@ class Options:
     """Writes nothing."""
     dtype: Literal["bfloat16", "float16"] | None = None
     """A dtype."""
+    layers: tuple[int, ...] | None = None
+    """Layers."""
 
 
 @pytest.fixture
@@ -65,6 +67,13 @@ def test_overview_names_every_command(capsys):
         assert max(map(len, out.splitlines())) <= 80
 
 
+def test_help_may_come_first(capsys):
+    assert cli.main(["help", "inspect"]) == 0
+    assert capsys.readouterr().out.startswith("usage: moe-jax inspect [-h] [OPTIONS] MODEL")
+    assert cli.main(["help", "inspec"]) == 2
+    assert "did you mean 'inspect'?" in capsys.readouterr().err
+
+
 def test_every_command_of_the_table_has_a_module():
     for name in cli.COMMANDS:
         assert (ROOT / "moe_jax" / "commands" / f"{name}.py").is_file(), name
@@ -88,7 +97,11 @@ assert "jax" not in sys.modules and "orbax" not in sys.modules
     [
         (["convrt"], "unknown command 'convrt' (did you mean 'convert'?); see moe-jax --help"),
         (["convert", "a", "--topk"], "unknown: --topk (did you mean '--top-k'?); see"),
-        (["convert", "a", "--top-k", "x"], "--top-k: invalid literal for int() with base 10: 'x'; see"),
+        (["--verison"], "unknown command '--verison' (did you mean '--version'?); see moe-jax --help"),
+        (["convert", "a", "--top-k", "x"], "--top-k: expected an integer, got 'x'; see"),
+        (["convert", "a", "--rate", "it's"], '--rate: expected a number, got "it\'s"; see'),
+        (["convert", "a", "--layers", "1,2"], "--layers: expected integers with spaces between them, got '1,2'; see"),
+        (["convert", "-k", "2", "a"], "unknown: -k; see"),
         (["convert", "a", "--top-k", "9" * 5000], "--top-k: Exceeds the limit (4300 digits)"),
         (["convert", "a", "--top-k", str(2**63)], "--top-k: 9223372036854775808 does not fit into 64 bits; see"),
         (["convert", "a", "--top-k"], "--top-k needs a value; see"),
@@ -97,7 +110,8 @@ assert "jax" not in sys.modules and "orbax" not in sys.modules
         (["convert", "a", "--kind", "flll"], "--kind: expected one of full, none, got 'flll' (did you mean 'full'?)"),
         (["convert"], "missing: SRC; see moe-jax convert --help"),
         (["convert", "a", "b"], "unknown: b; see moe-jax convert --help"),
-        (["convert", "--topk"], "missing: SRC; see"),
+        (["convert", "--topk"], "unknown: --topk (did you mean '--top-k'?); see"),
+        (["convert", "--top-k", "-1"], "missing: SRC; see"),
         (["convert", "a", *["b"] * 5000], "unknown: b b b"),
         (["convert", "a", "--kind", "x" * 100_000], "got 'xxxx"),
         (["x" * 100_000], "unknown command 'xxxx"),

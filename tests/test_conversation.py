@@ -113,7 +113,7 @@ def test_ctrl_c_ends_the_answer_and_another_signal_the_program(model, monkeypatc
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\nfour\n"))
     assert cli.main(["generate", str(model), "--chat", "--max-new-tokens", "3"]) == 128 + 15
     out, err = capsys.readouterr()
-    assert out.startswith("half an\n") and "moe-jax: ended by Ctrl-C" in err
+    assert out.startswith("half an\n") and out.endswith("\nhalf an\n") and "moe-jax: ended by Ctrl-C" in err
     assert asked[1] == b"u:one\na:half an\nu:two\na:" and len(asked) == 3
 
 

@@ -146,6 +146,19 @@ def test_why_texts_ended_and_how_fast_they_came_is_said_on_standard_error(model,
     assert [line.split(" ended ")[0] for line in several[:2]] == ["moe-jax: prompts 1-2, 4", "moe-jax: prompt 3"]
 
 
+@pytest.mark.parametrize(("said", "printed"), [(" pieces", "some pieces\n"), (None, "")])
+def test_the_line_of_a_text_that_is_interrupted_is_ended(model, monkeypatch, capsys, said, printed):
+    def interrupted(model, prompts, wanted, on_text):
+        if said is not None:
+            on_text(0, said)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moe_jax.api.generate.continue_prompts", interrupted)
+    assert cli.main(["generate", str(model), "--prompt", "some", "--stream"]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == printed and captured.err == "moe-jax: interrupted by SIGINT\n"
+
+
 def test_streaming_prints_what_is_printed_at_once(model, data_dir, capsys):
     stories = data_dir / "weights" / "stories260K" / "hf"
     for path, prompt in ((model, "ab"), (stories, "Once upon"), (stories, "")):

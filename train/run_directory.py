@@ -134,8 +134,9 @@ def describe_run(path: Path) -> str | None:
     if not (path / RECIPE).is_file() or not (path / RECORD).is_file():
         return None
     steps = saved_steps(path)
-    listed = f", or {path}@STEP for a checkpoint of step {', '.join(map(str, steps))}" if steps else ""
-    return f"{path} is a training run and not a model; give {path / MODEL}{listed}"
+    places = [str(path / MODEL)] if (path / MODEL).exists() or not steps else []
+    places += [f"{path}@STEP for a checkpoint of step {', '.join(map(str, steps))}"] if steps else []
+    return f"{path} is a training run and not a model; give {', or '.join(places)}"
 
 
 def check_saved(run_dir: Path, step: int) -> RunRecord:

@@ -60,6 +60,7 @@ def converse(model: "Model", system: Sequence[Message], wanted: "Wanted") -> Non
             notes = [*endings([result]), show_speed(speed), *notes_on_length(model, [result], wanted)]
         except KeyboardInterrupt as interrupt:
             if type(interrupt) is not KeyboardInterrupt:  # a signal that is not Ctrl-C ends the program
+                print(flush=True)
                 raise
             notes = ["ended by Ctrl-C"]
         print(flush=True)

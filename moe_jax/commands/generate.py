@@ -147,12 +147,20 @@ def run(options: Options) -> None:
     streams = streams and model.tokenizer is not None
     beginnings = [_beginning(model, prompt, row) for prompt, row in zip(prompts, ids, strict=True)]
 
+    begun = False
+
     def show(row: int, text: str) -> None:
+        nonlocal begun
         sys.stdout.write(beginnings[row] + text)
         sys.stdout.flush()
-        beginnings[row] = ""
+        beginnings[row], begun = "", True
 
-    results, speed = continue_prompts(model, ids, wanted, show if streams else None)
+    try:
+        results, speed = continue_prompts(model, ids, wanted, show if streams else None)
+    except BaseException:
+        if begun:  # why it ended is not to stand in the line of the text
+            print(flush=True)
+        raise
     if options.json:
         print(json.dumps([result._asdict() for result in results], indent=2, ensure_ascii=False))
     elif streams:

@@ -105,7 +105,8 @@ class Options(BaseFlag, UpcycleFlags):
     """
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
-    """A dense model: a model directory, a Hugging Face directory, or RUN@STEP: a checkpoint of a run."""
+    """A dense model: a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a training
+    run), or org/name on the Hugging Face Hub."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: a built-in text)")] = None
@@ -129,7 +130,7 @@ GROUPS = {
         "universal",
         "extended",
     ),
-    "losses in training, kept in the model's config": (
+    "training, kept in the model's config": (
         "balance_coef",
         "z_coef",
         "cv_coef",

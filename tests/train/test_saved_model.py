@@ -11,6 +11,7 @@ from moe_jax import cli
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.open_source import open_source
 from moe_jax.saved_state import SavedState
+from moe_jax.train.run_directory import describe_run
 from tests.tiers import long
 from tests.train.models import BANKS, config_of, moe, write_config
 
@@ -146,6 +147,15 @@ def test_what_is_no_checkpoint_is_one_clear_line(folder, capsys, model, message)
     assert cli.main(["eval", model, "--text", "text/a.txt"]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_a_run_that_did_not_end_has_no_model_to_give(tmp_path):
+    for name in ("recipe.toml", "run.json"):
+        (tmp_path / name).touch()
+    start = f"{tmp_path} is a training run and not a model; give {tmp_path}"
+    assert describe_run(tmp_path) == f"{start}/model"
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    assert describe_run(tmp_path) == f"{start}@STEP for a checkpoint of step 2"
 
 
 def test_adapters_do_not_stand_on_a_checkpoint(folder, capsys):
