@@ -171,7 +171,7 @@ def _with(kernels: Mapping[str, Kernels], arrays: Mapping[str, dict[str, Array]]
     return {name: kernel._replace(arrays=arrays[name]) for name, kernel in kernels.items()}
 
 
-def biases_once(biases: dict[str, Array]) -> dict[str, Array]:
+def biases_once(biases: Mapping[str, Array]) -> Mapping[str, Array]:
     """The down projection is summed over `tensor`: its bias must be counted once."""
     if "down" not in biases:
         return biases
