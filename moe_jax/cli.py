@@ -10,6 +10,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 import threading
@@ -68,6 +69,12 @@ examples:
 
 _COMPUTING = ("train", "eval", "compress", "generate", "serve", "demo")
 
+# Of a job of several processes the first one does these, and the others wait for it. The rest joins them itself.
+_OF_ALL_PROCESSES = ("train", "eval", "generate")
+
+# With this begins what XLA says of its errors, whatever their type: JaxRuntimeError or ValueError.
+_STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|FAILED_PRECONDITION): ")
+
 # Exit codes: 2 for errors that the user can correct (as in argparse), 128 + N for signal N (as in shells).
 USER_ERROR = 2
 SIGNALLED = 128
@@ -92,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _interruptions():
             _run(arguments)
+            _leave_others()
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output went away (`| head`). Python would complain once more when it flushes at exit.
@@ -106,7 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_out_of_memory(error):
             return _end(USER_ERROR, f"error: not enough memory: {first_line(error)}{_notes(error)}")
         if _others_wait():
-            _end(1, traceback.format_exc())
+            if _STATUS.match(str(error)):
+                sys.modules["moe_jax.processes"].await_the_reason()
+            _end(1, traceback.format_exc(), f"{type(error).__name__}: {first_line(error)}")
         raise
     return 0
 
@@ -138,11 +148,14 @@ def _interruptions() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end(code: int, message: str) -> int:
+def _end(code: int, message: str, short: str | None = None) -> int:
     """Says why the command ended and returns its exit code; does not return where other processes wait for this one."""
+    waited_for = _others_wait()
+    if waited_for:
+        # They would wait for ever. They end with what is said here, or with its short form.
+        sys.modules["moe_jax.processes"].fail_together(code, short or message.removeprefix("error: "))
     print(f"moe-jax: {message}", file=sys.stderr)
-    if _others_wait():
-        # They would wait for minutes, each for all. Where one is gone, the runtime ends the others.
+    if waited_for:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -152,6 +165,12 @@ def _end(code: int, message: str) -> int:
 def _others_wait() -> bool:
     processes = sys.modules.get("moe_jax.processes")
     return processes is not None and processes.has_joined()
+
+
+def _leave_others() -> None:
+    processes = sys.modules.get("moe_jax.processes")
+    if processes is not None:
+        processes.leave_processes()
 
 
 def _notes(error: BaseException) -> str:
@@ -182,8 +201,14 @@ def _run(arguments: list[str]) -> None:
         print(help_of(module.Options, command, groups=groups, examples=examples))
         return
     options = parse_arguments(module.Options, rest, command=command)
-    if options is not None:
-        module.run(options)
+    if options is None:
+        return
+    if os.environ.get("MOE_JAX_DISTRIBUTED") and command not in _OF_ALL_PROCESSES:
+        from moe_jax.processes import let_first_work
+
+        if not let_first_work():
+            return
+    module.run(options)
 
 
 def _overview() -> str:

@@ -2,18 +2,26 @@
 
 import json
 import os
-from collections.abc import Callable
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, clipped
+from moe_jax.functional.buckets import bucket
+from moe_jax.job_place import expected_local_devices, find_place, versions, waits
+from moe_jax.peers import Peers, Place
 
 T = TypeVar("T")
 
-VARIABLE = "MOE_JAX_DISTRIBUTED"
+_SECONDS_FOR_THE_REASON = 15
+
+_peers: Peers | None = None
 
 
 def join_processes() -> None:
@@ -21,28 +29,124 @@ def join_processes() -> None:
 
     This is an environment variable because it depends on the machine and not on the recipe. With the value `auto`, JAX
     detects TPU pods, Slurm, Open MPI and Kubernetes. Elsewhere it is `HOST:PORT,N,I`: the address of the first process,
-    the number of processes, and the index of this one, from 0.
+    the number of processes, and the index of this one, from 0. A process drives all accelerators that it sees; the
+    processes of one node under Slurm share those of the node evenly.
+
+    From then on the processes end together: if one is killed, fails, or is not heard of for
+    `MOE_JAX_DISTRIBUTED_SILENCE` seconds (90), the others end with one line that says so (`peers`). For each other
+    they wait `MOE_JAX_DISTRIBUTED_WAIT` seconds (300). `MOE_JAX_LOCAL_DEVICES` says how many accelerators each must
+    find, so that no job goes on with fewer; under Slurm that is known. What others than the first print on standard
+    output is dropped.
 
     Raises:
-      InputError: if the variable is neither.
+      InputError: if a variable says none of this, the others do not come or are of another version of this library, or
+        there are not as many devices or processes as there should be.
     """
-    value = os.environ.get(VARIABLE)
-    if not value:
+    place = find_place()
+    if place is None:
+        _check_devices(None)
         return
-    if value == "auto":
-        jax.distributed.initialize()
+    wait, silence = waits()
+    address = _connect(place)
+    jax.distributed.initialize(
+        address,
+        place.count,
+        place.index,
+        local_device_ids=place.local_devices,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=address,
+        initialization_timeout=int(wait),
+        # Peers notice silence first; JAX would abort the process.
+        heartbeat_timeout_seconds=int(10 * silence),
+    )
+    _check_devices(place)
+
+
+def let_first_work() -> bool:
+    """For a command that one process does: joins the others if there are any, and says whether this is the first.
+
+    In the others this returns when the first one is done, however long that takes; if it fails, they end with it.
+
+    Raises:
+      InputError: as `join_processes`.
+    """
+    place = find_place()
+    if place is None:
+        return True
+    _connect(place)
+    if place.index == 0:
+        return True
+    assert _peers is not None
+    _peers.wait_for_first()
+    return False
+
+
+def _connect(place: Place) -> str:
+    global _peers
+    wait, silence = waits()
+    peers = Peers(place, versions(), wait=wait, silence=silence)
+    address = peers.join()
+    _peers = peers
+    if place.index:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    return address
+
+
+def _check_devices(place: Place | None) -> None:
+    """Raises `InputError` if this process, or another, does not see what it should."""
+    expected = expected_local_devices()
+    if place is None and expected is None:
         return
-    try:
-        address, count, index = value.split(",")
-        count, index = int(count), int(index)
-    except ValueError:
-        raise InputError(f"{VARIABLE}={value}: expected auto, or HOST:PORT,PROCESSES,INDEX") from None
-    jax.distributed.initialize(address, count, index)
+    count = 1 if place is None else place.count
+    if jax.process_count() != count:
+        raise InputError(
+            f"JAX's backend ({jax.default_backend()}) knows of {jax.process_count()} processes, not of all {count}"
+        )
+    found = Counter(device.process_index for device in jax.devices())
+    each = jax.local_device_count() if expected is None else expected
+    short = [f"process {index} has {found[index]}" for index in range(count) if found[index] != each]
+    if short:
+        should = "all must have the same number" if expected is None else f"{expected} are expected of each"
+        found_in_all = f"{len(jax.devices())} {jax.default_backend()} devices in {count} processes"
+        raise InputError(f"{found_in_all}: {', '.join(short[:8])}; {should}")
+
+
+def describe_devices() -> str | None:
+    """The devices of all processes, and of this one, in words; None: this process is alone."""
+    if jax.process_count() == 1:
+        return None
+    local, kind = jax.local_device_count(), jax.devices()[0].device_kind
+    return f"{jax.process_count()} processes with {local} devices each: {jax.device_count()} devices ({kind})"
+
+
+def leave_processes() -> None:
+    """Ends what `join_processes` began, at the end of a command that went well."""
+    global _peers
+    if _peers is not None:
+        if jax.distributed.is_initialized():
+            jax.distributed.shutdown()  # waits for the others
+        _peers.finish()
+        _peers = None
+
+
+def fail_together(code: int, message: str) -> None:
+    """Before this process ends: tells the others, which end too, with this message."""
+    if _peers is not None:
+        _peers.fail(code, message)
+
+
+def await_the_reason() -> None:
+    """After a computation of all processes failed: waits a little, in case that was because another one is gone.
+
+    Then this process hears of that, which comes at once, and ends with a line that says so.
+    """
+    if _peers is not None:
+        time.sleep(_SECONDS_FOR_THE_REASON)
 
 
 def has_joined() -> bool:
     """Whether there are other processes, which wait for this one."""
-    return jax.process_count() > 1
+    return _peers is not None or jax.process_count() > 1
 
 
 def is_first_process() -> bool:
@@ -97,6 +201,42 @@ def _hear() -> Any:
     if said["errno"] is not None:
         raise OSError(said["errno"], message)
     raise _KINDS.get(said["kind"], RuntimeError)(message)
+
+
+def check_equal(values: Mapping[str, Any]) -> None:
+    """Compares what must be the same in all processes, by name. Every process makes this call, and hears of it.
+
+    Args:
+      values: what JSON can hold.
+
+    Raises:
+      InputError: in all processes, if a value is not that of the first one; names it.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
+    all_values = _gather(mine)
+    first = all_values[0]
+    for index, theirs in enumerate(all_values):
+        differ = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
+        if differ:
+            name = differ[0]
+            more = f" (and {len(differ) - 1} more: {clipped(', '.join(differ[1:]))})" if len(differ) > 1 else ""
+            there, here = (clipped(values.get(name, "nothing")) for values in (theirs, first))
+            raise InputError(
+                f"the processes differ: {name} is {there} in process {index}, and {here} in the first{more}; start "
+                "all of them alike, over the same files"
+            )
+
+
+def _gather(said: Any) -> list[Any]:
+    """What every process said, in all of them."""
+    content = np.frombuffer(json.dumps(said).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(content.size)))
+    padded = np.zeros(bucket(int(sizes.max())), np.uint8)  # few sizes, and so few programs
+    padded[: content.size] = content
+    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(gathered, sizes.tolist(), strict=True)]
 
 
 def wait_for_all(what: str) -> None:

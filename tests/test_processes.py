@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -126,29 +127,51 @@ def test_the_first_process_decides_and_all_hear(tmp_path):
         assert [line for line in out.splitlines() if "[Gloo]" not in line] == heard
 
 
+DIFFER = 'processes.check_equal({"seed": 3} if sys.argv[3] == "0" else {"seed": 4, "steps": 5})'
+
 ONE_FAILS = """
-import dataclasses, faulthandler, sys, types
+import dataclasses, faulthandler, os, sys, types
 faulthandler.dump_traceback_later(120, exit=True)
-import jax
-jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[3]))
+os.environ["MOE_JAX_DISTRIBUTED"] = f"localhost:{sys.argv[2]},2,{sys.argv[3]}"
 from moe_jax import cli, processes
 from moe_jax.errors import InputError
 
 def run(options):
+    processes.join_processes()
+    processes.check_equal({"seed": 3})
     processes.wait_for_all("begun")
-    if int(sys.argv[3]) == 1:
-        raise ERROR
+    ACTING
+        ACTION
     processes.wait_for_all("which never comes")
 
 Options = dataclasses.make_dataclass("Options", [])
-sys.modules["moe_jax.commands.demo"] = types.SimpleNamespace(Options=Options, run=run)
-sys.exit(cli.main(["demo"]))
+sys.modules["moe_jax.commands.train"] = types.SimpleNamespace(Options=Options, run=run)
+sys.exit(cli.main(["train"]))
 """
 
 
-@pytest.mark.parametrize(("error", "code"), [('InputError("bad line 3")', 2), ('KeyError("a bug")', 1)])
-def test_an_error_in_one_process_ends_the_others(tmp_path, error, code):
+@pytest.mark.parametrize(
+    ("action", "code", "own", "told"),
+    [
+        ('raise InputError("bad line 3")', 2, "moe-jax: error: bad line 3", "ended: bad line 3"),
+        ('raise KeyError("a bug")', 1, "Traceback", "ended: KeyError: 'a bug'"),
+        ("os.kill(os.getpid(), 9)", -9, "", "is gone: it was killed, or its host stopped"),
+        (
+            DIFFER,
+            2,
+            "the processes differ: seed is 4 in process 1, and 3 in the first",
+            "the processes differ: seed is 4 in process 1, and 3 in the first (and 1 more: steps)",
+        ),
+    ],
+    ids=["error", "bug", "killed", "differs"],
+)
+def test_what_ends_one_process_ends_the_other_and_it_says_why(tmp_path, action, code, own, told):
     """They would wait in a barrier for minutes. (The limit of the program is longer than this takes by far.)"""
-    (first, _, _), (second, _, said) = run_two(ONE_FAILS.replace("ERROR", error), tmp_path)
-    assert second == code and first != 0
-    assert ("bad line 3" in said) if code == 2 else ("Traceback" in said and "a bug" in said)
+    acting = "if True:" if action == DIFFER else "if int(sys.argv[3]) == 1:"
+    program = ONE_FAILS.replace("ACTING", acting).replace("ACTION", action)
+    begun = time.monotonic()
+    (first, _, heard), (second, _, said) = run_two(program, tmp_path)
+    assert second == code and own in said
+    assert first == max(code, 1) and told in heard and "Traceback" not in heard and "stack" not in heard
+    assert heard.count("moe-jax: error: ") == 1
+    assert time.monotonic() - begun < 60

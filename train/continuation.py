@@ -129,6 +129,18 @@ def make_record(recipe: Recipe, config: ModelConfig, source: ModelSource | None,
     )
 
 
+def described_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Key -> value of all that processes of one run must have alike: not where each finds its files."""
+    return _comparable(recipe)
+
+
+def described_record(record: RunRecord) -> dict[str, Any]:
+    """The contents that a run stands on: what processes of one run must have alike."""
+    described: dict[str, Any] = {f"the content of data.sources[{i}]": sha for i, sha in enumerate(record.data)}
+    described |= {"the tokenizer": record.tokenizer, "the model's config": record.config}
+    return described | {"the model": _identity(record.source)}
+
+
 def check_same(before: RunRecord, now: RunRecord, recipe: Recipe) -> None:
     """Raises `InputError` unless a run is continued over the same model, tokenizer and data; names what changed."""
     problems = []

@@ -18,7 +18,7 @@ from moe_jax.loading import disk_paths
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
-from moe_jax.processes import first_decides, is_first_process, wait_for_all
+from moe_jax.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
 from moe_jax.staging import check_writable
 from moe_jax.strict import parse
 from moe_jax.terminal import console_for_tables
@@ -31,6 +31,8 @@ from moe_jax.train.continuation import (
     check_continues,
     check_restarts,
     check_same,
+    described_recipe,
+    described_record,
     make_record,
     read_record,
     with_horizon,
@@ -107,6 +109,11 @@ def train(
     console = console or console_for_tables()
     if not is_first_process():
         console = rich.console.Console(quiet=True)
+    given = {"--resume": resume, "--restart": restart and str(restart), "--skip-batches": skip_batches}
+    check_equal(described_recipe(recipe) | given)
+    devices = describe_devices()
+    if devices is not None:
+        console.print(devices, highlight=False)
     with RunLock(Path(recipe.run_dir)) as lock:
         begun = _read_run(recipe, lock, resume=resume, restart=restart, skip_batches=skip_batches)
         options = {"skip_batches": skip_batches, "continue_command": continue_command}
@@ -203,6 +210,7 @@ def _train(
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     evaluator = _evaluator(recipe, program, held_out)
     record = make_record(recipe, config, source, tokenizer)
+    check_equal(described_record(record))
     if begun is not None and begun.record is not None:
         check_same(begun.record, record, recipe)
         record = dataclasses.replace(record, restarts=begun.record.restarts)

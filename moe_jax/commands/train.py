@@ -91,6 +91,10 @@ def run(options: Options) -> None:
     if not options.compile_only and (options.json or options.config):
         raise InputError("--json and --config go with --compile-only")
     overrides = [override for group in options.set for override in group]
+    if not options.compile_only:
+        from moe_jax.processes import join_processes
+
+        join_processes()  # before anything is read: an error in one process is heard of in all
     recipe = load_recipe(options.recipe, overrides)
     if options.compile_only:
         from moe_jax.train.compile_only import check_fits, compile_only, prepare_environment, print_report
@@ -105,10 +109,8 @@ def run(options: Options) -> None:
         return
 
     from moe_jax.api.train import run_recipe
-    from moe_jax.processes import join_processes
     from moe_jax.train.loop import Stopped
 
-    join_processes()
     command = ["moe-jax", "train", str(options.recipe), *(["--set", *overrides] if overrides else []), "--resume"]
     with contextlib.suppress(Stopped):  # a signal ended it as was wished
         run_recipe(
