@@ -20,7 +20,7 @@ from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
-from moe_jax.sharding import AXES, leaf_spec, path_name
+from moe_jax.sharding import AXES, leaf_spec, parts, path_name, spec_on_mesh, undivided
 from moe_jax.train.flops import train_flops_per_token
 from moe_jax.train.optimizer import make_optimizer
 from moe_jax.train.optimizer_state import Placed, state_specs
@@ -181,10 +181,10 @@ def _optimizer_bytes(config: ModelConfig, mesh: Mapping[str, int], section: Opti
     _, params, _ = split_model(model, trainable_paths(model))
     leaves = [(path_name(path), leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     state = jax.eval_shape(make_optimizer(section, lambda _: 0.0).init, params)
-    specs = state_specs(state, {path: Placed(shape, leaf_spec(path)) for path, shape in leaves})
+    specs = state_specs(state, {path: Placed(shape, spec_on_mesh(leaf_spec(path), shape, mesh)) for path, shape in leaves})
     is_spec = {"is_leaf": lambda node: isinstance(node, PartitionSpec)}
     return sum(
-        leaf.size * leaf.dtype.itemsize // math.prod(mesh.get(axis, 1) for axis in spec if axis is not None)
+        leaf.size * leaf.dtype.itemsize // math.prod(parts(axis, mesh) for axis in spec)
         for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs, **is_spec), strict=True)
         if leaf.ndim
     )
@@ -225,13 +225,9 @@ def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
 
 
 def _shard_shape(path: str, shape: tuple[int, ...], mesh: Mapping[str, int], problems: list[str]) -> tuple[int, ...]:
-    sizes = list(shape)
-    for dimension, axis in enumerate(leaf_spec(path)):
-        shards = mesh.get(axis, 1) if axis is not None else 1
-        if sizes[dimension] % shards:
-            name = re.sub(r"^layers/\d+/", "layers/*/", path)
-            problem = f"{name} {shape}: {sizes[dimension]} is not divisible by mesh axis {axis}={shards}"
-            if problem not in problems:
-                problems.append(problem)
-        sizes[dimension] //= shards
-    return tuple(sizes)
+    spec = spec_on_mesh(leaf_spec(path), shape, mesh)
+    name = re.sub(r"^layers/\d+/", "layers/*/", path)
+    found = (f"{name} {shape}: {problem}" for problem in undivided(shape, spec, mesh))
+    problems.extend(problem for problem in found if problem not in problems)
+    axes = (*spec, *[None] * (len(shape) - len(spec)))
+    return tuple(size // parts(axis, mesh) for size, axis in zip(shape, axes, strict=True))

@@ -1,8 +1,9 @@
 """The device mesh, and the ordered table of rules by which parameters are split over it.
 
 Axes: `data` (replicas), `fsdp` (replicas whose parameters are split), `expert` (experts are split; outside the
-MoE layers it splits the batch like `data`), `tensor` (matrices are split). Axis types are Auto: the compiler
-propagates the shardings, and only the expert layers are written by hand.
+MoE layers it splits the batch like `data`), `sequence` (sequences are split, and parameters as by `fsdp`), `tensor`
+(matrices are split). Axis types are Auto: the compiler propagates the shardings, and only the expert layers, attention
+and the loss are written by hand.
 """
 
 import math
@@ -21,7 +22,7 @@ from moe_jax.experts.forms.by_name import delta_specs, shared_delta_specs
 from moe_jax.experts.forms.lora import whole_kernel_specs
 from moe_jax.experts.forms.matrix import Split
 
-AXES = ("data", "fsdp", "expert", "tensor")
+AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
 # (path pattern, spec of an unstacked leaf). The first match decides. Parameters of layers in memory, below `segments/`,
 # carry one more leading axis, the repeats of the layer, which is never split.
@@ -60,7 +61,7 @@ LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes the mesh `data x fsdp x expert x tensor`.
+    """Makes the mesh `data x fsdp x expert x sequence x tensor`.
 
     Args:
       axes: size of every axis; absent ones are 1, and one may be -1, "the rest of the devices".
@@ -90,8 +91,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
 
 
 def batch_spec() -> P:
-    """The PartitionSpec of a batch [B, ...]: split over every axis except `tensor`."""
-    return P(("data", "fsdp", "expert"), None)
+    """The PartitionSpec of a batch [B, T]: split over every axis except `tensor`."""
+    return P(("data", "fsdp", "expert"), "sequence")
 
 
 def leaf_spec(path: str) -> P:
@@ -150,12 +151,8 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
         except InputError as error:
             problems.append(str(error))
             return NamedSharding(mesh, P())
-        if not _divides_experts(leaf.shape, spec, mesh):
-            # Each device then has all experts, and computes with its share of them (`experts.parallel`).
-            spec = P(*(None if axis == "expert" else axis for axis in spec))
-        for size, axis in zip(leaf.shape, spec, strict=False):
-            if axis is not None and size % mesh.shape[axis]:
-                problems.append(f"{name} {leaf.shape}: {size} is not divisible by mesh axis {axis}={mesh.shape[axis]}")
+        spec = spec_on_mesh(spec, leaf.shape, mesh.shape)
+        problems.extend(f"{name} {leaf.shape}: {problem}" for problem in undivided(leaf.shape, spec, mesh.shape))
         return NamedSharding(mesh, spec)
 
     shardings = jax.tree_util.tree_map_with_path(sharding, state)
@@ -163,9 +160,42 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
     return shardings
 
 
-def _divides_experts(shape: tuple[int, ...], spec: P, mesh: Mesh) -> bool:
-    sizes = zip(shape, spec, strict=False)
-    return all(size % mesh.shape["expert"] == 0 for size, axis in sizes if axis == "expert")
+def spec_on_mesh(spec: P, shape: tuple[int, ...], mesh: Mapping[str, int]) -> P:
+    """How a parameter is split over a mesh whose axes have these sizes.
+
+    Experts that `expert` does not divide are on every device, which computes with its share of them
+    (`experts.parallel`). What `fsdp` splits is split over `sequence` as well, where that divides it.
+
+    Args:
+      spec: from `leaf_spec`.
+      shape: of the parameter.
+      mesh: size of every axis; absent ones are 1.
+    """
+
+    def over(axis: str | None, size: int) -> str | tuple[str, ...] | None:
+        if axis == "expert" and size % mesh.get("expert", 1):
+            return None
+        sequence = mesh.get("sequence", 1)
+        if axis == "fsdp" and sequence > 1 and size % (mesh.get("fsdp", 1) * sequence) == 0:
+            return ("fsdp", "sequence")
+        return axis
+
+    return P(*(over(axis, size) for axis, size in zip(spec, shape, strict=False)))
+
+
+def parts(axis: str | tuple[str, ...] | None, mesh: Mapping[str, int]) -> int:
+    """Into how many parts an entry of a PartitionSpec splits an array; absent axes are 1."""
+    names = axis if isinstance(axis, tuple) else (axis,)
+    return math.prod(mesh.get(name, 1) for name in names if name is not None)
+
+
+def undivided(shape: tuple[int, ...], spec: P, mesh: Mapping[str, int]) -> list[str]:
+    """Sizes of a parameter that the axes which split them do not divide, in words."""
+    return [
+        f"{size} is not divisible by mesh axis {axis}={parts(axis, mesh)}"
+        for size, axis in zip(shape, spec, strict=False)
+        if size % parts(axis, mesh)
+    ]
 
 
 def mesh_of(state: nnx.State) -> Mesh | None:

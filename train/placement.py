@@ -7,14 +7,16 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import InputError
 from moe_jax.sharding import batch_spec
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch [B, T] on the mesh."""
-    return NamedSharding(mesh, batch_spec())
+def batch_sharding(mesh: Mesh, length: int) -> NamedSharding:
+    """The sharding of an array [B, length] of a batch on the mesh; what `sequence` does not divide has whole rows."""
+    rows, tokens = batch_spec()
+    return NamedSharding(mesh, P(rows, None if length % mesh.shape["sequence"] else tokens))
 
 
 def batch_shards(mesh: Mesh) -> int:
@@ -36,7 +38,7 @@ def check_batch_divides(mesh: Mesh, batch_size: int, accumulation: int) -> None:
 def local_rows(mesh: Mesh, batch_size: int) -> list[int]:
     """Rows of the global batch that the devices of this process hold, sorted."""
     rows = np.zeros(batch_size, bool)
-    for index in batch_sharding(mesh).addressable_devices_indices_map((batch_size, 1)).values():
+    for index in batch_sharding(mesh, 1).addressable_devices_indices_map((batch_size, 1)).values():
         assert index is not None
         rows[index[0]] = True
     return np.flatnonzero(rows).tolist()
@@ -51,13 +53,13 @@ def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_si
       mesh: the mesh to put them on.
       batch_size: B.
     """
-    sharding = batch_sharding(mesh)
     place_of = {row: i for i, row in enumerate(rows)}
 
     def one(local: np.ndarray) -> jax.Array:
         def shard(index: Any) -> np.ndarray:
-            return local[[place_of[row] for row in range(*index[0].indices(batch_size))]]
+            return local[[place_of[row] for row in range(*index[0].indices(batch_size))], index[1]]
 
+        sharding = batch_sharding(mesh, local.shape[1])
         return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, shard)
 
     return {key: one(array) for key, array in batch.items()}

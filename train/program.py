@@ -75,6 +75,11 @@ def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = No
         raise InputError(f"data.input_len = {recipe.data.input_len} is for models with an encoder, which this has not")
     mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
     check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
+    if recipe.data.seq_len % mesh.shape["sequence"]:
+        raise InputError(
+            f"data.seq_len = {recipe.data.seq_len} is not divisible by mesh.sequence = {mesh.shape['sequence']}, which "
+            "splits every sequence"
+        )
     return mesh
 
 
@@ -106,7 +111,7 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     step = jax.jit(
         _make_step(recipe, config, graphdef, optimizer),
         donate_argnums=0,
-        in_shardings=(_shardings(state), _shardings(frozen), batch_sharding(mesh)),
+        in_shardings=(_shardings(state), _shardings(frozen), _shardings(abstract_batch(recipe, config, mesh))),
         out_shardings=(_shardings(state), replicated),
     )
     return Program(config, mesh, model, trainable, graphdef, optimizer, state, frozen, step)
@@ -155,8 +160,10 @@ def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str,
         input_len=input_length(recipe.data) if config.has_encoder else None,
         seq_len=recipe.data.seq_len,
     )
-    sharding = batch_sharding(mesh)
-    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for name, array in like.items()}
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=batch_sharding(mesh, array.shape[1]))
+        for name, array in like.items()
+    }
 
 
 def initial_states(program: Program, recipe: Recipe, source: ModelSource | None) -> tuple[nnx.State, nnx.State]:

@@ -239,16 +239,19 @@ class MeshSection:
       data: devices that each have a share of the batch and all parameters.
       fsdp: devices that each have a share of the batch and of the parameters.
       expert: devices that each have a share of the experts, and of the batch.
+      sequence: devices that each have a share of every sequence, and of the parameters; for sequences of which one is
+        too much for a device. It goes with microbatches of one sequence for each device along the first three.
       tensor: devices that each have a share of every kernel.
     """
 
     data: int = 1
     fsdp: int = -1
     expert: int = 1
+    sequence: int = 1
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        at_least(self, -1, "data", "fsdp", "expert", "tensor")
+        at_least(self, -1, "data", "fsdp", "expert", "sequence", "tensor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -83,21 +83,21 @@ def sending_seconds(one: Transfer, chip: Chip, devices: int, per_host: int | Non
 def _state_bytes(recipe: Recipe, program: Program) -> float:
     """What a chip reads and writes of parameters and of the optimizer's state in a step.
 
-    Parameters that other chips keep a part of (`fsdp`) are gathered, and read forward, backward, and once more where a
+    Parameters that other chips keep a part of (`fsdp`, `sequence`) are gathered, and read forward, backward, and once more where a
     layer is computed again, by every microbatch.
     """
     passes = recipe.train.accumulation * (3 if recipe.model.remat == "full" else 2)
     itemsize = np.dtype(recipe.model.compute_dtype).itemsize
-    used = sum(_shard(leaf, "fsdp") for leaf in jax.tree.leaves((program.state.params, program.frozen))) * itemsize
+    used = sum(_shard(leaf, gathered=("fsdp", "sequence")) for leaf in jax.tree.leaves((program.state.params, program.frozen))) * itemsize
     changed = program.state.params, program.state.opt_state, program.state.ema
     kept = sum(_shard(leaf) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(changed))
     gradients = 4 * sum(_shard(leaf) for leaf in jax.tree.leaves(program.state.params))
     return passes * used + 2 * (kept + gradients)
 
 
-def _shard(leaf: jax.ShapeDtypeStruct, gathered: str | None = None) -> int:
-    """Numbers of a leaf on a device, or those that it has when the axis `gathered` is undone."""
+def _shard(leaf: jax.ShapeDtypeStruct, gathered: tuple[str, ...] = ()) -> int:
+    """Numbers of a leaf on a device, or those that it has when the axes `gathered` are undone."""
     assert isinstance(leaf.sharding, NamedSharding)
     size = math.prod(leaf.sharding.shard_shape(leaf.shape))
     axes = [axis for part in leaf.sharding.spec for axis in (part if isinstance(part, tuple) else (part,))]
-    return size * leaf.sharding.mesh.shape[gathered] if gathered and gathered in axes else size
+    return size * math.prod(leaf.sharding.mesh.shape[axis] for axis in gathered if axis in axes)

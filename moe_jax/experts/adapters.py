@@ -18,7 +18,7 @@ from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.protocol import ExpertForm
 from moe_jax.experts.linear import apply_ffn, ffn_linears
-from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
+from moe_jax.experts.mesh import current_mesh, token_axes
 from moe_jax.experts.platforms import Platform, current_chip
 from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
 from moe_jax.functional.dropout import dropout
@@ -55,7 +55,7 @@ class Adapters(nnx.Module):
         mesh = current_mesh()
         if way == "side-by-side" or mesh is None:
             return apply(x, routing, down, up)
-        tokens = P(BATCH_AXES if splits_batch(mesh, x.shape[0]) else None, None)
+        tokens = P(token_axes(mesh, x.shape[0]), None)
         # Every device sorts its own tokens and has all adapters: left to the compiler, a sort gathers all tokens.
         return jax.shard_map(
             apply, in_specs=(tokens, Routing._make((tokens, tokens)), P(), P()), out_specs=tokens, check_vma=False

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.forms.matrix import Part
 from moe_jax.experts.hidden_rows import Kernels
-from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
+from moe_jax.experts.mesh import current_mesh, token_axes
 from moe_jax.experts.parallel import biases_once, num_experts, parts_of
 from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 from moe_jax.functional.ffn import hidden
@@ -143,8 +143,8 @@ def _of_own_tokens(
     No token travels. The compiler would gather all of them, to sort them, or because the deltas of different experts
     lie on different devices.
     """
-    batch = BATCH_AXES if splits_batch(mesh, x.shape[0]) else None
-    tokens, neurons = P(batch, None), P(batch, "tensor")
+    axes = token_axes(mesh, x.shape[0])
+    tokens, neurons = P(axes, None), P(axes, "tensor")
     arrays = {name: kernel.arrays for name, kernel in deltas.items()}
     array_specs = {
         name: {path: _of_all(spec) for path, spec in kernel.specs().items()} for name, kernel in deltas.items()

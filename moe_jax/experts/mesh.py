@@ -7,7 +7,9 @@ from jaxtyping import Array, Float
 from moe_jax.functional.attention import Placement
 
 BATCH_AXES = ("data", "fsdp", "expert")
-"""The axes that split the batch."""
+"""The axes that split the rows of a batch."""
+TOKEN_AXES = (*BATCH_AXES, "sequence")
+"""The axes that split the tokens of a batch."""
 
 
 def current_mesh() -> jax.sharding.AbstractMesh | None:
@@ -29,13 +31,28 @@ def splits_batch(mesh: jax.sharding.AbstractMesh, size: int) -> bool:
     return size % axes_size(mesh, *BATCH_AXES) == 0
 
 
+def token_axes(mesh: jax.sharding.AbstractMesh, tokens: int) -> tuple[str, ...]:
+    """The axes that split an array of so many tokens [T, d], the tokens of all rows of a batch; none: it is whole.
+
+    Tokens of a batch with one row for each device along `BATCH_AXES` stay where they are. With more rows the compiler
+    gathers those that `sequence` splits.
+    """
+    return next((axes for axes in (TOKEN_AXES, BATCH_AXES) if tokens % axes_size(mesh, *axes) == 0), ())
+
+
+def sequence_axis(mesh: jax.sharding.AbstractMesh, length: int) -> str | None:
+    """The axis that splits sequences of this length; None: every device has them as a whole."""
+    size = mesh.shape["sequence"]
+    return "sequence" if size > 1 and length % size == 0 else None
+
+
 def shard_batch(x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
-    """Over a mesh, the batch is split over every axis but `tensor`, where it divides, and the rest is whole."""
+    """Over a mesh, rows and sequences are split over every axis but `tensor`, where that divides; the rest is whole."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    split = x.shape[0] % axes_size(mesh, *BATCH_AXES) == 0
-    return jax.lax.with_sharding_constraint(x, P(BATCH_AXES if split else None, None, None))
+    rows = BATCH_AXES if splits_batch(mesh, x.shape[0]) else None
+    return jax.lax.with_sharding_constraint(x, P(rows, sequence_axis(mesh, x.shape[1]), None))
 
 
 def shard_cache(cache: Float[Array, "B *H S w"]) -> Float[Array, "B *H S w"]:
@@ -48,8 +65,13 @@ def shard_cache(cache: Float[Array, "B *H S w"]) -> Float[Array, "B *H S w"]:
     return jax.lax.with_sharding_constraint(cache, P(rows, *heads, None, None))
 
 
-def attention_placement(rows: int) -> Placement | None:
-    """How attention of so many rows runs on the mesh in use; None: there is none, and the platform is not known."""
+def attention_placement(rows: int, length: int) -> Placement | None:
+    """How attention of a batch runs on the mesh in use; None: there is none, and the platform is not known.
+
+    Args:
+      rows: of the batch.
+      length: queries of a row.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
     if mesh.empty or device is None:
@@ -58,4 +80,6 @@ def attention_placement(rows: int) -> Placement | None:
     if mesh.size == 1:
         return Placement(platform)
     batch = BATCH_AXES if splits_batch(mesh, rows) else ()
-    return Placement(platform, batch, "tensor", mesh.shape["tensor"], mesh.size)
+    sequence = sequence_axis(mesh, length)
+    heads = ("tensor",) if sequence is None else ("tensor", sequence)
+    return Placement(platform, batch, heads, axes_size(mesh, *heads), mesh.size, sequence)

@@ -24,7 +24,7 @@ from moe_jax.experts.exchange import Buffer, Plan, in_rounds, send, send_back
 from moe_jax.experts.exchange_choice import DEFAULT, Exchange
 from moe_jax.experts.forms.matrix import BASE, Matrix, Part
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows
-from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
+from moe_jax.experts.mesh import current_mesh, token_axes
 from moe_jax.experts.platforms import current_chip
 from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert
 from moe_jax.functional.routing import Routing
@@ -53,14 +53,14 @@ def apply_experts(
     if mesh is None:
         return _grouped_ffn(x, routing, kernels, biases, activation, {})
 
-    split_tokens = splits_batch(mesh, x.shape[0])
-    tokens = P(BATCH_AXES, None) if split_tokens else P(None, None)
+    axes = token_axes(mesh, x.shape[0])
+    tokens = P(axes, None)
     array_specs = {name: kernel.specs() for name, kernel in kernels.items()}
     bias_specs = {n: P("expert", None) if n == "down" else P("expert", "tensor") for n in biases}
     arrays = {name: kernel.arrays for name, kernel in kernels.items()}
     arrays, biases = _even((arrays, biases), (array_specs, bias_specs), mesh.shape["expert"])
     without_arrays = {name: kernel._replace(arrays={}) for name, kernel in kernels.items()}
-    if not split_tokens:
+    if not axes:
         local = _whole
     elif exchange.chosen(mesh.shape["expert"], routing.experts.shape[1]) == "all-to-all":
         local = partial(_all_to_all, capacity=exchange.capacity)

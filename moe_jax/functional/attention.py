@@ -41,16 +41,23 @@ class Placement(NamedTuple):
     Attributes:
       platform: that the program is for.
       batch: axes that split the rows; none: every device has all.
-      heads: the axis that splits the heads; None: every device has all.
-      parts: into how many parts that axis splits them.
+      heads: axes that split the heads; none: every device has all.
+      parts: into how many parts these axes split them.
       devices: of the mesh.
+      sequence: one of `heads`, which splits the sequences of activations: devices along it exchange parts of all heads
+        for some heads as a whole, and back. None: activations are of whole sequences.
     """
 
     platform: str
     batch: tuple[str, ...] = ()
-    heads: str | None = None
+    heads: tuple[str, ...] = ()
     parts: int = 1
     devices: int = 1
+    sequence: str | None = None
+
+    def divides_heads(self, heads: int, kv_heads: int) -> bool:
+        """Whether every device gets as many heads, with key heads repeated where there are fewer of them than parts."""
+        return heads % math.lcm(kv_heads, self.parts) == 0
 
 
 def attention(
@@ -89,14 +96,20 @@ def attention(
     # found when the program is lowered is Triton's, which computes what has documents.
     packed = visible.segments is not None or placement is None
     refusals = {one: _beyond_kernels(one, form, q, k, v, bias, packed) for one in sorted(platforms)}
+    is_split = placement is not None and placement.sequence is not None
+    by_queries = is_split and not placement.divides_heads(q.shape[2], k.shape[2])
+    if by_queries:
+        form = form._replace(aligned=False)
+        refusals = dict.fromkeys(refusals, f"{placement.parts} devices cannot share {q.shape[2]} heads evenly")
     if q.shape[1] <= FEW_QUERIES or all(refusals.values()):
         if placement is not None and q.shape[1] > FEW_QUERIES:
             _say_once(placement.platform, refusals.get(placement.platform))
-        return chunked_attention(q, k, v, visible, bias, **form._asdict())
+        chunks = partial(chunked_attention, **form._asdict())
+        return (_over_devices(chunks, placement) if is_split else chunks)(q, k, v, visible, bias)
     if placement is None:
         return _when_lowered(form, tuple(one for one, reason in refusals.items() if reason is None), q, k, v, visible)
     kernel = partial(_by_kernel, form=form, platform=placement.platform)
-    return _over_devices(kernel, placement)(q, k, v, visible.segments, visible.key_segments)
+    return _over_devices(kernel, placement)(q, k, v, visible, bias)
 
 
 class _Form(NamedTuple):
@@ -116,9 +129,10 @@ class _Form(NamedTuple):
 
 
 def _by_kernel(
-    q: Array, k: Array, v: Array, segments: Array | None, key_segments: Array | None, *, form: _Form, platform: str
+    q: Array, k: Array, v: Array, visible: Visibility, bias: None = None, *, form: _Form, platform: str
 ) -> Float[Array, "B T H W"]:
     """By the kernel of a platform, which computes this; on one device."""
+    segments, key_segments = visible.segments, visible.key_segments
     nearest, farthest = form.band()
     given: Any = dict(nearest=nearest, farthest=farthest, scale=form.scale)
     if platform == "tpu":
@@ -153,24 +167,35 @@ def _say_once(platform: str, reason: str | None) -> None:
 
 
 def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callable[..., Array]:
-    """A kernel `(q, k, v, segments, key_segments) -> y`, called by every device for its rows and heads.
+    """A kernel `(q, k, v, visible, bias) -> y`, called by every device for its rows and heads.
 
-    The compiler cannot divide a kernel. Key heads that there are fewer of than parts are repeated.
+    The compiler cannot divide a kernel. Key heads that there are fewer of than parts are repeated. Where heads cannot
+    be divided, every device has all of them, for its part of the queries if an axis splits sequences.
     """
     if placement.devices == 1:
         return kernel
 
-    def whole(q: Array, k: Array, v: Array, segments: Array | None, key_segments: Array | None) -> Array:
-        heads, kv_heads = q.shape[2], k.shape[2]
-        together = math.lcm(kv_heads, placement.parts)
-        by_heads = placement.heads is not None and heads % together == 0
-        if by_heads and together > kv_heads:
-            k, v = (jnp.repeat(a, together // kv_heads, axis=2) for a in (k, v))
-        split, tokens = P(placement.batch, None, placement.heads if by_heads else None), P(placement.batch, None)
-        specs = (split, split, split, tokens, tokens)
-        return jax.shard_map(kernel, in_specs=specs, out_specs=split, check_vma=False)(
-            q, k, v, segments, key_segments
-        )
+    def in_place(activations: Array) -> Array:
+        """Split as activations are outside of attention: left alone, the compiler gathers what others are made of."""
+        if placement.sequence is None:
+            return activations
+        heads = P.UNCONSTRAINED
+        return jax.lax.with_sharding_constraint(activations, P(placement.batch, placement.sequence, heads, None))
+
+    def whole(q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None) -> Array:
+        q, k, v = map(in_place, (q, k, v))
+        heads = queries = None
+        if placement.divides_heads(q.shape[2], k.shape[2]):
+            heads, together = placement.heads, math.lcm(k.shape[2], placement.parts)
+            if together > k.shape[2]:
+                k, v = (jnp.repeat(a, together // k.shape[2], axis=2) for a in (k, v))
+        else:
+            queries = placement.sequence
+        of_queries, of_keys = P(placement.batch, queries, heads), P(placement.batch, None, heads)
+        tokens, key_tokens = P(placement.batch, queries), P(placement.batch, None)
+        specs = (of_queries, of_keys, of_keys, Visibility(tokens, key_tokens, tokens, key_tokens, P(placement.batch)))
+        divided = jax.shard_map(kernel, in_specs=(*specs, P(heads)), out_specs=of_queries, check_vma=False)
+        return in_place(divided(q, k, v, visible, bias))
 
     return whole
 
@@ -213,10 +238,10 @@ def _by_platform(
 def _lowered(
     q: Array, k: Array, v: Array, visible: Visibility, *, form: _Form, platform: str
 ) -> Float[Array, "B T H W"]:
-    segments, key_segments = visible.segments, visible.key_segments
-    if platform == "gpu" and segments is None:
-        segments = key_segments = jnp.zeros(q.shape[:2], jnp.int32)
-    return _by_kernel(q, k, v, segments, key_segments, form=form, platform=platform)
+    if platform == "gpu" and visible.segments is None:
+        one_document = jnp.zeros(q.shape[:2], jnp.int32)
+        visible = visible._replace(segments=one_document, key_segments=one_document)
+    return _by_kernel(q, k, v, visible, form=form, platform=platform)
 
 
 def _lowered_backward(

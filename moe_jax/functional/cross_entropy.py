@@ -28,13 +28,20 @@ class LossAxes(NamedTuple):
 
     Attributes:
       batch: of the rows.
-      width: one of `batch`, which splits the width of the kernel too (fully sharded parameters); None: none does.
+      sequence: of the tokens of a row; None: none does.
+      width: some of these, which split the width of the kernel too (fully sharded parameters).
       vocabulary: of the columns of the kernel and the bias; None: none does.
     """
 
     batch: tuple[str, ...]
-    width: str | None = None
+    sequence: str | None = None
+    width: tuple[str, ...] = ()
     vocabulary: str | None = None
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Those that split the tokens of a batch."""
+        return self.batch if self.sequence is None else (*self.batch, self.sequence)
 
 
 class HeadOptions(NamedTuple):
@@ -240,7 +247,7 @@ def _losses_and_gradients(
         if gradients.kernel is not None:
             gradients = gradients._replace(kernel=_sum_of_kernels(options, gradients.kernel))
         if gradients.bias is not None:
-            gradients = gradients._replace(bias=_psum(gradients.bias, options.axes and options.axes.batch))
+            gradients = gradients._replace(bias=_psum(gradients.bias, options.axes and options.axes.tokens))
         return losses.reshape(targets.shape), gradients
 
     specs = _Specs.of(options)
@@ -313,9 +320,9 @@ class _Specs(NamedTuple):
 
     @classmethod
     def of(cls, options: HeadOptions) -> "_Specs":
-        batch, width, vocabulary = options.axes or LossAxes(())
+        batch, sequence, width, vocabulary = options.axes or LossAxes(())
         kernel = P(vocabulary, width) if options.transposed else P(width, vocabulary)
-        return cls(P(batch, None, None), kernel, P(vocabulary), P(batch, None))
+        return cls(P(batch, sequence, None), kernel, P(vocabulary), P(batch, sequence))
 
 
 def _over_mesh(options: HeadOptions, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -327,7 +334,7 @@ def _over_mesh(options: HeadOptions, local: Callable, in_specs: Any, out_specs: 
 
 def _whole_kernel(options: HeadOptions, kernel: Array) -> Array:
     """The kernel with the whole width: gathered once, in the dtype that the products are in."""
-    if options.axes is None or options.axes.width is None:
+    if options.axes is None or not options.axes.width:
         return kernel
     return lax.all_gather(kernel, options.axes.width, axis=1 if options.transposed else 0, tiled=True)
 
@@ -336,11 +343,11 @@ def _sum_of_kernels(options: HeadOptions, gradient: Array) -> Array:
     """The sum of the gradients of all devices, as the kernel is split."""
     if options.axes is None:
         return gradient
-    batch, width, _ = options.axes
-    if width is not None:
+    width = options.axes.width
+    if width:
         axis = 1 if options.transposed else 0
         gradient = lax.psum_scatter(gradient, width, scatter_dimension=axis, tiled=True)
-    return _psum(gradient, tuple(axis for axis in batch if axis != width))
+    return _psum(gradient, tuple(axis for axis in options.axes.tokens if axis not in width))
 
 
 def _psum(array: Array, axes: str | tuple[str, ...] | None) -> Array:

@@ -171,6 +171,6 @@ class Attention(nnx.Module):
             soft_cap=self.config.score_soft_cap,
             bias=bias,
             aligned=aligned,
-            placement=attention_placement(q.shape[0]),
+            placement=attention_placement(*q.shape[:2]),
         )
         return y.reshape(*q.shape[:2], -1)

@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.forms.fresh import normal_kernel
-from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
+from moe_jax.experts.mesh import BATCH_AXES, axes_size, current_mesh, sequence_axis, splits_batch
 from moe_jax.experts.variables import Leaves
 from moe_jax.functional.cross_entropy import (
     HeadOptions,
@@ -83,17 +83,22 @@ class Head(Leaves):
 
     def _options(self, x: Array, kernel: Array) -> HeadOptions:
         width, vocabulary = kernel.shape[:: -1 if self.is_tied else 1]
-        return HeadOptions(self.scale, self.soft_cap, self.is_tied, _axes(x.shape[0], width, vocabulary))
+        return HeadOptions(self.scale, self.soft_cap, self.is_tied, _axes(x.shape[:2], width, vocabulary))
 
 
-def _axes(batch: int, width: int, vocabulary: int) -> LossAxes | None:
+def _axes(batch: tuple[int, ...], width: int, vocabulary: int) -> LossAxes | None:
     """How the mesh in use splits the operands of a loss: as its rule table does, where that divides them."""
     mesh = current_mesh()
     if mesh is None:
         return None
-    split = splits_batch(mesh, batch)
+    rows, length = batch
+    split, sequence = splits_batch(mesh, rows), sequence_axis(mesh, length)
+    # Kernels are split over `sequence` too, if it divides them and the devices along it have tokens of their own.
+    splits_of_width = [("fsdp",)] if sequence is None else [("fsdp", sequence), ("fsdp",)]
+    fitting = (axes for axes in splits_of_width if split and width % axes_size(mesh, *axes) == 0)
     return LossAxes(
         batch=BATCH_AXES if split else (),
-        width="fsdp" if split and width % mesh.shape["fsdp"] == 0 else None,
+        sequence=sequence,
+        width=next(fitting, ()),
         vocabulary="tensor" if vocabulary % mesh.shape["tensor"] == 0 else None,
     )

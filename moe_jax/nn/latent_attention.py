@@ -111,7 +111,7 @@ class LatentAttention(nnx.Module):
         return attention(
             q, k, v, visible,
             mask=config.mask, window=config.sliding_window, scale=config.score_scale, aligned=aligned,
-            placement=attention_placement(q.shape[0]),
+            placement=attention_placement(*q.shape[:2]),
         )  # fmt: skip
 
     def _is_cheaper_absorbed(self, queries: int, slots: int) -> bool:

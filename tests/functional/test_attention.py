@@ -250,6 +250,8 @@ def test_the_platforms_kernel_or_one_word_why_not(platform, options, kernel, rea
         ({"data": 2, "fsdp": 2, "tensor": 2}, 4, (4, 2)),
         ({"expert": 2, "tensor": 4}, 4, (8, 2)),  # as many parts as twice the key heads
         ({"fsdp": 2, "tensor": 4}, 3, (6, 3)),  # neither rows nor heads can be divided
+        ({"fsdp": 2, "sequence": 2, "tensor": 2}, 4, (8, 2)),  # sequences become heads
+        ({"fsdp": 2, "sequence": 4}, 4, (6, 3)),  # heads cannot be divided, queries can
     ],
 )
 def test_a_kernel_is_called_by_every_device_for_its_rows_and_heads(sizes, rows, heads):
@@ -259,19 +261,24 @@ def test_a_kernel_is_called_by_every_device_for_its_rows_and_heads(sizes, rows, 
     )
     segments = jnp.asarray(np.cumsum(rng.random((rows, 12)) < 0.3, axis=1), jnp.int32)
 
-    def kernel(q, k, v, segments, key_segments):
-        positions = jnp.broadcast_to(jnp.arange(12)[None], segments.shape)
-        return attention(q, k, v, Visibility(positions, positions, segments, key_segments), aligned=True)
+    positions = jnp.broadcast_to(jnp.arange(12)[None], (rows, 12))
+    visible = Visibility(positions, positions, segments, segments)
+
+    def kernel(q, k, v, visible, bias):
+        return attention(q, k, v, visible, aligned=False)
 
     def results(function):
-        value = lambda q, k, v: jnp.sum(function(q, k, v, segments, segments) * weight)  # noqa: E731
+        value = lambda q, k, v: jnp.sum(function(q, k, v, visible, None) * weight)  # noqa: E731
         return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))(q, k, v)
 
     expected = results(kernel)
     with jax.set_mesh(make_mesh(sizes)):
-        placement = attention_placement(rows)
+        placement = attention_placement(rows, 12)
         got = results(module._over_devices(kernel, placement))
-    assert placement == Placement("cpu", ("data", "fsdp", "expert") if rows == 4 else (), "tensor", sizes["tensor"], 8)
+    sequence = "sequence" if "sequence" in sizes else None
+    axes, parts = ("tensor", *["sequence"] * ("sequence" in sizes)), sizes.get("tensor", 1) * sizes.get("sequence", 1)
+    batch = ("data", "fsdp", "expert") if rows == 4 else ()
+    assert placement == Placement("cpu", batch, axes, parts, 8, sequence)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
 

@@ -112,9 +112,10 @@ def test_bfloat16_activations_meet_float32_sums(soft_cap):
 
 
 MESHES = [
-    ({"data": 2, "fsdp": 2, "tensor": 2}, LossAxes(("data", "fsdp", "expert"), "fsdp", "tensor")),
-    ({"fsdp": 2, "expert": 4}, LossAxes(("data", "fsdp", "expert"), None, None)),
-    ({"fsdp": 2, "tensor": 4}, LossAxes((), None, "tensor")),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, LossAxes(("data", "fsdp", "expert"), None, ("fsdp",), "tensor")),
+    ({"fsdp": 2, "expert": 4}, LossAxes(("data", "fsdp", "expert"))),
+    ({"fsdp": 2, "tensor": 4}, LossAxes((), vocabulary="tensor")),
+    ({"expert": 2, "fsdp": 2, "sequence": 2}, LossAxes(("data", "fsdp", "expert"), "sequence", ("fsdp", "sequence"))),
 ]
 
 
@@ -123,7 +124,7 @@ MESHES = [
 @pytest.mark.parametrize(("sizes", "axes"), MESHES)
 def test_values_and_gradients_over_a_mesh(sizes, axes, transposed):
     options = HeadOptions(scale=0.5, soft_cap=4.0, transposed=transposed, logit_bytes=3 * 4 * 24)
-    given = operands((8, 5, 6, 24), options)
+    given = operands((8, 6, 8, 24), options)
     expected = value_and_gradients(*given, options=options, form="at once")
     mesh = make_mesh(sizes)
     kernel = P("tensor", "fsdp") if transposed else P("fsdp", "tensor")

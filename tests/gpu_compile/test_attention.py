@@ -35,7 +35,7 @@ def program(heads, length, *, packed, mesh=None, known=True, dtype="bfloat16", *
 
     def value(q, k, v, segments):
         visible = Visibility(positions, positions, *(segments, segments) if packed else ())
-        y = attention(q, k, v, visible, aligned=True, placement=attention_placement(rows), **options)
+        y = attention(q, k, v, visible, aligned=True, placement=attention_placement(*q.shape[:2]), **options)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     def given(dtype, *shape):

@@ -61,7 +61,7 @@ def test_the_step_compiles_for_a_pod_slice(folder):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["chips"] == 16 and report["device_kind"] == "TPU v5 lite"
-    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4, "tensor": 1}
+    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4, "sequence": 1, "tensor": 1}
     sizes = report["bytes"]
     # Parameters and two moments in float32, split over the chips, come in and go out in the same buffers.
     params = 2 * (4 * 128 * 128 + 128 * 4 + 4 * 3 * 128 * 128 + 2 * 128) + 2 * 256 * 128 + 128

@@ -15,6 +15,7 @@ from moe_jax.models import FFNConfig, ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model
 from moe_jax.sharding import path_name, state_shardings
+from moe_jax.train.data_sections import DataSection
 from moe_jax.train.placement import local_rows, place
 from moe_jax.train.program import Program, first_state, make_program
 from moe_jax.train.recipe import MeshSection, ModelSection, PartitionSection, Recipe, ScheduleSection, TrainSection
@@ -97,11 +98,16 @@ def two_layers():
     return run(recipe_of(), TWO_LAYERS)
 
 
-@one_in(2, first=1)
+@one_in(4, first=1)
 @pytest.mark.parametrize(
     "mesh",
-    [MeshSection(data=2, fsdp=4), MeshSection(fsdp=2, expert=2, tensor=2)],
-    ids=["data2-fsdp4", "fsdp2-expert2-tensor2"],
+    [
+        MeshSection(data=2, fsdp=4),
+        MeshSection(fsdp=1, expert=2, sequence=2, tensor=2),
+        MeshSection(fsdp=2, expert=2, tensor=2),
+        MeshSection(fsdp=2, sequence=4),
+    ],
+    ids=["data2-fsdp4", "expert2-sequence2-tensor2", "fsdp2-expert2-tensor2", "fsdp2-sequence4"],
 )
 def test_dense_and_moe_layers_of_every_kind_train_alike_on_every_mesh(one_device, mesh):
     records, _, state, _ = run(recipe_of(mesh=mesh), EVERYTHING, devices=8)
@@ -267,6 +273,7 @@ def test_moments_lie_where_their_parameters_do():
         ({"train": TrainSection(batch_size=12)}, "batch_size = 12 in 1 microbatches leaves 12 sequences for the 8"),
         ({"train": TrainSection(batch_size=8, accumulation=2)}, "make it a multiple of 16"),
         ({"mesh": MeshSection(fsdp=1, tensor=8)}, "mlp/experts/delta|not divisible"),
+        ({"mesh": MeshSection(fsdp=1, sequence=8), "data": DataSection(seq_len=12)}, "data.seq_len = 12 is not divisible"),
     ],
 )
 def test_what_does_not_fit_the_mesh_is_an_error(sections, message):

@@ -7,7 +7,7 @@ float32, eight times the size of its codes, between devices, tile after tile.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.mesh import BATCH_AXES, current_mesh, splits_batch
+from moe_jax.experts.mesh import BATCH_AXES, current_mesh, sequence_axis, splits_batch, token_axes
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.nf4 import (
@@ -128,15 +128,18 @@ def nf4_linear(
         axis = None
     else:
         axis = "tensor"
-    first = BATCH_AXES if splits_batch(mesh, x.shape[0]) else None
-    inner = (None,) * (x.ndim - 2)
+    if x.ndim == 2:
+        axes: list[Any] = [token_axes(mesh, x.shape[0])]
+    else:
+        rows_of_batch = BATCH_AXES if splits_batch(mesh, x.shape[0]) else None
+        axes = [rows_of_batch, sequence_axis(mesh, x.shape[1]), *[None] * (x.ndim - 3)]
     specs = {name: P(*[None] * leaf.ndim) for name, leaf in leaves.items()}
     if split == "in":
         specs |= {"codes": P(axis, None)}
-        x_spec, y_spec = P(first, *inner, axis), P(first, *inner, None)
+        x_spec, y_spec = P(*axes, axis), P(*axes, None)
     else:
         specs |= {name: P(None, axis) for name in ("codes", "scale_codes")}
-        x_spec, y_spec = P(first, *inner, None), P(first, *inner, axis)
+        x_spec, y_spec = P(*axes, None), P(*axes, axis)
     multiply = partial(_local, rows=rows, columns=columns, split=split) if axis else partial(nf4_matmul, rows=rows)
     # The loops over tiles carry values whose replication the checker cannot follow.
     return jax.shard_map(multiply, in_specs=(x_spec, specs), out_specs=y_spec, check_vma=False)(x, leaves)

@@ -43,7 +43,7 @@ def compiled(topology, mesh, heads, length, dtype="bfloat16", known=True, **opti
     def value(q, k, v, segments):
         prefix = jnp.ones(rows, jnp.int32) if options.get("mask") == "prefix" else None
         visible = Visibility(positions, positions, segments, segments, prefix)
-        y = attention(q, k, v, visible, aligned=True, placement=attention_placement(rows), **options)
+        y = attention(q, k, v, visible, aligned=True, placement=attention_placement(*q.shape[:2]), **options)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     def given(dtype, *shape):
