@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.counting import count_bytes
 from moe_jax.errors import nearest, raise_if_any, shown
+from moe_jax.experts.mesh import spec_on_mesh
 from moe_jax.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
-from moe_jax.sharding import AXES, leaf_spec, parts, path_name, spec_on_mesh, undivided
+from moe_jax.sharding import AXES, leaf_spec, parts, path_name, undivided
 from moe_jax.train.flops import train_flops_per_token
 from moe_jax.train.optimizer import make_optimizer
 from moe_jax.train.optimizer_state import Placed, state_specs
@@ -181,7 +182,8 @@ def _optimizer_bytes(config: ModelConfig, mesh: Mapping[str, int], section: Opti
     _, params, _ = split_model(model, trainable_paths(model))
     leaves = [(path_name(path), leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     state = jax.eval_shape(make_optimizer(section, lambda _: 0.0).init, params)
-    specs = state_specs(state, {path: Placed(shape, spec_on_mesh(leaf_spec(path), shape, mesh)) for path, shape in leaves})
+    placed = {path: Placed(shape, spec_on_mesh(leaf_spec(path), shape, mesh)) for path, shape in leaves}
+    specs = state_specs(state, placed)
     is_spec = {"is_leaf": lambda node: isinstance(node, PartitionSpec)}
     return sum(
         leaf.size * leaf.dtype.itemsize // math.prod(parts(axis, mesh) for axis in spec)

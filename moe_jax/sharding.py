@@ -21,6 +21,7 @@ from moe_jax.errors import InputError, nearest, raise_if_any, shown
 from moe_jax.experts.forms.by_name import delta_specs, shared_delta_specs
 from moe_jax.experts.forms.lora import whole_kernel_specs
 from moe_jax.experts.forms.matrix import Split
+from moe_jax.experts.mesh import spec_on_mesh
 
 AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
@@ -158,29 +159,6 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
     shardings = jax.tree_util.tree_map_with_path(sharding, state)
     raise_if_any(problems, "sharding")
     return shardings
-
-
-def spec_on_mesh(spec: P, shape: tuple[int, ...], mesh: Mapping[str, int]) -> P:
-    """How a parameter is split over a mesh whose axes have these sizes.
-
-    Experts that `expert` does not divide are on every device, which computes with its share of them
-    (`experts.parallel`). What `fsdp` splits is split over `sequence` as well, where that divides it.
-
-    Args:
-      spec: from `leaf_spec`.
-      shape: of the parameter.
-      mesh: size of every axis; absent ones are 1.
-    """
-
-    def over(axis: str | None, size: int) -> str | tuple[str, ...] | None:
-        if axis == "expert" and size % mesh.get("expert", 1):
-            return None
-        sequence = mesh.get("sequence", 1)
-        if axis == "fsdp" and sequence > 1 and size % (mesh.get("fsdp", 1) * sequence) == 0:
-            return ("fsdp", "sequence")
-        return axis
-
-    return P(*(over(axis, size) for axis, size in zip(spec, shape, strict=False)))
 
 
 def parts(axis: str | tuple[str, ...] | None, mesh: Mapping[str, int]) -> int:

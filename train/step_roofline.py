@@ -83,12 +83,13 @@ def sending_seconds(one: Transfer, chip: Chip, devices: int, per_host: int | Non
 def _state_bytes(recipe: Recipe, program: Program) -> float:
     """What a chip reads and writes of parameters and of the optimizer's state in a step.
 
-    Parameters that other chips keep a part of (`fsdp`, `sequence`) are gathered, and read forward, backward, and once more where a
-    layer is computed again, by every microbatch.
+    Parameters that other chips keep a part of (`fsdp`, `sequence`) are gathered, and read forward, backward, and once
+    more where a layer is computed again, by every microbatch.
     """
     passes = recipe.train.accumulation * (3 if recipe.model.remat == "full" else 2)
     itemsize = np.dtype(recipe.model.compute_dtype).itemsize
-    used = sum(_shard(leaf, gathered=("fsdp", "sequence")) for leaf in jax.tree.leaves((program.state.params, program.frozen))) * itemsize
+    parameters = jax.tree.leaves((program.state.params, program.frozen))
+    used = sum(_shard(leaf, gathered=("fsdp", "sequence")) for leaf in parameters) * itemsize
     changed = program.state.params, program.state.opt_state, program.state.ema
     kept = sum(_shard(leaf) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(changed))
     gradients = 4 * sum(_shard(leaf) for leaf in jax.tree.leaves(program.state.params))

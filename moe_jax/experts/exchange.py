@@ -172,9 +172,11 @@ def in_rounds(
 
         def add(number: Array, sums: Any) -> Any:
             _, vjp = jax.vjp(lambda trained: at(number, trained, fixed, counts), trained)
-            return jax.tree.map(jnp.add, sums, vjp(dy)[0])
+            return jax.tree.map(lambda total, one: total + one.astype(total.dtype), sums, vjp(dy)[0])
 
-        return dy, further(counts, add, jax.tree.map(jnp.zeros_like, trained)), None, None
+        # Summed in float32 whatever the dtype.
+        sums = further(counts, add, jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), trained))
+        return dy, jax.tree.map(lambda total, array: total.astype(array.dtype), sums, trained), None, None
 
     rest.defvjp(rest_fwd, rest_bwd)
     return rest(at(0, trained, fixed, counts), trained, fixed, counts)

@@ -1,5 +1,7 @@
 """The mesh, as the hand-written parallel parts (`shard_map`) see it."""
 
+from collections.abc import Mapping
+
 import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -24,6 +26,29 @@ def axes_size(mesh: jax.sharding.AbstractMesh, *axes: str) -> int:
     for axis in axes:
         size *= mesh.shape[axis]
     return size
+
+
+def spec_on_mesh(spec: P, shape: tuple[int, ...], mesh: Mapping[str, int]) -> P:
+    """How a parameter is split over a mesh whose axes have these sizes.
+
+    Experts that `expert` does not divide are on every device, which computes with its share of them
+    (`experts.parallel`). What `fsdp` splits is split over `sequence` as well, where that divides it.
+
+    Args:
+      spec: over a mesh that divides everything.
+      shape: of the parameter.
+      mesh: size of every axis; absent ones are 1.
+    """
+
+    def over(axis: str | None, size: int) -> str | tuple[str, ...] | None:
+        if axis == "expert" and size % mesh.get("expert", 1):
+            return None
+        sequence = mesh.get("sequence", 1)
+        if axis == "fsdp" and sequence > 1 and size % (mesh.get("fsdp", 1) * sequence) == 0:
+            return ("fsdp", "sequence")
+        return axis
+
+    return P(*(over(axis, size) for axis, size in zip(spec, shape, strict=False)))
 
 
 def splits_batch(mesh: jax.sharding.AbstractMesh, size: int) -> bool:

@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.experts.exchange import Buffer, Plan, in_rounds, send, send_back
 from moe_jax.experts.exchange_choice import DEFAULT, Exchange
 from moe_jax.experts.forms.matrix import BASE, Matrix, Part
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows
-from moe_jax.experts.mesh import current_mesh, token_axes
+from moe_jax.experts.mesh import current_mesh, spec_on_mesh, token_axes
 from moe_jax.experts.platforms import current_chip
 from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert
 from moe_jax.functional.routing import Routing
@@ -55,7 +56,8 @@ def apply_experts(
 
     axes = token_axes(mesh, x.shape[0])
     tokens = P(axes, None)
-    array_specs = {name: kernel.specs() for name, kernel in kernels.items()}
+    whole_specs = {name: kernel.specs() for name, kernel in kernels.items()}
+    array_specs = {name: whole_specs[name] | _split_specs(kernel, mesh) for name, kernel in kernels.items()}
     bias_specs = {n: P("expert", None) if n == "down" else P("expert", "tensor") for n in biases}
     arrays = {name: kernel.arrays for name, kernel in kernels.items()}
     arrays, biases = _even((arrays, biases), (array_specs, bias_specs), mesh.shape["expert"])
@@ -66,13 +68,59 @@ def apply_experts(
         local = partial(_all_to_all, capacity=exchange.capacity)
     else:
         local = _all_gather
+
+    def on_device(x: Array, routing: Routing, arrays: Any, biases: dict[str, Array]) -> Array:
+        arrays = {
+            name: {path: _gathered(array, array_specs[name][path], whole_specs[name][path], x.dtype)
+                   for path, array in own.items()}
+            for name, own in arrays.items()
+        }  # fmt: skip
+        return local(without_arrays, x, routing, arrays, biases, activation=activation)
+
     return jax.shard_map(
-        partial(local, without_arrays, activation=activation),
+        on_device,
         in_specs=(tokens, Routing._make((tokens, tokens)), array_specs, bias_specs),
         out_specs=tokens,
         # The loops of the blocked product carry values whose replication the checker cannot follow.
         check_vma=False,
     )(x, routing, arrays, biases)
+
+
+def _split_specs(kernel: Kernels, mesh: jax.sharding.AbstractMesh) -> dict[str, P]:
+    """Of the arrays that are rounded before devices gather them: how they are stored."""
+    specs = kernel.form.rounded_specs(kernel.matrix.split)
+    # An axis that splits nothing leaves it to the product to round what it reads.
+    split = {path: spec_on_mesh(spec, kernel.arrays[path].shape, mesh.shape) for path, spec in specs.items()}
+    return {path: P("expert", *spec[1:]) for path, spec in split.items() if _gathered_along(spec, mesh)}
+
+
+def _gathered_along(spec: P, mesh: jax.sharding.AbstractMesh) -> bool:
+    return "fsdp" in spec and mesh.shape["fsdp"] > 1 or ("fsdp", "sequence") in spec
+
+
+def _gathered(array: Array, split: P, whole: P, dtype: DTypeLike) -> Array:
+    """An array of which this device has a part: rounded, and then gathered. The gradient is summed in float32."""
+    if split == whole:
+        return array
+    axis = next(number for number, (one, other) in enumerate(zip(split, whole, strict=True)) if one != other)
+    return _round_and_gather(array, axis, split[axis], jnp.dtype(dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _round_and_gather(array: Array, axis: int, along: str | tuple[str, ...], dtype: jnp.dtype) -> Array:
+    return lax.all_gather(array.astype(dtype), along, axis=axis, tiled=True)
+
+
+def _round_and_gather_forward(array: Array, axis: int, along: Any, dtype: jnp.dtype) -> tuple[Array, Array]:
+    return _round_and_gather(array, axis, along, dtype), jnp.zeros((), array.dtype)
+
+
+def _round_and_gather_backward(axis: int, along: Any, dtype: jnp.dtype, like: Array, cotangent: Array) -> tuple[Array]:
+    summed = lax.psum_scatter(cotangent.astype(jnp.float32), along, scatter_dimension=axis, tiled=True)
+    return (summed.astype(like.dtype),)
+
+
+_round_and_gather.defvjp(_round_and_gather_forward, _round_and_gather_backward)
 
 
 def _even(trees: Any, specs: Any, devices: int) -> Any:

@@ -38,6 +38,10 @@ class Full(KernelForm):
         """See `KernelForm`."""
         return {"kernel": P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")}
 
+    def rounded_specs(self, split: Split) -> dict[str, P]:
+        """See `KernelForm`."""
+        return self.stored_specs(split)
+
     def from_dense(
         self, kernel: Float[np.ndarray, "i o"], matrix: Matrix, num_experts: int, streams: Streams
     ) -> dict[str, np.ndarray]:

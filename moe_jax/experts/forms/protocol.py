@@ -172,6 +172,17 @@ class KernelForm(ExpertForm):
           split: the axis of the kernel that `tensor` splits.
         """
 
+    def rounded_specs(self, split: Split) -> dict[str, P]:
+        """How those leaves are stored of which only their values in the dtype of the activations are used, by path.
+
+        Over a mesh they are rounded to it before devices along `fsdp` give each other their parts: that is half as
+        many bytes.
+
+        Args:
+          split: the axis of the kernel that `tensor` splits.
+        """
+        return {}
+
     @classmethod
     def shared_stored_specs(cls) -> dict[str, P]:
         """The same for `shared_leaves`."""
