@@ -273,12 +273,13 @@ def _process() -> list[Item]:
 def _estimated(recipe: Recipe, config: ModelConfig, target: _Target) -> PlannedTraining:
     """Without a compiler for the devices."""
     mesh = _mesh_sizes(recipe.mesh, target.count)
-    one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, tensor=1))
+    one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
     program = make_program(one, config, jax.devices("cpu")[:1])
     abstract: Any = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     check_batch_divides(abstract, recipe.train.batch_size, recipe.train.accumulation)
     exact = _held(program, recipe, mesh)
-    activations = math.ceil(kept_bytes(program, one) / batch_shards(abstract))
+    parts_of_tokens = batch_shards(abstract) * abstract.shape["sequence"]
+    activations = math.ceil(kept_bytes(program, one) / parts_of_tokens)
     items = [
         *exact.items(),
         Item(name="gradients", bytes=exact.gradients, note="float32"),

@@ -62,7 +62,8 @@ class Options(BaseFlag):
     """Dtype of the activations."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Devices to split the model over, such as tensor=8 or data=2,tensor=4: `tensor` splits kernels, and caches by
-    heads; `expert` splits experts; all but `tensor` split the prompts, if they divide them. Without it, one device."""
+    heads; `expert` splits experts; `data`, `fsdp` and `expert` split the prompts, if they divide them, and `sequence`
+    what a prompt consists of. Without it, one device."""
     stream: bool = False
     """Prints the text as it comes; for one prompt. On a terminal, and in a conversation, this is done anyway."""
     json: bool = False
