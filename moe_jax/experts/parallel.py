@@ -69,7 +69,7 @@ def apply_experts(
     else:
         local = _all_gather
 
-    def on_device(x: Array, routing: Routing, arrays: Any, biases: dict[str, Array]) -> Array:
+    def on_device(x: Array, routing: Routing, arrays: Any, biases: Any) -> Array:
         arrays = {
             name: {path: _gathered(array, array_specs[name][path], whole_specs[name][path], x.dtype)
                    for path, array in own.items()}

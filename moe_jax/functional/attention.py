@@ -96,16 +96,15 @@ def attention(
     # found when the program is lowered is Triton's, which computes what has documents.
     packed = visible.segments is not None or placement is None
     refusals = {one: _beyond_kernels(one, form, q, k, v, bias, packed) for one in sorted(platforms)}
-    is_split = placement is not None and placement.sequence is not None
-    by_queries = is_split and not placement.divides_heads(q.shape[2], k.shape[2])
-    if by_queries:
+    split = placement if placement is not None and placement.sequence is not None else None
+    if split is not None and not split.divides_heads(q.shape[2], k.shape[2]):
         form = form._replace(aligned=False)
-        refusals = dict.fromkeys(refusals, f"{placement.parts} devices cannot share {q.shape[2]} heads evenly")
+        refusals = dict.fromkeys(refusals, f"{split.parts} devices cannot share {q.shape[2]} heads evenly")
     if q.shape[1] <= FEW_QUERIES or all(refusals.values()):
         if placement is not None and q.shape[1] > FEW_QUERIES:
             _say_once(placement.platform, refusals.get(placement.platform))
         chunks = partial(chunked_attention, **form._asdict())
-        return (_over_devices(chunks, placement) if is_split else chunks)(q, k, v, visible, bias)
+        return (chunks if split is None else _over_devices(chunks, split))(q, k, v, visible, bias)
     if placement is None:
         return _when_lowered(form, tuple(one for one, reason in refusals.items() if reason is None), q, k, v, visible)
     kernel = partial(_by_kernel, form=form, platform=placement.platform)
@@ -193,7 +192,8 @@ def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callabl
             queries = placement.sequence
         of_queries, of_keys = P(placement.batch, queries, heads), P(placement.batch, None, heads)
         tokens, key_tokens = P(placement.batch, queries), P(placement.batch, None)
-        specs = (of_queries, of_keys, of_keys, Visibility(tokens, key_tokens, tokens, key_tokens, P(placement.batch)))
+        of_visible = Visibility._make((tokens, key_tokens, tokens, key_tokens, P(placement.batch)))
+        specs = (of_queries, of_keys, of_keys, of_visible)
         divided = jax.shard_map(kernel, in_specs=(*specs, P(heads)), out_specs=of_queries, check_vma=False)
         return in_place(divided(q, k, v, visible, bias))
 
