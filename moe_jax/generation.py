@@ -22,6 +22,7 @@ from moe_jax.errors import MAX_SIZE, InputError, is_finite
 from moe_jax.functional.buckets import bucket
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder, unstacked
+from moe_jax.processes import on_host
 from moe_jax.sharding import mesh_of
 
 FIRST_BLOCK = 8
@@ -132,15 +133,15 @@ def stream(
 
     with over_mesh():
         progress = begin(*parts, jnp.asarray(padded), jnp.asarray(lengths), sampling, choosing=choosing, slots=slots)
-    yield _checked(np.asarray(progress.tokens), np.asarray(progress.finite), 1)
+    yield _checked(on_host(progress.tokens), on_host(progress.finite), 1)
     done, block_size = 1, FIRST_BLOCK
     while done < max_new_tokens:
-        if not bool(progress.goes_on()) or (ended is not None and bool((ended | np.asarray(progress.stopped)).all())):
+        if not bool(progress.goes_on()) or (ended is not None and bool((ended | on_host(progress.stopped)).all())):
             return
         until, start = min(max_new_tokens, done + block_size), time.perf_counter()
         with over_mesh():
             progress, block = continue_rows(*parts, progress, sampling, jnp.int32(until), choosing=choosing)
-        tokens, finite, step = np.asarray(block), np.asarray(progress.finite), int(progress.step)
+        tokens, finite, step = on_host(block), on_host(progress.finite), int(progress.step)
         block_size = MOST_STEPS
         if seconds is not None:
             block_size = max(1, min(MOST_STEPS, int(seconds * (step - done) / (time.perf_counter() - start))))

@@ -87,9 +87,26 @@ def _connect(place: Place) -> str:
     peers = Peers(place, versions(), wait=wait, silence=silence)
     address = peers.join()
     _peers = peers
+    _keep_output_apart(place)
+    return address
+
+
+def _keep_output_apart(place: Place) -> None:
+    """Standard output is the first process's, and this program's alone: what libraries print goes to standard error.
+
+    Gloo prints its connections, from C++.
+    """
+    try:
+        is_usual = sys.stdout.fileno() == 1
+    except (OSError, ValueError):  # it is closed, or no file
+        is_usual = False
+    if is_usual:
+        sys.stdout.flush()
+        own = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = open(own, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     if place.index:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
-    return address
 
 
 def _check_devices(place: Place | None) -> None:
@@ -237,6 +254,13 @@ def _gather(said: Any) -> list[Any]:
     padded[: content.size] = content
     gathered = np.asarray(multihost_utils.process_allgather(padded))
     return [json.loads(row[:size].tobytes()) for row, size in zip(gathered, sizes.tolist(), strict=True)]
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """The whole of an array that may lie on devices of several processes. All of them make this call."""
+    if not array.is_fully_addressable and not array.is_fully_replicated:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
 
 
 def wait_for_all(what: str) -> None:

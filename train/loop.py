@@ -15,12 +15,12 @@ from moe_jax.errors import InputError
 from moe_jax.train import recipe_toml
 from moe_jax.train.average import in_dtypes_of
 from moe_jax.train.data_sections import input_length
+from moe_jax.train.device_batches import BatchesOnDevices
 from moe_jax.train.evaluation import Evaluator
 from moe_jax.train.exchange_check import exchange_check
 from moe_jax.train.flops import peak_flops, step_flops
 from moe_jax.train.metrics import MetricsWriter, Record, StepLine, is_finite, to_record
 from moe_jax.train.pair_evaluation import PairEvaluator
-from moe_jax.train.placement import any_process, local_rows, merge_positions, place
 from moe_jax.train.program import Program
 from moe_jax.train.recipe import Recipe
 from moe_jax.train.run_directory import CHECKPOINTS
@@ -71,12 +71,12 @@ class Loop:
         self._recipe = recipe
         self._program = program
         self._frozen = frozen
-        self._data = data
+        batch_size, ends = recipe.train.batch_size, recipe.data.epochs is not None
+        self._batches = BatchesOnDevices(data, program.mesh, batch_size, ends=ends)
         self._checkpoints = checkpoints
         self._evaluator = evaluator
         self._console = console
         self._continue_command = continue_command
-        self._rows = local_rows(program.mesh, recipe.train.batch_size)
         self._flops = step_flops(program.config, recipe.data.seq_len, input_length(recipe.data))
         device = program.mesh.devices.flat[0]
         peak = peak_flops(device.device_kind, device.platform, recipe.model.compute_dtype, recipe.log.peak_flops)
@@ -125,7 +125,7 @@ class Loop:
             pending = None
 
         while step < steps:
-            batch = self._next_batch()
+            batch = self._batches.next()
             if batch is None:
                 self._console.print(f"the data ended after {step} of {steps} steps", highlight=False)
                 break
@@ -158,12 +158,6 @@ class Loop:
         self._checkpoints.wait()
         return state
 
-    def _next_batch(self) -> dict[str, jax.Array] | None:
-        batch = next(self._data)
-        if self._recipe.data.epochs is not None and not any_process(bool(batch["segment_ids"].any())):
-            return None
-        return place(batch, self._rows, self._program.mesh, self._recipe.train.batch_size)
-
     def _finish(self, step: int, metrics: StepMetrics, evaluate: TrainState | None) -> Record:
         """Waits for a step and checks it; adds the speed, and the held-out loss if a state is given."""
         record = to_record(self._program.config, step, metrics)
@@ -193,8 +187,7 @@ class Loop:
         return in_dtypes_of(state.params, state.ema)
 
     def _save(self, step: int, state: TrainState) -> None:
-        extra = {"data": merge_positions(self._data.get_state(), self._recipe.train.batch_size)}
-        self._checkpoints.save(step, state, extra)
+        self._checkpoints.save(step, state, {"data": self._batches.position()})
         self._saved = step
         self._clock = time.monotonic()
 

@@ -76,10 +76,3 @@ def merge_positions(state: Mapping[str, Any], batch_size: int) -> dict[str, Any]
     gathered = np.asarray(multihost_utils.process_allgather(table.view(np.int32)))
     rows = gathered.view(np.int64).max(axis=0)
     return {**state, "rows": {str(row): position for row, position in enumerate(rows.tolist())}}
-
-
-def any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process; returns the same in all of them."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))

@@ -140,6 +140,7 @@ def run(options: Options) -> None:
     from moe_jax.commands.eval_tasks import evaluate_on_tasks, list_tasks, read_tasks
     from moe_jax.errors import InputError, flag_of
     from moe_jax.loading import dtype_for_generation
+    from moe_jax.processes import is_first_process, join_processes, let_first_work
     from moe_jax.sharding import make_mesh
     from moe_jax.train.data_sections import SourceSection
 
@@ -166,6 +167,10 @@ def run(options: Options) -> None:
         if options.tasks == "list":
             list_tasks(known)
             return
+    if options.tasks is None:
+        join_processes()
+    elif not let_first_work():
+        return
     mesh = make_mesh({"fsdp" if options.split else "data": -1})
     source = options.open(options.model)
     dtype = None if options.tasks is None else dtype_for_generation(source, options.compute_dtype, mesh)
@@ -182,11 +187,11 @@ def run(options: Options) -> None:
     assert options.text is not None
     seq_len = default_seq_len(model.config) if options.seq_len is None else options.seq_len
     most = model.config.max_positions
-    if seq_len > most:
+    if seq_len > most and is_first_process():
         print(f"warning: {options.model} was made for {most} positions, not {seq_len}", file=sys.stderr)
     batch_size = _BATCH_SIZE if options.batch_size is None else options.batch_size
     result = evaluate(model, options.text, seq_len=seq_len, input_len=options.input_len, batch_size=batch_size)
-    if result.cut:
+    if result.cut and is_first_process():
         print(f"note: {result.cut:,} of {result.windows:,} pairs are too long and were cut", file=sys.stderr)
     result = result._asdict() | {"seq_len": seq_len, "model": str(options.model), "text": str(options.text)}
     if options.json:
@@ -229,6 +234,7 @@ def _tokenizer_file(path: Path) -> Path:
 def _classify(model: "Model", options: Options) -> None:
     """Labels the texts and prints how often that was right, and which labels were given to which."""
     from moe_jax.api.classify import classify
+    from moe_jax.processes import is_first_process
 
     labels = None if options.labels is None else [name.strip() for name in options.labels.split(",")]
     assert options.classify is not None
@@ -240,7 +246,7 @@ def _classify(model: "Model", options: Options) -> None:
         input_len=options.input_len,
         batch_size=_BATCH_SIZE if options.batch_size is None else options.batch_size,
     )
-    if result.cut:
+    if result.cut and is_first_process():
         print(f"note: {result.cut:,} of {result.count:,} texts are too long and were cut", file=sys.stderr)
     if options.json:
         print(json.dumps(result._asdict() | {"model": str(options.model), "file": str(options.classify)}))

@@ -117,6 +117,8 @@ def run(options: Options) -> None:
     """
     from moe_jax.api.generate import Prompt, Wanted, continue_prompts, prompt_ids
     from moe_jax.api.model import Loading, Model
+    from moe_jax.job_place import find_place
+    from moe_jax.processes import is_first_process, join_processes, let_first_work
     from moe_jax.sharding import make_mesh
 
     if options.system is not None and not options.chat:
@@ -129,10 +131,17 @@ def run(options: Options) -> None:
     converses = options.chat and not prompts
     if not prompts and not converses:
         raise InputError("nothing to continue: give --prompt, --prompts-file or --ids, or --chat for a conversation")
+    joined = options.mesh is not None and find_place() is not None
+    if joined and (converses or options.stream):
+        raise InputError("a conversation and --stream need a model in one process; give --prompt, or no --mesh")
     if options.stream and (options.json or len(prompts) > 1):
         raise InputError("--stream is for one prompt, and not for --json")
     if converses and options.json:
         raise InputError("--json is for prompts, and not for a conversation")
+    if options.mesh is not None:
+        join_processes()
+    elif not let_first_work():
+        return
     mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
     source = options.open(options.model)
     loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh)
@@ -144,7 +153,8 @@ def run(options: Options) -> None:
         converse(model, system, wanted)
         return
     ids = [prompt_ids(prompt, model) for prompt in prompts]
-    streams = len(prompts) == 1 and not options.json and (options.stream or sys.stdout.isatty())
+    # While somebody reads along, the time decides how many tokens are computed at once, which must be the same in all.
+    streams = not joined and len(prompts) == 1 and not options.json and (options.stream or sys.stdout.isatty())
     streams = streams and model.tokenizer is not None
     beginnings = [_beginning(model, prompt, row) for prompt, row in zip(prompts, ids, strict=True)]
 
@@ -172,6 +182,8 @@ def run(options: Options) -> None:
                 print(f"--- {index + 1} ---")
             print(" ".join(map(str, result.ids)) if result.text is None else beginnings[index] + result.text)
     sys.stdout.flush()
+    if not is_first_process():
+        return
     plain = [result for prompt, result in zip(prompts, results, strict=True) if isinstance(prompt, str)]
     for note in (
         *endings(results),

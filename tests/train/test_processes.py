@@ -1,0 +1,289 @@
+"""Runs of two processes on the real command: killed, stopped, restarted on two and on one, and what follows a run."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_jax import cli
+from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.tiers import long, one_in
+from tests.train.models import BANKS, FFN, config_of, moe, write_config
+from tests.upcycle.conftest import random_leaves, write_model
+
+# The batches of one pass over the text; the recipe asks for more.
+STEPS = 19
+RECIPE = """
+run_dir = "run"
+[model]
+config = "config.json"
+init = "random"
+[data]
+tokenizer = "{tokenizer}"
+seq_len = 16
+epochs = 1
+sources = [{{ path = "text/*.txt" }}]
+[optimizer]
+learning_rate = 1e-2
+[schedule]
+kind = "constant"
+[train]
+steps = 1000
+batch_size = 4
+[checkpoint]
+every = 3
+keep = 20
+[log]
+every = 100
+tensorboard = false
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory, tokenizer_path) -> Path:
+    """A directory with a recipe and what it needs."""
+    folder = tmp_path_factory.mktemp("processes")
+    write_config(folder / "config.json", config_of(moe(BANKS["low-rank"])))
+    (folder / "text").mkdir()
+    # Documents of different lengths: the rows of one process end before those of the other.
+    for number in range(22):
+        lines = (f"{number}: {'the' if number % 3 else 'a'} line {i}\n" for i in range(2 + number % 4))
+        (folder / "text" / f"{number}.txt").write_text("".join(lines))
+    (folder / "recipe.toml").write_text(RECIPE.format(tokenizer=tokenizer_path))
+    return folder
+
+
+class Job:
+    """Processes of one command."""
+
+    def __init__(self, folder: Path, processes: int, devices: int, arguments: Sequence[str], changed: dict[str, str]):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        flags = f"{COMPILER_FLAGS} --xla_force_host_platform_device_count={devices}"
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)} | changed
+        self.folder = folder
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "moe_jax.cli", *arguments],
+                cwd=folder,
+                env=environment | {"MOE_JAX_DISTRIBUTED": f"localhost:{port},{processes},{index}"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index in range(processes)
+        ]
+
+    def until(self, seen: Callable[[], object]) -> None:
+        """Returns as soon as something is seen, or a process has ended."""
+        deadline = time.monotonic() + 300
+        while not seen() and time.monotonic() < deadline and all(p.poll() is None for p in self.processes):
+            time.sleep(0.001)
+
+    def ended(self) -> list[tuple[int, str, str]]:
+        """Exit code, output and errors of each."""
+        said = [process.communicate(timeout=300) for process in self.processes]
+        return [(process.returncode, *texts) for process, texts in zip(self.processes, said, strict=True)]
+
+
+@contextlib.contextmanager
+def job(folder: Path, *arguments: str, processes: int = 2, devices: int = 1, **changed: str) -> Iterator[Job]:
+    started = Job(folder, processes, devices, arguments, changed)
+    try:
+        yield started
+    finally:
+        for process in started.processes:
+            process.kill()
+            process.wait()
+
+
+def run(folder: Path, *arguments: str, **how) -> list[str]:
+    """Runs a command that must go well; returns the output of every process."""
+    with job(folder, *arguments, **how) as started:
+        ended = started.ended()
+    assert all(code == 0 for code, _, _ in ended), ended
+    return [out for _, out, _ in ended]
+
+
+def metrics(folder: Path, run_dir: str) -> list[dict]:
+    file = folder / run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def count_steps(folder: Path, run_dir: str) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return (folder / run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+    return 0
+
+
+def curve(records: list[dict]) -> list[tuple]:
+    return [(r["step"], r["loss"], r["aux_loss"], r["grad_norm"], r["tokens"]) for r in records]
+
+
+def check_same_curve(found: list[dict], expected: list[dict], *, bits_until: int) -> None:
+    """Equal to the last bit up to a step, and to 1e-5 after it; the same tokens in every step."""
+    assert curve(found[:bits_until]) == curve(expected[:bits_until])
+    assert [(r["step"], r["tokens"]) for r in found] == [(r["step"], r["tokens"]) for r in expected]
+    np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workplace) -> list[dict]:
+    """The metrics of a run of two processes from beginning to end."""
+    first, second = run(workplace, "train", "recipe.toml", "--set", "run_dir=undisturbed")
+    assert first.startswith("2 processes with 1 devices each: 2 devices (cpu)\n") and second == ""
+    records = metrics(workplace, "undisturbed")
+    assert f"the data ended after {len(records)} of 1000 steps" in first and "wrote undisturbed/model" in first
+    return records
+
+
+def test_every_token_is_trained_on_once_whoever_reads_it(workplace, undisturbed):
+    # Each byte of a document is fed in, and a token that ends it is asked for.
+    assert sum(r["tokens"] for r in undisturbed) == sum(len(f.read_bytes()) for f in workplace.glob("text/*"))
+    assert len(undisturbed) == STEPS
+
+
+def kill(folder: Path, run_dir: str, victim: int, seen: Callable[[], object], **how) -> float:
+    """Starts or continues a run, kills one process when something is seen; returns how long the other lived on."""
+    with job(folder, "train", "recipe.toml", "--resume", "--set", f"run_dir={run_dir}", **how) as started:
+        started.until(seen)
+        started.processes[victim].kill()
+        killed = time.monotonic()
+        (code, _, said) = started.ended()[1 - victim]
+        seconds = time.monotonic() - killed
+    assert started.processes[victim].returncode == -signal.SIGKILL
+    # One line, and not what the runtime would say, from the stack of C++ functions down.
+    assert code == 1 and said.count("moe-jax: error: ") == 1 and "Traceback" not in said and "stack" not in said
+    assert f"process {victim} ({victim + 1} of 2, on " in said and "is gone: it was killed" in said
+    assert not (folder / run_dir / "model").exists()
+    return seconds
+
+
+def test_killed_stopped_and_moved_a_run_gives_the_same_curve(workplace, undisturbed):
+    """One process is killed in a step, the two that go on are stopped by a signal to one, and one goes on alone."""
+    assert kill(workplace, "tried", 1, lambda: count_steps(workplace, "tried") >= 5) < 30
+    begun = count_steps(workplace, "tried")
+    assert 5 <= begun < STEPS
+    with job(workplace, "train", "recipe.toml", "--resume", "--set", "run_dir=tried") as started:
+        started.until(lambda: count_steps(workplace, "tried") >= 10)
+        started.processes[1].send_signal(signal.SIGTERM)
+        (code, out, said), (other, silent, _) = started.ended()
+    stopped = re.search(r"SIGTERM: saved step (\d+) of 1000; continue with: moe-jax train recipe.toml", out)
+    assert (code, other, silent) == (0, 0, "") and stopped, out + said
+    step = int(stopped[1])
+    assert 10 <= step < STEPS and count_steps(workplace, "tried") == step
+    assert re.search(r"continuing after step (3|6|9)\n", out)
+    (out,) = run(workplace, "train", "recipe.toml", "--resume", "--set", "run_dir=tried", processes=1, devices=1)
+    assert f"continuing after step {step}\n" in out
+    check_same_curve(metrics(workplace, "tried"), undisturbed, bits_until=step)
+
+
+def unfinished(folder: Path, run_dir: str, number: int) -> bool:
+    """Whether so many checkpoints have been begun: the last of them is being written."""
+    with contextlib.suppress(FileNotFoundError):
+        return len(os.listdir(folder / run_dir / "checkpoints")) >= number
+    return False
+
+
+@long  # `make test` has one way through these, above
+@pytest.mark.parametrize("processes", [2, 1])
+@pytest.mark.parametrize("moment", ["in a step", "in a checkpoint"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_whichever_process_is_killed_whenever_the_run_goes_on(workplace, undisturbed, victim, moment, processes):
+    run_dir = f"killed-{victim}-{moment[5:]}-{processes}"
+    if moment == "in a step":
+        kill(workplace, run_dir, victim, lambda: count_steps(workplace, run_dir) >= 8)
+    else:
+        kill(workplace, run_dir, victim, lambda: unfinished(workplace, run_dir, 3))
+    first, *_ = run(workplace, "train", "recipe.toml", "--resume", "--set", f"run_dir={run_dir}", processes=processes)
+    saved = int(re.search(r"continuing after step (\d+)\n", first)[1])
+    assert saved in ((6, 9) if moment == "in a step" else (6, 9, 12))
+    bits = STEPS if processes == 2 else saved
+    check_same_curve(metrics(workplace, run_dir), undisturbed, bits_until=bits)
+    assert (workplace / run_dir / "model" / "config.json").is_file()
+
+
+SCORED = ["eval", "undisturbed/model", "--text", "text/1.txt", "--seq-len", "16"]
+COMMANDS = {
+    "eval": [*SCORED, "--json"],
+    "eval split": [*SCORED, "--split", "--json"],
+    "classify": ["eval", "undisturbed/model", "--classify", "labelled.jsonl", "--json"],
+    "generate": ["generate", "undisturbed/model", "--prompt", "1: the", "--max-new-tokens", "9", "--json"],
+    "generate on a mesh": [
+        *("generate", "undisturbed/model", "--prompt", "1: the", "--prompt", "2", "--max-new-tokens", "40", "--json"),
+        *("--mesh", "data=2"),
+    ],
+    "generate on a tensor mesh": [
+        *("generate", "undisturbed/model", "--prompt", "1: the", "--max-new-tokens", "40", "--json"),
+        *("--mesh", "tensor=2"),
+    ],
+    "compress": ["compress", "undisturbed/model", "OUT", "--method", "quantize", "--bits", "4", "--json"],
+    "export": ["export", "undisturbed/model", "OUT"],
+    "convert": ["convert", "exported", "OUT"],
+    "upcycle": ["upcycle", "dense", "OUT", "--every", "1", "--experts", "2", "--top-k", "2", "--delta", "low-rank:2"],
+    "inspect": ["inspect", "undisturbed/model", "--json"],
+}
+
+
+@pytest.fixture(scope="module")
+def models(workplace, undisturbed) -> Path:
+    """The directory with a dense model, an exported one and labelled texts besides."""
+    dense = config_of(FFN)
+    tokenizer = workplace / "undisturbed" / "model" / "tokenizer.json"
+    write_model(workplace / "dense", dense, random_leaves(dense), (tokenizer,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workplace)
+        assert cli.main(["export", "dense", "exported"]) == 0
+    lines = [json.dumps({"text": f"{n} is", "label": ("odd", "even")[n % 2]}) for n in range(3)]
+    (workplace / "labelled.jsonl").write_text("\n".join(lines))
+    return workplace
+
+
+@one_in(6)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_gives_on_two_processes_what_it_gives_on_one_and_once(models, name, monkeypatch, capsys):
+    arguments = [f"two-{name}" if one == "OUT" else one for one in COMMANDS[name]]
+    first, second = run(models, *arguments)
+    assert second == ""
+    capsys.readouterr()
+    monkeypatch.chdir(models)
+    on_mesh = ("--mesh", "data=2", "tensor=2")
+    alone = [f"one-{name}" if one == "OUT" else one for one in COMMANDS[name] if one not in on_mesh]
+    assert cli.main(alone) == 0
+    expected = capsys.readouterr().out
+    if name.startswith(("eval", "generate", "classify")):
+        found, wanted = json.loads(first), json.loads(expected)
+        assert list(found) == list(wanted) if isinstance(found, dict) else found == wanted
+        if "nll" in wanted:
+            assert found["nll"] == pytest.approx(wanted["nll"], abs=1e-5)
+            assert (found["tokens"], found["windows"]) == (wanted["tokens"], wanted["windows"])
+        elif isinstance(wanted, dict):
+            assert found["predictions"] == wanted["predictions"]
+        return
+    if "OUT" not in COMMANDS[name]:
+        assert first == expected
+        return
+    assert len(first.splitlines()) == len(expected.splitlines())
+    two, one = models / f"two-{name}", models / f"one-{name}"
+    files = [path.relative_to(one) for path in sorted(one.rglob("*")) if path.is_file()]
+    assert files == [path.relative_to(two) for path in sorted(two.rglob("*")) if path.is_file()]
+    weights = [path for path in files if path.suffix == ".safetensors" or re.fullmatch(r"[\d.]+", path.name)]
+    assert weights and all((two / path).read_bytes() == (one / path).read_bytes() for path in weights)
+
+
+@long
+def test_what_somebody_reads_along_is_for_one_process(models):
+    with job(models, "generate", "undisturbed/model", "--prompt", "1", "--stream", "--mesh", "data=2") as started:
+        for code, out, said in started.ended():
+            assert (code, out) == (2, "") and said.count("\n") == 1 and "--stream need" in said
