@@ -23,6 +23,7 @@ from moe_jax.errors import check_member
 from moe_jax.hub import local_model, why_a_path
 from moe_jax.in_memory import InMemory, open_writer
 from moe_jax.lineage import new_lineage_entry
+from moe_jax.remote.remote_path import as_path
 from moe_jax.resume import require_space
 from moe_jax.staging import check_target, refuse_existing
 from moe_jax.terminal import ByteProgress, console_for_tables
@@ -62,8 +63,8 @@ def convert(
     if dtype is not None:
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     if not isinstance(dst, InMemory):
-        dst = Path(dst)
-        refuse_existing(dst) if dry_run else check_target(dst)
+        dst = as_path(dst)
+        refuse_existing(dst, buckets=True) if dry_run else check_target(dst, buckets=True)
     src = local_model(src, weights=not dry_run)
     if not Path(src).exists():
         expected = "expected a Hugging Face directory or a GGUF file"

@@ -27,7 +27,9 @@ from moe_jax.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.over_base import LeavesOverBase
+from moe_jax.remote.remote_path import as_path
 from moe_jax.strict import parse, without_format
+from moe_jax.zarr_arrays import Part
 
 _FORMAT = "moe_jax.adapter"
 _VERSION = 1
@@ -41,7 +43,7 @@ def read_base_reference(path: Path) -> ModelReference:
       FileNotFoundError: if there is none.
       InputError: if it is not what an `AdapterDirectoryWriter` writes.
     """
-    file = Path(path) / BASE_FILE
+    file = as_path(path) / BASE_FILE
     if not file.is_file():
         raise FileNotFoundError(f"no adapter directory at {path}: there is no {BASE_FILE}")
     fields = without_format(read_json_object(file), _FORMAT, _VERSION, where=str(file))
@@ -50,7 +52,7 @@ def read_base_reference(path: Path) -> ModelReference:
 
 def is_adapter_directory(path: Path) -> bool:
     """Whether `path` refers to a base."""
-    return (Path(path) / BASE_FILE).is_file()
+    return (as_path(path) / BASE_FILE).is_file()
 
 
 class AdapterDirectory(ModelDirectory, OverBase):
@@ -109,6 +111,10 @@ class AdapterDirectory(ModelDirectory, OverBase):
         """Reads one leaf, here or in the base, in the dtype it is stored in; quantises where the config says NF4."""
         return self._leaves.read(path)
 
+    def read_part(self, path: str, part: Part) -> np.ndarray:
+        """Reads a box of a leaf; of one that is neither here nor in the base as it is, all has to be made."""
+        return self._leaves.read_part(path, part)
+
     def stored_bytes(self, path: str) -> int:
         """Bytes of a leaf on disk, here or in the base."""
         return self._leaves.stored_bytes(path)
@@ -156,9 +162,9 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
             raise InputError(f"{base.path} is an adapter directory; merge it first, or use its base {base.base.path}")
         if not _same_model(base.config, base_config(config)):
             raise InputError(f"the config of {dst} is not one of adapters over {base.path}")
-        if not Path(base.path).is_dir():
+        if not as_path(base.path).is_dir():
             raise InputError(f"{base.path} is no directory that {dst} could refer to; save it as one first")
-        reference = ModelReference.to(base, Path(dst))
+        reference = ModelReference.to(base, as_path(dst))
         super().__init__(
             dst,
             config,

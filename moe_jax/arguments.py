@@ -15,6 +15,8 @@ from moe_jax.dtype_names import full_name
 from moe_jax.errors import InputError, clipped, flag_of, nearest, shown
 from moe_jax.json_toml import fits_64_bits
 from moe_jax.local_paths import check_local
+from moe_jax.remote.address import is_in_bucket
+from moe_jax.remote.remote_path import as_path
 
 T = TypeVar("T")
 _MISSING = "missing: "
@@ -47,7 +49,7 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
         _check_values(parsed)
-        return parsed
+        return _with_addresses(parsed)
     except SystemExit as stop:
         if not stop.code:
             return None
@@ -194,8 +196,20 @@ def _check_values(options: Any) -> None:
                 raise _Rejected(f"{flag_of(field.name)}: expected a finite number, got {value}")
             if isinstance(value, int) and not fits_64_bits(value):
                 raise _Rejected(f"{flag_of(field.name)}: {shown(value)} does not fit into 64 bits")
-            if isinstance(value, Path):
+            if isinstance(value, Path) and not (field.name in _in_buckets(options) and is_in_bucket(value)):
                 check_local(value)
+
+
+def _with_addresses(options: Any) -> Any:
+    """The options, with paths of buckets for those that are addresses."""
+    given = {name: getattr(options, name) for name in _in_buckets(options)}
+    paths = {name: as_path(value) for name, value in given.items() if value is not None}
+    return dataclasses.replace(options, **paths) if paths else options
+
+
+def _in_buckets(options: Any) -> tuple[str, ...]:
+    """The options of a command that can name what is in a bucket."""
+    return getattr(options, "in_buckets", ())
 
 
 def _single(value: Any) -> Iterable[Any]:

@@ -1,10 +1,12 @@
 """The files that go wherever a model goes, by their standard names: its tokenizer's, and settings for generation."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from moe_jax.errors import InputError
 from moe_jax.regular_files import read_regular
+from moe_jax.remote.remote_path import BucketPath
 
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 256 << 20
@@ -12,6 +14,7 @@ _OF_TOKENIZER = frozenset(
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
     "vocab.json vocab.txt merges.txt".split()
 )
+_LIST = "files.json"
 _OTHERS = frozenset({"generation_config.json"})
 
 
@@ -21,9 +24,27 @@ def companions_in(directory: Path) -> tuple[Path, ...]:
     Raises:
       InputError: see `refuse_links_out`.
     """
+    if isinstance(directory, BucketPath):
+        names = {child.name for child in directory.iterdir()} | set(_listed(directory))
+        return tuple(directory / name for name in sorted(names) if is_companion(name))
     files = sorted(file for file in directory.iterdir() if is_companion(file.name) and file.is_file())
     refuse_links_out(directory, files)
     return tuple(files)
+
+
+def list_companions(directory: BucketPath, names: Iterable[str]) -> None:
+    """Writes down which files go with a model in a bucket: a listing may not show them yet."""
+    (directory / _LIST).write_bytes(json.dumps({"files": sorted(names)}).encode())
+
+
+def _listed(directory: BucketPath) -> list[str]:
+    try:
+        content = json.loads((directory / _LIST).read_bytes())
+        return [name for name in content["files"] if isinstance(name, str) and "/" not in name]
+    except FileNotFoundError:
+        return []  # it was copied there from a disk
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{directory / _LIST} is damaged: it does not list files") from None
 
 
 def read_companion(file: Path) -> bytes:

@@ -26,13 +26,13 @@ def sample_open(file: BinaryIO) -> bytes:
         file.seek(start)
         return file.read(length)
 
-    return _sample(os.fstat(file.fileno()).st_size, read)
+    return sample_bytes(os.fstat(file.fileno()).st_size, read)
 
 
 def sample_array(array: np.ndarray) -> bytes:
     """What `sample_file` returns for a file that holds just this array in C order."""
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return _sample(array.nbytes, lambda start, length: content[start : start + length].tobytes())
+    return sample_bytes(array.nbytes, lambda start, length: content[start : start + length].tobytes())
 
 
 def fingerprint_leaves(specs: Mapping[str, jax.ShapeDtypeStruct], sample: Callable[[str], bytes]) -> str:
@@ -61,7 +61,8 @@ def fingerprint_contents(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _sample(size: int, read: Callable[[int, int], bytes]) -> bytes:
+def sample_bytes(size: int, read: Callable[[int, int], bytes]) -> bytes:
+    """What `sample_file` returns, of `size` bytes that are read by their start and length."""
     header = f"{size}\n".encode()
     if size <= _PIECE * _PIECES:
         return header + read(0, size)

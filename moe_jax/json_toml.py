@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.errors import InputError, shown
-from moe_jax.regular_files import HeldDirectory, read_regular
+from moe_jax.regular_files import Directory, read_regular
 
 MAX_BYTES = 32 << 20
 MAX_VALUES = 1_000_000
@@ -35,7 +35,7 @@ def read_json(
     allow: Collection[Unusual] = (),
     max_bytes: int = MAX_BYTES,
     max_values: int = MAX_VALUES,
-    inside: HeldDirectory | None = None,
+    inside: Directory | None = None,
 ) -> Any:
     """The content of a JSON file; see `parse_json`, and for `inside` see `open_regular`.
 
@@ -53,7 +53,7 @@ def read_json_object(
     allow: Collection[Unusual] = (),
     max_bytes: int = MAX_BYTES,
     max_values: int = MAX_VALUES,
-    inside: HeldDirectory | None = None,
+    inside: Directory | None = None,
 ) -> dict[str, Any]:
     """The content of a JSON file that must hold one object; see `read_json`."""
     data = read_json(file, allow=allow, max_bytes=max_bytes, max_values=max_values, inside=inside)
@@ -168,7 +168,7 @@ _STRING_OR_COMMENT = re.compile(
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}")
 
 
-def _content(file: Path, max_bytes: int, inside: HeldDirectory | None = None) -> bytes:
+def _content(file: Path, max_bytes: int, inside: Directory | None = None) -> bytes:
     try:
         return read_regular(file, max_bytes=max_bytes, inside=inside)
     except FileNotFoundError:

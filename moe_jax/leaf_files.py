@@ -6,6 +6,7 @@ They form an Orbax checkpoint, which `checkpoint.py` makes; each leaf is a file 
 import math
 import shutil
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -15,8 +16,9 @@ from moe_jax.checkpoint import PARTIAL, finalize_groups, read_leaf, read_specs, 
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_leaves
 from moe_jax.processes import first_decides
-from moe_jax.regular_files import HeldDirectory
-from moe_jax.zarr_arrays import STATE, ZarrArray, read_zarr_arrays
+from moe_jax.regular_files import Directory, HeldDirectory, hold
+from moe_jax.remote.objects import AT_ONCE
+from moe_jax.zarr_arrays import STATE, Part, ZarrArray, read_zarr_arrays
 
 # Leaves are gathered until a group is this large: each group costs some 50 ms and a directory, whatever its size,
 # and memory grows by no more than this. A larger leaf is a group of its own and is not copied.
@@ -128,6 +130,12 @@ class LeafWriter:
         self.done |= leaves.keys()
 
 
+def remove_partial(directory: Path) -> None:
+    """Removes what an interrupted `LeafWriter` left of a checkpoint."""
+    for partial in directory.parent.glob(f"{directory.name}{PARTIAL}*"):
+        shutil.rmtree(partial)
+
+
 class LeafReader:
     """Reads leaves of a checkpoint by path, each on its own.
 
@@ -140,7 +148,7 @@ class LeafReader:
 
     specs: dict[str, jax.ShapeDtypeStruct]
 
-    def __init__(self, directory: Path, *, inside: HeldDirectory | None = None):
+    def __init__(self, directory: Path, *, inside: Directory | None = None):
         """Opens the checkpoint at `directory`; no weights are read.
 
         Args:
@@ -152,11 +160,18 @@ class LeafReader:
           InputError: if it is not a complete Orbax checkpoint, or a file with the shape of a leaf is damaged.
         """
         try:
-            held = HeldDirectory(directory, inside=inside)
+            held = hold(directory, inside=inside)
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"no checkpoint at {inside.path / directory if inside else directory}") from None
+        self._held = held
         self._directory = held.path.absolute()
         self._arrays = read_zarr_arrays(held)
+        raw = self._arrays is not None and all(array.is_raw for array in self._arrays.values())
+        if not isinstance(held, HeldDirectory) and not raw:
+            raise InputError(
+                f"{self._directory} is stored in a way that is only read on local disks (a database, or compressed); "
+                "copy it to one first"
+            )
         if self._arrays is None:
             specs = read_specs(self._directory)
         else:
@@ -174,16 +189,30 @@ class LeafReader:
         array = self._array(path)
         return array.read() if array else read_leaf(self._directory, path)
 
+    def read_part(self, path: str, part: Part) -> np.ndarray:
+        """Reads a box of a leaf: of one that `LeafWriter` or `ShardWriter` wrote, no bytes but its own.
+
+        Raises:
+          InputError: see `read`.
+        """
+        if path not in self.specs:
+            raise InputError(f"{self._directory} has no leaf {path!r}")
+        array = self._array(path)
+        return array.read(part) if array else read_leaf(self._directory, path)[part]
+
     def read_many(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
         """Reads several leaves, all into memory."""
         return {path: self.read(path) for path in paths}
 
     def check_sizes(self) -> None:
         """Raises `InputError` for a leaf whose file is missing, or does not have the size that its shape says."""
-        for path in self.specs:
-            array = self._array(path)
-            if array is not None:
+        arrays = [array for array in map(self._array, self.specs) if array is not None]
+        if isinstance(self._held, HeldDirectory):
+            for array in arrays:
                 array.check_size()
+        else:  # each takes the time of a request
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(lambda array: array.check_size(), arrays))
 
     def stored_bytes(self, path: str) -> int:
         """Bytes of a leaf on disk: its file and a few hundred bytes of Zarr metadata."""
@@ -202,7 +231,11 @@ class LeafReader:
             array = self._array(path)
             return array.sample() if array else self.read(path).tobytes()
 
-        return fingerprint_leaves(self.specs, sample)
+        if isinstance(self._held, HeldDirectory):
+            return fingerprint_leaves(self.specs, sample)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            samples = dict(zip(self.specs, pool.map(sample, self.specs), strict=True))
+        return fingerprint_leaves(self.specs, samples.__getitem__)
 
     def _array(self, path: str) -> ZarrArray | None:
         """The file that holds the bytes of a leaf and nothing else, if the leaf was written by `LeafWriter`.

@@ -13,7 +13,7 @@ from moe_jax.fingerprint import fingerprint_files
 from moe_jax.hub import hub_origin
 from moe_jax.json_toml import ANYTHING, read_json
 from moe_jax.model_source import ModelSource
-from moe_jax.regular_files import HeldDirectory
+from moe_jax.regular_files import Directory, hold
 
 LINEAGE_FILE = "lineage.json"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -51,7 +51,7 @@ def job_of(lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: entry.get(name) for name in ("command", "options", "sources")} for entry in lineage]
 
 
-def read_lineage(path: Path, *, inside: HeldDirectory | None = None) -> list[dict[str, Any]]:
+def read_lineage(path: Path, *, inside: Directory | None = None) -> list[dict[str, Any]]:
     """The entries of a model directory; none for a directory without lineage, such as Hugging Face's.
 
     Args:
@@ -61,7 +61,7 @@ def read_lineage(path: Path, *, inside: HeldDirectory | None = None) -> list[dic
     Raises:
       InputError: if lineage.json is not a list of entries.
     """
-    held = inside or HeldDirectory(path)
+    held = inside or hold(path)
     if not held.is_file(LINEAGE_FILE):
         return []
     entries = read_json(Path(LINEAGE_FILE), allow=ANYTHING, inside=held)

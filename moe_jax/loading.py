@@ -17,10 +17,12 @@ from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.finite import cast, check_finite
 from moe_jax.memory import available_memory
-from moe_jax.model_source import ModelSource
+from moe_jax.model_source import ModelSource, read_part
 from moe_jax.models import ModelConfig, segments_of, single_layers
 from moe_jax.nn import Decoder, is_stacked, unstacked
 from moe_jax.sharding import path_name, state_shardings
+
+Index = tuple[slice, ...]
 
 # Layers that are no larger together are stacked, and taken apart, on the host: a program for each shape takes longer.
 _ON_HOST = 32 << 20
@@ -96,7 +98,8 @@ def load_model(
     finite: bool = False,
     stacked: bool = True,
 ) -> Decoder:
-    """Reads a model, leaf by leaf; large layers are stacked on the device, so the host holds one leaf at a time.
+    """Reads a model, leaf by leaf; large layers are stacked on the device, so the host holds one leaf at a time. Of a
+    sharded leaf it reads and holds only what its own devices need, where the source can read parts.
 
     Args:
       source: a model directory, an adapter directory or a Hugging Face directory.
@@ -121,11 +124,27 @@ def load_model(
     else:
         shardings = state_shardings(state, mesh)
 
-    def read(name: str, dtype: jnp.dtype) -> np.ndarray:
-        leaf = source.read(name)
-        if finite:
-            check_finite(name, leaf, "mend the model")
-        return cast(name, leaf, dtype)
+    def reader(name: str, dtype: jnp.dtype) -> Callable[[Index], np.ndarray]:
+        """A function that returns a box of a leaf, and reads it once."""
+
+        def checked(leaf: np.ndarray) -> np.ndarray:
+            if finite:
+                check_finite(name, leaf, "mend the model")
+            return cast(name, leaf, dtype)
+
+        if not hasattr(source, "read_part") or "/nf4/" in name:
+            leaf = checked(source.read(name))
+            return lambda index: leaf[index]
+        parts: dict[str, np.ndarray] = {}
+
+        def part(index: Index) -> np.ndarray:
+            key = str(index)
+            if key not in parts:
+                box = tuple(slice(*axis.indices(n)[:2]) for axis, n in zip(index, specs[name].shape, strict=True))
+                parts[key] = checked(read_part(source, name, box))
+            return parts[key]
+
+        return part
 
     def load(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
         names = disk_paths(source.config, path_name(path), stacked=stacked)
@@ -134,15 +153,17 @@ def load_model(
         if wanted and may_be_cast(names[0], dtype):
             dtype = jnp.dtype(wanted)
         if leaf.shape == specs[names[0]].shape:
-            return _put(read(names[0], dtype), sharding)
+            return _put(leaf.shape, sharding, reader(names[0], dtype))
         if len(names) == 1:
-            return _put(read(names[0], dtype)[None], sharding)
+            one = reader(names[0], dtype)
+            return _put(leaf.shape, sharding, lambda index: one(index[1:])[None])
         if leaf.size * dtype.itemsize <= _ON_HOST:
-            return _put(np.stack([read(name, dtype) for name in names]), sharding)
+            each = [reader(name, dtype) for name in names]
+            return _put(leaf.shape, sharding, lambda index: np.stack([part(index[1:]) for part in each[index[0]]]))
         layers = _zeros_program(leaf.shape, dtype, sharding)()
         layer_sharding = _without_leading_axis(sharding)
         for index, name in enumerate(names):
-            layers = _set_layer(layers, _put(read(name, dtype), layer_sharding), index)
+            layers = _set_layer(layers, _put(leaf.shape[1:], layer_sharding, reader(name, dtype)), index)
         return layers
 
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(load, state, shardings))
@@ -224,9 +245,11 @@ def _by_layer(path: str) -> tuple[int, int, str]:
     return (1, int(match[1]), path) if match else (0 if path.startswith("embed/") else 2, 0, path)
 
 
-def _put(leaf: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    # From a callback and not device_put: every process of a pod then cuts its own shards out of the leaf.
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+def _put(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, part: Callable[[Index], np.ndarray]
+) -> jax.Array:
+    # From a callback and not device_put: every process of a pod then asks for its own shards.
+    return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ()))
 
 
 def _without_leading_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

@@ -1,15 +1,14 @@
-"""What can be said about a path before anything is opened: it is local, can be written, and lies beside its source."""
+"""What can be said about a path before anything is opened: it is local or in a bucket, and lies beside its source."""
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from moe_jax.errors import InputError, shown
+from moe_jax.remote.address import is_in_bucket, parse_address, written_out
+from moe_jax.remote.remote_path import as_path
 
 _LONGEST = 4096
-# `Path` makes one slash of two. One letter before the colon is a drive of Windows.
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def check_local(path: Path | str) -> None:
@@ -17,19 +16,23 @@ def check_local(path: Path | str) -> None:
     text = os.fspath(path)
     if len(text) > _LONGEST:
         raise InputError(f"{shown(text)} has {len(text):,} characters, more than a path can have")
-    if _ADDRESS.match(text):
-        address = re.sub(":/+", "://", text, count=1)
+    address = written_out(text)
+    if address is not None:
         raise InputError(
-            f"{shown(address)} is an address and not a path; models and data are read from and written to local or "
-            "mounted disks only, so copy it to one first"
+            f"{shown(address)} is an address and not a path; only models can be in buckets (gs://BUCKET/FOLDER), what "
+            "else is read and written is on local or mounted disks, so copy it to one first"
         )
     if "\0" in text:
         raise InputError(f"{shown(text)} holds a zero byte, which no path can")
 
 
 def check_model_path(path: Path | str) -> None:
-    """Raises `InputError` unless a model can lie at `path`: see `check_local`, and the path has to be UTF-8."""
-    check_local(path)
+    """Raises `InputError` unless a model can lie at `path`: in a bucket, or on a disk, see `check_local`; and the path
+    has to be UTF-8."""
+    if is_in_bucket(path):
+        parse_address(path)
+    else:
+        check_local(path)
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
@@ -38,9 +41,9 @@ def check_model_path(path: Path | str) -> None:
 
 def check_beside(target: Path, sources: Iterable[Path]) -> None:
     """Raises `InputError` if `target` lies inside one of the directories that it is made from."""
-    resolved = Path(target).resolve()
+    resolved = as_path(target).resolve()
     for source in sources:
-        if Path(source).resolve() in resolved.parents:
+        if as_path(source).resolve() in resolved.parents:
             raise InputError(
                 f"{target} lies inside {source}, which it is made from and which is never changed; choose a place "
                 "outside of it"

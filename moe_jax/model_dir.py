@@ -5,14 +5,15 @@
     lineage.json     how the model was made
     tokenizer files  copied through unchanged; see `companions`
 
-A directory is written beside its target and renamed when it is complete. `adapter_dir.py` holds what is different for
-adapter directories.
+On a disk a directory is written beside its target and renamed when it is complete. In a bucket it is written where it
+will be, config.json last: without it there is no model. `adapter_dir.py` holds what is different for adapter
+directories.
 """
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +22,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from moe_jax.companions import companions_in, read_companion
+from moe_jax.companions import companions_in, list_companions, read_companion
 from moe_jax.errors import InputError, raise_if_any
-from moe_jax.finite import REMEDY, check_finite
+from moe_jax.finite import REMEDY, cast, check_finite
 from moe_jax.json_toml import read_json_object
-from moe_jax.leaf_files import LeafReader, LeafWriter
+from moe_jax.leaf_files import LeafReader, LeafWriter, remove_partial
+from moe_jax.leaf_shards import ShardWriter, shard_positions
 from moe_jax.lineage import LINEAGE_FILE, job_of
 from moe_jax.lineage import new_lineage_entry as new_lineage_entry
 from moe_jax.lineage import read_lineage as read_lineage
@@ -34,10 +36,13 @@ from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.models.serialize import FORMAT
-from moe_jax.processes import first_decides, is_first_process
-from moe_jax.regular_files import HeldDirectory
-from moe_jax.resume import Workplace
+from moe_jax.processes import first_decides, has_joined, is_first_process
+from moe_jax.regular_files import hold
+from moe_jax.remote.remote_path import as_path
+from moe_jax.remote.remote_work import RemoteWork
+from moe_jax.resume import open_work
 from moe_jax.staging import check_target, remove_directory, write_durably
+from moe_jax.zarr_arrays import Part
 
 BASE_FILE = "base.json"
 _CONFIG = "config.json"
@@ -47,7 +52,7 @@ _PARAMS = "params"
 def is_model_directory(path: Path) -> bool:
     """Whether `path` holds a config.json of this library (Hugging Face's has the same name)."""
     try:
-        data = read_json_object(Path(path) / _CONFIG, allow=("nonfinite",))
+        data = read_json_object(as_path(path) / _CONFIG, allow=("nonfinite",))
     except (OSError, InputError):
         return False
     return data.get("format") == FORMAT
@@ -69,10 +74,10 @@ class ModelDirectory:
           FileNotFoundError: if there is no config.json.
           InputError: if it is not a complete, valid config.
         """
-        self.path = Path(path)
+        self.path = as_path(path)
         if not (self.path / _CONFIG).is_file():
             raise FileNotFoundError(f"no model directory at {path}: there is no {_CONFIG}")
-        self._held = HeldDirectory(self.path)
+        self._held = hold(self.path)
         fields = read_json_object(Path(_CONFIG), allow=("nonfinite",), inside=self._held)
         self.config = config_from_json(fields, where=str(self.path / _CONFIG))
 
@@ -103,6 +108,10 @@ class ModelDirectory:
     def read(self, path: str) -> np.ndarray:
         """Reads one leaf, in the dtype it is stored in."""
         return self._reader.read(path)
+
+    def read_part(self, path: str, part: Part) -> np.ndarray:
+        """Reads a box of a leaf, and no bytes but its own."""
+        return self._reader.read_part(path, part)
 
     def stored_bytes(self, path: str) -> int:
         """Bytes of a leaf on disk."""
@@ -138,6 +147,17 @@ class ExpectedLeaves:
         """Of all of them."""
         return tuple(self._specs)
 
+    def share(self, paths: Iterable[str]) -> frozenset[str]:
+        """Those of the leaves that this process writes: of all bytes about as many as every other process."""
+        loads = [0] * jax.process_count()
+        own = set()
+        for path in sorted(paths, key=lambda path: -_nbytes(self._specs[path])):
+            process = loads.index(min(loads))
+            loads[process] += _nbytes(self._specs[path])
+            if process == jax.process_index():
+                own.add(path)
+        return frozenset(own)
+
     def check(self, leaves: Mapping[str, np.ndarray | jax.Array | jax.ShapeDtypeStruct]) -> None:
         """Raises `ValueError` for a leaf that is not expected, or has another shape."""
         for path, leaf in leaves.items():
@@ -168,7 +188,11 @@ class ModelDirectoryWriter:
 
     Everything is written to `.NAME.partial` beside the target, which is renamed when the block ends without an error.
     After an error it is removed, unless the writer is resumable and the error is not an `InputError`: then the same job
-    can continue later. With several processes every process makes the same calls, and the first one writes.
+    can continue later. In a bucket there is no such folder; see `remote_work`.
+
+    With several processes every process makes the same calls, and each writes its own leaves: `mine` says which, and
+    leaves that only others write need not be read or computed. A leaf that is sharded over processes is written by
+    `write_sharded`, each shard where it is.
 
     Attributes:
       lineage: written at the end; until then, measurements can be added to its last entry.
@@ -203,11 +227,11 @@ class ModelDirectoryWriter:
         Raises:
           InputError: if `dst` exists, or a file to copy does not.
         """
-        self._dst = Path(dst).absolute()
+        self._dst = as_path(dst).absolute()
         self._config = config
-        self._files = tuple(Path(file) for file in tokenizer_files)
+        self._files = tuple(as_path(file) for file in tokenizer_files)
         self.lineage = [dict(entry) for entry in lineage]
-        self._work = Workplace(self._dst, self._job() if resume else None)
+        self._work = open_work(self._dst, self._job() if resume else None)
         first_decides(self._check_files)
         self._expected = ExpectedLeaves(config, leaves, allow_nonfinite=allow_nonfinite)
         self._documents = dict(documents or {})
@@ -232,14 +256,26 @@ class ModelDirectoryWriter:
         return self._work.notes()
 
     def __enter__(self) -> Self:
-        whole = first_decides(self._begin)
+        whole, beginning = first_decides(self._begin)
+        self._leaves: LeafWriter | ShardWriter | None = None
         try:
-            self._leaves = None if whole else LeafWriter(self._params, resume=True)
+            if isinstance(self._work, RemoteWork):
+                self._work.beginning = beginning
+                self._leaves = ShardWriter(self._params, self._expected.paths, marks=self._work)
+            elif has_joined():
+                self._leaves = ShardWriter(self._params, self._expected.paths, marks=None)
+            elif not whole:
+                self._leaves = LeafWriter(self._params, resume=True)
         except BaseException as error:
             self._leave(error)
             raise
         self._done = set(self._expected.paths if self._leaves is None else self._leaves.done)
+        self._mine = self._expected.share([path for path in self._expected.paths if path not in self._done])
         return self
+
+    def mine(self, path: str) -> bool:
+        """Whether this process writes a leaf."""
+        return path in self._mine
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
         """Writes leaves; see `LeafWriter.write`.
@@ -250,13 +286,40 @@ class ModelDirectoryWriter:
           InputError: for one with numbers that are not finite, unless they are allowed.
         """
         self._expected.check(leaves)
-        self._expected.check_numbers(leaves)
         again = sorted(leaves.keys() & self._done)
         if again:
             raise ValueError(f"leaf {again[0]} was written already")
+        self._done |= leaves.keys()
+        leaves = {path: leaf for path, leaf in leaves.items() if self.mine(path)}
+        self._expected.check_numbers(leaves)
         if self._leaves is not None:
             self._leaves.write(leaves)
-            self._done |= leaves.keys()
+
+    def write_sharded(self, path: str, leaf: jax.Array, dtype: np.dtype) -> None:
+        """Writes the shards that this process has of a leaf; every process makes the call.
+
+        Args:
+          path: of the leaf.
+          leaf: sharded over all processes.
+          dtype: to write it in; see `finite.cast`.
+
+        Raises:
+          OSError, ValueError, InputError: see `write`.
+        """
+        self._expected.check({path: leaf})
+        if path in self._done:
+            raise ValueError(f"leaf {path} was written already")
+        assert isinstance(self._leaves, ShardWriter), "one process has all shards"
+
+        def shards() -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+            for position, data in shard_positions(leaf).items():
+                shard = cast(path, np.asarray(data), dtype)
+                self._expected.check_numbers({path: shard})
+                yield position, shard
+
+        spec = jax.ShapeDtypeStruct(leaf.shape, dtype)
+        self._leaves.write_shards(path, spec, leaf.sharding.shard_shape(leaf.shape), shards())
+        self._done.add(path)
 
     def read_back(self) -> LeafReader:
         """Finishes writing leaves and opens them, so that they can be checked before the target appears.
@@ -285,26 +348,33 @@ class ModelDirectoryWriter:
         return self._work.folder / self._folder
 
     def _check_files(self) -> None:
-        check_target(self._dst)
+        check_target(self._dst, buckets=True)
         sources = [source for entry in self.lineage[-1:] for source in entry.get("sources", ())]
-        check_beside(self._dst, [Path(source["path"]) for source in sources])
+        check_beside(self._dst, [as_path(source["path"]) for source in sources])
         missing = [f"{file} is not there" for file in self._files if not file.is_file()]
         raise_if_any(missing, f"cannot write {self._dst}")
 
-    def _begin(self) -> bool:
-        """Prepares the folder, and returns whether all leaves are in it already. For the first process."""
+    def _begin(self) -> tuple[bool, str]:
+        """Prepares the folder, and returns whether all leaves are in it already, and the name of the beginning of work
+        in a bucket. For the first process."""
         self._work.__enter__()
         try:
             # Before the weights, so that nothing that is copied can take their place.
             for file in self._files:
                 write_durably(self._work.folder / file.name, read_companion(file))
+            if isinstance(self._work, RemoteWork):
+                list_companions(self._work.folder, [file.name for file in self._files])
+                return False, self._work.beginning
+            if has_joined():
+                remove_partial(self._params)  # of a writer that was alone
+                return False, ""
             if not self._params.exists():
-                return False
+                return False, ""
             with contextlib.suppress(ValueError):
                 self._check_leaves()
-                return True
+                return True, ""
             remove_directory(self._params)
-            return False
+            return False, ""
         except BaseException as error:
             self._leave(error)
             raise
@@ -324,8 +394,11 @@ class ModelDirectoryWriter:
         written.check_sizes()
 
     def _complete(self) -> None:
-        documents = {LINEAGE_FILE: self.lineage, _CONFIG: config_to_json(self._config), **self._documents}
+        # In a bucket the last one makes all others count.
+        documents = {LINEAGE_FILE: self.lineage, **self._documents, _CONFIG: config_to_json(self._config)}
         for name, content in documents.items():
+            if name == _CONFIG:
+                self._work.check_alone()
             write_durably(self._work.folder / name, json.dumps(content, indent=2).encode())
         ModelDirectory(self._work.folder)
         self._work.complete()
@@ -337,6 +410,10 @@ class ModelDirectoryWriter:
     def _job(self) -> list[Any]:
         """What identifies the job."""
         return [config_to_json(self._config), job_of(self.lineage)]
+
+
+def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
+    return spec.size * spec.dtype.itemsize
 
 
 def _identity(data: Any) -> bytes:

@@ -7,6 +7,8 @@ from typing import Self
 
 from moe_jax.local_paths import check_model_path
 from moe_jax.model_source import ModelSource
+from moe_jax.remote.address import is_in_bucket
+from moe_jax.remote.remote_path import BucketPath, as_path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,12 +33,23 @@ class ModelReference:
     @classmethod
     def to(cls, source: ModelSource, directory: Path) -> Self:
         """A reference to a model on the disk, from a directory, which need not be there yet."""
-        place = Path(source.path).resolve()
-        relative = os.path.relpath(place, Path(directory).resolve())
+        place, here = as_path(source.path).resolve(), as_path(directory).resolve()
+        buckets = {path.address[:2] if isinstance(path, BucketPath) else None for path in (place, here)}
+        if len(buckets) > 1:  # there is no way from one to the other
+            return cls(path=str(place), fingerprint=source.fingerprint())
+        names = [path.key if isinstance(path, BucketPath) else path for path in (place, here)]
+        relative = os.path.relpath(*(os.path.join("/", name) for name in names))
         return cls(path=relative, fingerprint=source.fingerprint(), absolute=str(place))
 
     def locate(self, directory: Path) -> Path:
         """Where the model is, seen from the directory that refers to it; perhaps there is nothing."""
-        near = (Path(directory) / self.path).resolve()
-        far = None if self.absolute is None else Path(self.absolute)
+        if is_in_bucket(self.path):
+            return as_path(self.path)
+        here = as_path(directory)
+        if isinstance(here, BucketPath):
+            scheme, bucket, key = here.address
+            near = as_path(f"{scheme}://{bucket}{os.path.normpath(os.path.join('/', key, self.path))}")
+        else:
+            near = (here / self.path).resolve()
+        far = None if self.absolute is None else as_path(self.absolute)
         return far if far is not None and far.exists() and not near.exists() else near

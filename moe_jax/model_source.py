@@ -53,6 +53,22 @@ class ModelSource(Protocol):
         ...
 
 
+class _Readable(Protocol):
+    def read(self, path: str) -> np.ndarray: ...
+
+
+def read_part(leaves: _Readable, path: str, part: tuple[slice, ...]) -> np.ndarray:
+    """A box of a leaf, of a model or a set of leaves. Where these can, only its bytes are read.
+
+    Args:
+      leaves: what has the leaf; with `read_part(path, part)` if it can read parts.
+      path: of the leaf.
+      part: a slice of step 1 with both ends for each axis.
+    """
+    reading = getattr(leaves, "read_part", None)
+    return leaves.read(path)[part] if reading is None else reading(path, part)
+
+
 class OverBase(abc.ABC):
     """A `ModelSource` that stands on another one, and stores only what is its own."""
 

@@ -7,6 +7,7 @@ from moe_jax.errors import InputError, clipped
 from moe_jax.hub import local_model, why_a_path
 from moe_jax.json_toml import read_json_object
 from moe_jax.local_paths import check_model_path
+from moe_jax.remote.remote_path import BucketPath, as_path
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_source import ModelSource
@@ -35,10 +36,12 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     from moe_jax.train.run_directory import describe_run, split_step
 
     check_model_path(path)
-    path = Path(path)
+    path = as_path(path)
     saved = split_step(path)
     if saved is not None:
         return _open_saved(*saved, base)
+    if isinstance(path, BucketPath):
+        return _open_in_bucket(path, base)
     path = local_model(path)
     if not path.exists():
         raise FileNotFoundError(f"no model at {path}{why_a_path(path)}")
@@ -50,7 +53,7 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     if not path.is_dir():
         raise InputError(f"{path} is a file; {expected}")
     if is_adapter_directory(path):
-        return AdapterDirectory(path, open_source(_base_of(path) if base is None else _no_adapter(path, Path(base))))
+        return AdapterDirectory(path, open_source(_base_of(path) if base is None else _no_adapter(path, as_path(base))))
     if base is not None:
         raise InputError(f"{path} is not an adapter directory, and has no base; leave out {clipped(str(base))}")
     if is_model_directory(path):
@@ -67,6 +70,29 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     raise InputError(f"{path} is not a model: it holds {clipped(listed) or 'nothing'}; {expected}")
 
 
+def _open_in_bucket(path: BucketPath, base: Path | str | None) -> "ModelSource":
+    """Opens a model directory or an adapter directory in a bucket, by known names and not by listings."""
+    from moe_jax.adapter_dir import AdapterDirectory, is_adapter_directory
+    from moe_jax.model_dir import ModelDirectory, is_model_directory
+
+    if is_adapter_directory(path):
+        return AdapterDirectory(path, open_source(_base_of(path) if base is None else _no_adapter(path, as_path(base))))
+    if base is not None:
+        raise InputError(f"{path} is not an adapter directory, and has no base; leave out {clipped(str(base))}")
+    if is_model_directory(path):
+        return ModelDirectory(path)
+    if (path / "config.json").is_file():
+        raise InputError(
+            f"{path} is no model directory; in buckets only these are read: copy it to a disk, and convert it to {path}"
+        )
+    if path.is_dir():
+        raise InputError(
+            f"{path} is not complete: config.json, which is written last, is not there; give the command that makes it "
+            "again, or copy the rest"
+        )
+    raise FileNotFoundError(f"no model at {path}: there is no config.json, or no such bucket")
+
+
 def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSource":
     """Opens a checkpoint of a run."""
     from moe_jax.train.run_directory import check_saved
@@ -77,7 +103,7 @@ def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSour
         if base is not None:
             raise InputError(f"{run_dir} was begun with a config alone; leave out {clipped(str(base))}")
         return open_saved(run_dir, step, None)
-    place = record.source.locate(run_dir) if base is None else Path(base)
+    place = record.source.locate(run_dir) if base is None else as_path(base)
     try:
         return open_saved(run_dir, step, open_source(place))
     except FileNotFoundError:
@@ -120,11 +146,13 @@ def read_config(path: Path | str) -> "ModelConfig":
     from moe_jax.train.run_directory import split_step
 
     check_model_path(path)
-    path = Path(path)
+    path = as_path(path)
     if (saved := split_step(path)) is not None:
         from moe_jax.train.saved_model import saved_config
 
         return saved_config(*saved)
+    if isinstance(path, BucketPath):
+        return open_source(path).config
     path = local_model(path, weights=False)
     if is_gguf(path):
         return GGUFModel(path).config

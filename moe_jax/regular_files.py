@@ -6,10 +6,16 @@ A path that somebody else wrote may be a pipe, which waits for ever, a device wi
 import os
 import stat
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from moe_jax.errors import InputError
+from moe_jax.remote.address import is_in_bucket
+from moe_jax.remote.remote_path import BucketDirectory, BucketPath, as_path
+from moe_jax.remote.traffic import count
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -67,6 +73,53 @@ class HeldDirectory:
         """Bytes of a file."""
         return os.stat(name, dir_fd=self.descriptor).st_size
 
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Reads parts of a file, and counts their bytes.
+
+        Args:
+          name: of the file, relative to the directory.
+          ranges: where each part begins, and contiguous bytes to fill with it.
+
+        Raises:
+          FileNotFoundError: if there is no such file.
+          InputError: if it is not a regular file, or ends before a part does.
+        """
+        with open_regular(name, inside=self) as file:
+            for start, out in ranges:
+                if pread_into(file.fileno(), start, out) < out.size:
+                    raise InputError(f"{self.path / name} was cut while it was read")
+
+
+Directory = HeldDirectory | BucketDirectory
+
+
+def hold(path: Path | str, *, inside: Directory | None = None) -> Directory:
+    """Opens a directory of a disk, or of a bucket, to read from it; see `HeldDirectory`.
+
+    Raises:
+      FileNotFoundError, NotADirectoryError: if there is none on the disk.
+    """
+    if isinstance(inside, BucketDirectory):
+        return BucketDirectory(inside.path / path)
+    if inside is None and is_in_bucket(path):
+        address = as_path(path)
+        assert isinstance(address, BucketPath)
+        return BucketDirectory(address)
+    return HeldDirectory(path, inside=inside)
+
+
+def pread_into(descriptor: int, start: int, out: np.ndarray) -> int:
+    """Fills contiguous bytes from a place in an open file; returns how many there were, which are counted."""
+    buffer: Any = out
+    view, done = memoryview(buffer), 0
+    while done < out.size:
+        got = os.preadv(descriptor, [view[done:]], start + done)
+        if got == 0:
+            break
+        done += got
+    count(read=done)
+    return done
+
 
 def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> BinaryIO:
     """Opens a file to read its bytes; links are followed.
@@ -98,8 +151,8 @@ def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> Bi
     return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: Path | str, *, max_bytes: int, inside: HeldDirectory | None = None) -> bytes:
-    """The whole content of a file.
+def read_regular(path: Path | str, *, max_bytes: int, inside: Directory | None = None) -> bytes:
+    """The whole content of a file, or of an object in a bucket.
 
     Args:
       path: of the file; links are followed.
@@ -110,6 +163,11 @@ def read_regular(path: Path | str, *, max_bytes: int, inside: HeldDirectory | No
       FileNotFoundError: if there is none.
       InputError: if it is not a regular file, or larger.
     """
+    if inside is None and is_in_bucket(path):
+        whole = as_path(path)
+        inside, path = hold(whole.parent), whole.name
+    if isinstance(inside, BucketDirectory):
+        return inside.read(str(path), max_bytes=max_bytes)
     with open_regular(path, inside=inside) as file:
         size = os.fstat(file.fileno()).st_size
         # Files of the system (`/proc`) say that they have no bytes.

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ from typing import Any, Self
 
 from moe_jax.errors import InputError
 from moe_jax.formatting import show_bytes
+from moe_jax.local_paths import check_local
+from moe_jax.remote.remote_path import BucketPath
+from moe_jax.remote.remote_work import RemoteWork, is_begun, remove_begun
 from moe_jax.staging import (
     lock_directory,
     refuse_existing,
@@ -57,6 +61,7 @@ class Workplace:
             begins anew every time.
           suffix: the folder is called `.NAME.SUFFIX`.
         """
+        check_local(target)
         self._target = Path(target).absolute()
         self.folder = self._target.with_name(f".{self._target.name}.{suffix}")
         self._goes_on = job is not None
@@ -95,6 +100,9 @@ class Workplace:
         """The data stored by `note`, by name; also before a kill."""
         return {file.stem: json.loads(file.read_bytes()) for file in (self.folder / _NOTES).glob("*.json")}
 
+    def check_alone(self) -> None:
+        """Does nothing: as long as the folder is locked, no other command is at it."""
+
     def complete(self) -> None:
         """Makes the folder the target.
 
@@ -129,11 +137,20 @@ class Workplace:
         return job.is_file() and job.read_text() == self._job
 
 
+def open_work(target: Path, job: Any = None) -> Workplace | RemoteWork:
+    """A `Workplace` for a target, on a disk or in a bucket."""
+    if isinstance(target, BucketPath):
+        return RemoteWork(target, job, suffix=PARTIAL)
+    return Workplace(target, job)
+
+
 def require_space(target: Path, needed: int) -> None:
-    """Raises `InputError` if a target of `needed` bytes has no room on its disk.
+    """Raises `InputError` if a target of `needed` bytes has no room on its disk. Buckets have room.
 
     What an interrupted command has written of it counts as room: it is gone on with, or removed.
     """
+    if isinstance(target, BucketPath):
+        return
     target = Path(target).absolute()
     existing = next(parent for parent in target.parents if parent.exists())
     begun = Workplace(target).folder
@@ -189,6 +206,10 @@ def leftovers(directory: Path) -> list[Path]:
     Args:
       directory: what the command was to make, or the folder in which it was to make something.
     """
+    if isinstance(directory, BucketPath):
+        matches = (re.fullmatch(rf"\.(.+)\.{PARTIAL}", child.name) for child in directory.iterdir())
+        targets = [directory, *(directory / match[1] for match in matches if match)]
+        return [target for target in targets if is_begun(target, PARTIAL)]
     directory = Path(directory).absolute()
     beside = [directory.with_name(f".{directory.name}.{suffix}") for suffix in (PARTIAL, ANALYSIS)]
     inside = []
@@ -203,6 +224,9 @@ def remove_leftover(folder: Path) -> None:
     Raises:
       InputError: if a command is working there.
     """
+    if isinstance(folder, BucketPath):
+        remove_begun(folder, PARTIAL)
+        return
     lock = _make_and_lock(folder, folder)
     try:
         remove_directory(folder)

@@ -11,30 +11,47 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moe_jax.errors import InputError
-from moe_jax.local_paths import check_model_path
+from moe_jax.local_paths import check_local, check_model_path
+from moe_jax.remote.remote_path import BucketPath
+from moe_jax.remote.remote_work import refuse_finished
 
 
-def refuse_existing(target: Path) -> None:
-    """Raises `InputError` if there is anything at `target` already, or it is no path of a local disk."""
+def refuse_existing(target: Path, *, buckets: bool = False) -> None:
+    """Raises `InputError` if there is anything at `target` already, or it is no place to write to.
+
+    Args:
+      target: what is to be made.
+      buckets: whether it can be made in a bucket.
+    """
+    if buckets and isinstance(target, BucketPath):
+        refuse_finished(target)
+        return
+    check_local(target)
     check_model_path(target)
     if target.exists() or target.is_symlink():
         raise InputError(f"{target} already exists; choose another name or remove it")
 
 
-def check_target(target: Path) -> None:
+def check_target(target: Path, *, buckets: bool = False) -> None:
     """Raises `InputError` if nothing can be made at `target`: see `refuse_existing` and `check_writable`.
 
     For commands to ask before they do what takes long.
     """
-    refuse_existing(target)
+    refuse_existing(target, buckets=buckets)
     check_writable(target)
 
 
 def check_writable(target: Path) -> None:
     """Raises `InputError` if the folder in which `target` would be made, or the folders above it, cannot be written.
 
-    A folder is made there and removed: rights do not tell of file systems such as /proc, and not root of its own.
+    A folder is made there and removed: rights do not tell of file systems such as /proc, and not root of its own. In a
+    bucket it is an object.
     """
+    if isinstance(target, BucketPath):
+        attempt = _beside(target, "attempt")
+        attempt.write_bytes(b"")
+        attempt.unlink()
+        return
     target = Path(target).absolute()
     above = next(parent for parent in target.parents if os.path.lexists(parent))
     if not above.is_dir():
@@ -141,12 +158,18 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 def replace_file(file: Path, content: bytes) -> None:
     """Replaces the content of a file atomically; see `replacing`."""
+    if isinstance(file, BucketPath):
+        file.write_bytes(content)
+        return
     with replacing(file) as handle:
         handle.write(content)
 
 
-def write_durably(file: Path, content: bytes) -> None:
-    """Writes a file and waits until it is on disk."""
+def write_durably(file: Path, content: bytes | memoryview) -> None:
+    """Writes a file and waits until it is on disk, or in the bucket."""
+    if isinstance(file, BucketPath):
+        file.write_bytes(content)
+        return
     with open(file, "wb") as handle:
         handle.write(content)
         handle.flush()

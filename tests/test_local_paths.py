@@ -16,13 +16,28 @@ from moe_jax.train.recipe import load_recipe
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/a", "s3://a", "https://host/a", "file:///a", "hf://a/b", "a\0b"])
+@pytest.mark.parametrize("path", ["s3://a/b", "https://host/a", "file:///a", "hf://a/b", "a\0b"])
 def test_what_is_not_local_is_refused_wherever_a_model_is_read_or_written(path):
     for use in (check_local, check_model_path, open_source, read_config, lambda p: refuse_existing(Path(p))):
         with pytest.raises(InputError, match="is an address and not a path|holds a zero byte"):
             use(path)
         with pytest.raises(InputError, match="is an address and not a path|holds a zero byte"):
             use(Path(path))
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/a", Path("gs://bucket/a")])
+def test_only_models_are_in_buckets(path):
+    check_model_path(path)
+    with pytest.raises(InputError, match="'gs://bucket/a' is an address and not a path; only models can be in buckets"):
+        check_local(path)
+    with pytest.raises(InputError, match="is an address and not a path"):
+        refuse_existing(Path(path))
+
+
+@pytest.mark.parametrize("path", ["gs://", "gs://Bucket/a", "gs://b/a", "gs://bucket/../a"])
+def test_what_is_no_address_of_a_bucket(path):
+    with pytest.raises(InputError, match="is not the name of a bucket|has . or .. in it"):
+        check_model_path(path)
 
 
 @pytest.mark.parametrize("path", ["/a/b", "a", "C:/models/a", "c:a", "a:b", "dir/a:/b", "runs/x@100"])
@@ -40,12 +55,12 @@ def test_a_name_that_is_not_utf_8_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "key",
-    ["run_dir", "model.path", "model.base", "data.tokenizer", "eval.text", "data.sources"],
+    ["run_dir", "data.tokenizer", "eval.text", "data.sources"],
 )
 def test_recipes_name_local_paths(tmp_path, key):
     (tmp_path / "a.toml").write_text('run_dir = "r"\nmodel.path = "m"\neval.text = "t"\n')
-    value = '[{path="gs://b/x"}]' if key == "data.sources" else "gs://b/x"
-    with pytest.raises(InputError, match="'gs://b/x' is an address and not a path"):
+    value = '[{path="gs://bucket/x"}]' if key == "data.sources" else "gs://bucket/x"
+    with pytest.raises(InputError, match="'gs://bucket/x' is an address and not a path"):
         load_recipe(tmp_path / "a.toml", [f"{key}={value}"])
 
 

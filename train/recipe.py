@@ -369,10 +369,14 @@ class Recipe:
         if not self.run_dir:
             raise InputError("run_dir is empty")
         model, data = self.model, self.data
+        for place in (model.path, model.base):
+            if place is not None:
+                check_model_path(place)
+        check_local(self.run_dir)
         check_model_path(self.run_dir)
         held_out = None if self.eval is None else self.eval.text
         sources = (source.path for source in data.sources)
-        for path in (model.path, model.base, model.config, data.tokenizer, data.chat_template, held_out, *sources):
+        for path in (model.config, data.tokenizer, data.chat_template, held_out, *sources):
             if path is not None:
                 check_local(path)
 

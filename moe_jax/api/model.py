@@ -18,6 +18,7 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig,
 from moe_jax.nn import Decoder
 from moe_jax.open_source import open_source
 from moe_jax.peft.parameter_sizes import parameter_sizes
+from moe_jax.remote.remote_path import as_path
 from moe_jax.sharding import make_mesh, mesh_of
 from moe_jax.staging import check_target
 from moe_jax.train.tokenizer import Tokenizer
@@ -72,7 +73,7 @@ class Model:
         """Takes a decoder as it is; what is done to it later is done to the model."""
         self.base: ModelSource | None = None
         self.lineage = [dict(entry) for entry in lineage]
-        self.tokenizer_files = tuple(Path(file) for file in tokenizer_files)
+        self.tokenizer_files = tuple(as_path(file) for file in tokenizer_files)
         self._decoder: Decoder | None = decoder
         self._source: ModelSource | None = None
         self._loading = Loading()
@@ -220,8 +221,8 @@ def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = 
       InputError: if there is something at `path`, a tokenizer file is gone, or weights are not finite.
       OSError: if the disk is full. Nothing is left at `path` then.
     """
-    path = Path(path)
-    check_target(path)
+    path = as_path(path)
+    check_target(path, buckets=True)
     source, base = model.source, model.base
     changed = [] if base is None else differing_leaves(source, base)
     writer = open_writer(
@@ -264,7 +265,7 @@ def open_model(model: ModelOrPath, base: str | os.PathLike[str] | None = None) -
       FileNotFoundError, InputError: see `load`.
     """
     if not isinstance(model, Model):
-        return open_source(Path(model), base=None if base is None else Path(base))
+        return open_source(os.fspath(model), base=None if base is None else os.fspath(base))
     if base is not None:
         raise InputError("base: where the base of an adapter directory is; the model is not the path of one")
     return model.source
@@ -272,7 +273,7 @@ def open_model(model: ModelOrPath, base: str | os.PathLike[str] | None = None) -
 
 def destination(out: str | os.PathLike[str] | None) -> Path | InMemory:
     """Where a verb leaves its result: at `out`, or in memory if that is None."""
-    return InMemory() if out is None else Path(out)
+    return InMemory() if out is None else as_path(out)
 
 
 def result(destination: Path | InMemory, given: ModelOrPath) -> Model:

@@ -208,7 +208,7 @@ def plan(
     if isinstance(model, ModelConfig):
         config = model
     else:
-        config = model.config if isinstance(model, Model) else read_config(Path(model))
+        config = model.config if isinstance(model, Model) else read_config(os.fspath(model))
     if upcycle is not None:
         config = upcycled_config(config, _read_options(_upcycle_options, upcycle))
     if adapt is not None:

@@ -6,7 +6,7 @@ lineage.json. `plan` takes the same options, except for MODEL and OUT.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
@@ -63,6 +63,8 @@ class Options(AdaptFlags):
     directories can share one model.
     """
 
+    in_buckets: ClassVar[tuple[str, ...]] = ("model", "out")
+
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model directory or a Hugging Face directory."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
@@ -116,7 +118,7 @@ def run(options: Options) -> None:
 
     chosen, seed = adapt_options(options), options.seed or 0
     # Check this before opening the source: fingerprinting a large model takes a while.
-    check_target(options.out)
+    check_target(options.out, buckets=True)
     check = not options.no_step0_check
     described = {**dataclasses.asdict(chosen), "seed": seed, "step0_check": check}
     source = open_source(options.model)

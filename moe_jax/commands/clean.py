@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -10,6 +10,8 @@ import tyro
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Removes what commands left that were killed, or that found a full disk, and that will not be given again."""
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("target",)
 
     target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """What the command was to make; or the folder in which it was to make something, such as a run directory."""
@@ -28,10 +30,15 @@ def run(options: Options) -> None:
       InputError: if a command is still working there.
     """
     from moe_jax.formatting import show_bytes
+    from moe_jax.remote.remote_path import BucketPath
     from moe_jax.resume import leftovers, remove_leftover
 
     found = leftovers(options.target)
     for folder in found:
+        if isinstance(folder, BucketPath):
+            remove_leftover(folder)
+            print(f"removed what was written of {folder}")
+            continue
         freed = sum(file.lstat().st_size for file in folder.rglob("*"))
         remove_leftover(folder)
         print(f"removed {folder}: {show_bytes(freed)}")

@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -35,6 +35,8 @@ def _methods() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
+    in_buckets: ClassVar[tuple[str, ...]] = ("model", "out", "model_base")
+
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model with MoE layers: a model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a
     checkpoint of a run."""
@@ -137,7 +139,7 @@ def run(options: _Job) -> None:
     base = open_source(options.base) if options.base is not None else None
     layers = parse_layers(options.layers, source.config) if options.layers is not None else None
     # What would be found out anyway, but after a long calibration.
-    check_target(options.out)
+    check_target(options.out, buckets=not options.sweep)
     choose_layers(source.config, layers)
     shared = {"base": base, "extended": options.extended, "layers": layers, "statistics": _calibration(source, options)}
     described = {"base": options.base, "extended": options.extended, "layers": layers}

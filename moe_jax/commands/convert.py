@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -12,6 +12,8 @@ from moe_jax.commands import optional
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Reads a Hugging Face checkpoint or a GGUF file, tensor by tensor, and writes it as a model directory."""
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("dst",)
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """Hugging Face directory: config.json, and safetensors or PyTorch files. Or a GGUF file; or ORG/NAME[@REVISION], a

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
@@ -38,6 +38,8 @@ class Options(BaseFlag):
     Tasks (PIQA, ARC, GSM8K, ...) come from task files in lm-eval's YAML: those of this library and of --tasks-dir, over
     local files, and those of lm-eval, whose data is on the Hugging Face Hub. pip install 'moe-jax[eval]'.
     """
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -26,6 +26,8 @@ class Options(BaseFlag):
     Greedy unless a temperature is given; a prompt's result does not depend on the others. Why every text ended, and how
     many tokens a second there were, is said on standard error.
     """
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint

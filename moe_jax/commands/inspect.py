@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -26,6 +26,8 @@ class Options(BaseFlag):
 
     The lineage is how the model was made: commands, options, sources, and measured figures.
     """
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -15,6 +15,8 @@ class Options(BaseFlag):
 
     If the base was kept in 4 bits (NF4), LoRA is added to the dequantised kernels: the model computes what was trained.
     """
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("adapter", "out")
 
     adapter: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ADAPTER")]
     """An adapter directory, a model directory with LoRA or NF4 kernels, or RUN@STEP: a checkpoint of a run."""
@@ -42,7 +44,7 @@ def run(options: Options) -> None:
     from moe_jax.terminal import progress_bars
 
     # Check this before opening the source: fingerprinting a large base takes a while.
-    check_target(options.out)
+    check_target(options.out, buckets=True)
     source = options.open(options.adapter)
     with progress_bars() as progress:
         merged = merge(

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
@@ -11,6 +11,7 @@ from moe_jax.commands.adapt import AdaptFlags, adapt_options
 from moe_jax.commands.mesh_option import parse_mesh
 from moe_jax.commands.upcycle import UpcycleFlags
 from moe_jax.errors import InputError, flag_of
+from moe_jax.remote.remote_path import as_path
 
 if TYPE_CHECKING:
     from moe_jax.commands.planned_compression import PlannedCompression
@@ -32,6 +33,8 @@ class Options(UpcycleFlags, AdaptFlags):
     the experts in every form in which they can be stored; with --train, memory and time of training by a recipe.
     Weights are not read, and need not be there.
     """
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="CONFIG_OR_MODEL")] = None
     """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP. With
@@ -189,7 +192,7 @@ def run(options: Options) -> None:
             described["training"] = dataclasses.asdict(training)
         print(json.dumps(described, indent=2))
         return
-    _print(Path(model), config, plan, tuned, memory)
+    _print(as_path(model), config, plan, tuned, memory)
     if compressed is not None:
         compressed.print()
     if strategies is not None:

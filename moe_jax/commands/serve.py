@@ -4,7 +4,7 @@ import dataclasses
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -19,6 +19,8 @@ class Options(BaseFlag):
     Requests are answered together: one that comes takes a free seat, and gets tokens with all others. No answer depends
     on the others. Whoever can reach the address can use the model: there is no password.
     """
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint

@@ -9,9 +9,10 @@ import numpy as np
 from moe_jax.finite import check_finite
 from moe_jax.functional.nf4 import quantize_nf4
 from moe_jax.loading import leaf_specs
-from moe_jax.model_source import ModelSource
+from moe_jax.model_source import ModelSource, read_part
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import base_leaf, kernel_of
+from moe_jax.zarr_arrays import Part
 
 
 class StoredLeaves(Protocol):
@@ -82,6 +83,16 @@ class LeavesOverBase:
         if path not in self._waiting:
             self._quantize(source, path.rsplit("/", 1)[0])
         return self._waiting.pop(path)
+
+    def read_part(self, path: str, part: Part) -> np.ndarray:
+        """Reads a box of a leaf; of one that has to be quantised, all is made."""
+        own = self._own_leaves(path)
+        if own is not None:
+            return read_part(own, path, part)
+        source = base_leaf(self._config, path)
+        if source is not None and kernel_of(path) is None:
+            return read_part(self._base, source, part)
+        return self.read(path)[part]
 
     def stored_bytes(self, path: str) -> int:
         """Bytes of a leaf as stored. The codes of an NF4 kernel count as the kernel that the base stores."""

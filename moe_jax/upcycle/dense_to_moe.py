@@ -92,7 +92,7 @@ def upcycle(
       OSError: if the disk is full. The same call goes on with what is done.
     """
     if isinstance(dst, Path):
-        check_target(dst)
+        check_target(dst, buckets=True)
     config = upcycled_config(source.config, options)
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")

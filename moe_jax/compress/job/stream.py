@@ -17,13 +17,14 @@ from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
 from moe_jax.finite import DoesNotFit
-from moe_jax.in_memory import Destination, ModelWriter, open_writer
+from moe_jax.in_memory import Destination, InMemory, ModelWriter, open_writer
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
 from moe_jax.peft.over_base import StoredLeaves
+from moe_jax.remote.remote_path import BucketPath
 from moe_jax.staging import check_target
 from moe_jax.terminal import Progress, no_progress
 
@@ -66,7 +67,7 @@ def compress(
       OSError: if the disk is full. What is done stays beside `dst`, to be gone on with.
     """
     if isinstance(dst, Path):
-        check_target(dst)
+        check_target(dst, buckets=True)
     indices = choose_layers(source.config, layers)
     if extended:
         _check_universal(source.config, indices)
@@ -85,7 +86,9 @@ def compress(
     read = [source, *([base] if base is not None else []), *([statistics.text] if statistics is not None else [])]
     entry = new_lineage_entry("compress", described, read)
     job = {name: entry[name] for name in ("options", "sources")}
-    with AnalysisStore(dst, job) if isinstance(dst, Path) else contextlib.nullcontext() as store:
+    # Not in a bucket: there they are made again.
+    on_disk = None if isinstance(dst, InMemory | BucketPath) else dst
+    with contextlib.nullcontext() if on_disk is None else AnalysisStore(on_disk, job) as store:
         analyses = _analyse(method, open_layer, indices, store, progress)
         planned = method.plan([open_layer(i) for i in indices], analyses)
         config = dataclasses.replace(source.config, layers=_replaced(source.config.layers, planned))

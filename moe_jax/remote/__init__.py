@@ -1,0 +1,14 @@
+"""Places that are no local disk: buckets of an object store, by addresses such as `gs://bucket/models/moe`.
+
+Where a local disk renames what is finished, a bucket cannot: what a command makes is written in its final place, and a
+file without which it counts for nothing (config.json of a model) is written last. Everything goes through TensorStore's
+client, which Orbax uses for the arrays of checkpoints too: one way to log in, to try again, to ask for a range of
+bytes, and to write only over what one has seen.
+
+    address    which paths are addresses, and of what
+    objects    reading, writing and listing the objects of a bucket, in bounded time
+    remote_path an address as a `pathlib.Path`; a folder of a bucket to read from
+    lease      who works in a place, where nothing can be locked
+    remote_work  work that goes on after a kill
+    traffic    bytes that were read and written, here and on local disks
+"""
