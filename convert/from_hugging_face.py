@@ -20,9 +20,11 @@ from moe_jax.convert.gguf_model import GGUFModel
 from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.convert.mapping_report import print_mapping
 from moe_jax.errors import check_member
+from moe_jax.gather import gathered
 from moe_jax.hub import local_model, why_a_path
 from moe_jax.in_memory import InMemory, open_writer
 from moe_jax.lineage import new_lineage_entry
+from moe_jax.processes import first_decides, is_first_process
 from moe_jax.remote.remote_path import as_path
 from moe_jax.resume import require_space
 from moe_jax.staging import check_target, refuse_existing
@@ -42,6 +44,8 @@ def convert(
 ) -> None:
     """Writes a foreign checkpoint as a model directory, leaf by leaf, in memory that does not grow with it.
 
+    Of several processes, each reads and writes its own leaves.
+
     Args:
       src: Hugging Face directory, GGUF file, or name on the Hugging Face Hub; for a dry run, a config.json alone is
         enough, and of a model on the Hub only that is fetched.
@@ -60,11 +64,14 @@ def convert(
       OSError: if the disk is full. Nothing is at `dst` then, and the same call goes on with what is done.
     """
     console = console or console_for_tables(stderr=not dry_run)
+    if not is_first_process():
+        console = Console(quiet=True)
     if dtype is not None:
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     if not isinstance(dst, InMemory):
         dst = as_path(dst)
-        refuse_existing(dst, buckets=True) if dry_run else check_target(dst, buckets=True)
+        check = refuse_existing if dry_run else check_target
+        first_decides(lambda: check(dst, buckets=True))
     src = local_model(src, weights=not dry_run)
     if not Path(src).exists():
         expected = "expected a Hugging Face directory or a GGUF file"
@@ -111,14 +118,16 @@ def convert(
             resume=True,
             allow_nonfinite=allow_nonfinite,
         ) as writer:
-            for path in filter(ZeroExperts.concerns, writer.done):
-                zero.add(path, source.read(path))
-            missing = {path: spec for path, spec in specs.items() if path not in writer.done}
+            if is_first_process():
+                for path in filter(ZeroExperts.concerns, writer.done):
+                    zero.add(path, source.read(path))
+            missing = {path: spec for path, spec in specs.items() if path not in writer.done and writer.mine(path)}
             progress.skip(total - _bytes_of(missing))
             for path, leaf in _read_ahead(source, missing):
                 writer.write({path: leaf})
                 zero.add(path, leaf)
                 progress.advance(leaf.nbytes)
+            zero = ZeroExperts.joined(gathered(zero.found))
             found = {"zero_experts": zero.by_layer} if zero.by_layer else {}
             writer.lineage[-1]["measured"] = {**progress.measured(), **found}
     if zero.by_layer:

@@ -15,6 +15,7 @@ import numpy as np
 from moe_jax.convert.gguf_blocks import Blocks, dequantized
 from moe_jax.errors import InputError, shown
 from moe_jax.regular_files import open_regular
+from moe_jax.remote import traffic
 
 # Dtypes in which parameters may be stored, by their names in safetensors.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -184,6 +185,7 @@ def _read_at(file: Path, descriptor: int, position: int, out: memoryview) -> Non
         if count == 0:
             raise InputError(f"{file} ended while it was read; it is truncated, fetch it again")
         done += count
+    traffic.count(read=done)
 
 
 def check_tensor_name(file: Path, name: str) -> None:

@@ -140,6 +140,8 @@ class ModelWriter(Protocol):
     @property
     def done(self) -> frozenset[str]: ...
 
+    def mine(self, path: str) -> bool: ...
+
     def note(self, name: str, data: Any) -> None: ...
 
     def notes(self) -> dict[str, Any]: ...
@@ -221,6 +223,9 @@ class _MemoryWriter:
     @property
     def done(self) -> frozenset[str]:
         return frozenset(self._leaves)
+
+    def mine(self, path: str) -> bool:
+        return True
 
     def note(self, name: str, data: Any) -> None:
         self._notes[name] = data

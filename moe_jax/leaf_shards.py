@@ -109,10 +109,10 @@ class ShardWriter:
     def _write_chunks(self, path: str, chunks: list[tuple[tuple[int, ...], np.ndarray]]) -> None:
         folder = self._folder(path)
         folder.mkdir(parents=True, exist_ok=True)
+        count(written=sum(chunk.nbytes for _, chunk in chunks))
         if not isinstance(folder, BucketPath):
             for position, chunk in chunks:
                 write_durably(folder / chunk_name(position), _bytes_of(chunk))
-                count(written=chunk.nbytes)
             return
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda item: (folder / chunk_name(item[0])).write_bytes(_bytes_of(item[1])), chunks))

@@ -206,7 +206,9 @@ def layer_of(leaf: jax.Array, index: int | None) -> jax.Array | np.ndarray:
         return leaf
     if leaf.nbytes <= _ON_HOST and leaf.is_fully_addressable:
         return np.asarray(leaf)[index, ...]
-    return leaf[index]
+    if leaf.is_fully_addressable:
+        return leaf[index]
+    return _layer_program(_without_leading_axis(leaf.sharding))(leaf, index)
 
 
 def stacked_leaves(model: Decoder) -> dict[str, tuple[jax.Array, int | None]]:
@@ -250,6 +252,12 @@ def _put(
 ) -> jax.Array:
     # From a callback and not device_put: every process of a pod then asks for its own shards.
     return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ()))
+
+
+@lru_cache(maxsize=64)
+def _layer_program(sharding: jax.sharding.Sharding) -> Callable[[jax.Array, int], jax.Array]:
+    """Takes a layer out of several, and leaves every shard where it is."""
+    return jax.jit(lambda leaf, index: leaf[index], out_shardings=sharding)
 
 
 def _without_leading_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

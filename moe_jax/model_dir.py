@@ -381,7 +381,8 @@ class ModelDirectoryWriter:
 
     def _finish_leaves(self) -> None:
         if self._leaves is not None:
-            self._expected.check_all(self._done)
+            # Those of other processes are looked for when all are there.
+            self._expected.check_all(self._done | (set(self._expected.paths) - self._mine))
             self._leaves.close()
             self._leaves = None
             first_decides(self._check_leaves)

@@ -1,7 +1,7 @@
 """Experts whose weights are all zero: no error, but seldom meant, so that those who make or read a model are told."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -34,6 +34,19 @@ class ZeroExperts:
         zero = {e for e, kernel in enumerate(leaf) if not (largest_magnitude(kernel[:1]) or largest_magnitude(kernel))}
         layer = int(match[1])
         self._zero[layer] = self._zero.get(layer, zero) & zero
+
+    @property
+    def found(self) -> list[tuple[int, list[int]]]:
+        """For each layer of which it has seen kernels, the experts that had only zeros in all of them."""
+        return [(layer, sorted(experts)) for layer, experts in self._zero.items()]
+
+    @classmethod
+    def joined(cls, found: Iterable[Iterable[tuple[int, Iterable[int]]]]) -> "ZeroExperts":
+        """What several have `found` together."""
+        joined = cls()
+        for layer, experts in (item for one in found for item in one):
+            joined._zero[layer] = joined._zero.get(layer, set(experts)) & set(experts)
+        return joined
 
     @property
     def by_layer(self) -> dict[int, list[int]]:

@@ -259,13 +259,15 @@ def _train(
             continue_command=continue_command,
         )
         state, last = loop.run(state)
-    params = state.params
+    params, average, steps = state.params, state.ema, int(state.step)
+    del state, loop  # the moments need not be kept while the model is written
     if recipe.ema is not None and recipe.ema.export:
-        assert state.ema is not None
-        params = in_dtypes_of(params, state.ema)
+        assert average is not None
+        params = in_dtypes_of(params, average)
+    del average
     model = nnx.merge(program.graphdef, params, frozen)
     model.config = trained_config(config, recipe)
-    measured = {"steps": int(state.step)} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
+    measured = {"steps": steps} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
     files = files_of_run(run_dir)
     path = write_model(model, recipe, source, files, measured, program.trainable, restarts=record.restarts)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)

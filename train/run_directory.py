@@ -19,14 +19,13 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.companions import companions_in, read_companion
@@ -232,11 +231,17 @@ def write_model(
     else:
         own = None
         writer = ModelDirectoryWriter(fresh, model.config, tokenizer_files=files, lineage=lineage)
-    # Every process must make these calls; only the first one writes.
+    # Every process must make these calls, and writes the shards that it has.
     with writer:
         stored = None if started_from is None else started_from.specs()
-        for path, leaf in _outputs(model, recipe, stored, own):
-            writer.write({path: leaf})
+        for path, leaf in model_leaves(model):
+            if own is not None and path not in own:
+                continue
+            dtype = output_dtype(path, leaf.dtype, recipe, stored)
+            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+                writer.write_sharded(path, leaf, dtype)
+            else:
+                writer.write({path: cast(path, np.asarray(leaf), dtype)})
     first_decides(lambda: replace_directory(target, fresh))
     return target
 
@@ -275,17 +280,3 @@ def output_dtype(
     if recipe.model.output_dtype is not None:
         return jnp.dtype(recipe.model.output_dtype)
     return held if stored is None or path not in stored else stored[path].dtype
-
-
-def _outputs(
-    model: Decoder, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None, only: Collection[str] | None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields leaves as they are written, all or some; all processes take part in gathering those sharded over hosts."""
-    for path, leaf in model_leaves(model):
-        if only is not None and path not in only:
-            continue
-        if jax.process_count() > 1:
-            leaf = multihost_utils.process_allgather(leaf, tiled=True)
-        leaf = np.asarray(leaf)
-        dtype = output_dtype(path, leaf.dtype, recipe, stored)
-        yield path, leaf if dtype == leaf.dtype else cast(path, leaf, dtype)

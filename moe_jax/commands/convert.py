@@ -46,7 +46,9 @@ def run(options: Options) -> None:
       InputError: if the checkpoint is damaged or does not fit its config, weights are not finite, or DST exists.
     """
     from moe_jax.convert import convert
+    from moe_jax.processes import join_processes
 
+    join_processes()
     convert(
         options.src,
         options.dst,

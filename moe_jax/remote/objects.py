@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from moe_jax.errors import InputError, clipped
 from moe_jax.remote.address import DRIVERS
-from moe_jax.remote.traffic import count
 
 SECONDS = "MOE_JAX_STORAGE_SECONDS"
 """Environment variable: how long a request may take, with all its retries, besides the time for its bytes."""
@@ -63,7 +62,6 @@ class Objects:
         result = self._done(name, lambda: self._store.read(name, byte_range=asked), (stop or 0) - start)
         if result.state != "value":
             return None
-        count(read=len(result.value))
         return Found(result.value, result.stamp.generation)
 
     def read_many(self, names: Iterable[str]) -> dict[str, Found | None]:
@@ -89,7 +87,6 @@ class Objects:
         """
         # A request that was lost on its way back is repeated, and then meets what it has written itself.
         stamp = self._done(name, lambda: self._store.write(name, bytes(content), if_equal=over), len(content))
-        count(written=len(content))
         if stamp.generation:
             return stamp.generation
         found = self.read(name)

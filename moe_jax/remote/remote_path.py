@@ -16,6 +16,7 @@ import numpy as np
 from moe_jax.errors import InputError
 from moe_jax.remote.address import Address, is_in_bucket, parse_address, written_out
 from moe_jax.remote.objects import AT_ONCE, Objects, objects_of
+from moe_jax.remote.traffic import count
 
 
 class BucketPath(PosixPath):
@@ -156,7 +157,7 @@ class BucketDirectory:
         return len(found.content)
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Reads parts of an object at the same time.
+        """Reads parts of an object at the same time, and counts their bytes.
 
         Args:
           name: of the object, relative to the folder.
@@ -173,6 +174,7 @@ class BucketDirectory:
             if found is None:
                 raise FileNotFoundError(f"{self.path / name} does not exist")
             out[...] = np.frombuffer(found.content, np.uint8)
+            count(read=out.size)
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(read, ranges))

@@ -1,0 +1,98 @@
+"""Four processes that share a disk: each reads and writes its own share of a model, and nothing twice."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+
+import moe_jax
+from moe_jax.model_dir import ModelDirectory
+from moe_jax.remote.remote_path import as_path
+from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.upcycle.conftest import dense_config, random_leaves, write_model
+
+PROCESSES = 4
+
+PROGRAM = """
+import faulthandler, json, os, sys
+faulthandler.dump_traceback_later(150, exit=True)  # a process that waits for the others for ever
+from pathlib import Path
+folder, index = Path(sys.argv[1]), int(sys.argv[3])
+os.environ["MOE_JAX_DISTRIBUTED"] = f"localhost:{sys.argv[2]},4,{index}"
+from moe_jax.processes import join_processes, leave_processes
+join_processes()
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from moe_jax.convert import convert
+from moe_jax.loading import load_model, model_leaves
+from moe_jax.model_dir import ModelDirectory, ModelDirectoryWriter
+from moe_jax.remote import traffic
+from moe_jax.remote.remote_path import as_path
+from moe_jax.sharding import make_mesh
+
+said, before = {}, traffic.total()
+def step(name):
+    global before
+    now = traffic.total()
+    said[name] = [(now - before).read, (now - before).written]
+    before = now
+
+convert(folder / "hf", folder / "converted")
+step("convert")
+source = ModelDirectory(folder / "converted")
+said["one fourth"] = sum(spec.size * spec.dtype.itemsize for spec in source.specs().values()) / 4
+places = [({"fsdp": 4}, folder / "saved-1"), ({"tensor": 2, "fsdp": 2}, as_path("gs://bucket/saved-2"))]
+for axes, target in places:
+    before = traffic.total()
+    model = load_model(source, mesh=make_mesh(axes))
+    step(f"load {axes}")
+    with ModelDirectoryWriter(target, model.config, tokenizer_files=[], lineage=[{"command": "test"}]) as writer:
+        for path, leaf in model_leaves(model):
+            writer.write_sharded(path, leaf, np.dtype(np.float32))
+    step(f"save {axes}")
+    source = ModelDirectory(target)
+(folder / f"said{index}").write_text(json.dumps(said))
+leave_processes()
+"""
+
+
+def run(program, folder):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": COMPILER_FLAGS, "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(folder), str(port), str(index)],
+            stdout=open(folder / f"out{index}", "w"),
+            stderr=open(folder / f"err{index}", "w"),
+            env=environment,
+        )
+        for index in range(PROCESSES)
+    ]
+    codes = [process.wait() for process in started]
+    return codes, [(folder / f"err{index}").read_text() for index in range(PROCESSES)]
+
+
+def test_each_process_reads_and_writes_its_share(bucket, tmp_path):
+    config = dense_config(num_layers=4, d_model=64, dim=128, vocab_size=256)
+    leaves = random_leaves(config)
+    write_model(tmp_path / "dense", config, leaves)
+    moe_jax.export(tmp_path / "dense", tmp_path / "hf")
+    codes, errors = run(PROGRAM, tmp_path)
+    assert codes == [0] * PROCESSES, errors
+    said = [json.loads((tmp_path / f"said{index}").read_text()) for index in range(PROCESSES)]
+    share, traffic = said[0].pop("one fourth"), {name: [one[name] for one in said] for name in said[0]}
+    for name, each in traffic.items():
+        reads, writes = zip(*each, strict=True)
+        if not name.startswith("save"):
+            assert 0.9 * share <= max(reads) <= 1.1 * share, name
+        if not name.startswith("load"):
+            assert 0.9 * share <= max(writes) <= 1.1 * share, name
+    for saved in (tmp_path / "converted", tmp_path / "saved-1", as_path("gs://bucket/saved-2")):
+        model = ModelDirectory(saved)
+        for name, leaf in leaves.items():
+            np.testing.assert_array_equal(model.read(name), leaf)
