@@ -75,7 +75,7 @@ class BucketPath(PosixPath):
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Iterator["BucketPath"]:
-        for name in sorted({name.split("/")[0] for name in self.objects.names(self.key)}):
+        for name in sorted({name.split("/")[0] for name in self.objects.names(self.key)} - {""}):
             yield self / name
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
