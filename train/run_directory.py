@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -234,14 +234,11 @@ def write_model(
     # Every process must make these calls, and writes the shards that it has.
     with writer:
         stored = None if started_from is None else started_from.specs()
-        for path, leaf in model_leaves(model):
-            if own is not None and path not in own:
-                continue
-            dtype = output_dtype(path, leaf.dtype, recipe, stored)
-            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-                writer.write_sharded(path, leaf, dtype)
+        for path, leaf in _outputs(model, recipe, stored, own):
+            if isinstance(leaf, jax.Array):
+                writer.write_sharded(path, leaf, output_dtype(path, leaf.dtype, recipe, stored))
             else:
-                writer.write({path: cast(path, np.asarray(leaf), dtype)})
+                writer.write({path: leaf})
     first_decides(lambda: replace_directory(target, fresh))
     return target
 
@@ -280,3 +277,17 @@ def output_dtype(
     if recipe.model.output_dtype is not None:
         return jnp.dtype(recipe.model.output_dtype)
     return held if stored is None or path not in stored else stored[path].dtype
+
+
+def _outputs(
+    model: Decoder, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None, only: Collection[str] | None
+) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
+    """Yields leaves, all or some: as they are written, or, where they are sharded over processes, as they are held."""
+    for path, leaf in model_leaves(model):
+        if only is not None and path not in only:
+            continue
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            yield path, leaf
+        else:
+            leaf = np.asarray(leaf)
+            yield path, cast(path, leaf, output_dtype(path, leaf.dtype, recipe, stored))
