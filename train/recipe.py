@@ -29,7 +29,8 @@ class ModelSection:
       config: instead of `path`, a config.json alone (of this library or Hugging Face's): for `init = "random"` and
         for `--compile-only`.
       init: `checkpoint` starts from the weights at `path`, `random` from new ones drawn with the seed.
-      param_dtype: dtype the trained parameters are kept in.
+      param_dtype: dtype the trained parameters are kept in; in bfloat16 every update is rounded stochastically, for
+        most are less than a step of it.
       frozen_dtype: dtype of the parameters that are not trained. None: as stored. NF4 kernels are always as stored.
       compute_dtype: dtype of the matrix products.
       output_dtype: dtype of the final model that is written. None: every parameter in the dtype in which the model at

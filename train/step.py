@@ -1,7 +1,7 @@
 """One training step as a pure function of (state, frozen parameters, batch)."""
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from moe_jax.functional.rounding import round_stochastically
 from moe_jax.models import ModelConfig
 from moe_jax.nn import auxiliary_loss
 from moe_jax.nn.router_stats import StackedStats
@@ -19,6 +20,8 @@ from moe_jax.train.forward import Batch, run_to_head
 
 # Separates the random keys of steps from those of initial parameters, which come from the same seed.
 _STEPS = 0x57E95
+# Folded into the key of a step, as the numbers of its microbatches are.
+_ROUNDING = 0x7FFFFFFF
 
 
 class TrainState(NamedTuple):
@@ -135,7 +138,7 @@ def make_step(
             cut=jnp.sum(batch["cut"], axis=0) if "cut" in batch else jnp.zeros(2, jnp.int32),
             router=router,
         )
-        params = cast(nnx.State, optax.apply_updates(state.params, updates))
+        params = updated(state.params, updates, jax.random.fold_in(key, _ROUNDING))
         average = state.ema
         if average is not None:
             assert ema_decay is not None
@@ -167,6 +170,27 @@ def make_loss(graphdef: nnx.GraphDef, config: ModelConfig, *, accumulation: int 
         return loss + auxiliary, (loss, auxiliary, out.router)
 
     return microbatch_loss
+
+
+def updated(params: nnx.State, updates: nnx.State, key: Array) -> nnx.State:
+    """Parameters after an update; those in bfloat16, most of whose updates are less than its steps, are rounded
+    stochastically.
+
+    Args:
+      params: of the model.
+      updates: float32.
+      key: of the rounding.
+    """
+
+    def one(number: int, param: Array, update: Array) -> Array:
+        moved = param.astype(jnp.float32) + update
+        if param.dtype == jnp.bfloat16:
+            return round_stochastically(moved, jax.random.fold_in(key, number))
+        return moved.astype(param.dtype)
+
+    leaves, structure = jax.tree.flatten(params)
+    moved = [one(number, *pair) for number, pair in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True))]
+    return jax.tree.unflatten(structure, moved)
 
 
 def step_key(seed: int, step: int | Int[Array, ""]) -> Array:

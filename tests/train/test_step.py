@@ -8,18 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import InputError
 from moe_jax.functional.losses import token_losses
 from moe_jax.models import FFNConfig, ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model
-from moe_jax.sharding import path_name, state_shardings
+from moe_jax.sharding import make_mesh, path_name, state_shardings
 from moe_jax.train.data_sections import DataSection
 from moe_jax.train.placement import local_rows, place
 from moe_jax.train.program import Program, first_state, make_program
 from moe_jax.train.recipe import MeshSection, ModelSection, PartitionSection, Recipe, ScheduleSection, TrainSection
-from moe_jax.train.step import StepMetrics, TrainState, step_key
+from moe_jax.train.step import StepMetrics, TrainState, step_key, updated
 from tests.tiers import one_in
 from tests.train.models import BANKS, FFN, config_of, moe, recipe_of
 
@@ -280,3 +282,19 @@ def test_what_does_not_fit_the_mesh_is_an_error(sections, message):
     config = config_of(dataclasses.replace(FFN, dim=12))
     with pytest.raises(InputError, match=message):
         make_program(recipe_of(**sections), config)
+
+
+def test_updates_of_bfloat16_are_not_lost_and_the_same_on_every_mesh():
+    """Rounded to the nearest number, an update of a hundredth of a step would change nothing."""
+    shape, weight, update = (256, 128), 2.0**-6, 2.0**-15
+    params = {"a": jnp.full(shape, weight, jnp.bfloat16), "b": jnp.full(shape, weight, jnp.float32)}
+    updates = jax.tree.map(lambda leaf: jnp.full(leaf.shape, update, jnp.float32), params)
+    moved = jax.jit(updated)(params, updates, jax.random.key(3))
+    assert moved["a"].dtype == jnp.bfloat16 and (moved["b"] == weight + update).all()
+    change, step = moved["a"].astype(jnp.float32) - weight, 2.0**-13
+    share = update / step
+    assert set(np.unique(change)) == {0.0, step}
+    assert abs(float(change.mean()) / step - share) < 4 * np.sqrt(share * (1 - share) / change.size)
+    mesh = make_mesh({"fsdp": 4, "tensor": 2})
+    split = jax.device_put((params, updates), NamedSharding(mesh, P("fsdp", "tensor")))
+    assert (jax.jit(updated)(*split, jax.random.key(3))["a"] == moved["a"]).all()

@@ -1,0 +1,26 @@
+"""Stochastic rounding: to one of the two nearest numbers of a narrower dtype, so that the mean is the number itself.
+
+A weight in bfloat16 has steps of 2^-8 of its size. A smaller update is lost if it is rounded to the nearest number,
+every time; rounded stochastically it takes the whole step with the probability that is its share of one (Gupta et al.
+2015, arXiv:1502.02551, section 3; for bfloat16 training Zamirai et al. 2020, arXiv:2010.06192, section 4).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, BFloat16, Float
+
+
+def round_stochastically(x: Float[Array, "*n"], key: Array) -> BFloat16[Array, "*n"]:
+    """Rounds float32 to bfloat16 up or down, each with a probability that makes the mean `x`.
+
+    Numbers of bfloat16 stay as they are, infinities and NaN too; the same key gives the same result on every mesh.
+
+    Args:
+      x: float32.
+      key: random key.
+    """
+    # A bfloat16 is the upper half of a float32. What is added to the lower half carries as often as that is large.
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    upper = lax.shift_right_logical(bits, jnp.full(x.shape, 16, jnp.uint32)).astype(jnp.uint16)
+    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(upper, jnp.bfloat16), x.astype(jnp.bfloat16))
