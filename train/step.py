@@ -15,6 +15,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.nn import auxiliary_loss
 from moe_jax.nn.router_stats import StackedStats
 from moe_jax.sharding import batch_spec
+from moe_jax.train.accumulation import sum_of_gradients
 from moe_jax.train.average import first_average, next_average
 from moe_jax.train.forward import Batch, run_to_head
 
@@ -100,7 +101,7 @@ def make_step(
       ema_decay: of the average, if the state has one.
     """
 
-    grad = jax.grad(make_loss(graphdef, config, accumulation=accumulation), has_aux=True)
+    loss_of = make_loss(graphdef, config, accumulation=accumulation)
 
     def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, StepMetrics]:
         scored = jnp.sum(batch["weights"])
@@ -108,23 +109,22 @@ def make_step(
         divisor = jnp.maximum(scored, 1.0)
         key = step_key(seed, state.step)
 
-        def add_microbatch(sums: tuple, scanned: tuple[Batch, Array]) -> tuple[tuple, StackedStats]:
+        def forward(scanned: tuple[Batch, Array | int]) -> tuple:
             micro, index = scanned
             key_of_micro = jax.random.fold_in(key, index)
-            grads, (loss, auxiliary, router) = grad(state.params, frozen, micro, divisor, key_of_micro)
-            summed = jax.tree.map(lambda total, one: total + one.astype(jnp.float32), sums, (grads, loss, auxiliary))
-            return summed, router
+            return jax.vjp(
+                lambda params: loss_of(params, frozen, micro, divisor, key_of_micro), state.params, has_aux=True
+            )
 
         if accumulation == 1:
-            grads, (loss, auxiliary, router) = grad(state.params, frozen, batch, divisor, jax.random.fold_in(key, 0))
-            grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
+            _, backward, (loss, auxiliary, router) = forward((batch, 0))
+            grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), backward(jnp.ones((), jnp.float32))[0])
         else:
-            zero = jnp.zeros((), jnp.float32)
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.params)
             microbatches = {key: split_batch(array, accumulation) for key, array in batch.items()}
-            scanned = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
-            (grads, loss, auxiliary), router = jax.lax.scan(add_microbatch, (zeros, zero, zero), scanned)
-            router = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), router)
+            numbered = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
+            grads, (losses, auxiliaries, stats) = sum_of_gradients(forward, state.params, numbered)
+            loss, auxiliary = jnp.sum(losses), jnp.sum(auxiliaries)
+            router = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), stats)
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = StepMetrics(

@@ -13,17 +13,18 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import InputError
 from moe_jax.functional.losses import token_losses
-from moe_jax.models import FFNConfig, ModelConfig
+from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model
 from moe_jax.sharding import make_mesh, path_name, state_shardings
+from moe_jax.train.compile_only import bytes_of, compiled_step
 from moe_jax.train.data_sections import DataSection
 from moe_jax.train.placement import local_rows, place
 from moe_jax.train.program import Program, first_state, make_program
 from moe_jax.train.recipe import MeshSection, ModelSection, PartitionSection, Recipe, ScheduleSection, TrainSection
 from moe_jax.train.step import StepMetrics, TrainState, step_key, updated
 from tests.tiers import one_in
-from tests.train.models import BANKS, FFN, config_of, moe, recipe_of
+from tests.train.models import ATTENTION, BANKS, FFN, config_of, moe, recipe_of
 
 
 def random_batch(seed: int, rows: int = 8, length: int = 16) -> dict[str, np.ndarray]:
@@ -182,6 +183,28 @@ def test_accumulation_of_4_times_2_equals_a_batch_of_8(mlp, make_batch):
     parts, _, accumulated, _ = run(recipe_of(train=accumulated), config, make_batch=make_batch)
     np.testing.assert_allclose(parts, whole, atol=1e-6, rtol=1e-6)
     assert largest_difference(accumulated.params, state.params) < 1e-6
+
+
+def test_a_microbatch_has_no_gradients_of_its_own():
+    """Memory with four microbatches and with one of the same size."""
+    layer = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=2048))
+    config = dataclasses.replace(config_of(FFN, d_model=256), layers=(layer,) * 6)
+
+    def temporaries(accumulation: int) -> tuple[int, int]:
+        train = TrainSection(batch_size=4 * accumulation, accumulation=accumulation)
+        program = make_program(recipe_of(train=train, mesh=MeshSection(fsdp=1)), config, jax.devices()[:1])
+        gradients = 4 * sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
+        return bytes_of(compiled_step(program, recipe_of(train=train)))["temporaries"], gradients
+
+    (one, gradients), (four, _) = temporaries(1), temporaries(4)
+    assert four - one < 0.05 * gradients
+
+
+def test_sums_of_bfloat16_gradients_are_float32():
+    model = ModelSection(config="c", init="random", param_dtype="bfloat16")
+    whole, *_ = run(recipe_of(model=model, train=TrainSection(batch_size=8)), config_of(FFN), steps=1)
+    parts, *_ = run(recipe_of(model=model, train=TrainSection(batch_size=8, accumulation=4)), config_of(FFN), steps=1)
+    np.testing.assert_allclose(parts, whole, rtol=2.0**-8)
 
 
 def test_every_seed_and_step_has_its_own_key():
