@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from moe_jax.errors import InputError
 from moe_jax.model_dir import ModelDirectory
+from moe_jax.processes import join_processes
 from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.tiers import long
 
 PROGRAM = """
 import faulthandler, sys
@@ -175,3 +178,43 @@ def test_what_ends_one_process_ends_the_other_and_it_says_why(tmp_path, action, 
     assert first == max(code, 1) and told in heard and "Traceback" not in heard and "stack" not in heard
     assert heard.count("moe-jax: error: ") == 1
     assert time.monotonic() - begun < 60
+
+
+def test_a_process_that_sees_too_few_devices_is_refused(monkeypatch):
+    monkeypatch.delenv("MOE_JAX_DISTRIBUTED", raising=False)
+    monkeypatch.setenv("MOE_JAX_LOCAL_DEVICES", "9")
+    with pytest.raises(InputError, match=r"8 cpu devices in 1 processes: process 0 has 8; 9 are expected of each"):
+        join_processes()
+    monkeypatch.setenv("MOE_JAX_LOCAL_DEVICES", "8")
+    join_processes()
+
+
+SLURM_TASK = """
+import faulthandler, os, sys
+faulthandler.dump_traceback_later(120, exit=True)
+job = {"SLURM_JOB_ID": sys.argv[2], "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+job |= {"SLURM_PROCID": sys.argv[3], "SLURM_LOCALID": sys.argv[3], "SLURM_STEP_TASKS_PER_NODE": "2"}
+os.environ |= job | {"SLURM_GPUS_ON_NODE": "MANY", "MOE_JAX_DISTRIBUTED": "auto"}
+os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
+from moe_jax import cli, job_place, processes
+from moe_jax.errors import InputError
+place = job_place.find_place()
+print(place.count, place.index, list(place.local_devices))
+try:
+    processes.join_processes()
+    print(processes.describe_devices())
+    processes.leave_processes()
+except InputError as error:
+    cli._end(2, f"error: {error}")
+"""
+
+
+@long
+def test_under_slurm_processes_find_each_other_and_miss_a_device(tmp_path):
+    """The CPU's devices stand for GPUs, of which JAX would give each process one."""
+    (code, out, said), (other, _, _) = run_two(SLURM_TASK.replace("MANY", "8"), tmp_path)
+    assert (code, other) == (0, 0), said
+    assert out == "2 0 [0, 1, 2, 3]\n2 processes with 4 devices each: 8 devices (cpu)\n"
+    for code, _, said in run_two(SLURM_TASK.replace("MANY", "10"), tmp_path):
+        assert code == 2 and "8 cpu devices in 2 processes: process 0 has 4, process 1 has 4; 5 are expected" in said

@@ -3,6 +3,8 @@
 #
 #   sbatch --nodes=4 train/launch/slurm.sh RECIPE.toml [--set key=value ...]
 #
+# Give sbatch --gpus-per-node where nodes have other than 8. A process that finds fewer GPUs than Slurm gave to its node
+# ends the job with one line, and so does one that is killed.
 # Submit from the directory that the paths in the recipe are relative to, with `moe-jax` on the PATH (module load, or
 # an activated environment); run_dir must be on storage that all nodes share.
 # Two minutes before the time limit the run saves, and the job is queued again to go on from there.
@@ -19,8 +21,10 @@ set -uo pipefail
 
 stopped=0
 trap 'stopped=1; kill -TERM "$step"' TERM
-# JAX finds the other processes through Slurm's variables. --resume starts a new run where there is none.
-MOE_JAX_DISTRIBUTED=auto srun moe-jax train "$@" --resume &
+# Newer versions of srun do not take this from sbatch by themselves.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+# The processes find each other through Slurm's variables. --resume starts a new run where there is none.
+MOE_JAX_DISTRIBUTED=auto srun --kill-on-bad-exit=1 moe-jax train "$@" --resume &
 step=$!
 wait "$step"
 status=$?
