@@ -23,7 +23,10 @@ from etils.epath.gpath import PosixGPath
 
 from moe_jax.errors import InputError, first_line
 from moe_jax.processes import first_decides, is_first_process
+from moe_jax.remote.objects import explained
+from moe_jax.remote.remote_path import BucketPath, as_path
 from moe_jax.staging import remove_directory
+from moe_jax.steps_in_bucket import StepsInBucket
 
 
 class _Orbax:
@@ -170,7 +173,7 @@ class TrainingCheckpoints:
         """
         if keep < 1:
             raise InputError(f"keep={keep} must be at least 1: the run could not resume")
-        self._directory = Path(directory).absolute()
+        self._directory = as_path(directory).absolute()
         context = _context()
         # `restore` compares the leaves itself.
         context.pytree.loading.partial_load = True
@@ -181,6 +184,11 @@ class TrainingCheckpoints:
             return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
 
         context.array.saving.scoped_storage_options_creator = pieces
+        self._in_bucket: StepsInBucket | None = None
+        if isinstance(self._directory, BucketPath):
+            with _writing(self._directory):
+                self._in_bucket = StepsInBucket(self._directory, keep=keep, orbax=ocp, context=context)
+            return
         with _writing(self._directory):
             self._checkpointer = ocp.training.Checkpointer(
                 _LiteralPath(self._directory),
@@ -204,6 +212,10 @@ class TrainingCheckpoints:
         json.dumps(extra)  # fails here rather than in the background
         self.wait()
         leaves = {name: _plain(leaf) for name, leaf in _named_leaves(state).items()}
+        if self._in_bucket is not None:
+            with _writing(self._directory):
+                self._in_bucket.save(step, leaves, extra)
+            return
         try:
             with _writing(self._directory):
                 self._saving = self._checkpointer.save_async(step, leaves, force=True, custom_metadata=dict(extra))
@@ -217,6 +229,10 @@ class TrainingCheckpoints:
         Raises:
           OSError: if it could not be written.
         """
+        if self._in_bucket is not None:
+            with _writing(self._directory):
+                self._in_bucket.finish()
+            return
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -230,6 +246,8 @@ class TrainingCheckpoints:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
         self.wait()
+        if self._in_bucket is not None:
+            return self._in_bucket.steps()
         return first_decides(lambda: [checkpoint.step for checkpoint in self._checkpointer.checkpoints])
 
     def latest_step(self) -> int | None:
@@ -253,10 +271,11 @@ class TrainingCheckpoints:
         if step not in self.steps():
             raise InputError(f"{self._directory} has no complete checkpoint of step {step}; it has {self.steps()}")
         wanted = {name: _plain_spec(leaf) for name, leaf in _named_leaves(like).items()}
-        metadata = self._checkpointer.metadata(step)
+        checkpointer = self._in_bucket or self._checkpointer
+        metadata = checkpointer.metadata(step)
         stored = metadata.metadata
         self._check_same(step, {name: stored[name] for name in stored if name in wanted or not part}, wanted)
-        restored = self._checkpointer.load(step, wanted)
+        restored = checkpointer.load(step, wanted)
         leaves = [
             jax.random.wrap_key_data(restored[name], impl=_key_impl(leaf)) if _is_key(leaf) else restored[name]
             for name, leaf in _named_leaves(like).items()
@@ -271,8 +290,9 @@ class TrainingCheckpoints:
           OSError: if a checkpoint could not be written, even if that was raised before.
         """
         self.wait()
-        with _writing(self._directory):
-            self._checkpointer.close()
+        if self._in_bucket is None:
+            with _writing(self._directory):
+                self._checkpointer.close()
 
     def _remove_unfinished(self) -> None:
         # Orbax renames a complete checkpoint; one that still has the temporary name was interrupted.
@@ -357,8 +377,12 @@ def _disk_errors(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except (InputError, OSError):
+        raise
     except Exception as error:
         text = "\n".join(str(cause) for cause in _causes(error))
+        if isinstance(path, BucketPath):
+            raise explained(str(path), path.objects.where, text) from error
         for code in _DISK_ERRORS:
             if os.strerror(code) in text:
                 raise OSError(code, os.strerror(code), str(path)) from error

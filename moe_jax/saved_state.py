@@ -9,6 +9,8 @@ import numpy as np
 import tensorstore
 
 from moe_jax.errors import InputError, first_line
+from moe_jax.remote.address import DRIVERS
+from moe_jax.remote.remote_path import BucketPath, as_path
 
 _STATE = "state"  # Orbax's name for the only item of a checkpoint
 
@@ -19,7 +21,7 @@ class SavedState:
 
     def __init__(self, directory: Path):
         """Reads nothing yet."""
-        self._directory = Path(directory).absolute()
+        self._directory = as_path(directory).absolute()
         self._open = cache(self._opened)
 
     def spec(self, name: str) -> jax.ShapeDtypeStruct:
@@ -44,10 +46,18 @@ class SavedState:
             raise self._unreadable(name, error) from error
 
     def _opened(self, name: str) -> Any:
+        folder = self._directory
+        if isinstance(folder, BucketPath):
+            spec = {"driver": DRIVERS[folder.address.scheme], "bucket": folder.address.bucket}
+            array = {"driver": "zarr3", "kvstore": spec | {"path": f"{folder.key}/{_STATE}/{name}/"}}
+            return self._opened_by(name, array)
         files = {"driver": "file", "path": f"{self._directory / _STATE}/"}
         database = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
+        return self._opened_by(name, {"driver": "zarr3", "kvstore": database})
+
+    def _opened_by(self, name: str, spec: dict[str, Any]) -> Any:
         try:
-            return tensorstore.open({"driver": "zarr3", "kvstore": database}, open=True, read=True).result()
+            return tensorstore.open(spec, open=True, read=True).result()
         except (ValueError, OSError) as error:
             raise self._unreadable(name, error) from error
 

@@ -125,7 +125,7 @@ class Objects:
             what = f"{self.where}/{name} was not answered within {seconds:.3g} s; is there a network?"
             raise TimeoutError(errno.ETIMEDOUT, what) from None
         except ValueError as error:
-            raise _explained(f"{self.where}/{name}", self.where, error) from error
+            raise explained(f"{self.where}/{name}", self.where, str(error)) from error
 
 
 @functools.cache
@@ -142,19 +142,24 @@ def _seconds() -> float:
         raise InputError(f"{SECONDS}={clipped(text)}: expected a number of seconds") from None
 
 
-def _explained(what: str, bucket: str, error: ValueError) -> Exception:
-    """What an error of TensorStore means."""
-    text = str(error)
+def explained(what: str, bucket: str, text: str) -> Exception:
+    """What an error of TensorStore means.
+
+    Args:
+      what: was read or written.
+      bucket: it is in.
+      text: of the error.
+    """
     status = re.search(r"http_response_code='(\d+)'", text)
-    if text.startswith(("PERMISSION_DENIED", "UNAUTHENTICATED")):
+    if "PERMISSION_DENIED" in text or "UNAUTHENTICATED" in text:
         code = f" (status {status[1]})" if status else ""
         return InputError(
             f"{what}: no permission{code}; log in with `gcloud auth application-default login`, or ask the owner of "
             "the bucket"
         )
-    if "bucket does not exist" in text or (text.startswith("NOT_FOUND") and status and status[1] == "404"):
+    if "bucket does not exist" in text or ("NOT_FOUND" in text and status and status[1] == "404"):
         return InputError(f"{what}: there is no bucket {bucket}; check its name")
-    if text.startswith("OUT_OF_RANGE"):
+    if "OUT_OF_RANGE" in text:
         return InputError(f"{what} is shorter than expected: it is truncated or corrupt")
     reason = re.sub(r"\s*\[.*", "", text.partition(": ")[2] or text)
     return OSError(errno.EIO, f"{clipped(reason)}{f' (status {status[1]})' if status else ''}", what)

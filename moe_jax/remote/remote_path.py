@@ -4,6 +4,7 @@ A bucket has no folders: there is one where the name of an object goes on after 
 it is now; what a listing shows may be some time old.
 """
 
+import fnmatch
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -77,6 +78,10 @@ class BucketPath(PosixPath):
     def iterdir(self) -> Iterator["BucketPath"]:
         for name in sorted({name.split("/")[0] for name in self.objects.names(self.key)} - {""}):
             yield self / name
+
+    def glob(self, pattern: str, **_: Any) -> Iterator["BucketPath"]:
+        """What is in the folder and has a name of this pattern; not below."""
+        return (child for child in self.iterdir() if fnmatch.fnmatchcase(child.name, pattern))
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Does nothing: a folder is there with what is in it."""
