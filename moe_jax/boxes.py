@@ -1,6 +1,7 @@
 """Boxes of an array that lies in a file in C order: which bytes they are, and reading no more than these."""
 
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ from moe_jax.regular_files import BucketDirectory, Directory
 
 _GAP = 256 << 10  # bytes that a bucket sends in the time that it takes to ask it once more
 _BLOCK = 8 << 20
+_OWN_MEMORY = 1 << 20
 
 
 def read_box(directory: Directory, file: str, shape: Sequence[int], box: Sequence[slice], out: np.ndarray) -> None:
@@ -22,7 +24,7 @@ def read_box(directory: Directory, file: str, shape: Sequence[int], box: Sequenc
       out: filled; it has the shape of the box and the dtype of the array.
     """
     direct = out.flags.c_contiguous
-    content = out if direct else np.empty(out.shape, out.dtype)
+    content = out if direct else fresh(out.shape, out.dtype)
     itemsize = out.dtype.itemsize
     target = content.reshape(-1).view(np.uint8)
     run, starts = _runs(shape, box)
@@ -35,6 +37,15 @@ def read_box(directory: Directory, file: str, shape: Sequence[int], box: Sequenc
         directory.read_ranges(file, parts)
     if not direct:
         out[...] = content
+
+
+def fresh(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array to be filled. A large one has memory of its own, which goes back to the system with it: the allocator
+    would keep that of all sizes that it has seen, hundreds of megabytes."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _OWN_MEMORY:
+        return np.empty(shape, dtype)
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8).view(dtype).reshape(shape)
 
 
 def _runs(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, list[int]]:

@@ -74,6 +74,7 @@ def _open_in_bucket(path: BucketPath, base: Path | str | None) -> "ModelSource":
     """Opens a model directory or an adapter directory in a bucket, by known names and not by listings."""
     from moe_jax.adapter_dir import AdapterDirectory, is_adapter_directory
     from moe_jax.model_dir import ModelDirectory, is_model_directory
+    from moe_jax.train.run_directory import describe_run
 
     if is_adapter_directory(path):
         return AdapterDirectory(path, open_source(_base_of(path) if base is None else _no_adapter(path, as_path(base))))
@@ -81,6 +82,8 @@ def _open_in_bucket(path: BucketPath, base: Path | str | None) -> "ModelSource":
         raise InputError(f"{path} is not an adapter directory, and has no base; leave out {clipped(str(base))}")
     if is_model_directory(path):
         return ModelDirectory(path)
+    if (run := describe_run(path)) is not None:
+        raise InputError(run)
     if (path / "config.json").is_file():
         raise InputError(
             f"{path} is no model directory; in buckets only these are read: copy it to a disk, and convert it to {path}"

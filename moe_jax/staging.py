@@ -129,6 +129,9 @@ def remove_content(directory: Path) -> None:
 
 def remove_directory(directory: Path) -> None:
     """Removes a directory, even if threads of a failed write are still writing into it."""
+    if isinstance(directory, BucketPath):
+        directory.objects.remove_all(directory.key)
+        return
     for _ in range(100):
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():

@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from moe_jax.boxes import read_box
+from moe_jax.boxes import fresh, read_box
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import sample_bytes
 from moe_jax.json_toml import read_json_object
@@ -91,7 +91,7 @@ class ZarrArray(NamedTuple):
 
     def _read(self, part: Part) -> np.ndarray:
         dtype, chunk = np.dtype(self.spec.dtype), self._chunk_shape
-        whole = np.empty([axis.stop - axis.start for axis in part], dtype)
+        whole = fresh([axis.stop - axis.start for axis in part], dtype)
         lengths = [range(axis.start // size, -(-axis.stop // size)) for axis, size in zip(part, chunk, strict=True)]
         for position in itertools.product(*lengths):
             corner = [index * size for index, size in zip(position, chunk, strict=True)]

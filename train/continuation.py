@@ -16,6 +16,7 @@ from moe_jax.json_toml import read_json_object
 from moe_jax.model_reference import ModelReference
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_to_json
+from moe_jax.remote.remote_path import as_path
 from moe_jax.staging import replace_file
 from moe_jax.strict import parse, without_format
 from moe_jax.train import recipe_toml
@@ -122,7 +123,7 @@ class RunRecord:
 def make_record(recipe: Recipe, config: ModelConfig, source: ModelSource | None, tokenizer: Path) -> RunRecord:
     """The record of a run that begins now. Reads samples of all files."""
     return RunRecord(
-        source=None if source is None else ModelReference.to(source, Path(recipe.run_dir)),
+        source=None if source is None else ModelReference.to(source, as_path(recipe.run_dir)),
         config=json.loads(json.dumps(config_to_json(config))),
         tokenizer=tokenizer_identity(tokenizer, recipe.data.chat_template),
         data=tuple(fingerprint_contents(find_files(section.path)) for section in recipe.data.sources),
@@ -164,7 +165,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
     Raises:
       InputError: if it cannot be read.
     """
-    file = Path(run_dir) / RECORD
+    file = as_path(run_dir) / RECORD
     if not file.is_file():
         return None
     fields = without_format(read_json_object(file, allow=("nonfinite",)), _FORMAT, _VERSION, where=str(file))
@@ -174,7 +175,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
 def write_record(run_dir: Path, record: RunRecord) -> None:
     """Writes the record into a run directory."""
     content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(record)}
-    replace_file(Path(run_dir) / RECORD, json.dumps(content, indent=2).encode())
+    replace_file(as_path(run_dir) / RECORD, json.dumps(content, indent=2).encode())
 
 
 def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:

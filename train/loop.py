@@ -12,6 +12,7 @@ from flax import nnx
 
 from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.errors import InputError
+from moe_jax.remote.remote_path import as_path
 from moe_jax.train import recipe_toml
 from moe_jax.train.average import in_dtypes_of
 from moe_jax.train.data_sections import input_length
@@ -97,7 +98,7 @@ class Loop:
           Stopped: after a signal, once the checkpoint is on disk.
         """
         first = int(state.step)
-        recipe, run_dir = self._recipe, Path(self._recipe.run_dir)
+        recipe, run_dir = self._recipe, as_path(self._recipe.run_dir)
         writer = MetricsWriter(
             run_dir, last_step=first, tensorboard=recipe.log.tensorboard, wandb=_wandb_writer(recipe)
         )
@@ -140,7 +141,7 @@ class Loop:
             step += 1
             pending = step, metrics
             if trace.after(step, metrics):
-                directory = Path(recipe.run_dir) / "profile"
+                directory = as_path(recipe.run_dir) / "profile"
                 self._console.print(f"wrote a trace to {directory}", highlight=False, soft_wrap=True)
             stop = signals.stop_after(step)
             due = recipe.eval is not None and (step % recipe.eval.every == 0 or step == steps)
@@ -149,6 +150,7 @@ class Loop:
             if stop or step % recipe.checkpoint.every == 0 or step == steps:
                 # Metrics come first: a state with a loss that is not finite must not be saved.
                 report()
+                writer.flush()
                 self._save(step, state)
             if stop and step < steps:
                 self._stop(step, signals)
@@ -214,7 +216,7 @@ class Loop:
         held_out = f", the held-out loss {record['eval_loss']}" if "eval_loss" in record else ""
         return (
             f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}{held_out}; "
-            + (_go_on(Path(self._recipe.run_dir), last) if last is not None else "no checkpoint had been saved yet")
+            + (_go_on(as_path(self._recipe.run_dir), last) if last is not None else "no checkpoint had been saved yet")
         )
 
 

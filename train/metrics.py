@@ -17,8 +17,10 @@ from moe_jax.json_toml import ANYTHING, parse_json
 from moe_jax.models import ModelConfig
 from moe_jax.nn.router_stats import stats_per_layer
 from moe_jax.processes import is_first_process
+from moe_jax.remote.remote_path import BucketPath
 from moe_jax.staging import replace_file
 from moe_jax.terminal import Pace, progress_bars
+from moe_jax.train.remote_lines import RemoteLines, read_remote_lines
 from moe_jax.train.step import StepMetrics
 from moe_jax.train.tensorboard import EventWriter
 from moe_jax.train.wandb_writer import WandbWriter
@@ -71,7 +73,8 @@ def is_finite(record: Record) -> bool:
 class MetricsWriter:
     """Appends records to metrics.jsonl and TensorBoard. Removes older records of steps after `last_step`.
 
-    Only the first process writes; in others this does nothing.
+    Only the first process writes; in others this does nothing. A run in a bucket has no events, and its records may be
+    there half a minute later.
 
     Args:
       run_dir: the directory that holds both.
@@ -92,9 +95,12 @@ class MetricsWriter:
         if not is_first_process():
             return
         path = run_dir / "metrics.jsonl"
-        _cut_after(path, last_step)
-        self._file = path.open("a", encoding="utf-8")
-        if tensorboard:
+        if isinstance(path, BucketPath):
+            self._file = RemoteLines(path, _lines_until(path, last_step))
+        else:
+            _cut_after(path, last_step)
+            self._file = path.open("a", encoding="utf-8")
+        if tensorboard and not isinstance(path, BucketPath):
             self._events = EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
         if wandb is not None:
             self._wandb = wandb()
@@ -102,11 +108,17 @@ class MetricsWriter:
     def write(self, record: Record) -> None:
         if self._file:
             self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            if not isinstance(self._file, RemoteLines):
+                self._file.flush()
         if self._events:
             self._events.write(record["step"], _flat(record))
         if self._wandb:
             self._wandb.write(record["step"], _flat(record))
+
+    def flush(self) -> None:
+        """Returns when all records are stored; a line of a file always is."""
+        if self._file:
+            self._file.flush()
 
     def close(self) -> None:
         if self._file:
@@ -120,7 +132,11 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics.jsonl; an unfinished last line of a killed run is ignored."""
     records = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
+    if isinstance(path, BucketPath):
+        content = read_remote_lines(path)
+    else:
+        content = path.read_bytes() if path.exists() else b""
+    for line in content.splitlines():
         try:
             records.append(parse_json(line, where=str(path), allow=ANYTHING))
         except InputError:
@@ -190,9 +206,12 @@ def _flops(rate: float) -> str:
 def _cut_after(path: Path, last_step: int) -> None:
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path) if record["step"] <= last_step]
     # If the process is killed here, the records so far must not be lost.
-    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+    replace_file(path, "".join(_lines_until(path, last_step)).encode())
+
+
+def _lines_until(path: Path, last_step: int) -> list[str]:
+    return [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= last_step]
 
 
 def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:

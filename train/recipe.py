@@ -14,6 +14,8 @@ from moe_jax import strict
 from moe_jax.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.json_toml import read_toml
 from moe_jax.local_paths import check_local, check_model_path
+from moe_jax.remote.address import is_in_bucket
+from moe_jax.remote.remote_path import as_path
 from moe_jax.train import recipe_toml
 from moe_jax.train.data_sections import DataSection, FieldsSection, Format, SourceSection
 from moe_jax.train.ranges import at_least
@@ -373,8 +375,13 @@ class Recipe:
         for place in (model.path, model.base):
             if place is not None:
                 check_model_path(place)
-        check_local(self.run_dir)
         check_model_path(self.run_dir)
+        if is_in_bucket(self.run_dir):
+            local = ["log.wandb"] if self.log.wandb != "off" else []
+            local += ["log.profile_steps"] if self.log.profile_steps else []
+            if local:
+                names = " and ".join(local)
+                raise InputError(f"{self.run_dir} is in a bucket, where {names} cannot write; leave it out")
         held_out = None if self.eval is None else self.eval.text
         sources = (source.path for source in data.sources)
         for path in (model.config, data.tokenizer, data.chat_template, held_out, *sources):
@@ -389,7 +396,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
       InputError: not TOML, unknown or misspelt keys, wrong types, bad values; all of them in one message.
       FileNotFoundError: no such file.
     """
-    table = read_recipe_table(Path(path))
+    table = read_recipe_table(as_path(path))
     return strict.parse(Recipe, recipe_toml.apply_overrides(table, overrides), where=str(path), language="TOML")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_jax.errors import InputError
+from moe_jax.remote.address import is_in_bucket
 from moe_jax.resume import require_space, staged_directory
 from moe_jax.staging import sync
 from moe_jax.train.continuation import Restart, RunRecord, changed_keys, with_horizon
@@ -50,6 +51,9 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
       FileNotFoundError: if there is no run.
       InputError: if it has no such checkpoint, `saved` has another form, or there is something at `run_dir`.
     """
+    for place in (saved, run_dir):
+        if is_in_bucket(place):
+            raise InputError(f"{place} is in a bucket; a run is restarted from a disk to a disk: copy it to one first")
     parts = split_step(saved)
     if parts is None:
         raise InputError(f"cannot restart from {saved}: expected RUN@STEP, as in run@500")

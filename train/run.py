@@ -19,6 +19,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
 from moe_jax.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
+from moe_jax.remote.remote_path import as_path
 from moe_jax.staging import check_writable
 from moe_jax.strict import parse
 from moe_jax.terminal import console_for_tables
@@ -114,13 +115,13 @@ def train(
     devices = describe_devices()
     if devices is not None:
         console.print(devices, highlight=False)
-    with RunLock(Path(recipe.run_dir)) as lock:
+    with RunLock(as_path(recipe.run_dir)) as lock:
         begun = _read_run(recipe, lock, resume=resume, restart=restart, skip_batches=skip_batches)
         options = {"skip_batches": skip_batches, "continue_command": continue_command}
         try:
             return _train(recipe, config, source, lock, console, begun, **options)
         except OSError as error:
-            if (Path(recipe.run_dir) / RECORD).exists():
+            if (as_path(recipe.run_dir) / RECORD).exists():
                 error.add_note(f"what the run has saved is kept; continue with: {continue_command}")
             raise
 
@@ -141,7 +142,7 @@ class _Begun(NamedTuple):
 
 def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None, skip_batches: int) -> _Begun | None:
     """What there is to continue or to restart, as the first process sees it; None: the run is a new one."""
-    run_dir = Path(recipe.run_dir)
+    run_dir = as_path(recipe.run_dir)
 
     def read() -> list[Any] | None:
         if resume and run_dir.is_dir():
@@ -181,7 +182,7 @@ def _train(
     skip_batches: int,
     continue_command: str,
 ) -> Path:
-    run_dir = Path(recipe.run_dir)
+    run_dir = as_path(recipe.run_dir)
     if begun is not None:
         recipe = with_horizon(recipe, begun.recipe)
         check = check_continues if begun.origin is None else check_restarts

@@ -10,7 +10,8 @@
     wandb/, wandb_id what Weights & Biases keeps, likewise
     model/           a model directory, at the end
 
-While a process works on the run it holds a lock on the directory, and `.lock` says which process that is.
+While a process works on the run it holds a lock on the directory, and `.lock` says which process that is. In a bucket
+`.lock` is a lease, there are no events, and checkpoints/steps.json says which checkpoints there are.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
-from moe_jax.companions import companions_in, read_companion
+from moe_jax.companions import companions_in, list_companions, read_companion
 from moe_jax.errors import InputError
 from moe_jax.finite import cast
 from moe_jax.lineage import new_lineage_entry
@@ -38,6 +39,9 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.processes import first_decides
+from moe_jax.remote.lease import Lease
+from moe_jax.remote.remote_path import BucketPath, as_path
+from moe_jax.remote.remote_work import remove_finished
 from moe_jax.staging import (
     lock_directory,
     remove_directory,
@@ -46,6 +50,7 @@ from moe_jax.staging import (
     replace_file,
     write_durably,
 )
+from moe_jax.steps_in_bucket import read_steps
 from moe_jax.train import recipe_toml
 from moe_jax.train.continuation import RECORD, Restart, RunRecord, read_record, write_record
 from moe_jax.train.recipe import Recipe, load_recipe
@@ -67,6 +72,7 @@ class RunLock:
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
         self._descriptor: int | None = None
+        self._lease: Lease | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -75,9 +81,15 @@ class RunLock:
         """Locks the directory, which is created if necessary; does nothing if the lock is held already.
 
         Raises:
-          InputError: if another process holds the lock; the message says which.
+          InputError: if another process holds the lock; the message says which. In a bucket that is a lease: one that
+            nobody renews any more is waited for.
         """
-        if self._descriptor is not None:
+        if self._descriptor is not None or self._lease is not None:
+            return
+        if isinstance(self._run_dir, BucketPath):
+            lease = Lease(self._run_dir / _HOLDER, self._run_dir)
+            lease.take()
+            self._lease = lease
             return
         self._run_dir.mkdir(parents=True, exist_ok=True)
         holder = self._run_dir / _HOLDER
@@ -90,6 +102,8 @@ class RunLock:
         holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}", encoding="utf-8")
 
     def __exit__(self, *_: object) -> None:
+        if self._lease is not None:
+            self._lease.release()
         if self._descriptor is not None:
             (self._run_dir / _HOLDER).unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -101,7 +115,8 @@ def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
     Raises:
       InputError: if `run_dir` exists and is not to be continued, or is not a run.
     """
-    if not run_dir.exists() and not run_dir.is_symlink():
+    # In a bucket the listing that tells whether there is anything may be late.
+    if not (run_dir / RECIPE).is_file() and not run_dir.exists() and not run_dir.is_symlink():
         return None
     if run_dir.is_dir() and all(child.name == _HOLDER for child in run_dir.iterdir()):
         return None
@@ -117,15 +132,24 @@ def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
 def split_step(path: Path) -> tuple[Path, int] | None:
     """The run and the step of `RUN@STEP`; None if the path does not have this form, or something is there."""
     match = re.fullmatch(r"(.+)@(\d{1,18})", Path(path).name)
-    if match is None or Path(path).exists():
+    if match is None or as_path(path).exists():
         return None
-    return Path(path).with_name(match[1]), int(match[2])
+    return as_path(path).with_name(match[1]), int(match[2])
 
 
 def saved_steps(run_dir: Path) -> list[int]:
     """Steps of the checkpoints of a run, ascending."""
+    checkpoints = run_dir / CHECKPOINTS
+    if isinstance(checkpoints, BucketPath):
+        return list(read_steps(checkpoints))
     names = [child.name for child in (run_dir / CHECKPOINTS).glob("*") if child.is_dir()]
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    """The folder of a checkpoint of a run."""
+    folder = run_dir / CHECKPOINTS
+    return read_steps(folder)[step] if isinstance(folder, BucketPath) else folder / str(step)
 
 
 def describe_run(path: Path) -> str | None:
@@ -172,8 +196,12 @@ def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Map
     """
     replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
     folder = run_dir / _TOKENIZER
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    if isinstance(folder, BucketPath):
+        remove_directory(folder)
+        list_companions(folder, files)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
     for name, file in files.items():
         write_durably(folder / name, read_companion(file))
     write_record(run_dir, record)
@@ -211,12 +239,16 @@ def write_model(
     Raises:
       InputError: if parameters are not finite, or too large for the recipe's `output_dtype`.
     """
-    target = Path(recipe.run_dir) / MODEL
+    target = as_path(recipe.run_dir) / MODEL
     started_from = source if recipe.model.init == "checkpoint" else None
     lineage = lineage_of(recipe, source, measured, restarts)
-    fresh = target.with_name("model.new")
+    # In a bucket nothing takes the place of an earlier model at once; the checkpoint has all to write it again.
+    fresh = target if isinstance(target, BucketPath) else target.with_name("model.new")
 
     def remove_stale() -> None:
+        if isinstance(target, BucketPath):
+            remove_finished(target)
+            return
         remove_replaced(target)
         if fresh.exists():
             remove_directory(fresh)
@@ -239,7 +271,8 @@ def write_model(
                 writer.write_sharded(path, leaf, output_dtype(path, leaf.dtype, recipe, stored))
             else:
                 writer.write({path: leaf})
-    first_decides(lambda: replace_directory(target, fresh))
+    if fresh != target:
+        first_decides(lambda: replace_directory(target, fresh))
     return target
 
 

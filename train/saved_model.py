@@ -26,10 +26,10 @@ from moe_jax.train.continuation import RECORD, RunRecord
 from moe_jax.train.program import draw_model
 from moe_jax.train.recipe import Recipe, load_recipe
 from moe_jax.train.run_directory import (
-    CHECKPOINTS,
     RECIPE,
     check_saved,
     files_of_run,
+    folder_of,
     lineage_of,
     output_dtype,
     trained_config,
@@ -70,7 +70,7 @@ class SavedModel:
         self._restarts = record.restarts
         self.path = run_dir.with_name(f"{run_dir.name}@{step}")
         self._run_dir, self._step, self._source = run_dir, step, source
-        self._state = SavedState(run_dir / CHECKPOINTS / str(step))
+        self._state = SavedState(folder_of(run_dir, step))
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:

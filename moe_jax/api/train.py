@@ -16,6 +16,7 @@ from moe_jax.errors import InputError
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.local_paths import check_beside
 from moe_jax.open_source import open_source, read_config
+from moe_jax.remote.remote_path import as_path
 from moe_jax.train import recipe_toml
 from moe_jax.train.batches import Batch, read_batch, train_on_batches
 from moe_jax.train.loop import Stopped
@@ -119,7 +120,7 @@ def run_recipe(
         raise InputError('model.config has no weights: give model.path, or model.init = "random" to draw new ones')
     source = open_source(recipe.model.path, base=recipe.model.base) if recipe.model.path is not None else None
     if source is not None:
-        check_beside(Path(recipe.run_dir), [source.path])
+        check_beside(as_path(recipe.run_dir), [source.path])
         config = source.config
     else:
         assert recipe.model.config is not None
@@ -129,7 +130,7 @@ def run_recipe(
         config,
         source,
         resume=resume,
-        restart=None if restart is None else Path(restart),
+        restart=None if restart is None else as_path(restart),
         skip_batches=skip_batches,
         continue_command=continue_command,
         console=console,

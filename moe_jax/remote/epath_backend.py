@@ -14,7 +14,6 @@ from etils.epath.gpath import PosixGPath
 
 from moe_jax.remote.remote_path import BucketPath, as_path
 
-
 _ITEM = "state"  # Orbax's name for the only item of a checkpoint
 
 

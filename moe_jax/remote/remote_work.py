@@ -161,6 +161,12 @@ def refuse_finished(target: BucketPath) -> None:
         raise InputError(f"{target} already exists; choose another name or remove it")
 
 
+def remove_finished(target: BucketPath) -> None:
+    """Removes a model; what makes it count goes first."""
+    (target / MARKER).unlink()
+    target.objects.remove_all(target.key)
+
+
 def is_begun(target: BucketPath, suffix: str) -> bool:
     """Whether a command has begun to make a target, and did not come to its end."""
     control = control_of(target, suffix)

@@ -12,7 +12,7 @@ from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.figures import LayerSimilarity
 from moe_jax.figures.write import NUMBERS
 from moe_jax.json_toml import ANYTHING, read_json
-from moe_jax.local_paths import check_model_path
+from moe_jax.local_paths import check_local, check_model_path
 from moe_jax.regular_files import read_regular
 from moe_jax.report.evaluation_files import Evaluation, is_evaluation, parse_evaluation
 from moe_jax.strict import parse
@@ -99,6 +99,7 @@ def open_subject(path: Path | str, *, base: Path | None = None) -> Subject:
       FileNotFoundError: if there is nothing at `path`.
       InputError: if it is nothing of the kind, or cannot be read.
     """
+    check_local(path)
     check_model_path(path)
     path = Path(path)
     if path.is_file() and path.suffix.lower() != ".gguf":

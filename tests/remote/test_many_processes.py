@@ -1,4 +1,4 @@
-"""Four processes that share a disk: each reads and writes its own share of a model, and nothing twice."""
+"""Four processes that share a disk and a bucket: each reads and writes its own share of a model, and nothing twice."""
 
 import json
 import os
@@ -25,7 +25,8 @@ os.environ["MOE_JAX_DISTRIBUTED"] = f"localhost:{sys.argv[2]},4,{index}"
 from moe_jax.processes import join_processes, leave_processes
 join_processes()
 import jax, jax.numpy as jnp, numpy as np
-from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
+from moe_jax.checkpoint import TrainingCheckpoints
 from moe_jax.convert import convert
 from moe_jax.loading import load_model, model_leaves
 from moe_jax.model_dir import ModelDirectory, ModelDirectoryWriter
@@ -54,6 +55,18 @@ for axes, target in places:
             writer.write_sharded(path, leaf, np.dtype(np.float32))
     step(f"save {axes}")
     source = ModelDirectory(target)
+
+rows, columns = (NamedSharding(make_mesh({"fsdp": 4}), P(*axes)) for axes in (["fsdp"], [None, "fsdp"]))
+values = np.arange(64, dtype=np.float32).reshape(8, 8)
+checkpoints = TrainingCheckpoints(as_path("gs://bucket/run"), keep=1)
+for number in (1, 2):
+    state = {"kernel": jax.make_array_from_callback((8, 8), rows, lambda at: values[at] + number)}
+    checkpoints.save(number, state, {"position": number})
+assert checkpoints.steps() == [2]
+restored, extra = checkpoints.restore(2, {"kernel": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=columns)})
+(shard,) = restored["kernel"].addressable_shards
+assert (np.asarray(shard.data) == values[shard.index] + 2).all() and extra == {"position": 2}
+checkpoints.close()
 (folder / f"said{index}").write_text(json.dumps(said))
 leave_processes()
 """
