@@ -5,8 +5,8 @@ file without which it counts for nothing (config.json of a model) is written las
 client, which Orbax uses for the arrays of checkpoints too: one way to log in, to try again, to ask for a range of
 bytes, and to write only over what one has seen.
 
-All of this was tested with a server in the tests that speaks the protocol of Google Cloud Storage, lists late, fails and
-kills, and never with Google's own.
+All of this was tested with a server in the tests that speaks the protocol of Google Cloud Storage, lists late and fails
+when it is told to, and never with Google's own.
 
     address    which paths are addresses, and of what
     objects    reading, writing and listing the objects of a bucket, in bounded time
