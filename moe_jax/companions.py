@@ -25,8 +25,7 @@ def companions_in(directory: Path) -> tuple[Path, ...]:
       InputError: see `refuse_links_out`.
     """
     if isinstance(directory, BucketPath):
-        names = {child.name for child in directory.iterdir()} | set(_listed(directory))
-        return tuple(directory / name for name in sorted(names) if is_companion(name))
+        return tuple(file for file in _in_bucket(directory) if is_companion(file.name))
     files = sorted(file for file in directory.iterdir() if is_companion(file.name) and file.is_file())
     refuse_links_out(directory, files)
     return tuple(files)
@@ -35,6 +34,12 @@ def companions_in(directory: Path) -> tuple[Path, ...]:
 def list_companions(directory: BucketPath, names: Iterable[str]) -> None:
     """Writes down which files go with a model in a bucket: a listing may not show them yet."""
     (directory / _LIST).write_bytes(json.dumps({"files": sorted(names)}).encode())
+
+
+def _in_bucket(directory: BucketPath) -> list[Path]:
+    """What listings show, and what is known to be there."""
+    names = {child.name for child in directory.iterdir()} | set(_listed(directory))
+    return [directory / name for name in sorted(names)]
 
 
 def _listed(directory: BucketPath) -> list[str]:
@@ -85,6 +90,9 @@ def tokenizer_files(file: Path) -> dict[str, Path]:
     Raises:
       InputError: see `refuse_links_out`.
     """
+    if isinstance(file, BucketPath):
+        there = _in_bucket(file.parent)
+        return {path.name: path for path in there if is_of_tokenizer(path.name)} | {TOKENIZER: file}
     beside = [path for path in sorted(file.parent.iterdir()) if is_of_tokenizer(path.name) and path.is_file()]
     refuse_links_out(file.parent, [path for path in beside if path != file])
     return {path.name: path for path in beside} | {TOKENIZER: file}

@@ -9,12 +9,16 @@ from typing import BinaryIO
 import jax
 import numpy as np
 
+from moe_jax.remote.remote_path import BucketPath
+
 _PIECE = 1 << 16
 _PIECES = 16
 
 
 def sample_file(file: Path) -> bytes:
     """The size of a file and its content: all of it up to 1 MiB, 16 evenly spread pieces of 64 KiB if it is larger."""
+    if isinstance(file, BucketPath):
+        return sample_array(np.frombuffer(file.read_bytes(), np.uint8))
     with open(file, "rb") as handle:
         return sample_open(handle)
 

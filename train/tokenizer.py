@@ -15,6 +15,7 @@ from moe_jax.errors import InputError, first_sentence, shown
 from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
 from moe_jax.regular_files import read_regular
+from moe_jax.remote.remote_path import as_path
 from moe_jax.train.examples import Document, Example
 
 Edge = Literal["auto", "always", "never"]
@@ -285,5 +286,5 @@ def find_tokenizer(files: Sequence[Path], where: object) -> Path:
     """
     for file in files:
         if Path(file).name == "tokenizer.json":
-            return Path(file)
+            return as_path(file)
     raise InputError(f"{where} has no tokenizer.json; name one with data.tokenizer")

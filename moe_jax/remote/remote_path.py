@@ -70,7 +70,8 @@ class BucketPath(PosixPath):
         return bool(self.key) and self.objects.read(self.key) is not None
 
     def is_dir(self, **_: Any) -> bool:
-        return not self.key or bool(self.objects.names(self.key))
+        """Whether there is anything in the folder: a finished model, whatever listings show, or what they show."""
+        return not self.key or (self / "config.json").is_file() or bool(self.objects.names(self.key))
 
     def exists(self, **_: Any) -> bool:
         return self.is_file() or self.is_dir()

@@ -1,6 +1,8 @@
 """Model directories in a bucket: written, read, and finished when config.json is there."""
 
 
+import json
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,8 @@ from moe_jax import cli
 from moe_jax.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.open_source import open_source
 from moe_jax.remote.remote_path import as_path
+from tests.train.conftest import byte_tokenizer
+from tests.train.models import FFN, config_of
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 MODEL = "gs://bucket/models/dense"
@@ -60,3 +64,34 @@ def test_upcycle_inspect_and_generate(bucket, dense, capsys):
     capsys.readouterr()
     assert cli.main(["inspect", out]) == 0
     assert "experts" in capsys.readouterr().out
+
+
+def test_every_command_that_takes_a_model(bucket, tmp_path, monkeypatch, capsys):
+    """Also what goes with the model, its tokenizer, is read from the bucket."""
+    monkeypatch.chdir(tmp_path)
+    config = config_of(FFN, FFN)
+    byte_tokenizer(tmp_path / "tokenizer.json")
+    write_model(tmp_path / "dense", config, random_leaves(config), (tmp_path / "tokenizer.json",))
+    (tmp_path / "text.txt").write_text("".join(f"the {i}th line says {i * i}\n" for i in range(60)))
+    there, adapter = "gs://bucket/models/moe", "gs://bucket/models/adapter"
+    bucket.delay = 1000
+    said = []
+    for place in (there, "moe"):
+        assert cli.main(["upcycle", "dense", place, "--experts", "2", "--top-k", "2", "--every", "1"]) == 0
+        capsys.readouterr()
+        assert cli.main(["eval", place, "--text", "text.txt", "--seq-len", "16", "--json"]) == 0
+        said.append(json.loads(capsys.readouterr().out)["nll"])
+    assert said[0] == said[1]
+    assert cli.main(["adapt", there, adapter, "--method", "lora", "--adapter", "lora:2", "--targets", "q"]) == 0
+    assert cli.main(["generate", adapter, "--prompt", "the ", "--max-new-tokens", "2"]) == 0
+    assert cli.main(["export", there, "hf"]) == 0
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    recipe = '[data]\nseq_len = 16\nsources = [{ path = "text.txt" }]\n[train]\nsteps = 1\nbatch_size = 8\n'
+    (tmp_path / "recipe.toml").write_text(f'run_dir = "gs://bucket/run"\nmodel.path = "{there}"\n{recipe}')
+    assert cli.main(["train", "recipe.toml"]) == 0
+    assert cli.main(["merge", adapter, "gs://bucket/models/merged"]) == 0
+    assert open_source("gs://bucket/models/merged").tokenizer_files[0].name == "tokenizer.json"
+    method = ["--method", "resmoe", "--keep", "0.5", "--design", "separate"]
+    assert cli.main(["compress", there, "gs://bucket/models/small", *method]) == 0, capsys.readouterr().err
+    assert cli.main(["clean", "gs://bucket/models"]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
