@@ -57,8 +57,12 @@ class StepsInBucket:
         first_decides(self._open)
 
     def save(self, step: int, leaves: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-        """Begins to save; see `finish`."""
-        folder = self._directory / f"{step}-{first_decides(lambda: uuid.uuid4().hex[:8])}"
+        """Begins to save; see `finish`.
+
+        Raises:
+          InputError, OSError: if the bucket cannot be written.
+        """
+        folder = self._directory / f"{step}-{first_decides(self._token)}"
         with self._context:
             saving = self._orbax.save_async(BucketGPath(str(folder)), dict(leaves), custom_metadata=dict(extra))
         self._saving = step, folder, saving
@@ -87,6 +91,11 @@ class StepsInBucket:
 
     def close(self) -> None:
         self.finish()
+
+    def _token(self) -> str:
+        # A folder that cannot be made would be waited for by threads of Orbax, for minutes.
+        (self._directory / ".attempt").write_bytes(b"")
+        return uuid.uuid4().hex[:8]
 
     def _folder(self, step: int) -> BucketGPath:
         return BucketGPath(first_decides(lambda: str(self._steps[step])))

@@ -65,6 +65,9 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(bucket):
 
 def test_arrays_that_cannot_be_written_are_one_line(bucket):
     checkpoints = TrainingCheckpoints(RUN, keep=2)
+    bucket.fault = lambda request: 403 if request.verb == "put" else None
+    with pytest.raises(InputError, match="gs://bucket/run/checkpoints.*: no permission"):
+        checkpoints.save(1, state(1), {})
     bucket.fault = lambda request: 403 if request.verb == "put" and "/c/" in request.name else None
     with pytest.raises(InputError, match="gs://bucket/run/checkpoints.*: no permission"):
         checkpoints.save(1, state(1), {})
