@@ -161,5 +161,7 @@ def explained(what: str, bucket: str, text: str) -> Exception:
         return InputError(f"{what}: there is no bucket {bucket}; check its name")
     if "OUT_OF_RANGE" in text:
         return InputError(f"{what} is shorter than expected: it is truncated or corrupt")
-    reason = re.sub(r"\s*\[.*", "", text.partition(": ")[2] or text)
+    reason = re.sub(r"^[A-Z_]+: |All \d+ retry attempts failed: |\s*\[.*", "", text.splitlines()[0])
+    if "CURL error" in reason:
+        reason = f"{reason.split(': ')[0].removeprefix('CURL error ')}; is there a network?"
     return OSError(errno.EIO, f"{clipped(reason)}{f' (status {status[1]})' if status else ''}", what)

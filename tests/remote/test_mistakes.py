@@ -56,6 +56,15 @@ def test_a_network_that_does_not_answer(bucket, dense, capsys, monkeypatch, stat
         assert "was not answered within 1 s; is there a network?" in error_of(arguments, capsys)
 
 
+def test_nobody_there(dense, capsys, monkeypatch):
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(objects, "_RETRIES", {"max_retries": 2, "initial_delay": "1ms", "max_delay": "1ms"})
+    objects.objects_of.cache_clear()
+    err = error_of(["inspect", "gs://bucket/x"], capsys)
+    objects.objects_of.cache_clear()
+    assert "gs://bucket/x/base.json: Could not connect to server; is there a network?" in err
+
+
 def test_what_is_not_complete_is_no_model(bucket, capsys):
     for name in ("params/state/_METADATA", "lineage.json"):
         bucket.store(f"models/x/{name}", b"{}")
