@@ -62,16 +62,19 @@ class ZarrArray(NamedTuple):
 
     def check_size(self) -> None:
         """Raises `InputError` if a file of a raw array is missing, or has not as many bytes as its shape says."""
-        expected = math.prod(self._chunk_shape) * np.dtype(self.spec.dtype).itemsize
         for name in self._files():
-            try:
-                size = self._size(name, expected)
-            except FileNotFoundError:
-                raise InputError(f"{self.checkpoint.path / name} is missing") from None
-            if size != expected:
-                raise InputError(
-                    f"{self.checkpoint.path / name} has {size} bytes, {expected} expected: it is truncated or corrupt"
-                )
+            self._check_file(name)
+
+    def _check_file(self, name: str) -> None:
+        expected = math.prod(self._chunk_shape) * np.dtype(self.spec.dtype).itemsize
+        try:
+            size = self._size(name, expected)
+        except FileNotFoundError:
+            raise InputError(f"{self.checkpoint.path / name} is missing") from None
+        if size != expected:
+            raise InputError(
+                f"{self.checkpoint.path / name} has {size} bytes, {expected} expected: it is truncated or corrupt"
+            )
 
     def read(self, part: Part | None = None) -> np.ndarray:
         """The content of a raw array, or a part of it; no bytes but those of the part are read.
@@ -81,13 +84,7 @@ class ZarrArray(NamedTuple):
         Raises:
           InputError: see `check_size`.
         """
-        if isinstance(self.checkpoint, HeldDirectory):
-            self.check_size()
-        try:
-            return self._read(part or tuple(slice(0, size) for size in self.spec.shape))
-        except FileNotFoundError:
-            self.check_size()
-            raise
+        return self._read(part or tuple(slice(0, size) for size in self.spec.shape))
 
     def _read(self, part: Part) -> np.ndarray:
         dtype, chunk = np.dtype(self.spec.dtype), self._chunk_shape
@@ -101,13 +98,17 @@ class ZarrArray(NamedTuple):
             )
             of_chunk = tuple(slice(s.start - begin, s.stop - begin) for s, begin in zip(shared, corner, strict=True))
             of_part = tuple(slice(s.start - p.start, s.stop - p.start) for s, p in zip(shared, part, strict=True))
-            read_box(self.checkpoint, self._file(position), chunk, of_chunk, whole[of_part] if part else whole)
+            file = self._file(position)
+            if isinstance(self.checkpoint, HeldDirectory):  # an object is written as a whole
+                self._check_file(file)
+            try:
+                read_box(self.checkpoint, file, chunk, of_chunk, whole[of_part] if part else whole)
+            except FileNotFoundError:
+                raise InputError(f"{self.checkpoint.path / file} is missing") from None
         return whole
 
     def sample(self) -> bytes:
         """Samples of the content of a raw array, to know it again; the same however it is cut into chunks."""
-        if isinstance(self.checkpoint, HeldDirectory):
-            self.check_size()
         return sample_bytes(self.nbytes, self._flat)
 
     def _flat(self, start: int, length: int) -> bytes:
@@ -150,7 +151,7 @@ class ZarrArray(NamedTuple):
     def _size(self, name: str, expected: int) -> int:
         if isinstance(self.checkpoint, HeldDirectory):
             return self.checkpoint.size(name)
-        # An object is written as a whole: it has all bytes, or it is another.
+        # What has its last byte has all.
         self.checkpoint.read_ranges(name, [(expected - 1, np.empty(1, np.uint8))])
         return expected
 
