@@ -14,8 +14,9 @@ import numpy as np
 from moe_jax.adapter_dir import AdapterDirectoryWriter
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_leaves, sample_array
+from moe_jax.leaves_to_write import ExpectedLeaves
 from moe_jax.loading import layer_of, stacked_leaves
-from moe_jax.model_dir import ExpectedLeaves, ModelDirectoryWriter, fingerprint_model
+from moe_jax.model_dir import ModelDirectoryWriter, fingerprint_model
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder

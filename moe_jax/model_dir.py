@@ -13,7 +13,7 @@ directories.
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -24,10 +24,11 @@ import numpy as np
 
 from moe_jax.companions import companions_in, list_companions, read_companion
 from moe_jax.errors import InputError, raise_if_any
-from moe_jax.finite import REMEDY, cast, check_finite
+from moe_jax.finite import cast
 from moe_jax.json_toml import read_json_object
 from moe_jax.leaf_files import LeafReader, LeafWriter, remove_partial
 from moe_jax.leaf_shards import ShardWriter, shard_positions
+from moe_jax.leaves_to_write import ExpectedLeaves
 from moe_jax.lineage import LINEAGE_FILE, job_of
 from moe_jax.lineage import new_lineage_entry as new_lineage_entry
 from moe_jax.lineage import read_lineage as read_lineage
@@ -125,58 +126,6 @@ class ModelDirectory:
 def fingerprint_model(config: ModelConfig, leaves: str) -> str:
     """A SHA-256 of a config and the fingerprint of the weights."""
     return hashlib.sha256(_identity(config_to_json(config)) + leaves.encode()).hexdigest()
-
-
-class ExpectedLeaves:
-    """The leaves that must be written, to check against."""
-
-    def __init__(self, config: ModelConfig, only: Iterable[str] | None = None, *, allow_nonfinite: bool = False):
-        """Expects all leaves that the config describes, or some of them.
-
-        Args:
-          config: of the model.
-          only: paths of those expected; None: all.
-          allow_nonfinite: whether they may hold NaN and infinity.
-        """
-        specs = leaf_specs(config)
-        self._specs = specs if only is None else {path: specs[path] for path in only}
-        self._allow_nonfinite = allow_nonfinite
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Of all of them."""
-        return tuple(self._specs)
-
-    def share(self, paths: Iterable[str]) -> frozenset[str]:
-        """Those of the leaves that this process writes: of all bytes about as many as every other process."""
-        loads = [0] * jax.process_count()
-        own = set()
-        for path in sorted(paths, key=lambda path: -_nbytes(self._specs[path])):
-            process = loads.index(min(loads))
-            loads[process] += _nbytes(self._specs[path])
-            if process == jax.process_index():
-                own.add(path)
-        return frozenset(own)
-
-    def check(self, leaves: Mapping[str, np.ndarray | jax.Array | jax.ShapeDtypeStruct]) -> None:
-        """Raises `ValueError` for a leaf that is not expected, or has another shape."""
-        for path, leaf in leaves.items():
-            if path not in self._specs:
-                raise ValueError(f"leaf {path} is not part of the model that the config describes, or not stored here")
-            if tuple(leaf.shape) != tuple(self._specs[path].shape):
-                raise ValueError(f"leaf {path} has shape {leaf.shape}, the config says {self._specs[path].shape}")
-
-    def check_numbers(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
-        """Raises `InputError` for a number that is not finite, unless they are allowed."""
-        if not self._allow_nonfinite:
-            for path, leaf in leaves.items():
-                check_finite(path, np.asarray(leaf), REMEDY)
-
-    def check_all(self, written: Collection[str]) -> None:
-        """Raises `ValueError` unless all of them are among the leaves `written`."""
-        missing = sorted(path for path in self._specs if path not in written)
-        if missing:
-            raise ValueError(f"{len(missing)} leaves were not written, the first is {missing[0]}")
 
 
 class ModelDirectoryWriter:
@@ -411,10 +360,6 @@ class ModelDirectoryWriter:
     def _job(self) -> list[Any]:
         """What identifies the job."""
         return [config_to_json(self._config), job_of(self.lineage)]
-
-
-def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
-    return spec.size * spec.dtype.itemsize
 
 
 def _identity(data: Any) -> bytes:
