@@ -88,7 +88,13 @@ class Peers:
         self._problems: list[str] = []
         self._news = asyncio.Event()
         self._open = True
+        self._beats_every = min(5.0, silence / 4, wait / 4)
         self._service = _free_port() if place.index == 0 else 0
+        # A signal that one of the processes got, the step after which all stop, and who has not heard of it yet.
+        self._signal: int | None = None
+        self._last_step: int | None = None
+        self._unaware: set[int] = set()
+        self._all_know = asyncio.Event()
         self._finished: asyncio.Future[int] = self._loop.create_future()
 
     def join(self) -> str:
@@ -114,6 +120,23 @@ class Peers:
         with contextlib.suppress(Exception):
             self._do(self._say(json.dumps({"left": self._place.index})), timeout=5)
 
+    def ask_to_stop(self, number: int) -> None:
+        """Asks all processes to stop after one of the next steps, because of a signal."""
+        if self._place.index == 0:
+            self._signal = number
+        else:
+            self._do(self._say(json.dumps({"stop": number})))
+
+    def stop_after(self, step: int) -> int | None:
+        """The signal because of which all processes stop after this step; None: they go on.
+
+        Every process makes this call after it has started a step, and none is ahead of another by more than one of
+        them. So when the first one asks for a stop, and waits until all know of it, nobody is beyond the next step.
+        """
+        if self._place.index == 0 and self._signal is not None and self._last_step is None:
+            self._do(self._announce(step + 2))
+        return self._signal if self._last_step == step else None
+
     def wait_for_first(self) -> None:
         """Returns when the first process is done."""
 
@@ -132,6 +155,7 @@ class Peers:
             await asyncio.start_server(self._accept, None, self._place.port, limit=_LONGEST_LINE)
         except OSError as error:
             raise InputError(f"cannot listen at port {self._place.port} for the other processes: {error}") from None
+        self._keep(self._beat())
         end = time.monotonic() + self._wait
         while len(self._hellos) < self._place.count - 1:
             if self._problems:
@@ -155,7 +179,6 @@ class Peers:
             raise InputError(refusal)
         hosts = {str(index): host for index, host in self._hosts.items()}
         await self._say(json.dumps({"welcome": hosts}))
-        self._keep(self._beat())
         return f"127.0.0.1:{self._service}"
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -187,6 +210,12 @@ class Peers:
         self._writers[index], self._hellos[index], self._hosts[index] = writer, hello, host
         self._news.set()
         await self._listen(index, reader)
+
+    async def _announce(self, step: int) -> None:
+        self._last_step = step
+        self._unaware = set(self._writers)
+        await self._say(json.dumps({"stop_after": step, "signal": self._signal}))
+        await self._all_know.wait()
 
     # -- the other processes
 
@@ -234,7 +263,8 @@ class Peers:
     async def _answer(self, reader: asyncio.StreamReader, end: float) -> dict[str, Any]:
         line = b"\n"
         while line == b"\n":
-            line = await asyncio.wait_for(reader.readline(), end - time.monotonic())
+            # As long as it waits for others, it beats.
+            line = await asyncio.wait_for(reader.readline(), min(3 * self._beats_every, end - time.monotonic()))
         if not line:
             raise ConnectionError("it closed the connection")
         try:
@@ -301,6 +331,15 @@ class Peers:
             self._left.add(int(said["left"]))
             if said["left"] == 0 and not self._finished.done():
                 self._finished.set_result(0)
+        elif "stop" in said:
+            self._signal = self._signal or int(said["stop"])
+        elif "stop_after" in said:
+            self._signal, self._last_step = int(said["signal"]), int(said["stop_after"])
+            await self._say(json.dumps({"knows": self._place.index}))
+        elif "knows" in said:
+            self._unaware.discard(int(said["knows"]))
+            if not self._unaware:
+                self._all_know.set()
         elif "ended" in said:
             ended = said["ended"]
             if self._place.index == 0:
@@ -327,7 +366,7 @@ class Peers:
     async def _beat(self) -> None:
         while True:
             await self._say("")
-            await asyncio.sleep(min(5.0, self._silence / 4))
+            await asyncio.sleep(self._beats_every)
 
     def _end(self, code: int, text: str) -> None:
         """Ends this process, unless it is ending already and has its own reason."""

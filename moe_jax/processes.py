@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -48,6 +49,9 @@ def join_processes() -> None:
         return
     wait, silence = waits()
     address = _connect(place)
+    # Signals are agreed on by `peers`. JAX's own service for that has made processes wait for each other for ever, one
+    # for its answer and one in a collective.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         address,
         place.count,
@@ -144,6 +148,29 @@ def leave_processes() -> None:
             jax.distributed.shutdown()  # waits for the others
         _peers.finish()
         _peers = None
+
+
+def ask_all_to_stop(number: int) -> None:
+    """Asks all processes of `join_processes` to stop after one of the next steps, because of a signal."""
+    if _peers is not None:
+        _peers.ask_to_stop(number)
+
+
+def stop_after(step: int) -> int | None:
+    """The signal because of which all processes stop after a step that they have started; None: they go on.
+
+    Every process makes this call after every step, and does not start one before the last but one is computed.
+    """
+    if _peers is not None:
+        return _peers.stop_after(step)
+    if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+        return signal.SIGTERM
+    return None
+
+
+def is_joined_by_peers() -> bool:
+    """Whether `join_processes` has joined other processes, so that `stop_after` hears of any signal."""
+    return _peers is not None
 
 
 def fail_together(code: int, message: str) -> None:

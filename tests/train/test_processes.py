@@ -4,13 +4,15 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,23 +68,33 @@ def workplace(tmp_path_factory, tokenizer_path) -> Path:
 class Job:
     """Processes of one command."""
 
-    def __init__(self, folder: Path, processes: int, devices: int, arguments: Sequence[str], changed: dict[str, str]):
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        *,
+        processes: int,
+        devices: int,
+        second: Mapping[str, Any],
+        changed: Mapping[str, str],
+    ):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         flags = f"{COMPILER_FLAGS} --xla_force_host_platform_device_count={devices}"
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)} | changed
-        self.folder = folder
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags} | changed
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "moe_jax.cli", *arguments],
-                cwd=folder,
-                env=environment | {"MOE_JAX_DISTRIBUTED": f"localhost:{port},{processes},{index}"},
+                [sys.executable, "-m", "moe_jax.cli", *how.get("arguments", arguments)],
+                cwd=how.get("folder", folder),
+                env=environment
+                | {"MOE_JAX_DISTRIBUTED": f"localhost:{port},{processes},{index}"}
+                | {"PYTHONPATH": how.get("PYTHONPATH", str(ROOT))},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for index in range(processes)
+            for index, how in enumerate([{}, second][:processes])
         ]
 
     def until(self, seen: Callable[[], object]) -> None:
@@ -98,8 +110,16 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(folder: Path, *arguments: str, processes: int = 2, devices: int = 1, **changed: str) -> Iterator[Job]:
-    started = Job(folder, processes, devices, arguments, changed)
+def job(
+    folder: Path,
+    *arguments: str,
+    processes: int = 2,
+    devices: int = 1,
+    second: Mapping[str, Any] | None = None,
+    **changed: str,
+) -> Iterator[Job]:
+    """Starts a command; `second` says what the second process is given instead."""
+    started = Job(folder, arguments, processes=processes, devices=devices, second=second or {}, changed=changed)
     try:
         yield started
     finally:
@@ -228,11 +248,11 @@ COMMANDS = {
         *("generate", "undisturbed/model", "--prompt", "1: the", "--max-new-tokens", "40", "--json"),
         *("--mesh", "tensor=2"),
     ],
+    "inspect": ["inspect", "undisturbed/model", "--json"],
     "compress": ["compress", "undisturbed/model", "OUT", "--method", "quantize", "--bits", "4", "--json"],
     "export": ["export", "undisturbed/model", "OUT"],
     "convert": ["convert", "exported", "OUT"],
     "upcycle": ["upcycle", "dense", "OUT", "--every", "1", "--experts", "2", "--top-k", "2", "--delta", "low-rank:2"],
-    "inspect": ["inspect", "undisturbed/model", "--json"],
 }
 
 
@@ -280,6 +300,45 @@ def test_a_command_gives_on_two_processes_what_it_gives_on_one_and_once(models, 
     assert files == [path.relative_to(two) for path in sorted(two.rglob("*")) if path.is_file()]
     weights = [path for path in files if path.suffix == ".safetensors" or re.fullmatch(r"[\d.]+", path.name)]
     assert weights and all((two / path).read_bytes() == (one / path).read_bytes() for path in weights)
+
+
+@one_in(3)
+@pytest.mark.parametrize("what", ["recipe", "code", "data"])
+def test_processes_that_differ_are_refused_before_anything_is_written(workplace, what, tmp_path):
+    arguments = ["train", "recipe.toml", "--set", "run_dir=differs"]
+    second: dict[str, Any] = {}
+    if what == "recipe":
+        second["arguments"] = [*arguments, "train.batch_size=8"]
+    elif what == "data":
+        ignore = shutil.ignore_patterns("undisturbed", "tried")
+        second["folder"] = shutil.copytree(workplace, tmp_path / "copy", ignore=ignore)
+        (tmp_path / "copy" / "text" / "1.txt").write_text("another text, as long as that of the first one was\n" * 3)
+    else:
+        shutil.copytree(ROOT / "moe_jax", tmp_path / "moe_jax")
+        with (tmp_path / "moe_jax" / "draws.py").open("a") as file:
+            file.write("# changed\n")
+        second["PYTHONPATH"] = str(tmp_path)
+    with job(workplace, *arguments, second=second) as started:
+        for code, _, said in started.ended():
+            assert code == 2 and said.count("moe-jax: error: ") == 1, said
+            expected = {
+                "recipe": "the processes differ: train.batch_size is 8 in process 1, and 4 in the first",
+                "data": "the processes differ: the content of data.sources[0] is ",
+                "code": f"process 1 (on {socket.gethostname()}) and the first do not fit: moe_jax is 0.1.0 (source ",
+            }
+            assert expected[what] in said
+    assert not (workplace / "differs").exists()
+
+
+def test_a_first_process_that_does_not_answer_is_not_waited_for_for_ever(workplace):
+    arguments = [sys.executable, "-m", "moe_jax.cli", "train", "recipe.toml"]
+    with socket.create_server(("localhost", 0)) as deaf:
+        port = deaf.getsockname()[1]
+        place = {"MOE_JAX_DISTRIBUTED": f"localhost:{port},2,1", "MOE_JAX_DISTRIBUTED_WAIT": "1"}
+        environment = os.environ | place | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(arguments, cwd=workplace, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"process 1 of 2 could not reach the first one at localhost:{port} in 1 s" in done.stderr
 
 
 @long
