@@ -73,12 +73,22 @@ _TPUS = (
 )  # fmt: skip
 # Data sheets give the H100 twice these, with sparsity. Memory is what the driver leaves to programs; bandwidths are not
 # rounded: 5120 bits at the clock of the memory. NVLink is half of what the sheets give for both directions; the network
-# is that of NVIDIA's DGX systems, one adapter for a GPU: 400 Gb/s (DGX H100) and 200 Gb/s (DGX A100).
+# is that of NVIDIA's DGX systems, one adapter for a GPU: 400 Gb/s (DGX H100, H200, B200) and 200 Gb/s (DGX A100).
 _GPUS = (
     Chip(
         "h100", "gpu", ("NVIDIA H100 80GB HBM3",), 989.4e12, 67e12, 3.35232e12, 84_942_979_072,
         "NVIDIA H100 data sheet, SXM: https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet",
         link=450e9, network=50e9,
+    ),
+    Chip(
+        "h200", "gpu", ("NVIDIA H200", "NVIDIA H200 141GB HBM3e"), 989.4e12, 67e12, 4.8e12, 151_397_597_184,
+        "NVIDIA H200 data sheet, SXM: https://www.nvidia.com/en-us/data-center/h200",
+        link=450e9, network=50e9,
+    ),
+    Chip(
+        "b200", "gpu", ("NVIDIA B200",), 2250e12, 75e12, 7.67232e12, 191_514_411_008,
+        "NVIDIA DGX B200 data sheet, an eighth of it: https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet",
+        link=900e9, network=50e9,
     ),
     Chip(
         "a100", "gpu", ("NVIDIA A100-SXM4-80GB",), 312e12, 19.5e12, 2.039e12, 84_986_691_584,

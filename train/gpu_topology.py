@@ -33,12 +33,14 @@ class GPU(NamedTuple):
     cores: int
     fpus: int
     shared_kib: int
-    l2_mib: int
+    l2_mib: float
     clock_ghz: float
 
 
 GPUS = {
     "h100": GPU("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 228, 50, 1.98),
+    "h200": GPU("NVIDIA H200", (9, 0), 132, 128, 228, 50, 1.98),
+    "b200": GPU("NVIDIA B200", (10, 0), 148, 128, 228, 126.5, 1.965),
     "a100": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 164, 40, 1.41),
 }
 
@@ -118,5 +120,5 @@ def target(gpu: GPU) -> str:
         bandwidth=round(chip.bandwidth),
         shared=shared,
         shared_by_request=shared - 1024,
-        l2=gpu.l2_mib << 20,
+        l2=round(gpu.l2_mib * 2**20),
     )

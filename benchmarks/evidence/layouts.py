@@ -61,17 +61,24 @@ PEFT_LINEAR = Table(
     ("rank", "GFLOP", "W + AB made: GFLOP", "MiB", "W + AB made: MiB"),
     ("{}", "{:.2f}", "{:.2f}", "{:.0f}", "{:.0f}"),
 )
-COMPILED = Table(
+POD_STEPS = Table(
     "steps",
-    ("recipe", "experts", "TPU slice", "parameters and optimizer, GiB per chip", "in all, GiB per chip", "of"),
-    ("{}", "{}", "{}", "{:.1f}", "{:.1f}", "{:.0f}"),
-)
-COMPILED_ESTIMATES = Table(
-    "estimates",
-    ("recipe", "experts", "TPU slice", "collectives, GB a step", "products, ms", "memory, ms", "links, ms",
-     "least time of a step, ms", "utilisation at most"),
-    ("{}", "{}", "{}", "{:.1f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0%}"),
+    ("recipe", "experts", "topology", "mesh", "parameters and optimizer, GiB per chip", "in all", "of",
+     "collectives, GB a step", "products, ms", "memory, ms", "links, ms", "least time of a step, ms",
+     "utilisation at most"),
+    ("{}", "{}", "{}", "{}", "{:.1f}", "{:.1f}", "{:.0f}", "{:.1f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0%}"),
 )  # fmt: skip
+POD_SCALING = Table(
+    "scaling",
+    ("chips", "mesh", "in all, GiB per chip", "least time of a step, ms", "utilisation at most",
+     "collectives, GB a step"),
+    ("{}", "{}", "{:.1f}", "{:.0f}", "{:.0%}", "{:.1f}"),
+)  # fmt: skip
+POD_EXCHANGES = Table(
+    "exchanges",
+    ("chips along `expert`", "rows that a chip sends to experts, GB a step", "least time of a step, ms"),
+    ("{}", "{:.2f}", "{:.0f}"),
+)
 DATA_PIPELINE = Table(
     "speed",
     ("data", "tokens", "batches from its files", "from files of tokens", "`data tokenize`, 1 process", "2 processes"),

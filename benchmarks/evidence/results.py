@@ -91,6 +91,10 @@ class ResultsFile:
             found.setdefault(self._stamp_of(path), []).append(path)
         return [(_stamp(self._data["made"][index]), paths) for index, paths in sorted(found.items())]
 
+    def stamp_of(self, *path: str) -> Stamp:
+        """The stamp of the figure at a path."""
+        return _stamp(self._data["made"][self._stamp_of(path)])
+
     def name(self, path: Key) -> str:
         """What a path says was measured, without seeds and values."""
         return path[min(self.names_at.get(path[0], 0), len(path) - 1)]

@@ -143,11 +143,12 @@ SECTIONS = (
         layouts.layer_decoding(8),
     ),
     _program(
-        "compiled_steps",
-        "python benchmarks/compiled_steps.py",
+        "pods",
+        "python benchmarks/pods.py",
         _TRAINING,
-        layouts.COMPILED,
-        layouts.COMPILED_ESTIMATES,
+        layouts.POD_STEPS,
+        layouts.POD_SCALING,
+        layouts.POD_EXCHANGES,
     ),
     _program(
         "hot_path",

@@ -5,21 +5,30 @@ import json
 import pytest
 
 from tests.gpu_compile.compiling import needs_xla_gpu
+from tests.tiers import long
 from tests.train.test_compile_only import compile_for, folder  # noqa: F401  (a fixture)
 
 pytestmark = needs_xla_gpu
 
 
-def test_the_step_compiles_for_two_hosts_of_gpus(folder):  # noqa: F811
-    done = compile_for(folder, "h100:2x8")
+@pytest.mark.parametrize(
+    ("topology", "kind", "memory"),
+    [
+        ("h100:2x8", "NVIDIA H100 80GB HBM3", 84_942_979_072),
+        pytest.param("h200:2x8", "NVIDIA H200", 151_397_597_184, marks=long),
+        ("b200:2x8", "NVIDIA B200", 191_514_411_008),
+    ],
+)
+def test_the_step_compiles_for_two_hosts_of_gpus(folder, topology, kind, memory):  # noqa: F811
+    done = compile_for(folder, topology)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["chips"] == 16 and report["device_kind"] == "NVIDIA H100 80GB HBM3"
-    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4, "tensor": 1}
+    assert report["chips"] == 16 and report["device_kind"] == kind
+    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4, "sequence": 1, "tensor": 1}
     sizes = report["bytes"]
     params = 2 * (4 * 128 * 128 + 128 * 4 + 4 * 3 * 128 * 128 + 2 * 128) + 2 * 256 * 128 + 128
     assert 3 * 4 * params / 16 < sizes["arguments"] < 3 * 4 * params / 4
-    assert sizes["arguments"] < sizes["total"] < sizes["hbm"] == 84_942_979_072
+    assert sizes["arguments"] < sizes["total"] < sizes["hbm"] == memory
     assert report["collectives"]["all-gather"]["count"] > 0 and report["collectives"]["reduce-scatter"]["count"] > 0
 
 
