@@ -13,9 +13,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, config_from_json
+from moe_jax.plan import training_memory
 from moe_jax.sharding import make_mesh
 from moe_jax.train.compile_only import print_report
+from moe_jax.train.flops import train_flops_per_token
 from moe_jax.train.hlo import Collectives, collectives
 from tests.conftest import ROOT
 from tests.train.models import FFN, config_of, moe, write_config
@@ -72,7 +74,11 @@ def test_the_step_compiles_for_a_pod_slice(folder):
     # Parameters are gathered over fsdp and tokens over expert; gradients and expert outputs are scattered back.
     assert kinds["all-gather"]["count"] > 0 and kinds["all-reduce"]["count"] > 0
     assert all(entry["bytes"] > 0 for entry in kinds.values())
-    assert report["model_flops"] > 0
+    # What `plan --mesh` says without a compiler is the same; of a batch there are a few kilobytes.
+    config = config_from_json(json.loads((folder / "config.json").read_text()), where="config.json")
+    planned = training_memory(config, {"fsdp": 4, "expert": 4})
+    assert planned.params + planned.optimizer == pytest.approx(sizes["arguments"], rel=0.1)
+    assert report["model_flops"] == pytest.approx(train_flops_per_token(config, 64) * 64 * 16 / 16, rel=0.1)
     assert {path.name for path in folder.iterdir()} == {"config.json", "recipe.toml"}
 
 
