@@ -89,7 +89,7 @@ def test_a_model_can_be_loaded_in_another_dtype_and_over_devices(dense):
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(moe_jax.load(dense).source.specs())} == {"bfloat16"}
     assert {str(spec.dtype) for spec in model.source.specs().values()} == {"float32"}
     assert model.config.dtype == "float32" and model.decoder.compute_dtype == jnp.bfloat16
-    assert dict(model.mesh.shape) == {"data": 4, "fsdp": 2, "expert": 1, "tensor": 1}
+    assert dict(model.mesh.shape) == {"data": 4, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 1}
     # A model may be loaded again in another way.
     alone = moe_jax.load(model)
     assert alone.mesh is None and np.allclose(logits(alone), logits(moe_jax.load(dense, dtype="float32")), atol=1e-5)
