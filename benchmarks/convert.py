@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -90,10 +91,10 @@ def measure(folder: Path, layers: int) -> list[list]:
     return rows
 
 
-def write_checkpoint(folder: Path, layers: int) -> int:
+def write_checkpoint(folder: Path, layers: int, config: dict[str, Any] = CONFIG) -> int:
     """Writes a checkpoint of random bits; returns the bytes of the largest leaf of a layer."""
     folder.mkdir()
-    keys = {**CONFIG, "num_hidden_layers": layers}
+    keys = {**config, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(keys))
     leaves = leaf_specs(read_hf_config(keys))
     mapped = apply_table(family_named("mixtral").table, leaves, layers, PER_EXPERT, "mixtral")

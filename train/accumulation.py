@@ -32,10 +32,10 @@ def sum_of_gradients(
     if all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
         sums = jax.tree.map(jax.new_ref, zeros)
 
-        def add_in_place(_: None, micro: Any) -> tuple[None, Any]:
+        def add_in_place(carry: None, micro: Any) -> tuple[None, Any]:
             _, backward, found = forward(micro)
             backward.with_refs(sums)(one)
-            return None, found
+            return carry, found
 
         _, found = jax.lax.scan(add_in_place, None, microbatches)
         return jax.tree.map(jax.freeze, sums), found

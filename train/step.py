@@ -172,7 +172,7 @@ def make_loss(graphdef: nnx.GraphDef, config: ModelConfig, *, accumulation: int 
     return microbatch_loss
 
 
-def updated(params: nnx.State, updates: nnx.State, key: Array) -> nnx.State:
+def updated(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:
     """Parameters after an update; those in bfloat16, most of whose updates are less than its steps, are rounded
     stochastically.
 

@@ -7,6 +7,12 @@ CONVERT = Table(
     ("command, in this order", "GB/s", "of the `cp` before and after (aim 0.5)", "peak memory, GB", "bound, GB"),
     ("{}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}"),
 )
+SHARES = Table(
+    "shares",
+    ("done by all processes together", "GB that a process reads", "of its share (aim 1.1)", "GB that it writes",
+     "of its share", "memory beyond what it holds, in layers (aim 2)", "s"),
+    ("{}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.0f}"),
+)  # fmt: skip
 LLM_SPEED = Table(
     "speed",
     ("4 × 512 tokens, float32", "moe_jax, tokens/s", "Transformers, tokens/s", "ratio", "of the products alone",

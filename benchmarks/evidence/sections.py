@@ -99,6 +99,12 @@ def _reported(
 SECTIONS = (
     _program("convert", "python benchmarks/convert.py", ("convert", "moe_jax/commands"), layouts.CONVERT),
     _program(
+        "shares",
+        "python benchmarks/shares.py",
+        ("convert", "moe_jax/leaf_files.py", "moe_jax/loading.py", "moe_jax/model_dir.py", "moe_jax/zarr_arrays.py"),
+        layouts.SHARES,
+    ),
+    _program(
         "real_llm",
         "python benchmarks/real_llm.py MODEL",
         (*_TRAINING, "moe_jax/generation.py", "moe_jax/decoding.py", "moe_jax/cli.py", "moe_jax/commands"),

@@ -16,6 +16,7 @@ from moe_jax.train.metrics import read_metrics
 from moe_jax.train.recipe import load_recipe
 from moe_jax.train.remote_lines import RemoteLines, part_of, read_remote_lines
 from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.tiers import long
 from tests.train.conftest import byte_tokenizer
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
 
@@ -55,6 +56,7 @@ def records(path):
     return [{key: r[key] for key in ("step", "loss", "grad_norm", "tokens")} for r in read_metrics(path)]
 
 
+@long
 def test_a_run_is_killed_in_a_checkpoint_and_goes_on(bucket, place, capsys):
     bucket.delay = 1000  # no listing shows anything
     assert cli.main(["train", "recipe.toml", "--set", "run_dir=local"]) == 0

@@ -69,7 +69,7 @@ def test_nor_do_the_loss_and_its_gradient_on_tpu_chips():
     x = given(jnp.bfloat16, (ROWS, LENGTH, WIDTH), batch)
     kernel = given(jnp.float32, (WIDTH, VOCABULARY), "fsdp", "tensor")
     targets, weights = (given(dtype, (ROWS, LENGTH), batch) for dtype in (jnp.int32, jnp.float32))
-    loss = partial(weighted_cross_entropy, HeadOptions(axes=LossAxes(batch, "fsdp", "tensor")))
+    loss = partial(weighted_cross_entropy, HeadOptions(axes=LossAxes(batch, None, ("fsdp",), "tensor")))
     with jax.set_mesh(mesh):
         gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
         compiled = gradient.lower(x, kernel, None, targets, weights).compile()
