@@ -1,6 +1,6 @@
 """Training steps of the recipes for pods and GPU servers, by their compilers: memory, collectives and the least time.
 
-    python benchmarks/pods.py [--only RECIPE ...] [--python PYTHON] [--out benchmarks/results]
+    python benchmarks/pods.py [--only RECIPE ...] [--rows TEXT] [--python PYTHON] [--out benchmarks/results]
 
 Each is what `moe-jax train RECIPE --compile-only --topology TOPOLOGY --config CONFIG --json` says, in a process of its
 own, and takes minutes; there is neither TPU nor GPU. TPUs need libtpu (`pip install -e '.[test]'`), on x86 Linux; GPUs
@@ -102,13 +102,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     names = sorted({step.recipe for step in STEPS})
     parser.add_argument("--only", nargs="+", metavar="RECIPE", choices=names, default=names, help="leave the others")
+    parser.add_argument("--rows", default="", help="only rows whose names hold this text")
     parser.add_argument("--python", type=Path, help="a Python with JAX's CUDA plugin, for the rows of GPUs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     # What a program takes is the compiler's doing.
     figures = Figures("pods", options.out, writes=True, stamp=partial(current_stamp, also=("libtpu",)))
     failed = []
-    for step in (step for step in STEPS if step.recipe in options.only):
+    for step in (step for step in STEPS if step.recipe in options.only and options.rows in step.name):
         python = options.python if step.is_on_gpus else Path(sys.executable)
         if python is None:
             print(f"left out: {step.name}", file=sys.stderr)
