@@ -101,7 +101,8 @@ def write_checkpoint(folder: Path, layers: int, config: dict[str, Any] = CONFIG)
         family_named("mixtral").table, leaves, layers, PER_EXPERT, "mixtral", num_encoder_layers=0
     )
     tensors = {name: PlannedTensor("BF16", shape) for name, shape in mapped.tensors.items()}
-    bits = np.random.default_rng(0).integers(0, 1 << 16, 2 * RUN, np.uint16)
+    # Without the highest bit of the exponent, numbers are below 2 and finite.
+    bits = np.random.default_rng(0).integers(0, 1 << 16, 2 * RUN, np.uint16) & np.uint16(0xBFFF)
     with ShardWriter(folder, tensors, int(5 * GB)) as writer:
         for index, (name, tensor) in enumerate(tensors.items()):
             shift = index * 7919 % RUN  # so that no two tensors are equal
