@@ -39,10 +39,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to use; default: temporary files")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--process", nargs=2, metavar=("FOLDER", "PLACE"), help=argparse.SUPPRESS)
+    parser.add_argument("--process", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:
-        print(json.dumps(_steps(Path(options.process[0]), options.process[1])))
+        _steps(options.process)
         return
     figures = Figures("shares", options.out, writes=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="moe-jax-benchmark-") as name:
@@ -72,7 +72,7 @@ def _run_all(folder: Path) -> list[dict[str, Any]]:
     files = [folder / f"said{index}" for index in range(PROCESSES)]
     started = [
         subprocess.Popen(
-            [*command, f"localhost:{port},{PROCESSES},{index}"],
+            command,
             # Only the first process of a job prints; each says what it found in a file.
             env=environment | {"MOE_JAX_DISTRIBUTED": f"localhost:{port},{PROCESSES},{index}", "SAID": str(file)},
         )
@@ -83,7 +83,7 @@ def _run_all(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def _steps(folder: Path, place: str) -> None:
+def _steps(folder: Path) -> None:
     """What one process does."""
     from moe_jax.processes import join_processes, leave_processes
 
