@@ -228,7 +228,8 @@ def test_whichever_process_is_killed_whenever_the_run_goes_on(workplace, undistu
         kill(workplace, run_dir, victim, lambda: unfinished(workplace, run_dir, 3))
     first, *_ = run(workplace, "train", "recipe.toml", "--resume", "--set", f"run_dir={run_dir}", processes=processes)
     saved = int(re.search(r"continuing after step (\d+)\n", first)[1])
-    assert saved in ((6, 9) if moment == "in a step" else (6, 9, 12))
+    # Checkpoints are written while steps go on: that of step 6 may be unfinished at step 8.
+    assert saved in ((3, 6, 9) if moment == "in a step" else (3, 6, 9, 12))
     bits = STEPS if processes == 2 else saved
     check_same_curve(metrics(workplace, run_dir), undisturbed, bits_until=bits)
     assert (workplace / run_dir / "model" / "config.json").is_file()
