@@ -22,6 +22,7 @@ from evidence.layouts import POD_EXCHANGES, POD_SCALING, POD_STEPS
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, Stamp, current_stamp
 from moe_jax.models.serialize import VERSION
+from moe_jax.train.gpu_topology import is_gpu
 
 RECIPES = ROOT / "train" / "recipes"
 GIB = 2**30
@@ -53,7 +54,7 @@ class Step(NamedTuple):
 
     @property
     def is_on_gpus(self) -> bool:
-        return self.topology.startswith(("h", "a", "b"))
+        return is_gpu(self.topology)
 
 
 _LOW_RANK, _VANILLA = "low-rank deltas, rank 16", {"kind": "full"}
@@ -90,7 +91,7 @@ STEPS = (
     ),
     # Few experts on every chip, until there is one.
     *(
-        Step("perft_olmoe", "perft_olmoe", topology, f"{expert} chips for 64 experts", {"kind": "full"},
+        Step("perft_olmoe", "perft_olmoe", topology, f"{expert} chips for 64 experts", None,
              ("mesh.fsdp=1", f"mesh.expert={expert}", f"train.batch_size={16 * expert}", "model.exchange=all-to-all"),
              POD_EXCHANGES.name)
         for expert, topology in ((8, "v5p:2x2x2"), (16, "v5p:2x2x4"), (64, "v5p:4x4x4"))

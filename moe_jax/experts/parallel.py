@@ -61,7 +61,6 @@ def apply_experts(
     bias_specs = {n: P("expert", None) if n == "down" else P("expert", "tensor") for n in biases}
     arrays = {name: kernel.arrays for name, kernel in kernels.items()}
     arrays, biases = _even((arrays, biases), (array_specs, bias_specs), mesh.shape["expert"])
-    without_arrays = {name: kernel._replace(arrays={}) for name, kernel in kernels.items()}
     if not axes:
         local = _whole
     elif exchange.chosen(mesh.shape["expert"], routing.experts.shape[1]) == "all-to-all":
@@ -75,7 +74,8 @@ def apply_experts(
                    for path, array in own.items()}
             for name, own in arrays.items()
         }  # fmt: skip
-        return local(without_arrays, x, routing, arrays, biases, activation=activation)
+        every = {name: kernel._replace(arrays=arrays[name]) for name, kernel in kernels.items()}
+        return local(x, routing, every, biases, activation)
 
     return jax.shard_map(
         on_device,
@@ -135,35 +135,34 @@ def _even(trees: Any, specs: Any, devices: int) -> Any:
 
 
 def _all_to_all(
-    kernels: Mapping[str, Kernels],
     x: Float[Array, "t d"],
     routing: Routing,
-    arrays: dict[str, dict[str, Array]],
-    biases: dict[str, Array],
-    *,
+    kernels: Mapping[str, Kernels],
+    biases: Mapping[str, Array],
     activation: str,
+    *,
     capacity: float,
 ) -> Float[Array, "t d"]:
     """The work of one device: rows of its tokens go where their experts are, and it applies its own to what comes."""
     (tokens, top_k), devices = routing.experts.shape, lax.axis_size("expert")
-    mine = num_experts(_with(kernels, arrays)["up"])
+    mine = num_experts(kernels["up"])
     order = sort_by_expert(routing.experts, devices * mine)
     counts = lax.all_gather(order.group_sizes.reshape(devices, mine), "expert")
     buffer = Buffer.of(tokens * top_k, devices, capacity, ragged=current_chip().platform != "cpu")
-    is_trained = {
-        name: {path: path == BASE or kernels[name].form.is_trained(path, array) for path, array in own.items()}
-        for name, own in arrays.items()
-    }
 
     def some(trained: bool) -> dict[str, dict[str, Array]]:
         return {
-            name: {path: array for path, array in own.items() if is_trained[name][path] == trained}
-            for name, own in arrays.items()
+            name: {
+                path: array
+                for path, array in kernel.arrays.items()
+                if (path == BASE or kernel.form.is_trained(path, array)) == trained
+            }
+            for name, kernel in kernels.items()
         }
 
     def one_round(trained: Any, fixed: dict[str, dict[str, Array]], plan: Plan) -> Float[Array, "M d"]:
         rows, own, biases = trained
-        every = _with(kernels, {name: own[name] | fixed[name] for name in own})
+        every = {name: kernel._replace(arrays=own[name] | fixed[name]) for name, kernel in kernels.items()}
         at_expert = Routing(plan.experts[:, None], jnp.ones((buffer.rows, 1), jnp.float32))
         y = _grouped_ffn(send(rows, plan, buffer), at_expert, every, biases, activation, parts_of(every))
         return send_back(y, plan, buffer, rows.shape[0])
@@ -174,49 +173,39 @@ def _all_to_all(
 
 
 def _all_gather(
-    kernels: Mapping[str, Kernels],
     x: Float[Array, "t d"],
     routing: Routing,
-    arrays: dict[str, dict[str, Array]],
-    biases: dict[str, Array],
-    *,
+    kernels: Mapping[str, Kernels],
+    biases: Mapping[str, Array],
     activation: str,
 ) -> Float[Array, "t d"]:
     """The work of one device: gathers tokens, applies its own experts, and returns its part of the sums."""
     x, routing = jax.tree.map(lambda a: lax.all_gather(a, "expert", axis=0, tiled=True), (x, routing))
-    y = _of_own_experts(kernels, x, routing, arrays, biases, activation)
+    y = _of_own_experts(x, routing, kernels, biases, activation)
     # Scattered first, the sum over `tensor` is one of fewer rows.
     return lax.psum(lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True), "tensor")
 
 
 def _whole(
-    kernels: Mapping[str, Kernels],
     x: Float[Array, "T d"],
     routing: Routing,
-    arrays: dict[str, dict[str, Array]],
-    biases: dict[str, Array],
-    *,
+    kernels: Mapping[str, Kernels],
+    biases: Mapping[str, Array],
     activation: str,
 ) -> Float[Array, "T d"]:
     """The work of one device where all have all tokens: too few to be divided."""
-    return lax.psum(_of_own_experts(kernels, x, routing, arrays, biases, activation), ("expert", "tensor"))
+    return lax.psum(_of_own_experts(x, routing, kernels, biases, activation), ("expert", "tensor"))
 
 
 def _of_own_experts(
-    kernels: Mapping[str, Kernels],
     x: Float[Array, "T d"],
     routing: Routing,
-    arrays: dict[str, dict[str, Array]],
-    biases: dict[str, Array],
+    kernels: Mapping[str, Kernels],
+    biases: Mapping[str, Array],
     activation: str,
 ) -> Float[Array, "T d"]:
-    every = _with(kernels, arrays)
-    local = routing._replace(experts=routing.experts - lax.axis_index("expert") * num_experts(every["up"]))
-    return _grouped_ffn(x, local, every, biases_once(biases), activation, parts_of(every))
-
-
-def _with(kernels: Mapping[str, Kernels], arrays: Mapping[str, dict[str, Array]]) -> dict[str, Kernels]:
-    return {name: kernel._replace(arrays=arrays[name]) for name, kernel in kernels.items()}
+    local = routing._replace(experts=routing.experts - lax.axis_index("expert") * num_experts(kernels["up"]))
+    return _grouped_ffn(x, local, kernels, biases_once(biases), activation, parts_of(kernels))
 
 
 def biases_once(biases: Mapping[str, Array]) -> Mapping[str, Array]:
