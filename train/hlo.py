@@ -29,7 +29,12 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _LOOP = re.compile(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CONSTANT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+_CONSTANT = re.compile(r"%([\w.-]+) = [su]\d+\[\]\S* constant\((\d+)\)")
+_COMPARED = re.compile(r"^\s*ROOT .* compare\((.*?)\), direction=LT")
+_ELEMENT = re.compile(r"%([\w.-]+) = \S+ get-tuple-element\(.*\), index=(\d+)")
+_RESULTS = re.compile(r"^\s*ROOT .* tuple\((.*?)\)")
+_ADDED = re.compile(r"%([\w.-]+) = \S+ add\((.*?)\)")
+_NAMES = re.compile(r"%([\w.-]+)")
 
 
 class Collectives(NamedTuple):
@@ -159,7 +164,7 @@ def computations_of(hlo: str) -> tuple[str, dict[str, list[str]]]:
 def _calls(line: str, computations: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
     """The computations that an instruction runs, and how often it runs each."""
     if (loop := _LOOP.search(line)) and FURTHER_ROUNDS not in line:
-        yield loop[2], _trips(line, computations.get(loop[1], []))
+        yield loop[2], _trips(line, computations.get(loop[1], []), computations.get(loop[2], []))
     for callee in _CALLED.findall(line):
         yield callee, 1
     for branches in _BRANCHES.findall(line):
@@ -167,12 +172,30 @@ def _calls(line: str, computations: dict[str, list[str]]) -> Iterator[tuple[str,
             yield branch.strip().lstrip("%"), 1
 
 
-def _trips(line: str, condition: list[str]) -> int:
-    """Iterations of a loop: from the compiler's annotation, else the constant its counter is compared with, else 1."""
+def _trips(line: str, condition: list[str], body: list[str]) -> int:
+    """Iterations of a loop: from the compiler's annotation, else from its counter, which begins with 0; else 1."""
     if known := _TRIPS.search(line):
         return int(known[1])
-    bounds = [int(bound) for text in condition for bound in _CONSTANT.findall(text)]
-    return bounds[0] if len(bounds) == 1 else 1
+    bounds = {name: int(value) for text in condition for name, value in _CONSTANT.findall(text)}
+    if len(bounds) != 1:
+        compared = next((_NAMES.findall(found[1]) for text in condition if (found := _COMPARED.match(text))), [])
+        bounds = {name: bound for name, bound in bounds.items() if name in compared}
+    return -(-next(iter(bounds.values())) // _step(condition, body)) if len(bounds) == 1 else 1
+
+
+def _step(condition: list[str], body: list[str]) -> int:
+    """By how much a loop's counter grows in an iteration. A ring of the TPU compiler is unrolled twice, and counts by
+    two."""
+    compared = next((_NAMES.findall(found[1]) for text in condition if (found := _COMPARED.match(text))), [])
+    elements = dict(element for text in condition for element in _ELEMENT.findall(text))
+    counter = next((int(elements[name]) for name in compared if name in elements), None)
+    results = next((_NAMES.findall(found[1]) for text in body if (found := _RESULTS.match(text))), [])
+    if counter is None or counter >= len(results):
+        return 1
+    added = dict(found for text in body for found in _ADDED.findall(text))
+    constants = dict(found for text in body for found in _CONSTANT.findall(text))
+    steps = [int(constants[name]) for name in _NAMES.findall(added.get(results[counter], "")) if name in constants]
+    return steps[0] if len(steps) == 1 and steps[0] > 0 else 1
 
 
 def _shape_of(operands: str, computation: list[str]) -> str:

@@ -170,3 +170,35 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
         "reduce-scatter": Collectives(12, 6 * (512 * 256 * 2 + 64 * 2 * 4)),
         "collective-permute": Collectives(1, 40),
     }
+
+
+def test_a_ring_of_the_tpu_compiler_counts_its_devices_and_not_by_ones():
+    text = """HloModule jit_step
+
+%ring (arg: (bf16[4,8], u32[])) -> (bf16[4,8], u32[]) {
+  %two = u32[]{:T(128)} constant(2)
+  %fifteen = u32[]{:T(128)} constant(15)
+  %block = bf16[4,8]{1,0} get-tuple-element(%arg), index=0
+  %one-way = (bf16[4,8]{1,0}, bf16[4,8]{1,0}, u32[], u32[]) collective-permute-start(%block), channel_id=1
+  %halfway = bf16[4,8]{1,0} collective-permute-done(%one-way)
+  %further = (bf16[4,8]{1,0}, bf16[4,8]{1,0}, u32[], u32[]) collective-permute-start(%halfway), channel_id=2
+  %arrived = bf16[4,8]{1,0} collective-permute-done(%further)
+  %number = u32[]{:T(128)} get-tuple-element(%arg), index=1
+  %other = u32[] add(%number, %fifteen)
+  %next = u32[]{:T(128)} add(%number, %two), metadata={op_name="dot_general"}
+  ROOT %results = (bf16[4,8]{1,0}, u32[]{:T(128)}) tuple(%arrived, /*index=1*/%next)
+}
+
+%goes_on (arg: (bf16[4,8], u32[])) -> pred[] {
+  %unused = u32[] constant(3)
+  %bound = u32[]{:T(128)} constant(8), metadata={op_name="dot_general"}
+  %counter = u32[]{:T(128)} get-tuple-element(%arg), index=1
+  ROOT %lt = pred[]{:T(512)} compare(%counter, %bound), direction=LT
+}
+
+ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
+  %while.1 = (bf16[4,8], u32[]) while(%tuple), condition=%goes_on, body=%ring
+}
+"""
+    # Four iterations of two steps.
+    assert collectives(text) == {"collective-permute": Collectives(8, 8 * 4 * 8 * 2)}
