@@ -29,7 +29,7 @@ from evidence.results import RESULTS, Figures
 from moe_jax.convert import read_hf_config
 from moe_jax.convert.checkpoint_files import open_checkpoint
 from moe_jax.convert.families import family_named
-from moe_jax.convert.safetensors_writer import PlannedTensor, ShardWriter
+from moe_jax.convert.safetensors_writer import DiskShards, PlannedTensor
 from moe_jax.convert.table import PER_EXPERT, apply_table
 from moe_jax.convert.tensors import TensorEntry, TensorFiles
 from moe_jax.loading import leaf_specs
@@ -103,7 +103,7 @@ def write_checkpoint(folder: Path, layers: int, config: dict[str, Any] = CONFIG)
     tensors = {name: PlannedTensor("BF16", shape) for name, shape in mapped.tensors.items()}
     # Without the highest bit of the exponent, numbers are below 2 and finite.
     bits = np.random.default_rng(0).integers(0, 1 << 16, 2 * RUN, np.uint16) & np.uint16(0xBFFF)
-    with ShardWriter(folder, tensors, int(5 * GB)) as writer:
+    with DiskShards(folder, tensors, int(5 * GB)) as writer:
         for index, (name, tensor) in enumerate(tensors.items()):
             shift = index * 7919 % RUN  # so that no two tensors are equal
             count = math.prod(tensor.shape)

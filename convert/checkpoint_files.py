@@ -1,5 +1,6 @@
 """Finds the weight files of a Hugging Face directory, and the tensors in each."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from moe_jax.json_toml import read_json_object
 SINGLE_SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 SINGLE_TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MAX_SHARDS = 10_000
+_AT_ONCE = 8  # files that are opened at the same time
 _MAX_NAME = 255  # bytes, of most file systems
 
 
@@ -60,13 +62,18 @@ def _open_sharded(index: Path) -> CheckpointFiles:
         [f"it names {shown(name)}, which is not inside its folder" for name in shards if not _is_inside(name)],
         str(index),
     )
-    missing = [f"{shown(name)} is missing; fetch it" for name in shards if not (index.parent / name).is_file()]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        there = list(pool.map(lambda name: (index.parent / name).is_file(), shards))
+    absent = [name for name, is_there in zip(shards, there, strict=True) if not is_there]
+    missing = [f"{shown(name)} is missing; fetch it" for name in absent]
     raise_if_any(missing, f"{index} names files that are not there")
 
     tensors: dict[str, TensorEntry] = {}
     problems: list[str] = []
-    for shard in shards:
-        for name, entry in _read_file(index.parent / shard).items():
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = list(pool.map(lambda shard: _read_file(index.parent / shard), shards))
+    for shard, entries in zip(shards, found, strict=True):
+        for name, entry in entries.items():
             if name in tensors:
                 first = tensors[name].file.name
                 problems.append(f"{shown(name)} is in two files, {shown(first)} and {shown(shard)}")
@@ -74,8 +81,8 @@ def _open_sharded(index: Path) -> CheckpointFiles:
                 says = f"says it is in {shown(weight_map[name])}" if name in weight_map else "does not name it"
                 problems.append(f"{shown(name)} is in {shown(shard)}, but the index {says}")
             tensors[name] = entry
-    absent = [name for name in weight_map if name not in tensors]
-    problems += [f"{shown(name)} should be in {shown(weight_map[name])}, but is not" for name in absent]
+    unfound = [name for name in weight_map if name not in tensors]
+    problems += [f"{shown(name)} should be in {shown(weight_map[name])}, but is not" for name in unfound]
     raise_if_any(problems, f"{index} and its files disagree")
     return CheckpointFiles((index, *(index.parent / shard for shard in shards)), tensors)
 

@@ -73,7 +73,7 @@ def convert(
         check = refuse_existing if dry_run else check_target
         first_decides(lambda: check(dst, buckets=True))
     src = local_model(src, weights=not dry_run)
-    if not Path(src).exists():
+    if not src.exists():
         expected = "expected a Hugging Face directory or a GGUF file"
         raise FileNotFoundError(f"there is nothing at {src}; {expected}{why_a_path(src)}")
     source: CheckpointSource
@@ -82,8 +82,8 @@ def convert(
         if source.quantized:
             kinds = ", ".join(f"{count} of {kind}" for kind, count in source.quantized.items())
             console.print(f"quantised tensors become {dtype or 'float32'}: {kinds}")
-    elif dry_run and not (Path(src).is_dir() and has_weights(Path(src))):
-        print_expected(Path(src), dtype, ignore_keys, console)
+    elif dry_run and not (src.is_dir() and has_weights(src)):
+        print_expected(src, dtype, ignore_keys, console)
         return
     else:
         source = HuggingFaceDirectory(src, ignored_keys=ignore_keys)

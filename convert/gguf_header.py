@@ -12,16 +12,17 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe_jax.byte_files import ByteFile, open_bytes
 from moe_jax.convert.gguf_blocks import BLOCKS, NAMES, OTHERS, PLAIN
-from moe_jax.convert.tensors import FileIdentity, TensorEntry, check_tensor_name, identity_of
+from moe_jax.convert.tensors import TensorEntry, check_tensor_name
 from moe_jax.errors import InputError, shown
-from moe_jax.regular_files import open_regular
+from moe_jax.remote.remote_path import as_path
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -58,19 +59,19 @@ class GGUFHeader(NamedTuple):
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
-    identity: FileIdentity
+    identity: Hashable
 
 
 def is_gguf(path: Path | str) -> bool:
     """Whether there is a file at a path that is called `*.gguf` or begins as one."""
-    path = Path(path)
+    path = as_path(path)
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
         return True
     try:
-        with open_regular(path) as file:
-            return file.read(len(MAGIC)) == MAGIC
+        with open_bytes(path) as file:
+            return file.bytes_at(0, len(MAGIC)) == MAGIC
     except (OSError, InputError):
         return False
 
@@ -82,9 +83,8 @@ def read_gguf_header(path: Path) -> GGUFHeader:
       InputError: if it is none, is truncated, holds a key or a tensor twice, types that are not read, numbers that
         cannot be, or tensors that overlap, leave gaps, or lie outside the file.
     """
-    with open_regular(path) as file:
-        identity = identity_of(file.fileno())
-        header = _Header(path, file, identity.size)
+    with open_bytes(path) as file:
+        header = _Header(file)
         if header.take(len(MAGIC)) != MAGIC:
             raise header.bad(f"it does not begin with {MAGIC.decode()}")
         version = header.integer()
@@ -102,17 +102,18 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
             raise header.bad(f"its {ALIGNMENT} is {shown(alignment)}, expected a power of two")
         start = _aligned(header.position, alignment)
-        entries = {name: _entry(header, identity, alignment, name, info) for name, info in infos.items()}
+        entries = {name: _entry(header, file.identity, alignment, name, info) for name, info in infos.items()}
         tensors = {name: entry._replace(start=start + entry.start) for name, entry in entries.items()}
         _check_cover(header, tensors, start, alignment)
-    return GGUFHeader(metadata, tensors, identity)
+    return GGUFHeader(metadata, tensors, file.identity)
 
 
 class _Header:
     """Reads a header from its first byte on, and never beyond what the file has."""
 
-    def __init__(self, path: Path, file: BinaryIO, size: int):
-        self.path, self._file, self.file_size = path, file, size
+    def __init__(self, file: ByteFile):
+        self.path, self._file, self.file_size = file.path, file, file.size
+        size = file.size
         self._size, self._is_cut = min(size, MAX_HEADER), size > MAX_HEADER
         self._data = bytearray()  # of the file, from its first byte on
         self.position = 0
@@ -239,7 +240,7 @@ class _Header:
 
 
 def _entry(
-    header: _Header, identity: FileIdentity, alignment: int, name: str, info: tuple[tuple[int, ...], int, int]
+    header: _Header, identity: Hashable, alignment: int, name: str, info: tuple[tuple[int, ...], int, int]
 ) -> TensorEntry:
     """A tensor whose start is counted from the end of the header, after what the file says of it was checked."""
     shape, kind, offset = info

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax.byte_files import open_bytes
 from moe_jax.convert.checkpoint_files import CheckpointFiles
 from moe_jax.convert.checkpoint_source import CheckpointSource
 from moe_jax.convert.gguf_architectures import architecture_of, hugging_face_config
@@ -18,11 +19,11 @@ from moe_jax.convert.gguf_header import GGUFHeader, read_gguf_header
 from moe_jax.convert.gguf_rope import ROPE_FACTORS
 from moe_jax.convert.gguf_vocabulary import tokenizer_of
 from moe_jax.convert.hf_config import read_hf_config
-from moe_jax.convert.tensors import DTYPES, TensorEntry, identity_of
+from moe_jax.convert.tensors import DTYPES, TensorEntry
 from moe_jax.convert.weights import Weights, match_weights
 from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.fingerprint import fingerprint_files
-from moe_jax.regular_files import open_regular
+from moe_jax.remote.remote_path import as_path
 
 MAX_FILES = 10_000
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -43,7 +44,7 @@ class GGUFModel(CheckpointSource):
           InputError: if a file is damaged, one of several is missing, or the architecture or a key of it is unknown.
         """
         super().__init__()
-        self.path = Path(path)
+        self.path = as_path(path)
         self._headers = _read_all(self.path)
         self._metadata = next(iter(self._headers.values())).metadata
         tensors = {name: entry for header in self._headers.values() for name, entry in header.tensors.items()}
@@ -124,8 +125,8 @@ class GGUFModel(CheckpointSource):
     def _check_in_place(self) -> None:
         for path, header in self._headers.items():
             try:
-                with open_regular(path) as file:
-                    same = identity_of(file.fileno()) == header.identity
+                with open_bytes(path) as file:
+                    same = file.identity == header.identity
             except FileNotFoundError:
                 same = False
             if not same:

@@ -18,7 +18,8 @@ from moe_jax.fingerprint import fingerprint_files
 from moe_jax.json_toml import read_json_object
 from moe_jax.lineage import read_lineage
 from moe_jax.models.serialize import FORMAT
-from moe_jax.regular_files import HeldDirectory
+from moe_jax.regular_files import hold
+from moe_jax.remote.remote_path import as_path
 
 
 class HuggingFaceDirectory(CheckpointSource):
@@ -40,10 +41,10 @@ class HuggingFaceDirectory(CheckpointSource):
           InputError: if there is no config.json that we can read.
         """
         super().__init__()
-        self.path = Path(path)
+        self.path = as_path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"no Hugging Face directory at {path}")
-        self._held = HeldDirectory(self.path)
+        self._held = hold(self.path)
         data = read_json_object(Path("config.json"), allow=("nonfinite",), inside=self._held)
         if data.get("format") == FORMAT:
             raise InputError(f"{path} is a model directory, not a Hugging Face directory")
@@ -111,7 +112,7 @@ class HuggingFaceDirectory(CheckpointSource):
 def is_hugging_face_directory(path: Path | str) -> bool:
     """Whether a directory has a config.json in the style of Hugging Face."""
     try:
-        data = read_json_object(Path(path) / "config.json", allow=("nonfinite",))
+        data = read_json_object(as_path(path) / "config.json", allow=("nonfinite",))
     except (OSError, InputError):
         return False
     return "model_type" in data or "architectures" in data

@@ -6,14 +6,14 @@ Source: https://github.com/huggingface/safetensors, `Format`.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_jax.convert.tensors import DTYPE_BITS, MAX_RANK, FileIdentity, TensorEntry, check_tensor_name, identity_of
+from moe_jax.byte_files import ByteFile, open_bytes
+from moe_jax.convert.tensors import DTYPE_BITS, MAX_RANK, TensorEntry, check_tensor_name
 from moe_jax.errors import InputError, nearest, shown
 from moe_jax.json_toml import MAX_BYTES, parse_json
-from moe_jax.regular_files import open_regular
 
 # The reference implementation takes three times as much. A hundred thousand tensors need less.
 MAX_HEADER = MAX_BYTES
@@ -26,19 +26,19 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
       InputError: if the file is truncated, its header is corrupt or impossibly large, names a tensor twice, or
         describes bytes that overlap, leave gaps or lie outside the file.
     """
-    with open_regular(path) as file:
-        identity = identity_of(file.fileno())
-        size = identity.size
-        prefix = file.read(8)
+    with open_bytes(path) as file:
+        prefix = file.bytes_at(0, 8)
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > size - 8:
-            raise _bad(path, f"its header should take {length if len(prefix) == 8 else 8} bytes, the file has {size}")
+        text = file.bytes_at(8, length) if len(prefix) == 8 and length <= MAX_HEADER else b""
+        if len(prefix) < 8 or (len(text) < length and length > file.size - 8):
+            wanted = length if len(prefix) == 8 else 8
+            raise _bad(path, f"its header should take {wanted} bytes, the file has {file.size}")
         if length > MAX_HEADER:
             raise _bad(path, f"its header claims {length:,} bytes, at most {MAX_HEADER:,} are read")
-        header = _parse(path, file.read(length))
-    tensors = {name: value for name, value in header.items() if name != "__metadata__"}
-    entries = {name: _entry(path, identity, name, value, 8 + length) for name, value in tensors.items()}
-    _check_cover(path, entries, 8 + length, size)
+        header = _parse(path, text)
+        tensors = {name: value for name, value in header.items() if name != "__metadata__"}
+        entries = {name: _entry(path, file.identity, name, value, 8 + length) for name, value in tensors.items()}
+        _check_cover(path, entries, 8 + length, file)
     return entries
 
 
@@ -69,7 +69,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _entry(path: Path, identity: FileIdentity, name: str, value: Any, data_start: int) -> TensorEntry:
+def _entry(path: Path, identity: Hashable, name: str, value: Any, data_start: int) -> TensorEntry:
     check_tensor_name(path, name)
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _bad(path, f"the entry of {shown(name)} in its header is not a dtype, a shape and data_offsets")
@@ -90,8 +90,11 @@ def _entry(path: Path, identity: FileIdentity, name: str, value: Any, data_start
     return TensorEntry(path, dtype, tuple(shape), data_start + offsets[0], identity)
 
 
-def _check_cover(path: Path, entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
+def _check_cover(path: Path, entries: Mapping[str, TensorEntry], start: int, file: ByteFile) -> None:
     """The tensors must fill the rest of the file: no gap, no overlap, nothing beyond the end."""
+    # Whether a file ends where it should is told sooner than where it ends.
+    end = start + sum(entry.nbytes for entry in entries.values())
+    size = end if file.ends_at(end) else file.size
     position, previous = start, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start + entry.nbytes > size:

@@ -1,20 +1,19 @@
 """Tensors in files: their positions, and reading runs of their elements without reading the rest."""
 
 import math
-import os
 import threading
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from moe_jax.byte_files import ByteFile, open_bytes
 from moe_jax.convert.gguf_blocks import Blocks, dequantized
 from moe_jax.errors import InputError, shown
-from moe_jax.regular_files import open_regular
 from moe_jax.remote import traffic
 
 # Dtypes in which parameters may be stored, by their names in safetensors.
@@ -44,21 +43,6 @@ class Checksum(NamedTuple):
     crc: int
 
 
-class FileIdentity(NamedTuple):
-    """What tells a file from one that took its place, or from itself after it was written to."""
-
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
-
-
-def identity_of(descriptor: int) -> FileIdentity:
-    """The identity of an open file."""
-    found = os.fstat(descriptor)
-    return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-
 class TensorEntry(NamedTuple):
     """The position of a tensor.
 
@@ -67,7 +51,7 @@ class TensorEntry(NamedTuple):
       dtype: name as in safetensors, such as `BF16`; of a tensor in blocks `F32`.
       shape: its shape.
       start: bytes of the file before its first element.
-      identity: of the file in which the position was found.
+      identity: of the file in which the position was found; see `ByteFile`.
       strides: in elements, if it is not contiguous (PyTorch files only); None: row-major.
       checksum: of the bytes that it is a part of, to be verified before they are used; None: the format has none.
       blocks: the quantised blocks that it is stored in (GGUF files only); None: its elements are stored as they are.
@@ -79,7 +63,7 @@ class TensorEntry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     start: int
-    identity: FileIdentity
+    identity: Hashable
     strides: tuple[int, ...] | None = None
     checksum: Checksum | None = None
     blocks: Blocks | None = None
@@ -103,7 +87,7 @@ class TensorFiles:
     """
 
     def __init__(self) -> None:
-        self._files: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, ByteFile] = {}
         self._verified: set[tuple[Path, Checksum]] = set()
         self._opening, self._verifying = threading.Lock(), threading.Lock()
         weakref.finalize(self, _close_all, self._files)
@@ -139,53 +123,51 @@ class TensorFiles:
         return np.lib.stride_tricks.as_strided(flat, entry.shape, [stride * dtype.itemsize for stride in strides])
 
     def _fill(self, entry: TensorEntry, position: int, out: memoryview) -> None:
-        descriptor = self._descriptor(entry)
+        file = self._opened(entry)
         if entry.checksum is not None:
             with self._verifying:
                 if (entry.file, entry.checksum) not in self._verified:
-                    check_crc(entry.file, descriptor, entry.checksum)
+                    check_crc(file, entry.checksum)
                     self._verified.add((entry.file, entry.checksum))
-        _read_at(entry.file, descriptor, position, out)
+        _read_at(file, position, out)
 
-    def _descriptor(self, entry: TensorEntry) -> int:
+    def _opened(self, entry: TensorEntry) -> ByteFile:
         with self._opening:
             if entry.file not in self._files:
-                file = open_regular(entry.file)
-                if identity_of(file.fileno()) != entry.identity:
+                file = open_bytes(entry.file)
+                if file.identity != entry.identity:
                     file.close()
                     raise InputError(f"{entry.file} was replaced while it was read; start again")
                 self._files[entry.file] = file
-            return self._files[entry.file].fileno()
+            return self._files[entry.file]
 
 
-def _close_all(files: dict[Path, BinaryIO]) -> None:
+def _close_all(files: dict[Path, ByteFile]) -> None:
     for file in files.values():
         file.close()
 
 
-def check_crc(file: Path, descriptor: int, expected: Checksum) -> None:
-    """Raises `InputError` unless the bytes of an open file are those that the checksum was made of."""
+def check_crc(file: ByteFile, expected: Checksum) -> None:
+    """Raises `InputError` unless the bytes of a file are those that the checksum was made of."""
     crc, buffer = 0, memoryview(bytearray(min(_CRC_BYTES, expected.size)))
     for position in range(0, expected.size, _CRC_BYTES):
         piece = buffer[: min(_CRC_BYTES, expected.size - position)]
-        _read_at(file, descriptor, expected.start + position, piece)
+        _read_at(file, expected.start + position, piece)
         crc = zlib.crc32(piece, crc)
     if crc != expected.crc:
         raise InputError(
-            f"{file} is damaged: the checksum of its bytes {expected.start} to {expected.start + expected.size} is "
+            f"{file.path} is damaged: the checksum of its bytes {expected.start} to "
+            f"{expected.start + expected.size} is "
             f"{crc:08x}, the file says {expected.crc:08x}; fetch it again, or, if it was saved without checksums "
             "(`set_crc32_options`), save it with them"
         )
 
 
-def _read_at(file: Path, descriptor: int, position: int, out: memoryview) -> None:
-    done = 0
-    while done < len(out):
-        count = os.preadv(descriptor, [out[done:]], position + done)
-        if count == 0:
-            raise InputError(f"{file} ended while it was read; it is truncated, fetch it again")
-        done += count
-    traffic.count(read=done)
+def _read_at(file: ByteFile, position: int, out: memoryview) -> None:
+    got = file.read_at(position, out)
+    traffic.count(read=got)
+    if got < len(out):
+        raise InputError(f"{file.path} ended while it was read; it is truncated, fetch it again")
 
 
 def check_tensor_name(file: Path, name: str) -> None:

@@ -11,38 +11,43 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from moe_jax.companions import read_companion
+from moe_jax.companions import list_companions, read_companion
+from moe_jax.convert.checkpoint_files import open_checkpoint
 from moe_jax.convert.checkpoint_source import WORKERS, row_chunks
 from moe_jax.convert.copying import DTYPES_BY_NAME, copy_transposed
 from moe_jax.convert.families import family_named
 from moe_jax.convert.foreign_changes import print_changes
 from moe_jax.convert.foreign_format import exported_config
 from moe_jax.convert.foreign_view import MergedModel
-from moe_jax.convert.hf_config import foreign_keys, write_hf_config
-from moe_jax.convert.hugging_face_dir import HuggingFaceDirectory
+from moe_jax.convert.hf_config import foreign_keys, read_hf_config, write_hf_config
 from moe_jax.convert.mapping_report import print_mapping
-from moe_jax.convert.safetensors_writer import PlannedTensor, ShardWriter
+from moe_jax.convert.safetensors_writer import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.convert.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_table
 from moe_jax.convert.tensors import DTYPE_NAMES
+from moe_jax.convert.weights import match_weights
 from moe_jax.errors import InputError, check_member
 from moe_jax.finite import REMEDY, check_finite, check_fits
 from moe_jax.formatting import parse_bytes
 from moe_jax.lineage import LINEAGE_FILE, job_of, new_lineage_entry
+from moe_jax.loading import leaf_specs
 from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource
 from moe_jax.peft.base import is_tuned
-from moe_jax.resume import Workplace, require_space
+from moe_jax.remote.remote_path import BucketPath, as_path
+from moe_jax.remote.remote_work import RemoteWork
+from moe_jax.resume import Workplace, open_work, require_space
 from moe_jax.staging import check_target, refuse_existing, write_durably
 from moe_jax.terminal import ByteProgress, console_for_tables
 
 DENSE_LAYERS = ("replicate", "refuse")
+SHARD_SIZE, SHARD_SIZE_IN_BUCKETS = "5GB", "500MB"
 
 
 def export(
     source: ModelSource,
     dst: Path | str,
     *,
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int | None = None,
     expert_layout: str = PER_EXPERT,
     dense_layers: str = "replicate",
     dtype: str | None = None,
@@ -55,7 +60,8 @@ def export(
     Args:
       source: model directory, or Hugging Face directory.
       dst: where the directory appears; must not exist.
-      max_shard_size: such as `5GB`; a larger tensor has a file of its own.
+      max_shard_size: such as `5GB`, which it is by default; a larger tensor has a file of its own. In a bucket, where a
+        few files are in memory until they are full, it is `500MB`.
       expert_layout: `per-expert` tensors, as on the hub and readable by every release of Transformers, or the `fused`
         ones of release 5.
       dense_layers: what to do with dense layers if a format needs an MoE in every layer: `replicate` their FFN as equal
@@ -74,9 +80,11 @@ def export(
     check_member("choice for dense layers", dense_layers, DENSE_LAYERS)
     if dtype is not None:
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
+    dst = as_path(dst)
+    if max_shard_size is None:
+        max_shard_size = SHARD_SIZE_IN_BUCKETS if isinstance(dst, BucketPath) else SHARD_SIZE
     max_bytes = parse_bytes(max_shard_size, flag="--max-shard-size")
-    dst = Path(dst)
-    refuse_existing(dst) if dry_run else check_target(dst)
+    (refuse_existing if dry_run else check_target)(dst, buckets=True)
     check_beside(dst, [source.path])
     if is_tuned(source.config):
         raise InputError(
@@ -119,19 +127,24 @@ def export(
     }
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with ByteProgress(console, "exporting", total) as progress:
-        with Workplace(dst, job_of(lineage)) as work:
+        with open_work(dst, job_of(lineage)) as work:
             folder = work.folder
             # Before the weights, so that nothing that is copied can take their place.
-            for file in source.tokenizer_files:
+            files = source.tokenizer_files
+            for file in files:
                 write_durably(folder / file.name, read_companion(file))
-            with ShardWriter(folder, tensors, max_bytes) as writer:
+            if isinstance(folder, BucketPath):
+                list_companions(folder, [file.name for file in files])
+            with shard_writer(work, tensors, max_bytes) as writer:
                 _write_layers(model, mapped, specs, writer, work, progress, allow_nonfinite=allow_nonfinite)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
-            write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
             lineage[-1]["measured"] = progress.measured()
             write_durably(folder / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
-            # Opens all files and compares them with the config.
-            HuggingFaceDirectory(folder, ignored_keys=foreign_keys(config)).specs()
+            # Opens all files and compares them with the config, which is written last.
+            written = read_hf_config(keys, ignored=foreign_keys(config))
+            match_weights(open_checkpoint(folder), written, leaf_specs(written), str(folder))
+            work.check_alone()
+            write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
 
@@ -141,7 +154,7 @@ def _write_layers(
     mapped: Mapped,
     specs: Mapping[str, jax.ShapeDtypeStruct],
     writer: ShardWriter,
-    work: Workplace,
+    work: Workplace | RemoteWork,
     progress: ByteProgress,
     *,
     allow_nonfinite: bool,
@@ -152,15 +165,16 @@ def _write_layers(
         by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "rest", []).append(path)
     written = work.notes()
     for layer, paths in by_layer.items():
-        if layer in written:
-            progress.skip(written[layer]["bytes"])
+        pieces_of = [(piece, specs[path].dtype.itemsize) for path in paths for piece in mapped.pieces[path]]
+        size = sum(math.prod(piece.shape) * itemsize for piece, itemsize in pieces_of)
+        if layer in written or writer.are_kept(piece.tensor for piece, _ in pieces_of):
+            progress.skip(size)
             continue
         for path in paths:
             pieces, dtype = mapped.pieces[path], specs[path].dtype
             _write_leaf(model, path, pieces, dtype, writer, progress, allow_nonfinite=allow_nonfinite)
-        writer.sync()
-        sizes = (math.prod(piece.shape) * specs[path].dtype.itemsize for path in paths for piece in mapped.pieces[path])
-        work.note(layer, {"bytes": sum(sizes)})
+        if writer.sync():
+            work.note(layer, {"bytes": size})
 
 
 def _write_leaf(

@@ -24,6 +24,7 @@ from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
 from moe_jax.peft.base import own_leaves
+from moe_jax.remote.remote_path import as_path
 from moe_jax.resume import staged_directory
 from moe_jax.staging import check_target, write_durably
 from moe_jax.terminal import console_for_tables
@@ -48,8 +49,8 @@ def export_peft(
         exists.
     """
     console = console or console_for_tables(stderr=True)
-    dst = Path(dst)
-    check_target(dst)
+    dst = as_path(dst)
+    check_target(dst, buckets=True)
     check_beside(dst, [source.path])
     if not isinstance(source, OverBase) or source.base is None:
         raise InputError(f"{source.path} is not an adapter directory; PEFT's format holds adapters without their base")
@@ -63,9 +64,9 @@ def export_peft(
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with staged_directory(dst) as folder:
         write_durably(folder / WEIGHTS_FILE, _safetensors(tensors))
-        write_durably(folder / CONFIG_FILE, _json(config))
         write_durably(folder / LINEAGE_FILE, _json(lineage))
         read_header(folder / WEIGHTS_FILE)  # compares it with the file
+        write_durably(folder / CONFIG_FILE, _json(config))  # last: in a bucket the adapter counts from then on
     parameters = sum(target.is_parameter for target in targets)
     console.print(f"wrote {dst}: LoRA beside {len(targets) - parameters} linear modules", markup=False, end="")
     console.print(f" and {parameters} parameters" if parameters else "", markup=False)
@@ -119,7 +120,7 @@ def base_name(base: ModelSource) -> str | None:
         return None
     [source, *_] = entries[0].get("sources") or [{}]
     path = source.get("hub") or source.get("path")
-    return path if path is None or not Path(path).exists() else str(Path(path).resolve())
+    return path if path is None or not as_path(path).exists() else str(as_path(path).resolve())
 
 
 def _common(targets: Sequence[Target]) -> tuple[int, float]:

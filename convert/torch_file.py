@@ -7,11 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from moe_jax.byte_files import open_bytes
 from moe_jax.convert.tensors import DTYPE_BITS, Checksum, TensorEntry, check_tensor_name, row_major
 from moe_jax.convert.torch_pickle import MAX_PICKLE_BYTES, Storage, StoredTensor, read_torch_pickle
 from moe_jax.convert.torch_zip import TorchZip
 from moe_jax.errors import InputError, shown
-from moe_jax.regular_files import open_regular
 
 
 def read_torch_file(path: Path) -> dict[str, TensorEntry]:
@@ -22,8 +22,8 @@ def read_torch_file(path: Path) -> dict[str, TensorEntry]:
     Raises:
       InputError: if it is not such a zip, is damaged, or contains anything but tensors.
     """
-    with open_regular(path) as file:
-        archive = TorchZip(path, file)
+    with open_bytes(path) as file:
+        archive = TorchZip(file)
         if "byteorder" in archive and archive.read("byteorder", max_bytes=16) != b"little":
             raise InputError(f"{path} was saved on a big-endian machine, which is not supported")
         data = archive.read("data.pkl", max_bytes=MAX_PICKLE_BYTES)

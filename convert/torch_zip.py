@@ -5,14 +5,16 @@ read in place; their checksums are verified when they are.
 """
 
 import collections
+import io
 import struct
 import zipfile
 from pathlib import Path
-from typing import BinaryIO
 
-from moe_jax.convert.tensors import Checksum, check_crc, identity_of
+from moe_jax.byte_files import ByteFile
+from moe_jax.convert.tensors import Checksum, check_crc
 from moe_jax.errors import InputError, first_line, shown
 
+_BUFFER_BYTES = 16 << 10
 _MAX_TABLE = 8 << 20  # bytes: some hundred thousand members
 # What `zipfile` raises for damaged files: impossible names, versions, flags, lengths, positions.
 _ZIP_ERRORS = (
@@ -33,26 +35,26 @@ class TorchZip:
       identity: of the file.
     """
 
-    def __init__(self, path: Path, file: BinaryIO):
+    def __init__(self, file: ByteFile):
         """Reads the table of members.
 
         Args:
-          path: of the file, for messages.
           file: the open file; it is not closed.
 
         Raises:
           InputError: if it is no zip, has two members of one name, or holds not exactly one `data.pkl`.
         """
-        self.path, self._file = path, file
-        self.identity = identity_of(file.fileno())
-        infos = _table(path, file)
+        self.path, self.identity, self._whole = file.path, file.identity, file
+        # Headers of members are a few bytes each.
+        self._file = io.BufferedReader(_Kept(file), _BUFFER_BYTES)
+        infos = _table(self._file, self.path)
         self._members = {info.filename: info for info in infos}
         if len(self._members) < len(infos):
             ((twice, _),) = collections.Counter(info.filename for info in infos).most_common(1)
             raise self.damaged(f"it has two members {shown(twice)}")
         pickles = [name for name in self._members if name.endswith("/data.pkl") or name == "data.pkl"]
         if len(pickles) != 1:
-            raise InputError(f"{path} is a zip, but not a PyTorch checkpoint: it has {len(pickles)} data.pkl")
+            raise InputError(f"{self.path} is a zip, but not a PyTorch checkpoint: it has {len(pickles)} data.pkl")
         self._root = pickles[0].removesuffix("data.pkl")
 
     def __contains__(self, name: str) -> bool:
@@ -70,7 +72,7 @@ class TorchZip:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise InputError(f"{self.path}: {shown(name)} is compressed, which PyTorch never does; save it again")
         start = self._start(info)
-        if start + info.file_size > self.identity.size:
+        if start + info.file_size > self._whole.size:
             raise self.damaged(f"its member {shown(name)} ends after the end of the file")
         return Checksum(start, info.file_size, info.CRC)
 
@@ -83,9 +85,8 @@ class TorchZip:
         place = self.place(name)
         if place.size > max_bytes:
             raise self.damaged(f"its member {shown(name)} has {place.size:,} bytes, more than {max_bytes:,}")
-        check_crc(self.path, self._file.fileno(), place)
-        self._file.seek(place.start)
-        return self._file.read(place.size)
+        check_crc(self._whole, place)
+        return self._whole.bytes_at(place.start, place.size)
 
     def damaged(self, what: str) -> InputError:
         """An error that says what is wrong with the file, and what to do."""
@@ -109,7 +110,21 @@ class TorchZip:
         return info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
 
 
-def _table(path: Path, file: BinaryIO) -> list[zipfile.ZipInfo]:
+class _Kept(io.RawIOBase):
+    """A file that stays open when the buffer before it goes away."""
+
+    def __init__(self, file: ByteFile):
+        self._file = file
+        self.seek, self.tell, self.readinto = file.seek, file.tell, file.readinto
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _table(file: io.BufferedReader, path: Path) -> list[zipfile.ZipInfo]:
     try:
         return zipfile.ZipFile(_ShortReads(path, file)).infolist()  # type: ignore[arg-type]
     except InputError:
@@ -127,7 +142,7 @@ def _table(path: Path, file: BinaryIO) -> list[zipfile.ZipInfo]:
 class _ShortReads:
     """A file that gives no more at a time than a table of members may have: `zipfile` reads the table at once."""
 
-    def __init__(self, path: Path, file: BinaryIO):
+    def __init__(self, path: Path, file: io.BufferedReader):
         self._path, self._file = path, file
         self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
 

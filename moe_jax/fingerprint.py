@@ -1,36 +1,29 @@
 """Fingerprints of files and weights, fast enough for checkpoints of any size."""
 
 import hashlib
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
 
 import jax
 import numpy as np
 
-from moe_jax.remote.remote_path import BucketPath
+from moe_jax.byte_files import ByteFile, open_bytes
 
 _PIECE = 1 << 16
 _PIECES = 16
+_AT_ONCE = 8
 
 
 def sample_file(file: Path) -> bytes:
     """The size of a file and its content: all of it up to 1 MiB, 16 evenly spread pieces of 64 KiB if it is larger."""
-    if isinstance(file, BucketPath):
-        return sample_array(np.frombuffer(file.read_bytes(), np.uint8))
-    with open(file, "rb") as handle:
+    with open_bytes(file) as handle:
         return sample_open(handle)
 
 
-def sample_open(file: BinaryIO) -> bytes:
+def sample_open(file: ByteFile) -> bytes:
     """What `sample_file` returns, of a file that is open."""
-
-    def read(start: int, length: int) -> bytes:
-        file.seek(start)
-        return file.read(length)
-
-    return sample_bytes(os.fstat(file.fileno()).st_size, read)
+    return sample_bytes(file.size, file.bytes_at)
 
 
 def sample_array(array: np.ndarray) -> bytes:
@@ -51,18 +44,25 @@ def fingerprint_leaves(specs: Mapping[str, jax.ShapeDtypeStruct], sample: Callab
 def fingerprint_files(files: Iterable[Path]) -> str:
     """A SHA-256 of the names, sizes and samples of files, whatever their order and folder."""
     digest = hashlib.sha256()
-    for file in sorted(files, key=lambda file: file.name):
+    files = sorted(files, key=lambda file: file.name)
+    for file, sample in zip(files, _hashed_samples(files), strict=True):
         digest.update(f"{file.name}\n".encode())
-        digest.update(hashlib.sha256(sample_file(file)).digest())
+        digest.update(sample)
     return digest.hexdigest()
 
 
 def fingerprint_contents(files: Iterable[Path]) -> str:
     """A SHA-256 of the sizes and samples of files in their order, whatever they are called."""
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(hashlib.sha256(sample_file(file)).digest())
+    for sample in _hashed_samples(list(files)):
+        digest.update(sample)
     return digest.hexdigest()
+
+
+def _hashed_samples(files: Sequence[Path]) -> list[bytes]:
+    """Of several files at the same time: those in buckets take many requests."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(lambda file: hashlib.sha256(sample_file(file)).digest(), files))
 
 
 def sample_bytes(size: int, read: Callable[[int, int], bytes]) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 
 from moe_jax.companions import is_companion
 from moe_jax.errors import InputError, first_sentence
+from moe_jax.remote.remote_path import as_path
 
 CONFIG = "config.json"
 # As the Hub allows them. One slash: nothing else tells a name from a path.
@@ -60,7 +61,7 @@ def local_model(path: Path | str, *, weights: bool = True) -> Path:
         cache does not have it.
     """
     if not is_hub_name(path):
-        return Path(path)
+        return as_path(path)
     found = _NAME.fullmatch(os.fspath(path))
     assert found is not None
     if importlib.util.find_spec("huggingface_hub") is None:

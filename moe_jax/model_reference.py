@@ -46,7 +46,9 @@ class ModelReference:
         if is_in_bucket(self.path):
             return as_path(self.path)
         here = as_path(directory)
-        if isinstance(here, BucketPath):
+        if os.path.isabs(self.path):  # of a disk, also where what refers to it is in a bucket
+            near = Path(self.path)
+        elif isinstance(here, BucketPath):
             scheme, bucket, key = here.address
             near = as_path(f"{scheme}://{bucket}{os.path.normpath(os.path.join('/', key, self.path))}")
         else:

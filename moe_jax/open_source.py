@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_source import ModelSource
     from moe_jax.models import ModelConfig
 
+_EXPECTED = "expected a model directory, a Hugging Face directory with config.json and weights, or a GGUF file"
+
 
 def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSource":
     """Opens a model directory, an adapter directory, a Hugging Face directory, a GGUF file or a checkpoint of a run.
@@ -45,13 +47,12 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     path = local_model(path)
     if not path.exists():
         raise FileNotFoundError(f"no model at {path}{why_a_path(path)}")
-    expected = "expected a model directory, a Hugging Face directory with config.json and weights, or a GGUF file"
     if is_gguf(path):
         if base is not None:
             raise InputError(f"{path} is not an adapter directory, and has no base; leave out {clipped(str(base))}")
         return GGUFModel(path)
     if not path.is_dir():
-        raise InputError(f"{path} is a file; {expected}")
+        raise InputError(f"{path} is a file; {_EXPECTED}")
     if is_adapter_directory(path):
         return AdapterDirectory(path, open_source(_base_of(path) if base is None else _no_adapter(path, as_path(base))))
     if base is not None:
@@ -64,15 +65,16 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
         raise InputError(run)
     if (path / "config.json").exists():
         read_json_object(path / "config.json", allow=("nonfinite",))  # says why it could not be read, if that is so
-        raise InputError(f"{path / 'config.json'} has neither format nor model_type nor architectures; {expected}")
+        raise InputError(f"{path / 'config.json'} has neither format nor model_type nor architectures; {_EXPECTED}")
     names = sorted(child.name for child in path.iterdir())
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    raise InputError(f"{path} is not a model: it holds {clipped(listed) or 'nothing'}; {expected}")
+    raise InputError(f"{path} is not a model: it holds {clipped(listed) or 'nothing'}; {_EXPECTED}")
 
 
 def _open_in_bucket(path: BucketPath, base: Path | str | None) -> "ModelSource":
-    """Opens a model directory or an adapter directory in a bucket, by known names and not by listings."""
+    """Opens a model in a bucket, by known names and not by listings."""
     from moe_jax.adapter_dir import AdapterDirectory, is_adapter_directory
+    from moe_jax.convert import GGUFModel, HuggingFaceDirectory, is_gguf, is_hugging_face_directory
     from moe_jax.model_dir import ModelDirectory, is_model_directory
     from moe_jax.train.run_directory import describe_run
 
@@ -82,12 +84,17 @@ def _open_in_bucket(path: BucketPath, base: Path | str | None) -> "ModelSource":
         raise InputError(f"{path} is not an adapter directory, and has no base; leave out {clipped(str(base))}")
     if is_model_directory(path):
         return ModelDirectory(path)
+    if is_hugging_face_directory(path):
+        return HuggingFaceDirectory(path)
+    if is_gguf(path):
+        return GGUFModel(path)
     if (run := describe_run(path)) is not None:
         raise InputError(run)
     if (path / "config.json").is_file():
-        raise InputError(
-            f"{path} is no model directory; in buckets only these are read: copy it to a disk, and convert it to {path}"
-        )
+        read_json_object(path / "config.json", allow=("nonfinite",))  # says why it could not be read, if that is so
+        raise InputError(f"{path / 'config.json'} has neither format nor model_type nor architectures; {_EXPECTED}")
+    if path.is_file():
+        raise InputError(f"{path} is a file; {_EXPECTED}")
     if path.is_dir():
         raise InputError(
             f"{path} is not complete: config.json, which is written last, is not there; give the command that makes it "
@@ -154,8 +161,6 @@ def read_config(path: Path | str) -> "ModelConfig":
         from moe_jax.train.saved_model import saved_config
 
         return saved_config(*saved)
-    if isinstance(path, BucketPath):
-        return open_source(path).config
     path = local_model(path, weights=False)
     if is_gguf(path):
         return GGUFModel(path).config

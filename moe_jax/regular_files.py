@@ -86,7 +86,9 @@ class HeldDirectory:
         """
         with open_regular(name, inside=self) as file:
             for start, out in ranges:
-                if pread_into(file.fileno(), start, out) < out.size:
+                got = pread_into(file.fileno(), start, out)
+                count(read=got)
+                if got < out.size:
                     raise InputError(f"{self.path / name} was cut while it was read")
 
 
@@ -109,7 +111,7 @@ def hold(path: Path | str, *, inside: Directory | None = None) -> Directory:
 
 
 def pread_into(descriptor: int, start: int, out: np.ndarray) -> int:
-    """Fills contiguous bytes from a place in an open file; returns how many there were, which are counted."""
+    """Fills contiguous bytes from a place in an open file; returns how many there were."""
     buffer: Any = out
     view, done = memoryview(buffer), 0
     while done < out.size:
@@ -117,7 +119,6 @@ def pread_into(descriptor: int, start: int, out: np.ndarray) -> int:
         if got == 0:
             break
         done += got
-    count(read=done)
     return done
 
 

@@ -190,13 +190,15 @@ def _take_back_notes(error: BaseException, folder: Path) -> None:
 def staged_directory(target: Path) -> Iterator[Path]:
     """Yields a folder beside the target, which becomes the target if the block ends without an error, else is removed.
 
-    The remains of a killed command are removed first.
+    The remains of a killed command are removed first. In a bucket the folder is the target, and what is written last
+    makes it count.
 
     Raises:
       InputError: if the target exists, or another command is writing it.
     """
-    with Workplace(target) as work:
+    with open_work(target) as work:
         yield work.folder
+        work.check_alone()
         work.complete()
 
 

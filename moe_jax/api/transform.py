@@ -22,6 +22,7 @@ from moe_jax.peft.adapt import adapt as _adapt
 from moe_jax.peft.merge import merge as _merge
 from moe_jax.peft.options import adapted_config
 from moe_jax.peft.options import chosen_options as _adapt_options
+from moe_jax.remote.remote_path import as_path
 from moe_jax.upcycle import chosen_options as _upcycle_options
 from moe_jax.upcycle import describe_options as _describe_upcycling
 from moe_jax.upcycle import upcycled_config
@@ -63,7 +64,7 @@ def convert(
     """
     target = destination(out)
     quiet = Console(quiet=True)
-    _convert(Path(src), target, dtype=dtype, ignore_keys=ignore_keys, allow_nonfinite=allow_nonfinite, console=quiet)
+    _convert(as_path(src), target, dtype=dtype, ignore_keys=ignore_keys, allow_nonfinite=allow_nonfinite, console=quiet)
     return result(target, src)
 
 
@@ -71,7 +72,7 @@ def export(
     model: ModelOrPath,
     out: str | os.PathLike[str],
     *,
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int | None = None,
     expert_layout: Literal["per-expert", "fused"] = "per-expert",
     dense_layers: Literal["replicate", "refuse"] = "replicate",
     dtype: Dtype | None = None,
@@ -87,7 +88,7 @@ def export(
     Args:
       model: a model, or the path of one.
       out: where the Hugging Face directory appears; must not exist.
-      max_shard_size: the largest file, like 5GB, 500MB or 2GiB, or in bytes.
+      max_shard_size: the largest file, like 5GB, 500MB or 2GiB, or in bytes; None: 5GB, and in a bucket 500MB.
       expert_layout: one tensor per expert, as on the hub; or the fused tensors of Transformers 5.
       dense_layers: where a format needs an MoE in every layer, store a dense layer as equal experts; or take another
         format that holds the model, or stop.
@@ -104,11 +105,11 @@ def export(
       OSError: if the disk is full. Nothing is left at `out` then.
     """
     if format == "peft":
-        _export_peft(open_model(model), Path(out), allow_nonfinite=allow_nonfinite, console=Console(quiet=True))
-        return Path(out)
+        _export_peft(open_model(model), as_path(out), allow_nonfinite=allow_nonfinite, console=Console(quiet=True))
+        return as_path(out)
     _export(
         open_model(model),
-        Path(out),
+        as_path(out),
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
         dense_layers=dense_layers,
@@ -116,7 +117,7 @@ def export(
         allow_nonfinite=allow_nonfinite,
         console=Console(quiet=True),
     )
-    return Path(out)
+    return as_path(out)
 
 
 def upcycle(

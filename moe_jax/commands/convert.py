@@ -13,7 +13,7 @@ from moe_jax.commands import optional
 class Options:
     """Reads a Hugging Face checkpoint or a GGUF file, tensor by tensor, and writes it as a model directory."""
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("dst",)
+    in_buckets: ClassVar[tuple[str, ...]] = ("src", "dst")
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """Hugging Face directory: config.json, and safetensors or PyTorch files. Or a GGUF file; or ORG/NAME[@REVISION], a

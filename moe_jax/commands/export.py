@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from moe_jax.commands import BaseFlag
+from moe_jax.commands import BaseFlag, optional
 from moe_jax.errors import InputError, flag_of
 
 
@@ -17,15 +17,15 @@ class Options(BaseFlag):
     Experts that share a base are written as full experts, because no such checkpoint knows a shared base.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("src",)
+    in_buckets: ClassVar[tuple[str, ...]] = ("src", "dst", "base")
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
     of a training run), or org/name on the Hugging Face Hub."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the Hugging Face directory appears; must not exist."""
-    max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"
-    """Largest size of a file, such as 5GB, 500MB or 2GiB."""
+    max_shard_size: Annotated[str | None, optional("SIZE", "5GB, in a bucket 500MB")] = None
+    """Largest size of a file, such as 5GB, 500MB or 2GiB. In a bucket, a few of them are in memory at a time."""
     expert_layout: Literal["per-expert", "fused"] = "per-expert"
     """One tensor per expert, as on the hub; or fused tensors, which only Transformers 5 and later read."""
     dense_layers: Literal["replicate", "refuse"] = "replicate"

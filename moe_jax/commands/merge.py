@@ -16,7 +16,7 @@ class Options(BaseFlag):
     If the base was kept in 4 bits (NF4), LoRA is added to the dequantised kernels: the model computes what was trained.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("adapter", "out")
+    in_buckets: ClassVar[tuple[str, ...]] = ("adapter", "out", "base")
 
     adapter: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ADAPTER")]
     """An adapter directory, a model directory with LoRA or NF4 kernels, or RUN@STEP: a checkpoint of a run."""

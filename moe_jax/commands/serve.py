@@ -20,7 +20,7 @@ class Options(BaseFlag):
     on the others. Whoever can reach the address can use the model: there is no password.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model",)
+    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint

@@ -21,6 +21,9 @@ _DEFAULT_SECONDS = 60.0
 _BYTES_PER_SECOND = 2 << 20  # the slowest connection that is not taken for a dead one
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "8s"}
 AT_ONCE = 16
+_LARGEST = 5 << 40  # bytes of an object that Google stores
+_REST = 1 << 20  # bytes that are rather read than asked about further
+_PARTS = 4
 ABSENT = b"\2"
 """The generation, in TensorStore's terms, of an object that is not there."""
 
@@ -35,6 +38,17 @@ class Found(NamedTuple):
 
     content: bytes
     generation: bytes
+
+
+class Sized(NamedTuple):
+    """How many bytes an object has, and its generation."""
+
+    size: int
+    generation: bytes
+
+
+class TooShort(InputError):
+    """A range was asked for that an object does not have, or not all of."""
 
 
 class Objects:
@@ -55,7 +69,8 @@ class Objects:
         """An object, or the bytes from `start` to `stop` of it; None if there is none.
 
         Raises:
-          InputError: if it may not be read, or is shorter than `start`.
+          TooShort: if it ends before `stop`, or has no byte at `start`.
+          InputError: if it may not be read.
           OSError: if the bucket does not answer.
         """
         asked = slice(start, stop) if start or stop is not None else None
@@ -63,6 +78,53 @@ class Objects:
         if result.state != "value":
             return None
         return Found(result.value, result.stamp.generation)
+
+    def generation(self, name: str) -> bytes | None:
+        """The generation of an object, of which nothing is read; None if there is none."""
+        result = self._done(name, lambda: self._store.read(name, byte_range=slice(0, 0)))
+        return result.stamp.generation if result.state == "value" else None
+
+    def has(self, name: str, position: int) -> bool:
+        """Whether there is an object that has a byte at a position."""
+        try:
+            return self.read(name, position, position + 1) is not None
+        except TooShort:
+            return False
+
+    def size(self, name: str, *, at_least: int = 0) -> Sized | None:
+        """How many bytes an object has; None if there is none.
+
+        TensorStore does not say it. So it is looked for with requests for single bytes, several at the same time: which
+        power it lies below, then in which part of that, until what is left is little enough to be read.
+
+        Args:
+          name: of the object.
+          at_least: so many bytes it is known to have.
+
+        Raises:
+          InputError: as `read`; or if the object is written meanwhile.
+        """
+        low, high = at_least, _LARGEST
+        places = [_REST * 16**power for power in range(8)]
+        while high - low > _REST:
+            low, high = self._narrowed(name, [place for place in places if low < place < high], low, high)
+            places = [low + (high - low) * part // _PARTS for part in range(1, _PARTS)]
+        try:
+            found = self.read(name, low)
+        except TooShort:  # it ends just there
+            found = self.read(name, low - 1) if low else self.read(name)
+            low = max(0, low - 1)
+        return None if found is None else Sized(low + len(found.content), found.generation)
+
+    def _narrowed(self, name: str, places: list[int], low: int, high: int) -> tuple[int, int]:
+        """Between which two of some places an object ends."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            there = list(pool.map(lambda place: self.has(name, place), places))
+        last = max((place for place, found in zip(places, there, strict=True) if found), default=low)
+        first = min((place for place, found in zip(places, there, strict=True) if not found), default=high)
+        if first < last:
+            raise InputError(f"{self.where}/{name} was written while it was read; start again")
+        return last, first
 
     def read_many(self, names: Iterable[str]) -> dict[str, Found | None]:
         """Several objects, at the same time."""
@@ -160,7 +222,7 @@ def explained(what: str, bucket: str, text: str) -> Exception:
     if "bucket does not exist" in text or ("NOT_FOUND" in text and status and status[1] == "404"):
         return InputError(f"{what}: there is no bucket {bucket}; check its name")
     if "OUT_OF_RANGE" in text:
-        return InputError(f"{what} is shorter than expected: it is truncated or corrupt")
+        return TooShort(f"{what} is shorter than expected: it is truncated or corrupt")
     reason = re.sub(r"^[A-Z_]+: |All \d+ retry attempts failed: |\s*\[.*", "", text.splitlines()[0])
     if "CURL error" in reason:
         reason = f"{reason.split(': ')[0].removeprefix('CURL error ')}; is there a network?"

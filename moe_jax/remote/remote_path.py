@@ -67,7 +67,7 @@ class BucketPath(PosixPath):
         return False
 
     def is_file(self, **_: Any) -> bool:
-        return bool(self.key) and self.objects.read(self.key) is not None
+        return bool(self.key) and self.objects.generation(self.key) is not None
 
     def is_dir(self, **_: Any) -> bool:
         """Whether there is anything in the folder: a finished model, whatever listings show, or what they show."""
@@ -139,7 +139,7 @@ class BucketDirectory:
 
     def is_file(self, name: str) -> bool:
         """Whether it has an object of this name."""
-        return self._objects.read(self._key(name)) is not None
+        return self._objects.generation(self._key(name)) is not None
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """An object.
@@ -148,19 +148,19 @@ class BucketDirectory:
           FileNotFoundError: if there is none.
           InputError: if it has more than `max_bytes` bytes.
         """
+        if self._objects.has(self._key(name), max_bytes):
+            raise InputError(f"{self.path / name} has more than {max_bytes:,} bytes, which is more than it can need")
         found = self._objects.read(self._key(name))
         if found is None:
             raise FileNotFoundError(f"{self.path / name} does not exist")
-        if len(found.content) > max_bytes:
-            raise InputError(f"{self.path / name} has more than {max_bytes:,} bytes, which is more than it can need")
         return found.content
 
     def size(self, name: str) -> int:
-        """Bytes of an object; it is read for that."""
-        found = self._objects.read(self._key(name))
+        """Bytes of an object; see `Objects.size`."""
+        found = self._objects.size(self._key(name))
         if found is None:
             raise FileNotFoundError(f"{self.path / name} does not exist")
-        return len(found.content)
+        return found.size
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, np.ndarray]]) -> None:
         """Reads parts of an object at the same time, and counts their bytes.

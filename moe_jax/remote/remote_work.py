@@ -1,7 +1,7 @@
 """Work on something in a bucket that goes on after a kill, when the same command is given again.
 
 Nothing is renamed in a bucket. What is written lies where it will stay, and counts for nothing until the file is there
-that is written last (`marker`). Beside it, until then:
+that is written last (`MARKERS`). Beside it, until then:
 
     .NAME.partial/job.json     which work it is, and since which beginning
     .NAME.partial/lease.json   who is at it
@@ -23,7 +23,9 @@ from moe_jax.errors import InputError
 from moe_jax.remote.lease import Lease
 from moe_jax.remote.remote_path import BucketPath
 
-MARKER = "config.json"
+MARKERS = ("config.json", "adapter_config.json", "tokens.json", "run.json")
+"""The files that commands write last, each without which what it is of counts for nothing: a model, an adapter for
+PEFT, files of tokens, and a run."""
 _JOB, _LEASE, _NOTES, _DONE = "job.json", "lease.json", "notes.json", "done"
 
 
@@ -157,13 +159,18 @@ def refuse_finished(target: BucketPath) -> None:
     """Raises `InputError` if there is something finished at a target."""
     if not target.key:
         raise InputError(f"{target} is a whole bucket; name a folder in it, {target}/FOLDER")
-    if target.is_file() or (target / MARKER).is_file():
+    if target.is_file() or _is_finished(target):
         raise InputError(f"{target} already exists; choose another name or remove it")
+
+
+def _is_finished(target: BucketPath) -> bool:
+    return any((target / marker).is_file() for marker in MARKERS)
 
 
 def remove_finished(target: BucketPath) -> None:
     """Removes a model; what makes it count goes first."""
-    (target / MARKER).unlink()
+    for marker in MARKERS:
+        (target / marker).unlink()
     target.objects.remove_all(target.key)
 
 
@@ -183,7 +190,7 @@ def remove_begun(target: BucketPath, suffix: str) -> None:
     lease = Lease(control / _LEASE, target)
     lease.take()
     try:
-        if not (target / MARKER).is_file():
+        if not _is_finished(target):
             target.objects.remove_all(target.key)
         names = [name for name in control.objects.names(control.key) if name != lease.name.name]
         control.objects.remove_each(control.key, {_JOB, _NOTES, *names})

@@ -137,7 +137,7 @@ def test_a_bucket_that_fails_for_long_is_one_line_and_the_work_is_kept(bucket, m
 
 
 def test_clean_removes_what_was_begun_and_nothing_that_is_finished(bucket, monkeypatch, no_waiting):  # noqa: F811
-    for number in (12, 30):
+    for number in (18, 36):
         assert killed_at(number, job, monkeypatch)
         assert leftovers(MODEL) == leftovers(MODEL.parent) == [MODEL]
         remove_leftover(MODEL)

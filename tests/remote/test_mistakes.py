@@ -70,14 +70,14 @@ def test_what_is_not_complete_is_no_model(bucket, capsys):
         bucket.store(f"models/x/{name}", b"{}")
     err = error_of(["inspect", "gs://bucket/models/x"], capsys)
     assert "gs://bucket/models/x is not complete: config.json, which is written last, is not there" in err
-    bucket.store("models/x/config.json", b'{"model_type": "llama"}')
-    assert "no model directory; in buckets only these are read" in error_of(["inspect", "gs://bucket/models/x"], capsys)
+    bucket.store("models/x/config.json", b"{}")
+    err = error_of(["inspect", "gs://bucket/models/x"], capsys)
+    assert "gs://bucket/models/x/config.json has neither format nor model_type nor architectures" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["export", "DENSE", "gs://bucket/hf"], "'gs://bucket/hf' is an address and not a path; only models"),
         (["eval", "DENSE", "--text", "gs://bucket/a.txt"], "'gs://bucket/a.txt' is an address and not a path"),
         (["inspect", "s3://bucket/x"], "'s3://bucket/x' is an address and not a path; only models"),
         (["upcycle", "DENSE", "gs://bucket", *UPCYCLE], "gs://bucket is a whole bucket; name a folder in it"),
