@@ -1,11 +1,12 @@
-"""What each of four processes reads, writes and holds of a model that they convert, load and save together.
+"""What each of four processes reads, writes and holds of a model that they convert, load, save and compress together.
 
     python benchmarks/shares.py [--folder FOLDER] [--out benchmarks/results]
 
 Writes a checkpoint in the form of Mixtral with 16 layers (6.4 GB in bfloat16). Four processes on this machine, one
-device each, convert it, load it over a mesh of all and save it again, as a training run does at its end. A quarter of
-the model is a process's share. Memory is the peak of a step, beyond what the process has before it and keeps after it.
-Everything is removed at the end; meanwhile it takes three times the size of the checkpoint. OUT receives `shares.json`.
+device each, convert it, load it over a mesh of all and save it again, as a training run does at its end, and write it
+with its experts in 4 bits. A quarter of the model, as it is or as it becomes, is a process's share. Memory is the peak
+of a step, beyond what the process has before it and keeps after it. Everything is removed at the end; meanwhile it
+takes four times the size of the checkpoint. OUT receives `shares.json`.
 """
 
 import argparse
@@ -59,7 +60,8 @@ def rows(found: list[dict[str, Any]]) -> list[list[Any]]:
         read, written, memory, seconds = (
             max(process["steps"][name][what] for process in found) for what in ("read", "written", "memory", "seconds")
         )
-        table.append([name, read / GB, read / share, written / GB, written / share, memory / layer, seconds])
+        to_write = found[0]["written"].get(name, share)
+        table.append([name, read / GB, read / share, written / GB, written / to_write, memory / layer, seconds])
     return table
 
 
@@ -91,6 +93,7 @@ def _steps(folder: Path) -> None:
     import jax
     from flax import nnx
 
+    from moe_jax.compress import compress, make_method
     from moe_jax.convert import convert as convert_model
     from moe_jax.loading import load_model, model_leaves
     from moe_jax.model_dir import ModelDirectory, ModelDirectoryWriter
@@ -113,8 +116,12 @@ def _steps(folder: Path) -> None:
             for path, leaf in model_leaves(model):
                 writer.write_sharded(path, leaf, leaf.dtype)
         del model
+    with _Step(steps, "compress to 4 bits"):
+        compress(source, folder / "small", make_method("quantize", {"bits": 4}), described={"bits": 4})
+    small = ModelDirectory(folder / "small")
+    written = {"compress to 4 bits": sum(map(small.stored_bytes, small.specs())) / PROCESSES}
     layer = sum(size for path, size in sizes.items() if path.startswith("layers/0/"))
-    said = {"steps": steps, "share": sum(sizes.values()) / PROCESSES, "layer": layer}
+    said = {"steps": steps, "share": sum(sizes.values()) / PROCESSES, "written": written, "layer": layer}
     Path(os.environ["SAID"]).write_text(json.dumps(said))
     leave_processes()
 

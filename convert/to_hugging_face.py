@@ -163,7 +163,7 @@ def _write_layers(
     by_layer: dict[str, list[str]] = {}
     for path in mapped.pieces:
         by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "rest", []).append(path)
-    written = work.notes()
+    written = work.notes(by_layer)
     for layer, paths in by_layer.items():
         pieces_of = [(piece, specs[path].dtype.itemsize) for path in paths for piece in mapped.pieces[path]]
         size = sum(math.prod(piece.shape) * itemsize for piece, itemsize in pieces_of)

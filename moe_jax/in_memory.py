@@ -145,7 +145,9 @@ class ModelWriter(Protocol):
 
     def note(self, name: str, data: Any) -> None: ...
 
-    def notes(self) -> dict[str, Any]: ...
+    def notes(self, names: Iterable[str]) -> dict[str, Any]: ...
+
+    def deal(self, owners: Mapping[str, int]) -> None: ...
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None: ...
 
@@ -231,8 +233,11 @@ class _MemoryWriter:
     def note(self, name: str, data: Any) -> None:
         self._notes[name] = data
 
-    def notes(self) -> dict[str, Any]:
-        return dict(self._notes)
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: self._notes[name] for name in names if name in self._notes}
+
+    def deal(self, owners: Mapping[str, int]) -> None:
+        del owners  # in memory every process has all of them
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
         self._expected.check(leaves)

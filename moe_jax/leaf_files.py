@@ -136,6 +136,17 @@ def remove_partial(directory: Path) -> None:
         shutil.rmtree(partial)
 
 
+def adopt_groups(directory: Path) -> None:
+    """Moves the leaves that an interrupted `LeafWriter` left to where `ShardWriter` looks for them, which goes on."""
+    partial = directory.with_name(directory.name + PARTIAL)
+    groups = list(partial.iterdir()) if partial.exists() else []
+    if all(group.name.startswith(f"{partial.name}.pending") for group in groups):  # Orbax has not begun to merge them
+        for leaf in (leaf for group in groups for leaf in (group / STATE).iterdir() if leaf.is_dir()):
+            (directory / STATE).mkdir(parents=True, exist_ok=True)
+            leaf.rename(directory / STATE / leaf.name)
+    remove_partial(directory)
+
+
 class LeafReader:
     """Reads leaves of a checkpoint by path, each on its own.
 

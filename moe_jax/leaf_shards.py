@@ -23,6 +23,8 @@ from moe_jax.remote.traffic import count
 from moe_jax.staging import write_durably
 from moe_jax.zarr_arrays import STATE, chunk_name
 
+COMPLETED = "_CHECKPOINT_METADATA"
+"""The file of a checkpoint that is written last."""
 _LEAST = 1 << 20  # bytes of a column of chunks in a bucket
 _COLUMNS = 8
 
@@ -104,7 +106,7 @@ class ShardWriter:
     def _written_before(self) -> list[str]:
         if self._marks is not None:
             return self._marks.marked(self._expected)
-        return [path for path in self._expected if (self._folder(path) / ".zarray").is_file()]
+        return [path for path in self._expected if _holds_something(self._folder(path) / ".zarray")]
 
     def _write_chunks(self, path: str, chunks: list[tuple[tuple[int, ...], np.ndarray]]) -> None:
         folder = self._folder(path)
@@ -129,7 +131,8 @@ class ShardWriter:
             "shape": list(shape),
             "zarr_format": 2,
         }
-        self._store(self._folder(path) / ".zarray", metadata)
+        # To the byte what `LeafWriter` leaves there.
+        write_durably(self._folder(path) / ".zarray", json.dumps(metadata, separators=(",", ":")).encode())
 
     def _complete(self) -> None:
         tree = {}
@@ -152,7 +155,7 @@ class ShardWriter:
         write_durably(self._directory / "commit_success.txt", b"written by moe_jax")
         handler = "orbax.checkpoint.experimental.v1._src.handlers.stateful_checkpointable_handler"
         self._store(
-            self._directory / "_CHECKPOINT_METADATA",
+            self._directory / COMPLETED,
             {
                 "item_handlers": {STATE: f"{handler}.StatefulCheckpointableHandler"},
                 "metrics": {},
@@ -168,6 +171,13 @@ class ShardWriter:
 
     def _store(self, file: Path, content: Mapping[str, object]) -> None:
         write_durably(file, json.dumps(content).encode())
+
+
+def _holds_something(file: Path) -> bool:
+    try:
+        return file.stat().st_size > 0  # a kill may have come between its beginning and its content
+    except FileNotFoundError:
+        return False
 
 
 def _columns(array: np.ndarray) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The leaves that a model directory must get: which, of what shapes, and by which process."""
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,14 +33,8 @@ class ExpectedLeaves:
 
     def share(self, paths: Iterable[str]) -> frozenset[str]:
         """Those of the leaves that this process writes: of all bytes about as many as every other process."""
-        loads = [0] * jax.process_count()
-        own = set()
-        for path in sorted(paths, key=lambda path: -_nbytes(self._specs[path])):
-            process = loads.index(min(loads))
-            loads[process] += _nbytes(self._specs[path])
-            if process == jax.process_index():
-                own.add(path)
-        return frozenset(own)
+        owners = dealt({path: _nbytes(self._specs[path]) for path in paths})
+        return frozenset(path for path, process in owners.items() if process == jax.process_index())
 
     def check(self, leaves: Mapping[str, np.ndarray | jax.Array | jax.ShapeDtypeStruct]) -> None:
         """Raises `ValueError` for a leaf that is not expected, or has another shape."""
@@ -60,6 +55,23 @@ class ExpectedLeaves:
         missing = sorted(path for path in self._specs if path not in written)
         if missing:
             raise ValueError(f"{len(missing)} leaves were not written, the first is {missing[0]}")
+
+
+def dealt(sizes: Mapping[Any, int]) -> dict[Any, int]:
+    """Deals work out to the processes, to each about as much as to every other.
+
+    Args:
+      sizes: of the pieces of work, by what they are called.
+
+    Returns:
+      By the same names, the process that does it; the same in all processes.
+    """
+    loads = [0] * jax.process_count()
+    owners = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += sizes[name]
+    return owners
 
 
 def _nbytes(spec: jax.ShapeDtypeStruct) -> int:

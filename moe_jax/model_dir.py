@@ -26,8 +26,8 @@ from moe_jax.companions import companions_in, list_companions, read_companion
 from moe_jax.errors import InputError, raise_if_any
 from moe_jax.finite import cast
 from moe_jax.json_toml import read_json_object
-from moe_jax.leaf_files import LeafReader, LeafWriter, remove_partial
-from moe_jax.leaf_shards import ShardWriter, shard_positions
+from moe_jax.leaf_files import LeafReader, LeafWriter, adopt_groups
+from moe_jax.leaf_shards import COMPLETED, ShardWriter, shard_positions
 from moe_jax.leaves_to_write import ExpectedLeaves
 from moe_jax.lineage import LINEAGE_FILE, job_of
 from moe_jax.lineage import new_lineage_entry as new_lineage_entry
@@ -37,7 +37,7 @@ from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.models.serialize import FORMAT
-from moe_jax.processes import first_decides, has_joined, is_first_process
+from moe_jax.processes import fail_together, first_decides, has_joined, is_first_process
 from moe_jax.regular_files import hold
 from moe_jax.remote.remote_path import as_path
 from moe_jax.remote.remote_work import RemoteWork
@@ -140,8 +140,8 @@ class ModelDirectoryWriter:
     can continue later. In a bucket there is no such folder; see `remote_work`.
 
     With several processes every process makes the same calls, and each writes its own leaves: `mine` says which, and
-    leaves that only others write need not be read or computed. A leaf that is sharded over processes is written by
-    `write_sharded`, each shard where it is.
+    leaves that only others write need not be read or computed. They are dealt out by their bytes, or by `deal`. A leaf
+    that is sharded over processes is written by `write_sharded`, each shard where it is.
 
     Attributes:
       lineage: written at the end; until then, measurements can be added to its last entry.
@@ -196,13 +196,14 @@ class ModelDirectoryWriter:
         return frozenset(self._done)
 
     def note(self, name: str, data: Any) -> None:
-        """Stores JSON-able data for a resumed job, until the directory is complete."""
-        if is_first_process():
-            self._work.note(name, data)
+        """Stores JSON-able data for a resumed job, until the directory is complete. One process makes the call."""
+        self._work.note(name, data)
 
-    def notes(self) -> dict[str, Any]:
-        """The data stored by `note`, by name; in a resumed job, also that of the interrupted one."""
-        return self._work.notes()
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        """The data stored by `note` under some names; in a resumed job, also that of the interrupted one. All processes
+        make the call."""
+        names = list(names)
+        return first_decides(lambda: self._work.notes(names))
 
     def __enter__(self) -> Self:
         whole, beginning = first_decides(self._begin)
@@ -211,7 +212,8 @@ class ModelDirectoryWriter:
             if isinstance(self._work, RemoteWork):
                 self._work.beginning = beginning
                 self._leaves = ShardWriter(self._params, self._expected.paths, marks=self._work)
-            elif has_joined():
+            elif not whole and (has_joined() or self._params.exists()):
+                # Also of one process, where several have begun.
                 self._leaves = ShardWriter(self._params, self._expected.paths, marks=None)
             elif not whole:
                 self._leaves = LeafWriter(self._params, resume=True)
@@ -225,6 +227,10 @@ class ModelDirectoryWriter:
     def mine(self, path: str) -> bool:
         """Whether this process writes a leaf."""
         return path in self._mine
+
+    def deal(self, owners: Mapping[str, int]) -> None:
+        """Says which process writes each leaf that is not done. All processes make the call."""
+        self._mine = frozenset(path for path, process in owners.items() if process == jax.process_index())
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
         """Writes leaves; see `LeafWriter.write`.
@@ -290,6 +296,9 @@ class ModelDirectoryWriter:
             except BaseException as failed:
                 self._leave(failed)
                 raise
+        elif isinstance(error, InputError) and is_first_process():
+            # At once: what the others work in is about to be removed.
+            fail_together(2, str(error))
         self._leave(error)
 
     @property
@@ -314,15 +323,14 @@ class ModelDirectoryWriter:
             if isinstance(self._work, RemoteWork):
                 list_companions(self._work.folder, [file.name for file in self._files])
                 return False, self._work.beginning
-            if has_joined():
-                remove_partial(self._params)  # of a writer that was alone
-                return False, ""
-            if not self._params.exists():
-                return False, ""
-            with contextlib.suppress(ValueError):
-                self._check_leaves()
-                return True, ""
-            remove_directory(self._params)
+            if has_joined() or self._params.exists():
+                adopt_groups(self._params)  # of a writer that was alone
+            if self._params.exists() and not has_joined():
+                with contextlib.suppress(ValueError):
+                    self._check_leaves()
+                    return True, ""
+                if (self._params / COMPLETED).exists():  # and yet damaged
+                    remove_directory(self._params)
             return False, ""
         except BaseException as error:
             self._leave(error)

@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import platform
+import queue
 import socket
 import sys
 import threading
@@ -96,6 +97,8 @@ class Peers:
         self._unaware: set[int] = set()
         self._all_know = asyncio.Event()
         self._finished: asyncio.Future[int] = self._loop.create_future()
+        self._news_of_work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._failed = False
 
     def join(self) -> str:
         """Waits until all processes have come.
@@ -110,7 +113,13 @@ class Peers:
         return self._do(self._begin() if self._place.index == 0 else self._come())
 
     def fail(self, code: int, message: str) -> None:
-        """Tells the others that this process ends, and why: they end too. For a process that is about to end."""
+        """Tells the others that this process ends, and why: they end too. For a process that is about to end.
+
+        What it says first is what counts.
+        """
+        if self._failed:
+            return
+        self._failed = True
         self._ending.acquire()
         with contextlib.suppress(Exception):
             self._do(self._tell_end({"index": self._place.index, "code": code, "text": message}), timeout=5)
@@ -119,6 +128,19 @@ class Peers:
         """Tells the others that this process is done, so that its end is no accident."""
         with contextlib.suppress(Exception):
             self._do(self._say(json.dumps({"left": self._place.index})), timeout=5)
+
+    def tell_first(self, news: Any) -> None:
+        """Tells the first process, which is not this one, how far the work is; JSON-able, and short."""
+        self._do(self._say(json.dumps({"news": news})))
+
+    def news(self, seconds: float) -> list[Any]:
+        """What the others have told this process, the first, since the last call; waits a while if that is nothing."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._news_of_work.get(timeout=seconds) if seconds else self._news_of_work.get_nowait())
+            while True:
+                found.append(self._news_of_work.get_nowait())
+        return found
 
     def ask_to_stop(self, number: int) -> None:
         """Asks all processes to stop after one of the next steps, because of a signal."""
@@ -331,6 +353,8 @@ class Peers:
             self._left.add(int(said["left"]))
             if said["left"] == 0 and not self._finished.done():
                 self._finished.set_result(0)
+        elif "news" in said:
+            self._news_of_work.put(said["news"])
         elif "stop" in said:
             self._signal = self._signal or int(said["stop"])
         elif "stop_after" in said:

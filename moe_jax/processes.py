@@ -174,9 +174,24 @@ def is_joined_by_peers() -> bool:
 
 
 def fail_together(code: int, message: str) -> None:
-    """Before this process ends: tells the others, which end too, with this message."""
+    """Before this process ends: tells the others, which end too, with this message. What is said first counts."""
     if _peers is not None:
         _peers.fail(code, message)
+
+
+def tell_first(news: Any) -> None:
+    """Tells the first process, from another one, how far the work is: what JSON can hold, and short."""
+    if _peers is not None:
+        _peers.tell_first(news)
+
+
+def news(seconds: float = 0.0) -> list[Any]:
+    """What other processes have told this one, the first, since the last call.
+
+    Args:
+      seconds: to wait for, if that is nothing yet.
+    """
+    return [] if _peers is None else _peers.news(seconds)
 
 
 def await_the_reason() -> None:

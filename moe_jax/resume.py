@@ -92,13 +92,15 @@ class Workplace:
         write_durably(self.folder / _JOB, self._job.encode())
 
     def note(self, name: str, data: Any) -> None:
-        """Stores JSON-able data for when the job goes on."""
+        """Stores JSON-able data for when the job goes on. Any process of it may do so, each under its own names."""
         (self.folder / _NOTES).mkdir(exist_ok=True)
         replace_file(self.folder / _NOTES / f"{name}.json", json.dumps(data).encode())
 
-    def notes(self) -> dict[str, Any]:
-        """The data stored by `note`, by name; also before a kill."""
-        return {file.stem: json.loads(file.read_bytes()) for file in (self.folder / _NOTES).glob("*.json")}
+    def notes(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """The data stored by `note`, by name; also before a kill. Of some names, or of all."""
+        found = {file.stem: file for file in (self.folder / _NOTES).glob("*.json")}
+        wanted = found if names is None else [name for name in names if name in found]
+        return {name: json.loads(found[name].read_bytes()) for name in wanted}
 
     def check_alone(self) -> None:
         """Does nothing: as long as the folder is locked, no other command is at it."""

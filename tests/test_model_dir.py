@@ -198,6 +198,26 @@ def test_the_same_job_goes_on_where_it_was_killed(killed, leaves):
     assert read_lineage(killed) == again
 
 
+def test_several_processes_go_on_where_one_was_killed_and_one_where_several_were(killed, leaves, monkeypatch):
+    again = [ENTRY | {"date": "2026-01-02T00:00:00+00:00"}]
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        # One process that writes as one of several does.
+        patch.setattr("moe_jax.model_dir.has_joined", lambda: True)
+        with ModelDirectoryWriter(killed, CONFIG, tokenizer_files=[], lineage=again, resume=True) as writer:
+            assert writer.done == frozenset(list(leaves)[:5])
+            for path in list(leaves)[5:8]:
+                writer.write({path: leaves[path]})
+            raise KeyboardInterrupt
+    begun = killed.with_name(".model.partial") / "params" / "state"
+    (begun / list(leaves)[7].replace("/", ".") / ".zarray").write_bytes(b"")  # as a kill may leave it
+    assert done_of(killed, again) == frozenset(list(leaves)[:7])
+    write(killed, leaves, lineage=again, resume=True)
+    model = ModelDirectory(killed)
+    assert all(model.read(path).tobytes() == leaf.tobytes() for path, leaf in leaves.items())
+    assert sorted(os.listdir(killed)) == ["config.json", "lineage.json", "params"]
+    assert sorted(os.listdir(killed.parent)) == ["job", "model"]
+
+
 def test_another_job_does_not_go_on_with_it(killed):
     assert done_of(killed, [ENTRY | {"options": {"seed": 1}}]) == frozenset()
 
@@ -212,7 +232,7 @@ def test_notes_are_there_until_the_directory_is_whole(tmp_path, leaves):
             writer.note("3", {"error": 0.25})
             raise ZeroDivisionError
     with begin([ENTRY]) as writer:
-        assert writer.notes() == {"3": {"error": 0.25}}
+        assert writer.notes(["3", "4"]) == {"3": {"error": 0.25}}
         writer.write(leaves)
     assert sorted(os.listdir(tmp_path / "model")) == ["config.json", "lineage.json", "params"]
 

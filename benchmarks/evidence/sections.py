@@ -101,7 +101,8 @@ SECTIONS = (
     _program(
         "shares",
         "python benchmarks/shares.py",
-        ("convert", "moe_jax/leaf_files.py", "moe_jax/loading.py", "moe_jax/model_dir.py", "moe_jax/zarr_arrays.py"),
+        ("convert", "moe_jax/compress", "moe_jax/leaf_files.py", "moe_jax/loading.py", "moe_jax/model_dir.py",
+         "moe_jax/zarr_arrays.py"),
         layouts.SHARES,
     ),
     _program(

@@ -8,9 +8,11 @@ import dataclasses
 import inspect
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import tyro
 
 from moe_jax.commands import optional
@@ -81,7 +83,8 @@ A centre is an expert in the middle of all, which they share; a residual, or del
 design matrix of an expert has all weights of a neuron in one row. An option of several methods says what each takes it
 for.
 
-Interrupted, even killed, it goes on where it was when the same command is given again.
+Interrupted, even killed, it goes on where it was when the same command is given again. Several processes share the
+layers.
 """
 
 
@@ -122,6 +125,7 @@ def run(options: _Job) -> None:
     from moe_jax.cast_source import CastSource
     from moe_jax.commands.compression_tables import print_report, print_sweep
     from moe_jax.open_source import open_source
+    from moe_jax.processes import first_decides, is_first_process, join_processes
     from moe_jax.staging import check_target
     from moe_jax.terminal import progress_bars
 
@@ -133,13 +137,14 @@ def run(options: _Job) -> None:
         raise InputError("--method is missing; see moe-jax compress --help")
     else:
         method = one_method(options.method, given)
+    join_processes()
     source = open_source(options.model, base=options.model_base)
     if options.dtype is not None:
         source = CastSource(source, options.dtype)
     base = open_source(options.base) if options.base is not None else None
     layers = parse_layers(options.layers, source.config) if options.layers is not None else None
     # What would be found out anyway, but after a long calibration.
-    check_target(options.out, buckets=not options.sweep)
+    first_decides(lambda: check_target(options.out, buckets=not options.sweep))
     choose_layers(source.config, layers)
     shared = {"base": base, "extended": options.extended, "layers": layers, "statistics": _calibration(source, options)}
     described = {"base": options.base, "extended": options.extended, "layers": layers}
@@ -156,7 +161,8 @@ def run(options: _Job) -> None:
             result = sweep(
                 source, options.out, methods, score, described=described, sources=read, progress=progress, **shared
             )
-        print_sweep(options.out, result, as_json=options.json)
+        if is_first_process():
+            print_sweep(options.out, result, as_json=options.json)
         return
     described |= {"method": options.method, **dataclasses.asdict(method)}
     with progress_bars() as progress:
@@ -169,7 +175,8 @@ def run(options: _Job) -> None:
             on_layer=_print_layer if options.json else lambda *done: None,
             **shared,
         )
-    print_report(options.model, options.out, report, as_json=options.json)
+    if is_first_process():
+        print_report(options.model, options.out, report, as_json=options.json)
 
 
 def _print_layer(layer: int, figures: "LayerFigures", nbytes: int) -> None:
@@ -190,12 +197,28 @@ def _check_use_of_text(options: _Job) -> None:
 
 
 def _calibration(source: "ModelSource", options: _Job) -> "Calibration | None":
-    """What the routers do on the text of --calibrate."""
+    """What the routers do on the text of --calibrate.
+
+    The first process measures it, on its own devices, and the others hear: so it does not depend, in the last bits, on
+    how many processes there are.
+    """
     if options.calibrate is None:
         return None
-    from moe_jax.api.compress import measure_use
+    import jax
 
-    return measure_use(_over_devices(source), options.calibrate, **_windows(source, options))
+    from moe_jax.api.compress import measure_use
+    from moe_jax.compress import Calibration
+    from moe_jax.nn.router_stats import RouterStatistics
+    from moe_jax.processes import first_decides
+
+    text = options.calibrate
+
+    def measure() -> dict[str, list[Any]]:
+        measured = measure_use(_over_devices(source, jax.local_devices()), text, **_windows(source, options))
+        return {str(i): [array.tolist() for array in found] for i, found in measured.layers.items()}
+
+    layers = first_decides(measure).items()
+    return Calibration(text, {int(i): RouterStatistics(*map(np.asarray, found)) for i, found in layers})
 
 
 def _scorer(source: "ModelSource", options: _Job) -> "Score":
@@ -207,12 +230,12 @@ def _scorer(source: "ModelSource", options: _Job) -> "Score":
     return lambda model: score(_over_devices(model), ids, **windows).nll
 
 
-def _over_devices(source: "ModelSource") -> "Model":
-    """A model that will be copied to all devices, each of which computes some of the windows."""
+def _over_devices(source: "ModelSource", devices: Sequence[Any] | None = None) -> "Model":
+    """A model that will be copied to all devices, or to some, each of which computes some of the windows."""
     from moe_jax.api.model import Loading, Model
     from moe_jax.sharding import make_mesh
 
-    return Model.of_source(source, Loading(mesh=make_mesh({"data": -1})))
+    return Model.of_source(source, Loading(mesh=make_mesh({"data": -1}, devices)))
 
 
 def _windows(source: "ModelSource", options: _Job) -> dict[str, Any]:

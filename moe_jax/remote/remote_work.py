@@ -5,7 +5,7 @@ that is written last (`MARKERS`). Beside it, until then:
 
     .NAME.partial/job.json     which work it is, and since which beginning
     .NAME.partial/lease.json   who is at it
-    .NAME.partial/notes.json   what the work has found out
+    .NAME.partial/notes/...    what the work has found out
     .NAME.partial/done/...     what is done
 
 All of it is read by known names: a listing may not show yet what was written just before a kill, and still show what
@@ -26,7 +26,7 @@ from moe_jax.remote.remote_path import BucketPath
 MARKERS = ("config.json", "adapter_config.json", "tokens.json", "run.json")
 """The files that commands write last, each without which what it is of counts for nothing: a model, an adapter for
 PEFT, files of tokens, and a run."""
-_JOB, _LEASE, _NOTES, _DONE = "job.json", "lease.json", "notes.json", "done"
+_JOB, _LEASE, _NOTES, _DONE = "job.json", "lease.json", "notes", "done"
 
 
 class RemoteWork:
@@ -44,6 +44,7 @@ class RemoteWork:
         self._lease = Lease(self._control / _LEASE, target)
         self._completed = False
         self._done: set[str] = set()
+        self._noted: set[str] = set()
         self.beginning = ""
         """The name of this beginning of the work; other processes are told it by the first."""
 
@@ -73,17 +74,20 @@ class RemoteWork:
         """Removes what an earlier command left, as far as listings show it; the rest is written over, or not used."""
         self.folder.objects.remove_all(self.folder.key)
         self.beginning = uuid.uuid4().hex
-        self._write(_NOTES, {"beginning": self.beginning, "notes": {}})
         self._write(_JOB, {"job": self._job, "beginning": self.beginning})
 
     def note(self, name: str, data: Any) -> None:
-        """Stores JSON-able data for when the job goes on."""
-        self._write(_NOTES, {"beginning": self.beginning, "notes": {**self.notes(), name: data}})
+        """Stores JSON-able data for when the job goes on. Any process of it may do so, each under its own names."""
+        self._noted.add(name)
+        self._write(f"{_NOTES}/{name}.json", {"beginning": self.beginning, "data": data})
 
-    def notes(self) -> dict[str, Any]:
-        """The data stored by `note`, by name; also before a kill."""
-        stored = self._read(_NOTES)
-        return stored["notes"] if stored is not None and stored.get("beginning") == self.beginning else {}
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        """The data stored by `note` under some names; also before a kill."""
+        keys = {(self._control / _NOTES / f"{name}.json").key: name for name in names}
+        found = {keys[key]: note for key, note in self._control.objects.read_many(keys).items() if note is not None}
+        stored = {name: json.loads(note.content) for name, note in found.items()}
+        self._noted |= set(stored)
+        return {name: one["data"] for name, one in stored.items() if one.get("beginning") == self.beginning}
 
     def mark(self, name: str) -> None:
         """Notes that a leaf is written."""
@@ -133,7 +137,7 @@ class RemoteWork:
             self._lease.release()
 
     def _remove_control(self) -> None:
-        names = [_JOB, _NOTES, *(f"{_DONE}/{name}" for name in self._done)]
+        names = [_JOB, *(f"{_DONE}/{name}" for name in self._done), *(f"{_NOTES}/{name}.json" for name in self._noted)]
         lease = self._lease.name.name
         listed = [name for name in self._control.objects.names(self._control.key) if name != lease]
         self._control.objects.remove_each(self._control.key, {*names, *listed})
@@ -193,6 +197,6 @@ def remove_begun(target: BucketPath, suffix: str) -> None:
         if not _is_finished(target):
             target.objects.remove_all(target.key)
         names = [name for name in control.objects.names(control.key) if name != lease.name.name]
-        control.objects.remove_each(control.key, {_JOB, _NOTES, *names})
+        control.objects.remove_each(control.key, {_JOB, *names})
     finally:
         lease.release()

@@ -1,4 +1,5 @@
-"""Four processes that share a disk and a bucket: each reads and writes its own share of a model, and nothing twice."""
+"""Four processes that share a disk and a bucket: each reads and writes its own share of a model, and nothing twice;
+compression too."""
 
 import json
 import os
@@ -9,8 +10,11 @@ import sys
 import numpy as np
 
 import moe_jax
+from moe_jax.compress import compress, make_method
 from moe_jax.model_dir import ModelDirectory
+from moe_jax.models import BankConfig
 from moe_jax.remote.remote_path import as_path
+from tests.compress.conftest import memory_moe, same_weights
 from tests.conftest import COMPILER_FLAGS, ROOT
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
@@ -56,6 +60,14 @@ for axes, target in places:
     step(f"save {axes}")
     source = ModelDirectory(target)
 
+from moe_jax.compress import compress, make_method
+moe, targets = ModelDirectory(folder / "moe"), [folder / "small", as_path("gs://bucket/small")]
+said["one fourth of the MoE"] = sum(map(moe.stored_bytes, moe.specs())) / 4
+for target in targets:
+    before = traffic.total()
+    compress(moe, target, make_method("quantize", {"bits": 8}), described={"bits": 8})
+    step(f"compress {target}")
+
 rows, columns = (NamedSharding(make_mesh({"fsdp": 4}), P(*axes)) for axes in (["fsdp"], [None, "fsdp"]))
 values = np.arange(64, dtype=np.float32).reshape(8, 8)
 checkpoints = TrainingCheckpoints(as_path("gs://bucket/run"), keep=1)
@@ -95,16 +107,32 @@ def test_each_process_reads_and_writes_its_share(bucket, tmp_path):
     leaves = random_leaves(config)
     write_model(tmp_path / "dense", config, leaves)
     moe_jax.export(tmp_path / "dense", tmp_path / "hf")
+    full = memory_moe(*[BankConfig()] * 4, shape={"d_model": 64, "dim": 128})
+    write_model(tmp_path / "moe", full.config, full.leaves)
     codes, errors = run(PROGRAM, tmp_path)
     assert codes == [0] * PROCESSES, errors
     said = [json.loads((tmp_path / f"said{index}").read_text()) for index in range(PROCESSES)]
-    share, traffic = said[0].pop("one fourth"), {name: [one[name] for one in said] for name in said[0]}
+    shares = {name: said[0].pop(name) for name in ("one fourth", "one fourth of the MoE")}
+    traffic = {name: [one[name] for one in said] for name in said[0]}
     for name, each in traffic.items():
+        share = shares["one fourth of the MoE" if name.startswith("compress") else "one fourth"]
         reads, writes = zip(*each, strict=True)
+        if name.startswith("compress"):
+            # A kernel is read once, for the mean and for the deltas. The first process has read the model, which is
+            # small, for its fingerprint too.
+            assert 0.9 * share <= max(reads[1:]) <= 1.1 * share and reads[0] <= (PROCESSES + 1.1) * share
+            assert max(writes) <= 1.1 * sum(writes) / PROCESSES
+            continue
         if not name.startswith("save"):
             assert 0.9 * share <= max(reads) <= 1.1 * share, name
         if not name.startswith("load"):
             assert 0.9 * share <= max(writes) <= 1.1 * share, name
+    method = make_method("quantize", {"bits": 8})
+    alone = compress(ModelDirectory(tmp_path / "moe"), tmp_path / "one", method, described={})
+    for small in (tmp_path / "small", as_path("gs://bucket/small")):
+        assert same_weights(tmp_path / "one", small)
+        layers = ModelDirectory(small).lineage[-1]["measured"]["layers"]
+        assert [layer["relative_error"] for layer in layers] == [layer.relative_error for layer in alone.layers]
     for saved in (tmp_path / "converted", tmp_path / "saved-1", as_path("gs://bucket/saved-2")):
         model = ModelDirectory(saved)
         for name, leaf in leaves.items():

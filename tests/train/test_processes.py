@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from moe_jax import cli
-from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.conftest import ROOT
+from tests.jobs import job, run
 from tests.tiers import long, one_in
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
 from tests.upcycle.conftest import random_leaves, write_model
@@ -63,77 +64,6 @@ def workplace(tmp_path_factory, tokenizer_path) -> Path:
         (folder / "text" / f"{number}.txt").write_text("".join(lines))
     (folder / "recipe.toml").write_text(RECIPE.format(tokenizer=tokenizer_path))
     return folder
-
-
-class Job:
-    """Processes of one command."""
-
-    def __init__(
-        self,
-        folder: Path,
-        arguments: Sequence[str],
-        *,
-        processes: int,
-        devices: int,
-        second: Mapping[str, Any],
-        changed: Mapping[str, str],
-    ):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        flags = f"{COMPILER_FLAGS} --xla_force_host_platform_device_count={devices}"
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags} | changed
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "moe_jax.cli", *how.get("arguments", arguments)],
-                cwd=how.get("folder", folder),
-                env=environment
-                | {"MOE_JAX_DISTRIBUTED": f"localhost:{port},{processes},{index}"}
-                | {"PYTHONPATH": how.get("PYTHONPATH", str(ROOT))},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for index, how in enumerate([{}, second][:processes])
-        ]
-
-    def until(self, seen: Callable[[], object]) -> None:
-        """Returns as soon as something is seen, or a process has ended."""
-        deadline = time.monotonic() + 300
-        while not seen() and time.monotonic() < deadline and all(p.poll() is None for p in self.processes):
-            time.sleep(0.001)
-
-    def ended(self) -> list[tuple[int, str, str]]:
-        """Exit code, output and errors of each."""
-        said = [process.communicate(timeout=300) for process in self.processes]
-        return [(process.returncode, *texts) for process, texts in zip(self.processes, said, strict=True)]
-
-
-@contextlib.contextmanager
-def job(
-    folder: Path,
-    *arguments: str,
-    processes: int = 2,
-    devices: int = 1,
-    second: Mapping[str, Any] | None = None,
-    **changed: str,
-) -> Iterator[Job]:
-    """Starts a command; `second` says what the second process is given instead."""
-    started = Job(folder, arguments, processes=processes, devices=devices, second=second or {}, changed=changed)
-    try:
-        yield started
-    finally:
-        for process in started.processes:
-            process.kill()
-            process.wait()
-
-
-def run(folder: Path, *arguments: str, **how) -> list[str]:
-    """Runs a command that must go well; returns the output of every process."""
-    with job(folder, *arguments, **how) as started:
-        ended = started.ended()
-    assert all(code == 0 for code, _, _ in ended), ended
-    return [out for _, out, _ in ended]
 
 
 def metrics(folder: Path, run_dir: str) -> list[dict]:

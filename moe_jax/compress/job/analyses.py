@@ -1,6 +1,6 @@
 """Analyses of layers, kept beside the target until the job is done, so that a resumed job need not repeat them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -8,6 +8,8 @@ from typing import Any, Self
 import numpy as np
 
 from moe_jax.compress.methods.interface import Analysis
+from moe_jax.errors import InputError
+from moe_jax.processes import fail_together, first_decides, is_first_process
 from moe_jax.resume import ANALYSIS, Workplace
 from moe_jax.staging import replacing
 
@@ -17,6 +19,8 @@ class AnalysisStore:
 
     The folder is removed when the block ends without an error, or with one that the same job would meet again; see
     `Workplace`. Files are never unpickled.
+
+    Of several processes the first one makes and removes the folder, and all of them enter the block.
     """
 
     def __init__(self, dst: Path, job: Mapping[str, Any]):
@@ -29,8 +33,17 @@ class AnalysisStore:
         self._work = Workplace(dst, job, suffix=ANALYSIS)
 
     def __enter__(self) -> Self:
-        self._work.__enter__()
+        first_decides(self._begin)
         return self
+
+    def _begin(self) -> None:
+        self._work.__enter__()
+
+    def known(self, layers: Iterable[int]) -> dict[int, Analysis]:
+        """The analyses that an earlier process of the same job has put, of some layers; all of them in the first
+        process, which then sends them to the others."""
+        found = {i: self.get(i) for i in layers} if is_first_process() else {}
+        return {i: analysis for i, analysis in found.items() if analysis is not None}
 
     def get(self, layer: int) -> Analysis | None:
         """The analysis of a layer that this process, or an earlier one of the same job, has put; else None."""
@@ -48,7 +61,10 @@ class AnalysisStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._work.__exit__(kind, error, traceback)
+        if is_first_process():
+            if isinstance(error, InputError):
+                fail_together(2, str(error))  # at once: what the others work in is about to be removed
+            self._work.__exit__(kind, error, traceback)
 
     def _file(self, layer: int) -> Path:
         return self._work.folder / f"{layer}.npz"

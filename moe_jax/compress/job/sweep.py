@@ -1,9 +1,10 @@
 """Quality against bytes: a model is compressed by many methods, and every result is scored and removed again."""
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from moe_jax.errors import InputError
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
+from moe_jax.processes import first_decides
 from moe_jax.resume import staged_directory
 from moe_jax.staging import check_target, remove_directory, write_durably
 from moe_jax.terminal import Progress, no_progress
@@ -37,7 +39,7 @@ def sweep(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Sweep:
-    """Writes a folder with `sweep.json` and `sweep.png`.
+    """Writes a folder with `sweep.json` and `sweep.png`. Several processes compress and score together.
 
     Args:
       source: the model.
@@ -52,20 +54,20 @@ def sweep(
     Raises:
       InputError: see `compress`, or the model itself has no finite score. Nothing is left behind.
     """
-    check_target(dst)
+    first_decides(lambda: check_target(dst))
     nll = score(source)
     if not math.isfinite(nll):
         raise InputError(f"the perplexity of the model itself is not finite (nll {nll}): there is nothing to compare")
     points: list[Point] = []
     warnings: dict[str, None] = {}
     progress("compressing and scoring", 0, len(methods))
-    with staged_directory(dst) as folder:
+    with _staged(dst) as folder:
         for done, (name, method) in enumerate(methods, start=1):
             report = compress(source, folder / "model", method, described={}, **options)
             warnings |= dict.fromkeys(report.warnings)
             option, found = method.swept[0], score(ModelDirectory(folder / "model"))
             found = min(found, WORST_NLL) if math.isfinite(found) else WORST_NLL
-            remove_directory(folder / "model")
+            first_decides(lambda: remove_directory(folder / "model"))
             points.append(
                 Point(
                     method=name,
@@ -87,6 +89,19 @@ def sweep(
             warnings=tuple(warnings),
         )
         entry = new_lineage_entry("compress --sweep", described, sources, dataclasses.asdict(result))
-        write_durably(folder / "sweep.json", json.dumps(entry, indent=2).encode())
-        plot_sweep(result, folder / "sweep.png", title=str(source.path))
+
+        def write() -> None:
+            write_durably(folder / "sweep.json", json.dumps(entry, indent=2).encode())
+            plot_sweep(result, folder / "sweep.png", title=str(source.path))
+
+        first_decides(write)
     return result
+
+
+@contextlib.contextmanager
+def _staged(dst: Path) -> Iterator[Path]:
+    """As `staged_directory`, of several processes: the first makes the folder, and moves it to its place."""
+    with contextlib.ExitStack() as stack:
+        folder = first_decides(lambda: str(stack.enter_context(staged_directory(dst))))
+        yield Path(folder)
+        first_decides(stack.close)
