@@ -19,7 +19,7 @@ import pytest
 
 from moe_jax import cli
 from tests.conftest import ROOT
-from tests.jobs import job, run
+from tests.jobs import Job, job, run
 from tests.tiers import long, one_in
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
 from tests.upcycle.conftest import random_leaves, write_model
@@ -104,10 +104,10 @@ def test_every_token_is_trained_on_once_whoever_reads_it(workplace, undisturbed)
     assert len(undisturbed) == STEPS
 
 
-def kill(folder: Path, run_dir: str, victim: int, seen: Callable[[], object], **how) -> float:
-    """Starts or continues a run, kills one process when something is seen; returns how long the other lived on."""
+def kill(folder: Path, run_dir: str, victim: int, moment: Callable[[Job], object], **how) -> float:
+    """Starts or continues a run, kills one process at some moment of it; returns how long the other lived on."""
     with job(folder, "train", "recipe.toml", "--resume", "--set", f"run_dir={run_dir}", **how) as started:
-        started.until(seen)
+        moment(started)
         started.processes[victim].kill()
         killed = time.monotonic()
         (code, _, said) = started.ended()[1 - victim]
@@ -120,30 +120,70 @@ def kill(folder: Path, run_dir: str, victim: int, seen: Callable[[], object], **
     return seconds
 
 
+def unfinished(folder: Path, run_dir: str) -> list[int]:
+    """Steps whose checkpoints were begun and are not complete: Orbax renames one when all of it is on the disk."""
+    with contextlib.suppress(FileNotFoundError):
+        names = os.listdir(folder / run_dir / "checkpoints")
+        begun = {int(name.partition(".")[0]) for name in names if ".orbax-checkpoint-tmp" in name}
+        return sorted(begun - {int(name) for name in names if name.isdigit()})
+    return []
+
+
+def stop_in_a_checkpoint(started: Job, victim: int, folder: Path, run_dir: str) -> int:
+    """Stops a process, for good, in the middle of a checkpoint that cannot be completed without it; returns its step.
+
+    There is a complete one before it.
+    """
+    process = started.processes[victim]
+
+    def writing() -> list[int]:
+        return [step for step in unfinished(folder, run_dir) if step > 3]
+
+    while True:
+        started.until(writing)
+        assert process.poll() is None, "no checkpoint was found unfinished"
+        process.send_signal(signal.SIGSTOP)
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
+        # Perhaps its part was done already: then the other process completes the checkpoint now.
+        time.sleep(1)
+        if found := writing():
+            return found[-1]
+        process.send_signal(signal.SIGCONT)
+
+
+def kill_in_a_checkpoint(folder: Path, run_dir: str, victim: int, **how) -> tuple[float, int]:
+    """As `kill`, while a checkpoint is being written, which therefore never becomes one; its step, too."""
+    steps: list[int] = []
+
+    def stop(started: Job) -> None:
+        steps.append(stop_in_a_checkpoint(started, victim, folder, run_dir))
+
+    seconds = kill(folder, run_dir, victim, stop, **how)
+    assert unfinished(folder, run_dir) == steps
+    return seconds, steps[0]
+
+
 def test_killed_stopped_and_moved_a_run_gives_the_same_curve(workplace, undisturbed):
-    """One process is killed in a step, the two that go on are stopped by a signal to one, and one goes on alone."""
-    assert kill(workplace, "tried", 1, lambda: count_steps(workplace, "tried") >= 5) < 30
-    begun = count_steps(workplace, "tried")
-    assert 5 <= begun < STEPS
+    """One process is killed in the middle of a checkpoint, the two that go on from the one before it are stopped by a
+    signal to one, and one goes on alone."""
+    seconds, unfinished_step = kill_in_a_checkpoint(workplace, "tried", 1)
+    assert seconds < 30
+    file = workplace / "tried" / "metrics.jsonl"
+    before = file.stat().st_mtime_ns
     with job(workplace, "train", "recipe.toml", "--resume", "--set", "run_dir=tried") as started:
-        started.until(lambda: count_steps(workplace, "tried") >= 10)
+        # The steps after the checkpoint before it are recorded anew.
+        started.until(lambda: file.stat().st_mtime_ns > before and count_steps(workplace, "tried") >= unfinished_step)
         started.processes[1].send_signal(signal.SIGTERM)
         (code, out, said), (other, silent, _) = started.ended()
     stopped = re.search(r"SIGTERM: saved step (\d+) of 1000; continue with: moe-jax train recipe.toml", out)
     assert (code, other, silent) == (0, 0, "") and stopped, out + said
     step = int(stopped[1])
-    assert 10 <= step < STEPS and count_steps(workplace, "tried") == step
-    assert re.search(r"continuing after step (3|6|9)\n", out)
+    assert unfinished_step <= step < STEPS and count_steps(workplace, "tried") == step
+    assert f"continuing after step {unfinished_step - 3}\n" in out
     (out,) = run(workplace, "train", "recipe.toml", "--resume", "--set", "run_dir=tried", processes=1, devices=1)
     assert f"continuing after step {step}\n" in out
     check_same_curve(metrics(workplace, "tried"), undisturbed, bits_until=step)
-
-
-def unfinished(folder: Path, run_dir: str, number: int) -> bool:
-    """Whether so many checkpoints have been begun: the last of them is being written."""
-    with contextlib.suppress(FileNotFoundError):
-        return len(os.listdir(folder / run_dir / "checkpoints")) >= number
-    return False
 
 
 @long  # `make test` has one way through these, above
@@ -153,13 +193,15 @@ def unfinished(folder: Path, run_dir: str, number: int) -> bool:
 def test_whichever_process_is_killed_whenever_the_run_goes_on(workplace, undisturbed, victim, moment, processes):
     run_dir = f"killed-{victim}-{moment[5:]}-{processes}"
     if moment == "in a step":
-        kill(workplace, run_dir, victim, lambda: count_steps(workplace, run_dir) >= 8)
+        kill(workplace, run_dir, victim, lambda job: job.until(lambda: count_steps(workplace, run_dir) >= 8))
+        # Checkpoints are written while steps go on: that of step 6 may be unfinished at step 8.
+        expected = [3, 6, 9]
     else:
-        kill(workplace, run_dir, victim, lambda: unfinished(workplace, run_dir, 3))
+        _, unfinished_step = kill_in_a_checkpoint(workplace, run_dir, victim)
+        expected = [unfinished_step - 3]
     first, *_ = run(workplace, "train", "recipe.toml", "--resume", "--set", f"run_dir={run_dir}", processes=processes)
     saved = int(re.search(r"continuing after step (\d+)\n", first)[1])
-    # Checkpoints are written while steps go on: that of step 6 may be unfinished at step 8.
-    assert saved in ((3, 6, 9) if moment == "in a step" else (3, 6, 9, 12))
+    assert saved in expected
     bits = STEPS if processes == 2 else saved
     check_same_curve(metrics(workplace, run_dir), undisturbed, bits_until=bits)
     assert (workplace / run_dir / "model" / "config.json").is_file()
