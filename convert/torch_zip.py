@@ -9,6 +9,7 @@ import io
 import struct
 import zipfile
 from pathlib import Path
+from typing import BinaryIO
 
 from moe_jax.byte_files import ByteFile
 from moe_jax.convert.tensors import Checksum, check_crc
@@ -124,7 +125,7 @@ class _Kept(io.RawIOBase):
         return True
 
 
-def _table(file: io.BufferedReader, path: Path) -> list[zipfile.ZipInfo]:
+def _table(file: BinaryIO, path: Path) -> list[zipfile.ZipInfo]:
     try:
         return zipfile.ZipFile(_ShortReads(path, file)).infolist()  # type: ignore[arg-type]
     except InputError:
@@ -142,7 +143,7 @@ def _table(file: io.BufferedReader, path: Path) -> list[zipfile.ZipInfo]:
 class _ShortReads:
     """A file that gives no more at a time than a table of members may have: `zipfile` reads the table at once."""
 
-    def __init__(self, path: Path, file: io.BufferedReader):
+    def __init__(self, path: Path, file: BinaryIO):
         self._path, self._file = path, file
         self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
 

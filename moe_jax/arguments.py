@@ -203,7 +203,8 @@ def _check_values(options: Any) -> None:
 def _with_addresses(options: Any) -> Any:
     """The options, with paths of buckets for those that are addresses."""
     given = {name: getattr(options, name) for name in _in_buckets(options)}
-    paths = {name: as_path(value) for name, value in given.items() if value is not None}
+    paths: dict[str, Any] = {name: as_path(value) for name, value in given.items() if isinstance(value, Path)}
+    paths |= {name: tuple(map(as_path, value)) for name, value in given.items() if isinstance(value, tuple)}
     return dataclasses.replace(options, **paths) if paths else options
 
 

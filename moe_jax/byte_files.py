@@ -126,12 +126,21 @@ class DiskFile(ByteFile):
 class ObjectFile(ByteFile):
     """An object of a bucket. Its beginning is kept, of a small one all."""
 
-    def __init__(self, path: BucketPath):
+    def __init__(self, path: BucketPath, *, head_bytes: int | None = None):
+        """Opens it.
+
+        Args:
+          path: of the object.
+          head_bytes: of its beginning that are read now and kept; None: `HEAD_BYTES`.
+
+        Raises:
+          FileNotFoundError, InputError, OSError: see `open_bytes`.
+        """
         super().__init__()
         self.path = path
         self._objects, self._key = path.objects, path.key
         self._size: int | None = None
-        found = self._begin()
+        found = self._begin(HEAD_BYTES if head_bytes is None else head_bytes)
         if found is None:
             raise FileNotFoundError(f"{path} does not exist")
         self._head, self.identity = found.content, found.generation
@@ -173,9 +182,9 @@ class ObjectFile(ByteFile):
                 raise
             return self.read_at(position, view[: max(0, self.size - position)])
 
-    def _begin(self) -> Found | None:
+    def _begin(self, head_bytes: int) -> Found | None:
         try:
-            return self._objects.read(self._key, 0, HEAD_BYTES)
+            return self._objects.read(self._key, 0, head_bytes)  # of no bytes it says whether there is an object
         except TooShort:
             found = self._objects.read(self._key)
             if found is not None:

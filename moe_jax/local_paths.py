@@ -19,8 +19,8 @@ def check_local(path: Path | str) -> None:
     address = written_out(text)
     if address is not None:
         raise InputError(
-            f"{shown(address)} is an address and not a path; only models and runs can be in buckets "
-            "(gs://BUCKET/FOLDER), what else is read and written is on local or mounted disks, so copy it to one first"
+            f"{shown(address)} is an address and not a path; models, runs, data and reports can be in buckets "
+            "(gs://BUCKET/NAME), but this has to be on a local or mounted disk: give a path there"
         )
     if "\0" in text:
         raise InputError(f"{shown(text)} holds a zero byte, which no path can")

@@ -26,9 +26,9 @@ def test_what_is_not_local_is_refused_wherever_a_model_is_read_or_written(path):
 
 
 @pytest.mark.parametrize("path", ["gs://bucket/a", Path("gs://bucket/a")])
-def test_only_models_are_in_buckets(path):
+def test_what_may_be_in_a_bucket_is_said_where_it_may_not(path):
     check_model_path(path)
-    with pytest.raises(InputError, match="'gs://bucket/a' is an address and not a path; only models"):
+    with pytest.raises(InputError, match="'gs://bucket/a' is an address and not a path; models, runs"):
         check_local(path)
     with pytest.raises(InputError, match="is an address and not a path"):
         refuse_existing(Path(path))
@@ -57,11 +57,15 @@ def test_a_name_that_is_not_utf_8_is_refused(tmp_path, monkeypatch):
     "key",
     ["data.tokenizer", "eval.text", "data.sources"],
 )
-def test_recipes_name_local_paths(tmp_path, key):
+def test_recipes_name_paths_or_buckets_that_are_read(tmp_path, key):
     (tmp_path / "a.toml").write_text('run_dir = "r"\nmodel.path = "m"\neval.text = "t"\n')
-    value = '[{path="gs://bucket/x"}]' if key == "data.sources" else "gs://bucket/x"
-    with pytest.raises(InputError, match="'gs://bucket/x' is an address and not a path"):
-        load_recipe(tmp_path / "a.toml", [f"{key}={value}"])
+    def load(place):
+        value = f'[{{path="{place}"}}]' if key == "data.sources" else place
+        return load_recipe(tmp_path / "a.toml", [f"{key}={value}"])
+
+    load("gs://bucket/x")
+    with pytest.raises(InputError, match="'s3://bucket/x' is an address and not a path"):
+        load("s3://bucket/x")
 
 
 def test_a_target_inside_its_source_is_refused_before_anything_is_written(tmp_path):

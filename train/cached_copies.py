@@ -5,6 +5,7 @@ The copies lie in `moe_jax/data` below `$XDG_CACHE_HOME`, by default ~/.cache. E
 
 import gzip
 import hashlib
+import io
 import os
 import shutil
 import tempfile
@@ -13,10 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from moe_jax.byte_files import open_bytes
 from moe_jax.errors import InputError, first_line
+from moe_jax.remote.remote_path import BucketPath
 
 COMPRESSED = (".gz", ".zst")
 """Suffixes of files that are compressed as a whole."""
+_BUFFER_BYTES = 32 << 20
 
 
 def import_pyarrow(what: str) -> Any:
@@ -38,12 +42,11 @@ def cached_copy(file: Path, form: str, write: Callable[[IO[bytes]], object]) -> 
     """A copy of a file in another form, made now unless it was made of just this file before.
 
     Args:
-      file: is identified by where it lies, its size and when it was changed.
+      file: is identified by where it lies, its size and when it was changed; an object by its generation.
       form: of the copy; names what `write` does.
       write: writes the copy. Nothing is left of it after an error.
     """
-    stat = file.stat()
-    identity = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{form}"
+    identity = f"{file.resolve()}\n{_version(file)}\n{form}"
     copy = _folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.{form.split()[0]}"
     if copy.is_file():
         return copy
@@ -72,7 +75,7 @@ def uncompressed(file: Path) -> Path:
 
     def write(handle: IO[bytes]) -> None:
         try:
-            with gzip.open(file, "rb") if arrow is None else arrow.CompressedInputStream(str(file), "zstd") as content:
+            with read_through(file) as stored, _content(stored, arrow) as content:
                 shutil.copyfileobj(content, handle, 1 << 20)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise InputError(f"{file} is not a whole gzip file: {first_line(error)}") from None
@@ -82,6 +85,27 @@ def uncompressed(file: Path) -> Path:
             raise InputError(f"{file} is not a whole zstd file: {first_line(error)}") from None
 
     return cached_copy(file, "plain", write)
+
+
+def read_through(file: Path) -> IO[bytes]:
+    """A file, or object, that is read from its beginning to its end, much of it at a time."""
+    return io.BufferedReader(open_bytes(file), _BUFFER_BYTES)
+
+
+def _content(stored: IO[bytes], arrow: Any) -> Any:
+    """What a compressed file holds, which is zstd if arrow is given, and else gzip."""
+    return gzip.open(stored, "rb") if arrow is None else arrow.CompressedInputStream(stored, "zstd")
+
+
+def _version(file: Path) -> str:
+    """Changes with the content of a file."""
+    if isinstance(file, BucketPath):
+        generation = file.objects.generation(file.key)
+        if generation is None:
+            raise FileNotFoundError(f"{file} does not exist")
+        return generation.hex()
+    stat = file.stat()
+    return f"{stat.st_size}\n{stat.st_mtime_ns}"
 
 
 def _folder() -> Path:

@@ -18,6 +18,8 @@ from jaxtyping import Array, Float
 from moe_jax.errors import InputError, clipped, shown
 from moe_jax.json_toml import ANYTHING, is_unicode, parse_json
 from moe_jax.models import ModelConfig
+from moe_jax.remote.remote_path import as_path
+from moe_jax.train.cached_copies import read_through
 from moe_jax.train.examples import Example
 from moe_jax.train.forward import Batch, run_model
 from moe_jax.train.pair_evaluation import PairEvaluator, RowScores
@@ -79,11 +81,11 @@ def read_labelled(path: str | Path, template: str | None = None) -> list[Labelle
       FileNotFoundError: no such file.
       InputError: for a line that is none such, with its number; or a file without lines.
     """
-    path = Path(path)
+    path = as_path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file of labelled texts at {path}")
     found = []
-    with path.open("rb") as file:
+    with read_through(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.isspace():
                 try:

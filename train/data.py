@@ -9,6 +9,8 @@ import grain
 
 from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
+from moe_jax.remote.address import is_in_bucket
+from moe_jax.remote.objects import AT_ONCE
 from moe_jax.train.data_sections import DataSection, SourceSection, input_length
 from moe_jax.train.examples import Example
 from moe_jax.train.open_sources import open_sources
@@ -58,6 +60,7 @@ def open_data(
         num_rows=batch_size,
         seq_len=section.seq_len,
         identity={"records": sum(map(len, sources)), "bytes": sum(sizes)},
+        at_once=AT_ONCE if any(is_in_bucket(source.path) for source in section.sources) else 1,
     )
     records = _ordered(section, sources, sizes, seed)
     if config.has_encoder:

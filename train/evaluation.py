@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.errors import InputError
 from moe_jax.nn import Decoder
+from moe_jax.remote.remote_path import as_path
 from moe_jax.sharding import make_mesh
 from moe_jax.train.forward import Batch, run_to_head
 from moe_jax.train.placement import batch_shards, local_rows, place
@@ -56,7 +57,7 @@ def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None
       FileNotFoundError: no such file.
       InputError: not UTF-8, or fewer than two tokens: nothing could be scored.
     """
-    path = Path(path)
+    path = as_path(path)
     name = str(path) if name is None else name
     if not path.is_file():
         raise FileNotFoundError(f"no text at {name}")

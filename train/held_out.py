@@ -8,12 +8,11 @@ import numpy as np
 
 from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
-from moe_jax.train.cached_copies import uncompressed
+from moe_jax.remote.remote_path import as_path
 from moe_jax.train.data_sections import DataSection, SourceSection, input_length
 from moe_jax.train.evaluation import read_text
 from moe_jax.train.examples import Document, Example
-from moe_jax.train.open_sources import check_form, open_files, template_loader
-from moe_jax.train.sources import find_files
+from moe_jax.train.open_sources import check_form, named_files, open_files, template_loader
 from moe_jax.train.tokenizer import Pair, Tokenizer
 
 HeldOut = np.ndarray | list[Pair]
@@ -39,17 +38,17 @@ def read_held_out(source: SourceSection, data: DataSection, config: ModelConfig,
       InputError: for a file that cannot be read or holds nothing to score, or what a model with an encoder is not
         scored on.
     """
-    if not any(character in source.path for character in "*?[") and not Path(source.path).is_file():
+    if not any(character in source.path for character in "*?[") and not as_path(source.path).is_file():
         raise FileNotFoundError(f"no text at {source.path}")
     if config.has_encoder:
         check_form(source, "scored")
-    named = [(name, uncompressed(name)) for name in find_files(source.path)]
+    named = named_files(source.path)
     if source.form == "text" and source.separator is None and len(named) == 1:
-        ((_, path),) = named
-        return read_text(path, Tokenizer(tokenizer_path, config), name=source.path)
+        ((_, file),) = named
+        return read_text(file.path, Tokenizer(tokenizer_path, config), name=source.path)
     tokenizer = Tokenizer(tokenizer_path, config, bos=data.bos, eos=data.eos)
     # A text of any length is one record.
-    piece = 1 + max(path.stat().st_size for _, path in named)
+    piece = 1 + max(file.size for _, file in named)
     template = template_loader(data, tokenizer_path)
     files = open_files(source, named, data, config, tokenizer_path, template=template, piece=piece)
     lengths = {"input_len": input_length(data), "seq_len": data.seq_len}

@@ -225,7 +225,7 @@ def _wandb_writer(recipe: Recipe) -> Callable[[], WandbWriter] | None:
     if mode == "off":
         return None
     config = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items()}
-    return lambda: WandbWriter(Path(recipe.run_dir), mode=mode, project=recipe.log.wandb_project, config=config)
+    return lambda: WandbWriter(as_path(recipe.run_dir), mode=mode, project=recipe.log.wandb_project, config=config)
 
 
 def _go_on(run_dir: Path, step: int) -> str:

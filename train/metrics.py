@@ -73,8 +73,8 @@ def is_finite(record: Record) -> bool:
 class MetricsWriter:
     """Appends records to metrics.jsonl and TensorBoard. Removes older records of steps after `last_step`.
 
-    Only the first process writes; in others this does nothing. A run in a bucket has no events, and its records may be
-    there half a minute later.
+    Only the first process writes; in others this does nothing. Records of a run in a bucket may be there half a
+    minute later, events when a checkpoint is.
 
     Args:
       run_dir: the directory that holds both.
@@ -100,7 +100,7 @@ class MetricsWriter:
         else:
             _cut_after(path, last_step)
             self._file = path.open("a", encoding="utf-8")
-        if tensorboard and not isinstance(path, BucketPath):
+        if tensorboard:
             self._events = EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
         if wandb is not None:
             self._wandb = wandb()
@@ -119,6 +119,8 @@ class MetricsWriter:
         """Returns when all records are stored; a line of a file always is."""
         if self._file:
             self._file.flush()
+        if self._events:
+            self._events.flush()
 
     def close(self) -> None:
         if self._file:

@@ -2,12 +2,15 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from moe_jax.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from moe_jax.errors import InputError
 from moe_jax.models import ModelConfig
+from moe_jax.remote.remote_path import as_path
 from moe_jax.train.cached_copies import uncompressed
+from moe_jax.train.data_files import DataFile
 from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.examples import RowReader
 from moe_jax.train.sources import Files, JsonLines, TextFile, check_beginning, find_files
@@ -18,6 +21,7 @@ from moe_jax.train.tokenizer import tokenizer_identity
 # Each row of the batch should get at least this many pieces per epoch; otherwise the rows would be nearly equal.
 _PIECES_PER_ROW = 8
 _SEQUENCES_PER_PIECE = 8
+_AT_ONCE = 8  # files that are opened at the same time
 
 
 def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tokenizer_path: Path) -> list[Files]:
@@ -38,21 +42,31 @@ def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tok
     if config.has_encoder:
         for source in section.sources:
             check_form(source, "trained")
-    named = [find_files(source.path) for source in section.sources]
-    paths = [[(name, uncompressed(name)) for name in names] for names in named]
-    total = sum(path.stat().st_size for found in paths for _, path in found)
+    files = [named_files(source.path) for source in section.sources]
+    total = sum(file.size for found in files for _, file in found)
     wanted = total // (_PIECES_PER_ROW * batch_size)
     piece = min(section.piece_kib * 1024, max(wanted, _SEQUENCES_PER_PIECE * section.seq_len))
     template = template_loader(section, tokenizer_path)
     return [
         open_files(source, found, section, config, tokenizer_path, template=template, piece=piece)
-        for source, found in zip(section.sources, paths, strict=True)
+        for source, found in zip(section.sources, files, strict=True)
     ]
+
+
+def named_files(pattern: str) -> list[tuple[Path, DataFile]]:
+    """The files that match a pattern: the name of each, and its content, uncompressed.
+
+    Raises:
+      FileNotFoundError: if there are none.
+    """
+    names = find_files(pattern)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(zip(names, pool.map(lambda name: DataFile(uncompressed(name)), names), strict=True))
 
 
 def open_files(
     source: SourceSection,
-    paths: Sequence[tuple[Path, Path]],
+    files: Sequence[tuple[Path, DataFile]],
     section: DataSection,
     config: ModelConfig,
     tokenizer_path: Path,
@@ -64,7 +78,7 @@ def open_files(
 
     Args:
       source: what the files are.
-      paths: of its files, each the name and where the content is.
+      files: its files, from `named_files`.
       section: whose special tokens and template files of tokens must have been made with.
       config: of the model.
       tokenizer_path: a `tokenizer.json`.
@@ -74,12 +88,12 @@ def open_files(
     if source.form == "tokens":
         expected = {"tokenizer": tokenizer_identity(tokenizer_path, section.chat_template)}
         expected |= {"bos": section.bos, "eos": section.eos}
-        return Files([TokenRecords(path, expected, config.vocab_size) for _, path in paths])
+        return Files([TokenRecords(file, expected, config.vocab_size) for _, file in files])
     kinds = ("pair",) if config.has_encoder else ("text", "pair", "chat")
     reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
-    files = _open_files(source, paths, reader, piece)
-    check_beginning(files)
-    return Files(files)
+    opened = _open_files(source, files, reader, piece)
+    check_beginning(opened)
+    return Files(opened)
 
 
 def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], ChatTemplate]:
@@ -88,21 +102,21 @@ def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], 
     @functools.cache
     def load() -> ChatTemplate:
         if section.chat_template is not None:
-            return read_chat_template(Path(section.chat_template), tokenizer_path)
+            return read_chat_template(as_path(section.chat_template), tokenizer_path)
         return load_chat_template(tokenizer_path)
 
     return load
 
 
 def _open_files(
-    source: SourceSection, paths: Sequence[tuple[Path, Path]], reader: RowReader, piece: int
+    source: SourceSection, files: Sequence[tuple[Path, DataFile]], reader: RowReader, piece: int
 ) -> list[TextFile] | list[JsonLines] | list[TableRows]:
-    """Opens files, each given by its name and by where its content is."""
+    """Opens files, each given by its name and its content."""
     if source.form == "jsonl":
-        return [JsonLines(path, reader, name=name) for name, path in paths]
+        return [JsonLines(file, reader, name=name) for name, file in files]
     if source.form == "text":
-        return [TextFile(path, piece=piece, separator=source.separator, name=name) for name, path in paths]
-    return [TableRows(path, source.form, reader) for _, path in paths]
+        return [TextFile(file, piece=piece, separator=source.separator, name=name) for name, file in files]
+    return [TableRows(file.path, source.form, reader) for _, file in files]
 
 
 def check_form(source: SourceSection, verb: str) -> None:

@@ -26,7 +26,7 @@ class PairBatches(grain.IterDataset):
       num_rows: B, rows of the global batch.
       input_len: S; no input is longer.
       seq_len: T; no target is longer.
-      identity: see `PackedBatches`.
+      identity, at_once: see `PackedBatches`.
     """
 
     def __init__(
@@ -38,10 +38,11 @@ class PairBatches(grain.IterDataset):
         input_len: int,
         seq_len: int,
         identity: Mapping[str, int] | None = None,
+        at_once: int = 1,
     ):
         super().__init__()
         self._make = lambda: RowsIterator(
-            [_PairRow(records, row, num_rows, input_len, seq_len) for row in rows], dict(identity or {})
+            [_PairRow(records, row, num_rows, input_len, seq_len) for row in rows], dict(identity or {}), at_once
         )
 
     def __iter__(self) -> grain.DatasetIterator:

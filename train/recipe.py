@@ -13,8 +13,7 @@ from typing import Any, Literal
 from moe_jax import strict
 from moe_jax.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.json_toml import read_toml
-from moe_jax.local_paths import check_local, check_model_path
-from moe_jax.remote.address import is_in_bucket
+from moe_jax.local_paths import check_model_path
 from moe_jax.remote.remote_path import as_path
 from moe_jax.train import recipe_toml
 from moe_jax.train.data_sections import DataSection, FieldsSection, Format, SourceSection
@@ -376,17 +375,11 @@ class Recipe:
             if place is not None:
                 check_model_path(place)
         check_model_path(self.run_dir)
-        if is_in_bucket(self.run_dir):
-            local = ["log.wandb"] if self.log.wandb != "off" else []
-            local += ["log.profile_steps"] if self.log.profile_steps else []
-            if local:
-                names = " and ".join(local)
-                raise InputError(f"{self.run_dir} is in a bucket, where {names} cannot write; leave it out")
         held_out = None if self.eval is None else self.eval.text
         sources = (source.path for source in data.sources)
         for path in (model.config, data.tokenizer, data.chat_template, held_out, *sources):
             if path is not None:
-                check_local(path)
+                check_model_path(path)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

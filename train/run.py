@@ -338,7 +338,7 @@ def _skip(data: grain.DatasetIterator, restart: Restart, console: rich.console.C
 def path_of_tokenizer(recipe: Recipe, source: ModelSource | None) -> Path:
     """The tokenizer.json that a recipe names, or its model has; raises `InputError` if there is none."""
     if recipe.data.tokenizer is not None:
-        return Path(recipe.data.tokenizer)
+        return as_path(recipe.data.tokenizer)
     if source is None:
         raise InputError("a model made from a config alone has no tokenizer: name one with data.tokenizer")
     return find_tokenizer(source.tokenizer_files, source.path)
@@ -348,7 +348,7 @@ def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[
     """What goes with the trained model, by name: what went with its source, but the tokenizer of the run."""
     own = () if source is None else source.tokenizer_files
     files = {file.name: file for file in own} if recipe.data.tokenizer is None else with_tokenizer(own, tokenizer)
-    return files if recipe.data.chat_template is None else files | {CHAT_TEMPLATE: Path(recipe.data.chat_template)}
+    return files if recipe.data.chat_template is None else files | {CHAT_TEMPLATE: as_path(recipe.data.chat_template)}
 
 
 def _notes_on_tokenizer(path: Path, config: ModelConfig) -> list[str]:

@@ -11,7 +11,7 @@
     model/           a model directory, at the end
 
 While a process works on the run it holds a lock on the directory, and `.lock` says which process that is. In a bucket
-`.lock` is a lease, there are no events, and checkpoints/steps.json says which checkpoints there are.
+`.lock` is a lease, checkpoints/steps.json says which checkpoints there are, and what Weights & Biases keeps is not.
 """
 
 import dataclasses

@@ -6,6 +6,7 @@ row.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import grain
@@ -32,6 +33,7 @@ class PackedBatches(grain.IterDataset):
       seq_len: T.
       whole: start a new sequence rather than cut a document that fits into one.
       identity: identifies the data; a position that belongs to other data is refused.
+      at_once: how many rows are filled at the same time, where records have to be waited for.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class PackedBatches(grain.IterDataset):
         seq_len: int,
         whole: bool = False,
         identity: Mapping[str, int] | None = None,
+        at_once: int = 1,
     ):
         super().__init__()
         self._make = lambda: RowsIterator(
-            [_Row(records, row, num_rows, seq_len, whole) for row in rows], dict(identity or {})
+            [_Row(records, row, num_rows, seq_len, whole) for row in rows], dict(identity or {}), at_once
         )
 
     def __iter__(self) -> grain.DatasetIterator:
@@ -70,16 +73,18 @@ class RowsIterator(grain.DatasetIterator):
 
     Args:
       rows: of this process.
-      identity: see `PackedBatches`.
+      identity, at_once: see `PackedBatches`.
     """
 
-    def __init__(self, rows: Sequence[Row], identity: dict[str, int]):
+    def __init__(self, rows: Sequence[Row], identity: dict[str, int], at_once: int = 1):
         super().__init__()
         self._rows = rows
         self._identity = identity
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="rows") if at_once > 1 else None
 
     def __next__(self) -> Batch:
-        filled = [row.fill() for row in self._rows]
+        run = map if self._pool is None else self._pool.map
+        filled = list(run(lambda row: row.fill(), self._rows))
         return {key: np.stack([row[key] for row in filled]) for key in filled[0]}
 
     def get_state(self) -> dict[str, Any]:

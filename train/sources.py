@@ -4,21 +4,26 @@ Records are what is shuffled: a record is a piece of a text file, or a line of a
 """
 
 import bisect
+import fnmatch
 import glob
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from moe_jax.errors import InputError
 from moe_jax.json_toml import ANYTHING, parse_json
+from moe_jax.remote.remote_path import BucketPath, as_path
+from moe_jax.train.cached_copies import cached_copy
+from moe_jax.train.data_files import DataFile
 from moe_jax.train.examples import Document, Example, RowReader
 
 # This much of every file is checked before training starts; the rest is checked when it is read.
 CHECKED_BYTES = 64 << 20
 _CHUNK = 16 << 20
+
 
 class Records(Protocol):
     """Random access to the records of a file; `size` is how many bytes of data they are."""
@@ -39,29 +44,33 @@ class TextFile:
     Piece k begins at the first such boundary at or after byte `k * piece`, so that it is found without an index.
     """
 
-    def __init__(self, path: Path, *, piece: int, separator: str | None = None, name: Path | None = None):
-        self.path = path
-        self._name = name or path  # in messages: `path` may be an uncompressed copy
+    def __init__(
+        self, file: Path | DataFile, *, piece: int, separator: str | None = None, name: Path | None = None
+    ):
+        self._file = DataFile.of(file)
+        self.path = self._file.path
+        self._name = name or self.path  # in messages: the file may be an uncompressed copy
         self._piece = piece
         self._separator = separator
-        self._size = path.stat().st_size
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self._size
+        return self._file.size
 
     def __len__(self) -> int:
-        return -(-self._size // self._piece)
+        return -(-self.size // self._piece)
 
     def __getitem__(self, index: int) -> list[Example]:
-        with self.path.open("rb") as file:
-            start, begins = self._cut(file, index)
-            stop, ends = self._cut(file, index + 1)
-            file.seek(start)
-            content = file.read(stop - start)
+        begin, end = index * self._piece, (index + 1) * self._piece
+        # A separator may end at `begin`, or extend across it.
+        first = max(0, begin - len((self._separator or "").encode()))
+        # Where the piece ends is found in the next one.
+        content = self._file.read(first, end + self._piece - first)
+        start, begins = self._cut(content, first, begin)
+        stop, ends = self._cut(content, first, end)
         try:
-            text = content.decode("utf-8")
+            text = content[start - first : stop - first].decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputError(f"{self._name} is not UTF-8 text at byte {start + error.start}") from None
         documents = text.split(self._separator) if self._separator else [text]
@@ -72,16 +81,16 @@ class TextFile:
             if document or not (begins or i > 0)
         ]
 
-    def _cut(self, file: BinaryIO, index: int) -> tuple[int, bool]:
-        """The byte at which piece `index` begins, and whether a document begins there."""
-        begin = index * self._piece
-        if index == 0 or begin >= self._size:
-            return min(begin, self._size), True
+    def _cut(self, content: bytes, first: int, begin: int) -> tuple[int, bool]:
+        """The byte of the file at which the piece begins that could begin at `begin`, and whether a document does.
+
+        `content` are bytes of the file from `first` on.
+        """
+        if begin == 0 or begin >= self.size:
+            return min(begin, self.size), True
         separator = (self._separator or "").encode()
-        # A separator may end at `begin`, or extend across it.
         back = min(begin, len(separator))
-        file.seek(begin - back)
-        window = file.read(back + self._piece)
+        window = content[begin - back - first : begin + self._piece - first]
         at = window.find(separator) if separator else -1
         if at >= 0:
             return begin - back + at + len(separator), True
@@ -97,40 +106,36 @@ class JsonLines:
     """A JSONL file; blank lines are skipped. Keeps one offset per line in memory (8 bytes).
 
     Args:
-      path: the file.
+      file: the file.
       reader: makes examples of the objects on the lines; None: of texts, pairs and conversations with the usual keys.
       name: what the file is called in messages.
     """
 
-    def __init__(self, path: Path, reader: RowReader | None = None, *, name: Path | None = None):
-        self.path = path
-        self._name = name or path
+    def __init__(self, file: Path | DataFile, reader: RowReader | None = None, *, name: Path | None = None):
+        self._file = DataFile.of(file)
+        self.path = self._file.path
+        self._name = name or self.path
         self._reader = reader or RowReader()
-        ends = [np.zeros(1, np.int64)]
-        offset = 0
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (offset + 1))
-                offset += len(chunk)
-        bounds = np.unique(np.concatenate([*ends, np.array([offset])]))
-        lengths = np.diff(bounds)
-        self._starts = bounds[:-1][lengths > 1]
-        self._lengths = lengths[lengths > 1]
-        self._size = offset
+        self._bounds = line_bounds(self._file)
+        lengths = np.diff(self._bounds)
+        self._lines = None if np.all(lengths > 1) else np.flatnonzero(lengths > 1)  # those that are not empty
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self._size
+        return self._file.size
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._bounds) - 1 if self._lines is None else len(self._lines)
 
     def __getitem__(self, index: int) -> list[Example]:
-        with self.path.open("rb") as file:
-            file.seek(int(self._starts[index]))
-            line = file.read(int(self._lengths[index]))
+        start, stop = (int(bound) for bound in self._bounds[self._number(index) :][:2])
+        line = self._file.read(start, stop - start)
         return [] if line.isspace() else self._examples(line, index)
+
+    def _number(self, index: int) -> int:
+        """Which line of the file a record is, from 0."""
+        return index if self._lines is None else int(self._lines[index])
 
     def _examples(self, line: bytes, index: int) -> list[Example]:
         try:
@@ -144,13 +149,18 @@ class JsonLines:
             raise self._wrong(index, str(error)) from None
 
     def _wrong(self, index: int, problem: str) -> InputError:
-        start = int(self._starts[index])
-        number = 1
-        with self.path.open("rb") as file:
-            while start > 0 and (chunk := file.read(min(_CHUNK, start))):
-                number += chunk.count(b"\n")
-                start -= len(chunk)
-        return InputError(f"{self._name}, line {number}: {problem}")
+        return InputError(f"{self._name}, line {self._number(index) + 1}: {problem}")
+
+
+def line_bounds(file: DataFile) -> np.ndarray:
+    """Where the lines of a file begin, and where it ends; see `DataFile.line_bounds`.
+
+    Of a large object, this is kept on the disk: to find it again, all of the object would have to be read.
+    """
+    if not isinstance(file.path, BucketPath) or file.size <= _CHUNK:
+        return file.line_bounds(_CHUNK)
+    kept = cached_copy(file.path, "lines", lambda handle: np.save(handle, file.line_bounds(_CHUNK)))
+    return np.load(kept, mmap_mode="r")
 
 
 class Files:
@@ -184,26 +194,55 @@ def find_files(pattern: str) -> list[Path]:
     Raises:
       FileNotFoundError: if there are none.
     """
-    if Path(pattern).is_file():
-        return [Path(pattern)]
-    folder = next(parent for parent in Path(pattern).parents if parent.is_dir())
-    below = str(Path(pattern).relative_to(folder))
-    found = (folder / name for name in glob.glob(below, root_dir=folder, recursive=True))
-    paths = sorted(path for path in found if path.is_file())
+    place = as_path(pattern)
+    if place.is_file():
+        return [place]
+    if isinstance(place, BucketPath):
+        paths = _find_objects(place)
+    else:
+        folder = next(parent for parent in place.parents if parent.is_dir())
+        below = str(place.relative_to(folder))
+        found = (folder / name for name in glob.glob(below, root_dir=folder, recursive=True))
+        paths = sorted(path for path in found if path.is_file())
     if not paths:
-        raise FileNotFoundError(f"no file matches {pattern} (looked from {Path.cwd()})")
+        where = "by what listings show" if isinstance(place, BucketPath) else f"looked from {Path.cwd()}"
+        raise FileNotFoundError(f"no file matches {pattern} ({where})")
     return paths
+
+
+def _find_objects(pattern: BucketPath) -> list[Path]:
+    """The objects that match a pattern, as files of a disk would."""
+    parts = pattern.key.split("/")
+    plain = list(itertools.takewhile(lambda part: not any(character in part for character in "*?["), parts[:-1]))
+    folder = "/".join(plain)
+    names = pattern.objects.names(folder)
+    root = as_path(f"{pattern.address.scheme}://{pattern.address.bucket}") / folder
+    return [root / name for name in names if _matches(name.split("/"), parts[len(plain) :])]
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a pattern, `**` any number of them; hidden ones have to be named."""
+    if not patterns or not names:
+        return not names and all(pattern == "**" for pattern in patterns)
+    hidden = names[0].startswith(".") and not patterns[0].startswith(".")
+    if patterns[0] == "**":
+        return _matches(names, patterns[1:]) or (not hidden and _matches(names[1:], patterns))
+    return not hidden and fnmatch.fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
 
 
 def check_beginning(files: Sequence[Records]) -> None:
     """Reads the first `CHECKED_BYTES` of every file of texts, so that most mistakes are found before anything starts.
 
+    Of files in buckets, it is as much of all of them together.
+
     Raises:
       InputError: for the first mistake found.
     """
+    remote = sum(isinstance(file.path, BucketPath) for file in files)
     for file in files:
+        wanted = CHECKED_BYTES // (remote if isinstance(file.path, BucketPath) else 1)
         read = 0
         for index in range(len(file)):
             read += sum(len(example.text) for example in file[index] if isinstance(example, Example))
-            if read >= CHECKED_BYTES:
+            if read >= wanted:
                 break

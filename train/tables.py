@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from moe_jax.byte_files import open_bytes, size_of
 from moe_jax.errors import InputError, clipped, first_sentence, shown
+from moe_jax.remote.remote_path import BucketPath
 from moe_jax.train.cached_copies import cached_copy, import_pyarrow
 from moe_jax.train.examples import Example, RowReader
 
@@ -35,7 +37,8 @@ class TableRows:
         self._reader = reader
         self._arrow = import_pyarrow(str(path))
         try:
-            self._open(self._in_file_format(form))
+            file, self._size = self._in_file_format(form)
+            self._open(file)
         except (self._arrow.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
@@ -60,7 +63,6 @@ class TableRows:
 
     def _open(self, file: Path) -> None:
         source = self._arrow.memory_map(str(file))
-        self._size = source.size()
         self._batches = self._arrow.ipc.open_file(source)
         self._columns = {
             name: self._batches.schema.get_field_index(name) for name in self._needed(self._batches.schema)
@@ -80,18 +82,28 @@ class TableRows:
             raise InputError(f"{self.path}: expected columns {self._reader.expected}, got {has}")
         return needed
 
-    def _in_file_format(self, form: str) -> Path:
-        """The file itself, or a copy."""
+    def _in_file_format(self, form: str) -> tuple[Path, int]:
+        """The file itself, or a copy, and how many bytes it counts for: the same on a disk and in a bucket."""
         arrow = self._arrow
         if form == "parquet":
-            return self._copy(arrow.parquet.read_schema(self.path), self._row_groups)
+            copy = self._copy(arrow.parquet.read_schema(self._source()), self._row_groups)
+            return copy, copy.stat().st_size
         try:
-            arrow.ipc.open_file(arrow.memory_map(str(self.path)))
-            return self.path
+            with arrow.ipc.open_file(self._source()) as file:
+                schema = file.schema
+            remote = isinstance(self.path, BucketPath)
+            return self._copy(schema, self._batches_of_file) if remote else self.path, size_of(self.path)
         except arrow.ArrowInvalid:
-            with arrow.ipc.open_stream(arrow.memory_map(str(self.path))) as stream:
+            with arrow.ipc.open_stream(self._source()) as stream:
                 schema = stream.schema
-            return self._copy(schema, self._stream)
+            copy = self._copy(schema, self._stream)
+            return copy, copy.stat().st_size
+
+    def _source(self) -> Any:
+        """The file for arrow: mapped into memory, or, of a bucket, read by ranges."""
+        if isinstance(self.path, BucketPath):
+            return self._arrow.PythonFile(open_bytes(self.path), mode="r")
+        return self._arrow.memory_map(str(self.path))
 
     def _copy(self, schema: Any, batches: Any) -> Path:
         names = self._needed(schema)
@@ -107,10 +119,15 @@ class TableRows:
         return cached_copy(self.path, f"arrow {' '.join(names)}", write)
 
     def _row_groups(self, names: list[str]) -> Iterator[Any]:
-        with self._arrow.parquet.ParquetFile(self.path) as file:
+        with self._arrow.parquet.ParquetFile(self._source(), pre_buffer=True) as file:
             yield from file.iter_batches(batch_size=_ROWS, columns=names)
 
     def _stream(self, names: list[str]) -> Iterator[Any]:
-        with self._arrow.ipc.open_stream(self._arrow.memory_map(str(self.path))) as stream:
+        with self._arrow.ipc.open_stream(self._source()) as stream:
             for batch in stream:
                 yield batch.select(names)
+
+    def _batches_of_file(self, names: list[str]) -> Iterator[Any]:
+        with self._arrow.ipc.open_file(self._source()) as file:
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number).select(names)

@@ -7,23 +7,27 @@ data, all little-endian. The data is a protocol buffer `tensorflow.Event` (tenso
 import os
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from moe_jax.remote.remote_path import BucketPath
 
 
 class EventWriter:
     """Appends scalars to a new event file in a directory.
 
     Args:
-      directory: created if necessary.
+      directory: created if necessary. In a bucket the file is there when it is closed, and as far as it was flushed.
       first_step: TensorBoard no longer shows steps from here on that are in older files of the directory.
     """
 
     def __init__(self, directory: Path, *, first_step: int):
         directory.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (directory / name).open("ab")
+        self._target = directory / name
+        self._file = tempfile.TemporaryFile() if isinstance(self._target, BucketPath) else self._target.open("ab")
         self._write(_string(3, b"brain.Event:2"))
         # A session log with status START: TensorBoard then drops the steps that an interrupted run wrote beyond it.
         self._write(_integer(2, first_step) + _string(7, _integer(1, 1)))
@@ -36,7 +40,14 @@ class EventWriter:
         self._write(_integer(2, step) + _string(5, values))
         self._file.flush()
 
+    def flush(self) -> None:
+        """Returns when all is in its place."""
+        if isinstance(self._target, BucketPath):
+            self._file.seek(0)
+            self._target.write_bytes(self._file.read())  # and is at its end again
+
     def close(self) -> None:
+        self.flush()
         self._file.close()
 
     def _write(self, event: bytes) -> None:

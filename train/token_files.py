@@ -15,7 +15,10 @@ import numpy as np
 
 from moe_jax.errors import InputError, first_sentence
 from moe_jax.json_toml import read_json_object
+from moe_jax.remote.remote_path import BucketPath
 from moe_jax.strict import parse, without_format
+from moe_jax.train.array_records import ArrayRecords
+from moe_jax.train.data_files import DataFile
 from moe_jax.train.examples import Document
 
 INDEX = "tokens.json"
@@ -88,7 +91,7 @@ class TokenRecords:
     """The records of one file.
 
     Args:
-      path: the file, beside its tokens.json.
+      file: the file, beside its tokens.json.
       expected: what tokens.json must say: `tokenizer`, `bos` and `eos`.
       vocab_size: of the model.
 
@@ -96,7 +99,9 @@ class TokenRecords:
       InputError: if it was made with another tokenizer, or is not whole.
     """
 
-    def __init__(self, path: Path, expected: Mapping[str, str], vocab_size: int):
+    def __init__(self, file: Path | DataFile, expected: Mapping[str, str], vocab_size: int):
+        self._file = DataFile.of(file)
+        path = self._file.path
         index = read_index(path.parent)
         where = path.parent / INDEX
         self.path = path
@@ -135,8 +140,10 @@ class TokenRecords:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
         try:
+            if isinstance(self.path, BucketPath):
+                return ArrayRecords(self._file)
             return ArrayRecordDataSource([str(self.path)])
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, struct.error, RuntimeError) as error:
             raise InputError(f"{self.path} is not an array_record file: {first_sentence(error)}") from None
 
 

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple
 from moe_jax.errors import InputError
 from moe_jax.fingerprint import fingerprint_contents
 from moe_jax.models import ModelConfig
-from moe_jax.resume import Workplace
+from moe_jax.remote.remote_path import BucketPath
+from moe_jax.resume import open_work
 from moe_jax.staging import check_target, write_durably
 from moe_jax.terminal import Progress, no_progress
 from moe_jax.train.data_sections import DataSection
@@ -75,7 +77,7 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
     section = task.section
     if processes < 1:
         raise InputError(f"processes = {processes} must be at least 1")
-    check_target(out)
+    check_target(out, buckets=True)
     if task.config.has_encoder:
         raise InputError("pairs for a model with an encoder are not packed, and cannot be tokenised before training")
     for source in section.sources:
@@ -83,7 +85,7 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
             raise InputError(f"{source.path} is tokenised already")
     identity = tokenizer_identity(task.tokenizer_path, section.chat_template)
     described = dataclasses.asdict(section) | {"tokenizer": None, "chat_template": None, "prefetch": None}
-    with Workplace(out, _job(task, identity, described)) as work:
+    with open_work(out, _job(task, identity, described)) as work:
         shards = list(_shards(open_sources(section, task.config, task.batch_size, task.tokenizer_path)))
         done: dict[str, Any] = {name: note for name, note in work.notes().items() if (work.folder / name).is_file()}
         todo = [shard for shard in shards if shard.name not in done]
@@ -95,9 +97,10 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
         fields = {"tokenizer": identity, "bos": section.bos, "eos": section.eos, "vocab_size": task.config.vocab_size}
         index = TokenIndex(**fields, files={shard.name: done[shard.name] for shard in shards})
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(index)}
-        write_durably(work.folder / INDEX, json.dumps(content, indent=2).encode())
         for unfinished in work.folder.glob(".*.new"):  # of processes that were killed
             unfinished.unlink()
+        work.check_alone()
+        write_durably(work.folder / INDEX, json.dumps(content, indent=2).encode())
         work.complete()
     return index
 
@@ -193,7 +196,9 @@ def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
     assert _work is not None
     source = _work.sources[shard.source]
     counts = collections.Counter[str]()
-    fresh = _work.folder / f".{shard.name}.{os.getpid()}.new"
+    # In a bucket nothing is written bit by bit.
+    beside = tempfile.TemporaryDirectory(prefix="moe-jax-") if isinstance(_work.folder, BucketPath) else None
+    fresh = Path(beside.name if beside else _work.folder) / f".{shard.name}.{os.getpid()}.new"
     # A group is what is read and decompressed at once.
     writer = ArrayRecordWriter(str(fresh), "group_size:1")
     for index in range(shard.begin, shard.end):
@@ -205,7 +210,11 @@ def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
         counts["tokens"] += sum(len(document.ids) for document in documents)
         counts["scored"] += sum(int(document.scored.sum()) for document in documents)
     writer.close()
-    fresh.replace(_work.folder / shard.name)
+    if beside is None:
+        fresh.replace(_work.folder / shard.name)
+    else:
+        write_durably(_work.folder / shard.name, fresh.read_bytes())
+        beside.cleanup()
     records = shard.end - shard.begin
     # Shares of the source's bytes add up to all of them.
     before, after = (source.size * edge // max(len(source), 1) for edge in (shard.begin, shard.end))

@@ -269,7 +269,7 @@ def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str
     """
     files = tokenizer_files(tokenizer)
     if chat_template is not None:
-        files[CHAT_TEMPLATE] = Path(chat_template)
+        files[CHAT_TEMPLATE] = as_path(chat_template)
     digest = hashlib.sha256()
     for name in (TOKENIZER, "tokenizer_config.json"):
         digest.update(hashlib.sha256(read_companion(files[name]) if name in files else b"").digest())

@@ -1,10 +1,13 @@
 """A profiler trace of chosen steps, for TensorBoard's profile plugin, XProf or Perfetto."""
 
 import contextlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from moe_jax.remote.remote_path import BucketPath
 
 
 class StepTrace:
@@ -13,7 +16,7 @@ class StepTrace:
     Every process writes a trace of its own devices.
 
     Args:
-      directory: which the profiler makes, and writes `plugins/profile/TIME/` into.
+      directory: which the profiler makes, and writes `plugins/profile/TIME/` into; of a bucket, when the trace ends.
       steps: `(first, last)`, or nothing for no trace.
     """
 
@@ -21,6 +24,7 @@ class StepTrace:
         self._directory = directory
         self._first, self._last = steps or (0, -1)
         self._traces = False
+        self._local: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "StepTrace":
         return self
@@ -28,7 +32,9 @@ class StepTrace:
     def step(self, number: int) -> contextlib.AbstractContextManager:
         """Call before each step, and run the step inside."""
         if not self._traces and self._first <= number <= self._last:
-            jax.profiler.start_trace(self._directory)
+            if isinstance(self._directory, BucketPath):
+                self._local = tempfile.TemporaryDirectory(prefix="moe-jax-profile-")
+            jax.profiler.start_trace(self._local.name if self._local else self._directory)
             self._traces = True
         return jax.profiler.StepTraceAnnotation("train", step_num=number) if self._traces else contextlib.nullcontext()
 
@@ -48,3 +54,14 @@ class StepTrace:
     def _stop(self) -> None:
         self._traces = False
         jax.profiler.stop_trace()
+        if self._local is not None:
+            upload(Path(self._local.name), self._directory)
+            self._local.cleanup()
+            self._local = None
+
+
+def upload(folder: Path, target: Path) -> None:
+    """Writes all files below a folder below another one, which is in a bucket."""
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            (target / file.relative_to(folder).as_posix()).write_bytes(file.read_bytes())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.errors import InputError
+from moe_jax.remote.remote_path import BucketPath
 from moe_jax.staging import replace_file
 
 _RUN_ID = "wandb_id"
@@ -27,7 +28,8 @@ def import_wandb() -> Any:
 class WandbWriter:
     """Logs scalars to a run of Weights & Biases; a run that is continued goes on there.
 
-    Files, those of an offline run included, are in `RUN/wandb`; `wandb sync` sends them later.
+    Files, those of an offline run included, are in `RUN/wandb`, of a run in a bucket in `wandb` of the current
+    directory; `wandb sync` sends them later.
 
     Args:
       run_dir: of the run; `wandb_id` in it says which run it is there.
@@ -46,7 +48,7 @@ class WandbWriter:
             id=file.read_text(encoding="utf-8").strip(),
             resume="allow",
             mode=mode,
-            dir=str(run_dir),
+            dir=str(Path.cwd() if isinstance(run_dir, BucketPath) else run_dir),
             config=dict(config),
         )
         # Steps of ours, and not its own, are the axis: those that an interrupted run wrote beyond its last checkpoint

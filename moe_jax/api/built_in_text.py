@@ -1,7 +1,6 @@
 """The text on which a model with NF4 kernels is compared with its source: the user's, or one that comes with us."""
 
 import os
-from pathlib import Path
 
 import numpy as np
 
@@ -10,6 +9,7 @@ from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.predictions import ProbeText
 from moe_jax.probe import has_nf4_kernels
+from moe_jax.remote.remote_path import as_path
 from moe_jax.train.evaluation import read_text
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 
@@ -63,7 +63,7 @@ def probe_text(
         raise InputError("a text shows what NF4 kernels change, and the new model has none")
     if not _predicts_texts(source.config):
         raise InputError(f"{source.path} does not continue texts, so that none can show what NF4 kernels change")
-    return ProbeText(os.fspath(file), np.asarray(read_text(Path(file), _tokenizer(source))))
+    return ProbeText(os.fspath(file), np.asarray(read_text(as_path(file), _tokenizer(source))))
 
 
 def _predicts_texts(config: ModelConfig) -> bool:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from flax import nnx
 
@@ -10,6 +9,7 @@ from moe_jax.api.model import ModelOrPath
 from moe_jax.api.run import default_seq_len, open_lazily, tokenizer_of
 from moe_jax.convert.hf_config import class_names
 from moe_jax.errors import InputError
+from moe_jax.remote.remote_path import as_path
 from moe_jax.train.classification import (
     Classification,
     Labelled,
@@ -84,7 +84,7 @@ def classify(
 
 def _read(examples: Examples, template: str | None) -> list[Labelled]:
     if isinstance(examples, str | os.PathLike):
-        return read_labelled(Path(examples), template)
+        return read_labelled(as_path(examples), template)
     if template is not None:
         raise InputError("a template goes with a file, whose lines have keys")
     found = [Labelled(text, label) for text, label in examples]

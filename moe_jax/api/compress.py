@@ -3,7 +3,6 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,6 +27,7 @@ from moe_jax.finite import check_finite
 from moe_jax.formatting import parse_bytes
 from moe_jax.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.remote.remote_path import as_path
 from moe_jax.sharding import make_mesh, path_name
 from moe_jax.train.expert_load import measure_router_statistics
 
@@ -130,7 +130,7 @@ def measure_use(
     seq_len = default_seq_len(model.config) if seq_len is None else seq_len
     mesh = make_mesh({}, jax.devices()[:1]) if model.mesh is None else model.mesh
     statistics = measure_router_statistics(model.decoder, ids, seq_len=seq_len, batch_size=batch_size, mesh=mesh)
-    return Calibration(Path(text), statistics)
+    return Calibration(as_path(text), statistics)
 
 
 class CompressedExperts(NamedTuple):

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from moe_jax.peft.options import adapted_config
 from moe_jax.peft.options import chosen_options as _adapt_options
 from moe_jax.plan import Plan, TrainingMemory, TunedParameters, make_plan, training_memory, tuned_parameters
 from moe_jax.planned_strategies import PlannedStrategies, planned_strategies
+from moe_jax.remote.remote_path import as_path
 from moe_jax.train.cached_copies import uncompressed
 from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.evaluation import Evaluation, Evaluator, check_seq_len, read_text
@@ -144,9 +144,9 @@ def read_ids(model: Model, text: Text) -> np.ndarray:
     """Int32[n] ids of a text for `model`, as `evaluate` takes it, which see for the errors."""
     if isinstance(text, str | os.PathLike):
         tokenizer = tokenizer_of(model, "a text file", "name one (--tokenizer), or give the text as token ids")
-        if not Path(text).is_file():
+        if not as_path(text).is_file():
             raise FileNotFoundError(f"no text at {text}")
-        return read_text(uncompressed(Path(text)), tokenizer, name=os.fspath(text))
+        return read_text(uncompressed(as_path(text)), tokenizer, name=os.fspath(text))
     return _checked_ids(text, model.config)
 
 

@@ -144,7 +144,7 @@ def _table(recipe: RecipeOrPath, overrides: Sequence[str]) -> dict[str, Any]:
     elif isinstance(recipe, Mapping):
         table = _plain(recipe)
     else:
-        table = read_recipe_table(Path(recipe))
+        table = read_recipe_table(as_path(recipe))
     return recipe_toml.apply_overrides(table, overrides)
 
 

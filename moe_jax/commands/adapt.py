@@ -63,7 +63,7 @@ class Options(AdaptFlags):
     directories can share one model.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "out")
+    in_buckets: ClassVar[tuple[str, ...]] = ("model", "out", "text")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model directory or a Hugging Face directory."""

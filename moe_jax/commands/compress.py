@@ -37,7 +37,7 @@ def _methods() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "out", "base", "model_base")
+    in_buckets: ClassVar[tuple[str, ...]] = ("model", "out", "base", "model_base", "calibrate", "text")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model with MoE layers: a model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a

@@ -39,7 +39,7 @@ class Options(BaseFlag):
     local files, and those of lm-eval, whose data is on the Hugging Face Hub. pip install 'moe-jax[eval]'.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base")
+    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "text", "classify", "tokenizer")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint

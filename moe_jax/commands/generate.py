@@ -27,7 +27,7 @@ class Options(BaseFlag):
     many tokens a second there were, is said on standard error.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base")
+    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "prompts_file")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint

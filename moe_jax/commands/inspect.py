@@ -27,7 +27,7 @@ class Options(BaseFlag):
     The lineage is how the model was made: commands, options, sources, and measured figures.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base")
+    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "text")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint

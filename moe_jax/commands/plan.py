@@ -34,7 +34,7 @@ class Options(UpcycleFlags, AdaptFlags):
     Weights are not read, and need not be there.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model",)
+    in_buckets: ClassVar[tuple[str, ...]] = ("model", "train")
 
     model: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="CONFIG_OR_MODEL")] = None
     """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP. With

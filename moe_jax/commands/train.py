@@ -5,7 +5,7 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -16,6 +16,8 @@ class Options:
 
     Paths in the recipe are relative to the current directory. Ctrl-C and SIGTERM save a checkpoint before the end.
     """
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("recipe", "config")
 
     recipe: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RECIPE.toml")] = None
     """The recipe; --keys explains its keys, train/recipes holds examples."""

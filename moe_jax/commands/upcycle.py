@@ -104,7 +104,7 @@ class Options(BaseFlag, UpcycleFlags):
     to the dense model, which has to stay where it is.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("src", "dst", "base")
+    in_buckets: ClassVar[tuple[str, ...]] = ("src", "dst", "base", "text")
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """A dense model: a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a training

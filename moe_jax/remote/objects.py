@@ -22,7 +22,7 @@ _BYTES_PER_SECOND = 2 << 20  # the slowest connection that is not taken for a de
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "8s"}
 AT_ONCE = 16
 _LARGEST = 5 << 40  # bytes of an object that Google stores
-_REST = 1 << 20  # bytes that are rather read than asked about further
+_REST = 256 << 10  # bytes that are rather read than asked about further
 _PARTS = 4
 ABSENT = b"\2"
 """The generation, in TensorStore's terms, of an object that is not there."""

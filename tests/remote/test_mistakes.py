@@ -78,8 +78,8 @@ def test_what_is_not_complete_is_no_model(bucket, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["eval", "DENSE", "--text", "gs://bucket/a.txt"], "'gs://bucket/a.txt' is an address and not a path"),
-        (["inspect", "s3://bucket/x"], "'s3://bucket/x' is an address and not a path; only models"),
+        (["eval", "DENSE", "--text", "a", "--output", "gs://bucket/a"], "'gs://bucket/a' is an address and not a path"),
+        (["inspect", "s3://bucket/x"], "'s3://bucket/x' is an address and not a path; models, runs"),
         (["upcycle", "DENSE", "gs://bucket", *UPCYCLE], "gs://bucket is a whole bucket; name a folder in it"),
         (["upcycle", "DENSE", "gs://B/x", *UPCYCLE], "'B' is not the name of a bucket; expected gs://BUCKET/FOLDER"),
     ],
