@@ -89,7 +89,7 @@ class Options(BaseFlag):
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A tokenizer.json, or a directory that holds one, instead of the model's own."""
     split: bool = False
-    """Splits the parameters over the devices, instead of copying them to each."""
+    """Splits the parameters over the devices, of all processes, instead of copying them to each."""
     json: bool = False
     """Prints JSON and nothing else: tokens, nll (mean, natural log), perplexity, total_nll, windows (or pairs), cut,
     seq_len; or accuracy, interval, correct, count, labels, confusion, predictions, by, cut; or lm-eval's results."""
@@ -137,6 +137,8 @@ def run(options: Options) -> None:
     Raises:
       FileNotFoundError, InputError: bad input, or a perplexity that is not finite.
     """
+    import jax
+
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import default_seq_len, evaluate
     from moe_jax.commands.eval_tasks import evaluate_on_tasks, list_tasks, read_tasks
@@ -167,13 +169,13 @@ def run(options: Options) -> None:
         task_options = _task_options(options, options.tasks)
         known = read_tasks(task_options)
         if options.tasks == "list":
-            list_tasks(known)
+            if let_first_work():
+                list_tasks(known)
             return
-    if options.tasks is None:
-        join_processes()
-    elif not let_first_work():
-        return
-    mesh = make_mesh({"fsdp" if options.split else "data": -1})
+    join_processes()
+    # Requests of tasks are divided among processes, each with a copy of the model, unless they hold it together.
+    devices = None if options.tasks is None or options.split else jax.local_devices()
+    mesh = make_mesh({"fsdp" if options.split else "data": -1}, devices)
     source = options.open(options.model)
     dtype = None if options.tasks is None else dtype_for_generation(source, options.compute_dtype, mesh)
     model = Model.of_source(source, Loading(dtype=dtype, compute_dtype=options.compute_dtype, mesh=mesh))

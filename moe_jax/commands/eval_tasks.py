@@ -79,7 +79,7 @@ def list_tasks(known: "TaskFolder") -> None:
 def evaluate_on_tasks(
     model: "Model", known: "TaskFolder", options: TaskOptions, *, batch_size: int, max_length: int | None
 ) -> None:
-    """Evaluates the model and prints the table, or what else was asked for.
+    """Evaluates the model and prints the table, or what else was asked for. Several processes make the call.
 
     Raises:
       FileNotFoundError, InputError: bad task files or data, or a model without a tokenizer.
@@ -87,6 +87,7 @@ def evaluate_on_tasks(
     from moe_jax.harness.samples import samples_of, without_unjudged
     from moe_jax.harness.task_files import sandboxed_templates
     from moe_jax.harness.task_run import load_tasks
+    from moe_jax.processes import is_first_process
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
@@ -100,6 +101,8 @@ def evaluate_on_tasks(
             raise InputError("--samples: none of the tasks says what its samples are (metadata.samples)")
         found = _evaluated(model, tasks, options, batch_size, max_length)
         lines = [json.dumps(line, ensure_ascii=False) for line in samples_of(found)] if options.samples else []
+    if not is_first_process():
+        return
     results = without_unjudged(found)
     results.pop("samples", None)
     results["config"] = _config(model, options, batch_size)
@@ -119,11 +122,12 @@ def _evaluated(
     from moe_jax.harness.answer_cache import AnswerCache
     from moe_jax.harness.language_model import HarnessModel
     from moe_jax.harness.task_run import evaluate_tasks
-    from moe_jax.terminal import progress_bars
+    from moe_jax.processes import is_first_process
+    from moe_jax.terminal import no_progress, progress_bars
 
     tokenizer = tokenizer_of(model, "an evaluation on tasks", "name one (--tokenizer)")
     cache = None
-    if options.cache is not None:
+    if options.cache is not None and is_first_process():
         tokenizer_key = hashlib.sha256(tokenizer.path.read_bytes()).hexdigest()
         key = (model.source.fingerprint(), tokenizer_key, model.loading.compute_dtype, str(max_length))
         cache = AnswerCache(options.cache, " ".join(key))
@@ -136,7 +140,7 @@ def _evaluated(
                 batch_size=batch_size,
                 mesh=model.mesh,
                 cache=cache,
-                progress=progress,
+                progress=progress if is_first_process() else no_progress,
             )
             return evaluate_tasks(
                 asked,

@@ -1,9 +1,13 @@
 """A model of this library as lm-eval asks one: log-likelihoods, rolling ones, and texts until a stop string.
 
 Tokens are made and counted as by lm-eval's own backend for Transformers (`hf`), so that figures can be compared.
+
+Several processes ask alike. Where each has the model on its own devices, it answers its share of the requests, and all
+hear all answers; where they hold it together, they answer together.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,14 +20,19 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from moe_jax.chat_template import ChatTemplate, find_chat_template, load_chat_template
 from moe_jax.errors import InputError, nearest, shown
+from moe_jax.gather import gathered
 from moe_jax.generation import stream
 from moe_jax.harness.answer_cache import Answer, AnswerCache
 from moe_jax.harness.likelihood import Continuation, Likelihoods
 from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.nn import Decoder, unstacked
+from moe_jax.processes import check_equal, first_decides, is_first_process
 from moe_jax.streamed_text import StreamedText
 from moe_jax.terminal import Progress, no_progress
 from moe_jax.train.tokenizer import Tokenizer
+
+# Of each process, between two times that the answers of all are gathered and kept.
+_BATCHES = 64
 
 # As many as lm-eval's other backends add where a task says nothing.
 MAX_NEW_TOKENS = 256
@@ -40,9 +49,9 @@ class HarnessModel(TemplateLM):
       max_length: tokens that the model is given at most; of what is longer the beginning is left out. By default those
         that it was made for.
       batch_size: rows computed at once. Does not change a result.
-      mesh: the mesh that the model is on; None: the first device.
+      mesh: the mesh that the model is on, of devices of this process alone or of all; None: its first device.
       seed: of tasks that sample.
-      cache: where answers are kept and found; None: nowhere.
+      cache: where answers are kept and found, of several processes by the first; None: nowhere.
       progress: is told how far it is.
 
     Raises:
@@ -65,6 +74,10 @@ class HarnessModel(TemplateLM):
         self.max_length = model.config.max_positions if max_length is None else max_length
         self.batch_size = batch_size
         self._model, self._tokens, self._progress, self._cache = model, tokenizer, progress, cache
+        devices = [] if mesh is None else list(mesh.devices.flat)
+        own = all(device.process_index == jax.process_index() for device in devices)
+        self._parts = jax.process_count() if own else 1
+        self._has_cache = first_decides(lambda: cache is not None)
         self._likelihoods = Likelihoods(model, max_length=self.max_length, batch_size=batch_size, mesh=mesh)
         self._unstacked: Decoder | None = None
         self._key = jax.random.key(seed)
@@ -185,14 +198,42 @@ class HarnessModel(TemplateLM):
 
     def _answered(self, kind: str, requests: list[Instance], make: Callable[[list[Instance]], list[Any]]) -> list[Any]:
         """Answers from the cache, and those to the other requests."""
-        if self._cache is None:
-            return make(requests)
-        found = [None if _is_random(kind, one) else self._cache.find(kind, one.args) for one in requests]
+        if jax.process_count() > 1:
+            asked = json.dumps([request.args for request in requests], default=str).encode()
+            check_equal({"what the tasks ask": hashlib.sha256(asked).hexdigest()})
+        found: list[Any] = [None] * len(requests)
+        if self._has_cache:
+            kept = first_decides(lambda: [self._kept(kind, request) for request in requests])
+            found = [tuple(answer) if isinstance(answer, list) else answer for answer in kept]
         missing = [index for index, answer in enumerate(found) if answer is None]
-        made = make([requests[index] for index in missing]) if missing else []
-        for index, answer in zip(missing, made, strict=True):
-            found[index] = answer
+        if missing:
+            made = self._shared(kind, [requests[index] for index in missing], make)
+            for index, answer in zip(missing, made, strict=True):
+                found[index] = answer
         return found
+
+    def _kept(self, kind: str, request: Instance) -> Answer | None:
+        assert self._cache is not None
+        return None if _is_random(kind, request) else self._cache.find(kind, request.args)
+
+    def _shared(self, kind: str, requests: list[Instance], make: Callable[[list[Instance]], list[Any]]) -> list[Any]:
+        """Answers, made by all processes: each makes its own, but all of them those that are drawn, which would differ
+        with the number of processes."""
+        if self._parts == 1 or any(_is_random(kind, request) for request in requests):
+            return make(requests)
+        made: list[Any] = []
+        size = self._parts * self.batch_size * _BATCHES if self._has_cache else len(requests)
+        for start in range(0, len(requests), size):
+            asked = requests[start : start + size]
+            own = asked[jax.process_index() :: self._parts]
+            answers: list[Any] = [None] * len(asked)
+            for part, found in enumerate(gathered(make(own) if own else [])):
+                answers[part :: self._parts] = [tuple(one) if isinstance(one, list) else one for one in found]
+                if is_first_process() and part:
+                    for request, answer in zip(asked[part :: self._parts], found, strict=True):
+                        self._keep(kind, request.args, answer)
+            made += answers
+        return made
 
     def _keep(self, kind: str, request: Sequence[Any], answer: Answer) -> None:
         if self._cache is not None:

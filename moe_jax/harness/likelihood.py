@@ -54,7 +54,7 @@ class Likelihoods:
       max_length: tokens that the model is given at most; of a longer row the beginning is left out.
       batch_size: rows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last bits
         of the result.
-      mesh: the mesh that the model is on; None: the first device.
+      mesh: the mesh that the model is on; None: the first device of this process.
 
     Raises:
       InputError: if the model has an encoder, or a head for classes.
@@ -67,7 +67,7 @@ class Likelihoods:
             raise InputError(f"{batch_size=} and {max_length=} must be at least 1")
         self._config, self._max_length = model.config, max_length
         self._graphdef, self._state = nnx.split(model)
-        self._mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
+        self._mesh = make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh
         shards = batch_shards(self._mesh)
         self._batch_size = -(-batch_size // shards) * shards
 
