@@ -46,14 +46,17 @@ class SavedState:
             raise self._unreadable(name, error) from error
 
     def _opened(self, name: str) -> Any:
-        folder = self._directory
-        if isinstance(folder, BucketPath):
-            spec = {"driver": DRIVERS[folder.address.scheme], "bucket": folder.address.bucket}
-            array = {"driver": "zarr3", "kvstore": spec | {"path": f"{folder.key}/{_STATE}/{name}/"}}
-            return self._opened_by(name, array)
-        files = {"driver": "file", "path": f"{self._directory / _STATE}/"}
-        database = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
-        return self._opened_by(name, {"driver": "zarr3", "kvstore": database})
+        state = self._directory / _STATE
+        files: dict[str, Any] = {"driver": "file", "path": f"{state}/"}
+        if isinstance(state, BucketPath):
+            address = state.address
+            files = {"driver": DRIVERS[address.scheme], "bucket": address.bucket, "path": f"{address.key}/"}
+        # Runs on disks save into a database, those in buckets into files; on a disk one may begin with either.
+        if not isinstance(state, BucketPath) and (state / "manifest.ocdbt").is_file():
+            array = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
+        else:
+            array = files | {"path": f"{files['path']}{name}/"}
+        return self._opened_by(name, {"driver": "zarr3", "kvstore": array})
 
     def _opened_by(self, name: str, spec: dict[str, Any]) -> Any:
         try:

@@ -10,7 +10,7 @@ read by its name and written over what was read, so neither a late listing nor a
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_jax.errors import InputError
@@ -30,6 +30,19 @@ def read_steps(directory: BucketPath) -> dict[int, BucketPath]:
       InputError: if steps.json is damaged.
     """
     return _read(directory)[0]
+
+
+def begin_with(directory: BucketPath, step: int, make: Callable[[BucketPath], object]) -> None:
+    """Makes a checkpoint the only one of a directory in which there is none that counts.
+
+    Args:
+      directory: of the checkpoints.
+      step: of the checkpoint.
+      make: writes it to a folder.
+    """
+    folder = directory / f"{step}-{uuid.uuid4().hex[:8]}"
+    make(folder)
+    (directory / _INDEX).write_bytes(json.dumps({str(step): folder.name}).encode())
 
 
 class StepsInBucket:

@@ -18,7 +18,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.nn.router_stats import stats_per_layer
 from moe_jax.processes import is_first_process
 from moe_jax.remote.remote_path import BucketPath
-from moe_jax.staging import replace_file
+from moe_jax.staging import replace_file, write_durably
 from moe_jax.terminal import Pace, progress_bars
 from moe_jax.train.remote_lines import RemoteLines, read_remote_lines
 from moe_jax.train.step import StepMetrics
@@ -131,14 +131,25 @@ class MetricsWriter:
             self._wandb.close()
 
 
+def read_lines(path: Path) -> bytes:
+    """All that is in a metrics.jsonl; nothing if there is none."""
+    if isinstance(path, BucketPath):
+        return read_remote_lines(path)
+    return path.read_bytes() if path.exists() else b""
+
+
+def write_lines(path: Path, content: bytes) -> None:
+    """Writes a metrics.jsonl with this content."""
+    if isinstance(path, BucketPath):
+        RemoteLines(path, content.decode().splitlines(keepends=True)).close()
+    elif content:
+        write_durably(path, content)
+
+
 def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics.jsonl; an unfinished last line of a killed run is ignored."""
     records = []
-    if isinstance(path, BucketPath):
-        content = read_remote_lines(path)
-    else:
-        content = path.read_bytes() if path.exists() else b""
-    for line in content.splitlines():
+    for line in read_lines(path).splitlines():
         try:
             records.append(parse_json(line, where=str(path), allow=ANYTHING))
         except InputError:

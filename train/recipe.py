@@ -280,7 +280,7 @@ class LogSection:
       every: steps between progress lines if there is no terminal.
       tensorboard: whether TensorBoard events are written beside metrics.jsonl.
       wandb: whether metrics are logged to Weights & Biases (`pip install 'moe-jax[wandb]'`), at once or into files of
-        the run directory that `wandb sync` sends.
+        the run directory (the current one, if that is in a bucket) that `wandb sync` sends.
       wandb_project: the project there.
       profile_steps: `[first, last]`: the profiler traces these steps into `RUN/profile`, for TensorBoard or XProf.
       peak_flops: operations per second that a device can do, for `mfu`, the share of them that the model's take. None:

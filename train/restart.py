@@ -4,15 +4,18 @@ A restart is a run of its own: its directory begins with the checkpoint, and the
 """
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_jax.errors import InputError
-from moe_jax.remote.address import is_in_bucket
-from moe_jax.resume import require_space, staged_directory
+from moe_jax.remote.remote_path import BucketPath
+from moe_jax.remote.remote_work import is_begun
+from moe_jax.resume import PARTIAL, require_space, staged_directory
 from moe_jax.staging import sync
-from moe_jax.train.continuation import Restart, RunRecord, changed_keys, with_horizon
+from moe_jax.steps_in_bucket import begin_with
+from moe_jax.train.checkpoint_copy import bytes_of_checkpoint, copy_checkpoint
+from moe_jax.train.continuation import RECORD, Restart, RunRecord, changed_keys, with_horizon
+from moe_jax.train.metrics import read_lines, write_lines
 from moe_jax.train.recipe import Recipe, load_recipe
 from moe_jax.train.run_directory import (
     CHECKPOINTS,
@@ -20,6 +23,7 @@ from moe_jax.train.run_directory import (
     RECIPE,
     check_saved,
     files_of_run,
+    folder_of,
     split_step,
     write_beginning,
 )
@@ -51,13 +55,13 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
       FileNotFoundError: if there is no run.
       InputError: if it has no such checkpoint, `saved` has another form, or there is something at `run_dir`.
     """
-    for place in (saved, run_dir):
-        if is_in_bucket(place):
-            raise InputError(f"{place} is in a bucket; a run is restarted from a disk to a disk: copy it to one first")
     parts = split_step(saved)
     if parts is None:
         raise InputError(f"cannot restart from {saved}: expected RUN@STEP, as in run@500")
-    if run_dir.exists() or run_dir.is_symlink():
+    # In a bucket, what an interrupted restart has left lies where the run will be.
+    is_run = (run_dir / RECORD).is_file()
+    begun = isinstance(run_dir, BucketPath) and not is_run and is_begun(run_dir, PARTIAL)
+    if is_run or (run_dir.exists() and not begun) or run_dir.is_symlink():
         raise InputError(f"{run_dir} already exists, and a restart is a new run; choose another run_dir")
     record = check_saved(*parts)
     return Origin(*parts, with_horizon(load_recipe(parts[0] / RECIPE)), record)
@@ -102,7 +106,8 @@ def keeps_average(restart: Restart) -> bool:
 
 
 def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
-    """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all.
+    """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all. In a bucket
+    it counts when its record is there, which is written last.
 
     Args:
       origin: the checkpoint.
@@ -113,13 +118,15 @@ def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunReco
     Raises:
       InputError: if something has appeared at `run_dir`, or the disk has not enough space.
     """
-    saved = origin.run_dir / CHECKPOINTS / str(origin.step)
-    require_space(run_dir, sum(file.stat().st_size for file in saved.rglob("*") if file.is_file()))
+    saved = folder_of(origin.run_dir, origin.step)
+    require_space(run_dir, bytes_of_checkpoint(saved))
     with staged_directory(run_dir) as folder:
+        # The loop removes the records of later steps.
+        write_lines(folder / METRICS, read_lines(origin.run_dir / METRICS))
+        checkpoints = folder / CHECKPOINTS
+        if isinstance(checkpoints, BucketPath):
+            begin_with(checkpoints, origin.step, lambda target: copy_checkpoint(saved, target))
+        else:
+            copy_checkpoint(saved, checkpoints / str(origin.step))
+            sync(checkpoints)
         write_beginning(folder, recipe, record, {file.name: file for file in files_of_run(origin.run_dir)})
-        if (origin.run_dir / METRICS).is_file():
-            # The loop removes the records of later steps.
-            shutil.copyfile(origin.run_dir / METRICS, folder / METRICS)
-        copy = Path(shutil.copytree(saved, folder / CHECKPOINTS / saved.name))
-        for path in (*copy.rglob("*"), copy, copy.parent):
-            sync(path)

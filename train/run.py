@@ -149,7 +149,9 @@ def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | No
             lock.take()
         if restart is not None and not resume:
             find_origin(restart, run_dir)
-        before, record = read_run(run_dir, resume=resume), read_record(run_dir)
+            before, record = None, None
+        else:
+            before, record = read_run(run_dir, resume=resume), read_record(run_dir)
         # Before data are read and programs made.
         check_writable(run_dir / RECIPE if run_dir.exists() else run_dir)
         if before is None:

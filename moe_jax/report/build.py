@@ -6,6 +6,7 @@ from pathlib import Path
 
 import moe_jax
 from moe_jax.local_paths import check_beside
+from moe_jax.remote.remote_path import BucketPath, as_path
 from moe_jax.report.bytes_and_errors import compression_tables, sweep_pictures
 from moe_jax.report.comparison import side_by_side_table
 from moe_jax.report.describe_model import Sizes, model_facts, sizes_of
@@ -17,7 +18,7 @@ from moe_jax.report.markup import Markup, joined
 from moe_jax.report.run_curves import recipe_text, training_curves, training_facts, use_of_experts
 from moe_jax.report.scores import score_tables
 from moe_jax.report.subjects import Subject, named, open_subject, with_evaluations
-from moe_jax.staging import check_target, replacing
+from moe_jax.staging import check_target, replace_file
 from moe_jax.terminal import Progress, no_progress
 
 _COMPARED = "compared"
@@ -47,16 +48,15 @@ def write_report(
     Raises:
       FileNotFoundError, InputError: see `open_subject`; or `out` cannot be written. Then nothing is.
     """
-    out = Path(out)
-    check_target(out)
-    check_beside(out, [path for path in paths if Path(path).is_dir()])
-    if not out.parent.is_dir():
+    out = as_path(out)
+    check_target(out, buckets=True)
+    check_beside(out, [path for path in paths if as_path(path).is_dir()])
+    if not isinstance(out, BucketPath) and not out.parent.is_dir():
         raise FileNotFoundError(f"no directory {out.parent} to write {out.name} to")
-    given = {Path(path).resolve(): path for path in paths}
+    given = {as_path(path).resolve(): path for path in paths}
     subjects = named(with_evaluations([open_subject(path, base=base) for path in given.values()]))
     content = build_report(subjects, weights=weights, progress=progress).encode()
-    with replacing(out) as file:
-        file.write(content)
+    replace_file(out, content)
     return len(content)
 
 

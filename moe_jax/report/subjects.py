@@ -12,8 +12,9 @@ from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.figures import LayerSimilarity
 from moe_jax.figures.write import NUMBERS
 from moe_jax.json_toml import ANYTHING, read_json
-from moe_jax.local_paths import check_local, check_model_path
+from moe_jax.local_paths import check_model_path
 from moe_jax.regular_files import read_regular
+from moe_jax.remote.remote_path import as_path
 from moe_jax.report.evaluation_files import Evaluation, is_evaluation, parse_evaluation
 from moe_jax.strict import parse
 from moe_jax.train.metrics import Record, read_metrics
@@ -99,9 +100,8 @@ def open_subject(path: Path | str, *, base: Path | None = None) -> Subject:
       FileNotFoundError: if there is nothing at `path`.
       InputError: if it is nothing of the kind, or cannot be read.
     """
-    check_local(path)
     check_model_path(path)
-    path = Path(path)
+    path = as_path(path)
     if path.is_file() and path.suffix.lower() != ".gguf":
         return _of_json(path, path)
     if not path.is_dir():
@@ -137,7 +137,7 @@ def with_evaluations(subjects: Sequence[Subject]) -> list[Subject]:
     of: dict[int, list[Evaluation]] = {}
     rest = []
     for subject in subjects:
-        found = models.get(Path(subject.evaluations[0].model).resolve()) if subject.evaluations else None
+        found = models.get(as_path(subject.evaluations[0].model).resolve()) if subject.evaluations else None
         if found is None:
             rest.append(subject)
         else:

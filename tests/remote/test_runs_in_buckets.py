@@ -12,10 +12,13 @@ from moe_jax import cli
 from moe_jax.errors import InputError
 from moe_jax.open_source import open_source
 from moe_jax.remote.remote_path import as_path
+from moe_jax.train.checkpoint_copy import copy_checkpoint
 from moe_jax.train.metrics import read_metrics
-from moe_jax.train.recipe import load_recipe
 from moe_jax.train.remote_lines import RemoteLines, part_of, read_remote_lines
+from moe_jax.train.restart import find_origin, write_restart
+from moe_jax.train.run_directory import folder_of
 from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.tiers import long
 from tests.train.conftest import byte_tokenizer
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
@@ -100,16 +103,104 @@ def test_a_run_is_killed_in_a_checkpoint_and_goes_on(bucket, place, capsys):
     assert sorted(folder.split("-")[0] for folder in folders) == [".attempt", "6", "8", "steps.json"]
 
 
-def test_what_cannot_be_done_in_a_bucket(bucket, place, capsys):
-    with pytest.raises(InputError, match="gs://bucket/run is in a bucket, where log.profile_steps cannot write"):
-        load_recipe("recipe.toml", ["log.profile_steps=[1,2]"])
-    for arguments in (["--restart", "gs://bucket/run@2"], ["--restart", "local@2"]):
-        assert cli.main(["train", "recipe.toml", *arguments]) == 2
-        assert "is in a bucket; a run is restarted from a disk to a disk" in capsys.readouterr().err
+def test_what_cannot_be_written(bucket, place, capsys):
     bucket.fault = lambda request: 403 if request.verb == "put" else None
     assert cli.main(["train", "recipe.toml"]) == 2
     assert "no permission (status 403)" in capsys.readouterr().err
     assert bucket.names() == []
+
+
+def test_all_that_a_run_needs_and_makes_is_in_the_bucket(bucket, place, capsys):
+    """As a user would go about it: nothing of it lies on a disk but what the commands print."""
+    from tests.upcycle.conftest import random_leaves, write_model
+
+    config = config_of(FFN, FFN)
+    write_model(place / "dense", config, random_leaves(config), (place / "tokenizer.json",))
+    assert cli.main(["export", "dense", "gs://bucket/hf", "--max-shard-size", "20KB"]) == 0
+    bucket.store("data/text.txt", (place / "text.txt").read_bytes())
+    recipe = RECIPE.replace("text.txt", "gs://bucket/data/text.txt").replace('tokenizer = "tokenizer.json"\n', "")
+    recipe = recipe.replace('config = "config.json"\ninit = "random"', 'path = "gs://bucket/hf"')
+    recipe += '[log]\nprofile_steps = [2, 3]\n[eval]\ntext = "gs://bucket/data/text.txt"\n'
+    bucket.store("recipe.toml", recipe.encode())
+    there = set(place.rglob("*"))
+    assert cli.main(["train", "gs://bucket/recipe.toml"]) == 0, capsys.readouterr().err
+    names = bucket.names()
+    for part in ("run/profile/plugins/profile/", "run/tensorboard/events.out.tfevents", "run/model/config.json"):
+        assert any(name.startswith(part) for name in names), names
+    trace = next(name for name in names if name.endswith(".xplane.pb"))
+    assert b"train" in bucket.content(trace)
+    assert cli.main(["report", "gs://bucket/run", "gs://bucket/hf", "--out", "gs://bucket/report.html"]) == 0
+    page = bucket.content("report.html").decode()
+    assert "Training" in page and "gs://bucket/hf" in page
+    assert cli.main(["report", "gs://bucket/run", "--out", "gs://bucket/report.html"]) == 2
+    assert "gs://bucket/report.html already exists" in capsys.readouterr().err
+    settings = ["--set", "run_dir=gs://bucket/again", "log.profile_steps=[]"]
+    assert cli.main(["train", "gs://bucket/recipe.toml", "--restart", "gs://bucket/run@4", *settings]) == 0
+    assert records(as_path("gs://bucket/again/metrics.jsonl")) == records(RUN / "metrics.jsonl")
+    assert cli.main(["export", "gs://bucket/again/model", "gs://bucket/exported"]) == 0
+    assert cli.main(["convert", "gs://bucket/exported", "gs://bucket/converted"]) == 0
+    one, other = open_source("gs://bucket/run/model"), open_source("gs://bucket/converted")
+    for name in one.specs():
+        np.testing.assert_array_equal(one.read(name), other.read(name))
+    assert {file.name for file in other.tokenizer_files} == {"tokenizer.json"}
+    assert [entry["command"] for entry in other.lineage] == ["test", "export", "train", "export", "convert"]
+    assert set(place.rglob("*")) == there
+    assert not [name for name in bucket.names() if "partial" in name]
+
+
+PLACES = [("gs://bucket/run", "gs://bucket/again"), ("gs://bucket/run", "again"), ("run", "gs://bucket/again")]
+
+
+@pytest.mark.parametrize(("before", "after"), PLACES)
+def test_a_restart_from_one_place_to_another(bucket, place, before, after, capsys):
+    """Also of a run that was restarted, and whatever listings show."""
+    bucket.delay = 1000
+    base = ["train", "recipe.toml", "--set", "train.steps=4", "model.param_dtype=bfloat16"]
+    assert cli.main([*base, f"run_dir={before}"]) == 0
+    assert cli.main([*base, f"run_dir={after}", "--restart", f"{before}@2"]) == 0, capsys.readouterr().err
+    assert "continuing after step 2" in capsys.readouterr().out
+    one, other = (records(as_path(run) / "metrics.jsonl") for run in (before, after))
+    assert one == other and len(one) == 4
+    for step in ("@2", "@4", "/model"):  # the checkpoint that was copied, one that was saved, and the result
+        first, second = open_source(f"{before}{step}"), open_source(f"{after}{step}")
+        for name in first.specs():
+            np.testing.assert_array_equal(first.read(name), second.read(name))
+    third = "gs://bucket/third" if after.startswith("gs:") else "third"
+    assert cli.main([*base, f"run_dir={third}", "--restart", f"{after}@2"]) == 0
+    assert records(as_path(third) / "metrics.jsonl") == one
+    assert cli.main([*base, f"run_dir={third}", "--restart", f"{after}@2"]) == 2
+    assert "already exists, and a restart is a new run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("delay", [0, 1000], ids=["lists at once", "lists much later"])
+def test_a_restart_is_killed_and_given_again(bucket, place, monkeypatch, no_waiting, delay):  # noqa: F811
+    assert cli.main(["train", "recipe.toml", "--set", "train.steps=4"]) == 0
+    bucket.delay = delay
+    origin = find_origin(as_path("gs://bucket/run@2"), as_path("gs://bucket/again"))
+
+    def job():
+        again = as_path("gs://bucket/again")
+        write_restart(find_origin(as_path("gs://bucket/run@2"), again), again, origin.recipe, origin.record)
+
+    for number in (25, 60, 100, 140):
+        assert killed_at(number, job, monkeypatch)
+        assert "again/run.json" not in bucket.names()
+    before = set(bucket.names())
+    job()
+    assert set(bucket.names()) != before and "again/run.json" in bucket.names()
+    one, other = open_source("gs://bucket/run@2"), open_source("gs://bucket/again@2")
+    for name in one.specs():
+        np.testing.assert_array_equal(one.read(name), other.read(name))
+    with pytest.raises(InputError, match="gs://bucket/again already exists"):
+        job()
+
+
+def test_a_checkpoint_that_is_not_whole_is_not_copied(bucket, place):
+    assert cli.main(["train", "recipe.toml", "--set", "train.steps=2"]) == 0
+    chunk = next(name for name in bucket.names() if name.startswith("run/checkpoints/2-") and "/c/" in name)
+    bucket.store(chunk, None)
+    with pytest.raises(InputError, match="is not complete: state/.*/c/.* is missing"):
+        copy_checkpoint(folder_of(RUN, 2), place / "copy")
 
 
 def test_lines_that_grow(bucket, monkeypatch):
