@@ -105,7 +105,7 @@ def _names_on_disk(source: Path) -> list[str]:
 
 def _names_in_bucket(source: BucketPath) -> list[str]:
     listed = {name for name in source.objects.names(source.key) if name and not name.endswith("/")}
-    known = set(_FIXED)
+    known: set[str] = set(_FIXED)
     for name, array in _arrays(source):
         known.add(f"{_STATE}/{name}/zarr.json")
         known |= {f"{_STATE}/{name}/{chunk}" for chunk in _chunks(array)}

@@ -87,7 +87,8 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
     described = dataclasses.asdict(section) | {"tokenizer": None, "chat_template": None, "prefetch": None}
     with open_work(out, _job(task, identity, described)) as work:
         shards = list(_shards(open_sources(section, task.config, task.batch_size, task.tokenizer_path)))
-        done: dict[str, Any] = {name: note for name, note in work.notes().items() if (work.folder / name).is_file()}
+        notes = work.notes(shard.name for shard in shards)
+        done: dict[str, Any] = {name: note for name, note in notes.items() if (work.folder / name).is_file()}
         todo = [shard for shard in shards if shard.name not in done]
         progress("tokenising", len(done), len(shards))
         for name, about in _tokenized(task, todo, work.folder, processes):
