@@ -70,7 +70,7 @@ examples:
 _COMPUTING = ("train", "eval", "compress", "generate", "serve", "demo")
 
 # Of a job of several processes the first one does these, and the others wait for it. The rest joins them itself.
-_OF_ALL_PROCESSES = ("train", "convert", "compress", "eval", "generate")
+_OF_ALL_PROCESSES = ("train", "convert", "upcycle", "merge", "compress", "eval", "generate")
 
 # With this begins what XLA says of its errors, whatever their type: JaxRuntimeError or ValueError.
 _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|FAILED_PRECONDITION): ")

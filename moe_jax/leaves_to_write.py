@@ -68,7 +68,8 @@ def dealt(sizes: Mapping[Any, int]) -> dict[Any, int]:
     """
     loads = [0] * jax.process_count()
     owners = {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
+    # By name where sizes are equal: sets of names have another order in every process.
+    for name in sorted(sizes, key=lambda name: (-sizes[name], str(name))):
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += sizes[name]
     return owners

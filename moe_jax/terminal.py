@@ -83,7 +83,7 @@ class Pace:
 
 
 @contextlib.contextmanager
-def progress_bars(console: Console | None = None, *, unit: str = "") -> Iterator[Bars]:
+def progress_bars(console: Console | None = None, *, unit: str = "", shown: bool = True) -> Iterator[Bars]:
     """Yields a `Progress` that draws a bar for each task; it draws nothing if the console is not a terminal.
 
     The first call with a new `what` starts its bar; made before the first step, it counts the time of that step.
@@ -92,6 +92,7 @@ def progress_bars(console: Console | None = None, *, unit: str = "") -> Iterator
     Args:
       console: where to draw; default standard error.
       unit: what is counted, such as GB; shown with the speed. Without it steps are counted.
+      shown: whether anything is drawn: of several processes one does that.
     """
     console = console or Console(stderr=True)
     paces: dict[str, Pace] = {}
@@ -119,7 +120,7 @@ def progress_bars(console: Console | None = None, *, unit: str = "") -> Iterator
         TextColumn("{task.fields[note]}"),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
+        disable=not (shown and console.is_terminal),
         # Otherwise what is printed meanwhile would go to standard error with the bars, even if meant for a file.
         redirect_stdout=sys.stdout.isatty(),
     )

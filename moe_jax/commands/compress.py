@@ -157,7 +157,7 @@ def run(options: _Job) -> None:
         read = [source, *([base] if base is not None else []), options.text]
         read += [options.calibrate] if options.calibrate is not None else []
         score = _scorer(source, options)
-        with progress_bars() as progress:
+        with progress_bars(shown=is_first_process()) as progress:
             result = sweep(
                 source, options.out, methods, score, described=described, sources=read, progress=progress, **shared
             )
@@ -165,7 +165,7 @@ def run(options: _Job) -> None:
             print_sweep(options.out, result, as_json=options.json)
         return
     described |= {"method": options.method, **dataclasses.asdict(method)}
-    with progress_bars() as progress:
+    with progress_bars(shown=is_first_process()) as progress:
         report = compress(
             source,
             options.out,

@@ -123,7 +123,7 @@ def _evaluated(
     from moe_jax.harness.language_model import HarnessModel
     from moe_jax.harness.task_run import evaluate_tasks
     from moe_jax.processes import is_first_process
-    from moe_jax.terminal import no_progress, progress_bars
+    from moe_jax.terminal import progress_bars
 
     tokenizer = tokenizer_of(model, "an evaluation on tasks", "name one (--tokenizer)")
     cache = None
@@ -132,7 +132,7 @@ def _evaluated(
         key = (model.source.fingerprint(), tokenizer_key, model.loading.compute_dtype, str(max_length))
         cache = AnswerCache(options.cache, " ".join(key))
     try:
-        with progress_bars() as progress:
+        with progress_bars(shown=is_first_process()) as progress:
             asked = HarnessModel(
                 model.decoder,
                 tokenizer,
@@ -140,7 +140,7 @@ def _evaluated(
                 batch_size=batch_size,
                 mesh=model.mesh,
                 cache=cache,
-                progress=progress if is_first_process() else no_progress,
+                progress=progress,
             )
             return evaluate_tasks(
                 asked,

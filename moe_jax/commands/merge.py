@@ -40,13 +40,15 @@ def run(options: Options) -> None:
       FileNotFoundError, InputError: bad input; see `moe_jax.peft.merge`.
     """
     from moe_jax.peft.merge import merge
+    from moe_jax.processes import first_decides, is_first_process, join_processes
     from moe_jax.staging import check_target
     from moe_jax.terminal import progress_bars
 
+    join_processes()
     # Check this before opening the source: fingerprinting a large base takes a while.
-    check_target(options.out, buckets=True)
+    first_decides(lambda: check_target(options.out, buckets=True))
     source = options.open(options.adapter)
-    with progress_bars() as progress:
+    with progress_bars(shown=is_first_process()) as progress:
         merged = merge(
             source, options.out, partly=options.partly, allow_nonfinite=options.allow_nonfinite, progress=progress
         )

@@ -161,13 +161,15 @@ def run(options: Options) -> None:
     from moe_jax.api.built_in_text import probe_text
     from moe_jax.peft.trained_table import print_trained
     from moe_jax.plan import trained_leaves
+    from moe_jax.processes import is_first_process, join_processes
     from moe_jax.terminal import console_for_tables, progress_bars
     from moe_jax.upcycle import upcycle, upcycled_config
 
     chosen, seed, check = options.options(), options.seed or 0, not options.no_step0_check
+    join_processes()
     source = options.open(options.src)
     text = probe_text(source, upcycled_config(source.config, chosen), options.text, check=check)
-    with progress_bars() as progress:
+    with progress_bars(shown=is_first_process()) as progress:
         result = upcycle(
             source,
             options.dst,
@@ -179,6 +181,8 @@ def run(options: Options) -> None:
             described=options.described(chosen),
             progress=progress,
         )
+    if not is_first_process():
+        return
     console = console_for_tables()
     console.print(_summary(options.dst, result))
     print_trained(console, result.config, trained_leaves(result.config))

@@ -20,8 +20,9 @@ from moe_jax.in_memory import Destination, open_writer
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_source import ModelSource
-from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
 from moe_jax.peft.base import base_leaf, is_tuned, with_of_base
+from moe_jax.processes import check_equal, first_decides
 from moe_jax.terminal import Progress, no_progress
 
 _KERNEL = re.compile(r"layers/(\d+)/(attention|mlp)/(.*)/kernel")
@@ -53,7 +54,8 @@ def merge(
 ) -> Merged:
     """Writes a tuned model as a model directory that needs no base, leaf by leaf.
 
-    In memory are one leaf before and after merging, and one of its kernels in float32.
+    In memory are one leaf before and after merging, and one of its kernels in float32. Of several processes that make
+    the same call, each merges its own leaves.
 
     Args:
       source: an adapter directory, or another tuned model.
@@ -85,7 +87,8 @@ def merge(
 
     result = Merged(len(folded), len(dequantized), tuple(kept))
     options = {"partly": partly, "allow_nonfinite": allow_nonfinite}
-    lineage = [*source.lineage, new_lineage_entry("merge", options, [source])]
+    lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("merge", options, [source]))]
+    check_equal({"the options": options, "the model": config_to_json(source.config)})
     lineage[-1]["measured"] = {"folded_kernels": result.folded, "dequantized_kernels": result.dequantized}
     with open_writer(
         out,
@@ -98,7 +101,7 @@ def merge(
         progress("merging", 0, len(expected))
         for done, path in enumerate(expected, 1):
             unchanged = path in stored and path not in folded
-            if path not in writer.done:
+            if path not in writer.done and writer.mine(path):
                 writer.write({path: source.read(path) if unchanged else _folded_kernel(source, path)})
             progress("merging", done, len(expected))
     return result

@@ -1,6 +1,6 @@
 """Converts a dense model to an MoE model, layer by layer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,16 +10,18 @@ import jax.numpy as jnp
 from moe_jax.counting import count_bytes, count_parameters
 from moe_jax.errors import InputError
 from moe_jax.in_memory import Destination, ModelWriter, open_writer
+from moe_jax.leaves_to_write import dealt
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.loading import leaf_specs
 from moe_jax.model_source import ModelSource
-from moe_jax.models import ModelConfig
+from moe_jax.models import ModelConfig, config_to_json
 from moe_jax.peft.base import base_leaf, is_tuned, kernel_of, own_leaves
 from moe_jax.peft.initial import initial_leaf
 from moe_jax.peft.over_base import LeavesOverBase
 from moe_jax.peft.parameter_sizes import parameter_sizes
 from moe_jax.predictions import ProbeText, TextComparison
 from moe_jax.probe import Probe
+from moe_jax.processes import check_equal, first_decides
 from moe_jax.staging import check_target
 from moe_jax.step0 import Step0, probe_tokens
 from moe_jax.terminal import Progress, no_progress
@@ -72,6 +74,9 @@ def upcycle(
 ) -> Upcycled:
     """Makes an MoE of a dense model. One layer at a time is in memory.
 
+    Of several processes that make the same call, each makes its own layers. The first compares the models, for which
+    a layer needs what the one before it gives, and the others wait.
+
     The output is a model directory, or for adapter experts over a frozen model (PESC) an adapter directory that refers
     to the source.
 
@@ -86,13 +91,16 @@ def upcycle(
       described: the options as the user gave them, for the lineage.
       progress: called after every layer.
 
+    Returns:
+      Sizes, and in the first process what the comparison found.
+
     Raises:
       InputError: if the source is an MoE, the options do not fit it, `dst` exists, weights are not finite, the check
         does not fit into this machine's memory, or the logits differ. Nothing is left behind.
       OSError: if the disk is full. The same call goes on with what is done.
     """
     if isinstance(dst, Path):
-        check_target(dst, buckets=True)
+        first_decides(lambda: check_target(dst, buckets=True))
     config = upcycled_config(source.config, options)
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")
@@ -100,7 +108,9 @@ def upcycle(
         raise InputError(_why_not_equal(options))
     specs = upcycled_specs(config, source.specs())
     described = {**described, "allow_nonfinite": allow_nonfinite}
-    lineage = [*source.lineage, new_lineage_entry("upcycle", described, [source])]
+    lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("upcycle", described, [source]))]
+    check_equal({"the options": {name: str(value) for name, value in described.items()}, "seed": seed})
+    check_equal({"the new model": config_to_json(config)})
     base = source if config.frozen_base else None
     writer = open_writer(
         dst,
@@ -111,17 +121,30 @@ def upcycle(
         resume=True,
         allow_nonfinite=allow_nonfinite,
     )
-    probe = Probe(source, config, specs, seed, text=text, allow_nonfinite=allow_nonfinite) if check else None
+    probe: Probe | None = None
+
+    def make_probe() -> None:
+        nonlocal probe
+        probe = Probe(source, config, specs, seed, text=text, allow_nonfinite=allow_nonfinite)
+
+    if check:
+        first_decides(make_probe)
     result = Upcycled(config, *_sizes(source, config, specs))
     with writer:
         if options.bank.form.beside_base_model:
             _write_adapter_experts(source, config, writer, seed, progress)
         else:
             _write_layers(source, config, writer, seed, progress)
-        if probe is not None:
+        if check:
             written = writer.read_back()
-            read = LeavesOverBase(config, source, written).read if config.frozen_base else written.read
-            result = result._replace(**probe.compare(read, progress)._asdict())
+
+            def compare() -> None:
+                nonlocal result
+                assert probe is not None
+                read = LeavesOverBase(config, source, written).read if config.frozen_base else written.read
+                result = result._replace(**probe.compare(read, progress)._asdict())
+
+            first_decides(compare)
         writer.lineage[-1]["measured"] = _measured(result)
     return result
 
@@ -172,21 +195,38 @@ def _write_layers(
 
     def copy(paths: Iterable[str]) -> None:
         for path in paths:
-            if path not in writer.done:
+            if path not in writer.done and writer.mine(path):
                 writer.write({path: source.read(path)})
 
-    copy(by_layer.pop(""))
     upcycled = {str(i) for i in config.moe_layers}
+    _deal(writer, upcycled, leaf_specs(config))
+    copy(by_layer.pop(""))
     for done, (layer, paths) in enumerate(by_layer.items(), start=1):
         prefix = f"layers/{layer}/mlp/"
         replaced = [path for path in paths if path.startswith(prefix)] if layer in upcycled else []
         copy(path for path in paths if path not in replaced)
-        if replaced and not writer.done.issuperset(new[layer]):
+        missing = [path for path in new[layer] if path not in writer.done and writer.mine(path)]
+        if replaced and any(path.startswith(prefix) for path in missing):
             ffn = {path.removeprefix(prefix): source.read(path) for path in replaced}
             for name, leaf in moe_leaves(ffn, config.moe(int(layer)), seed=seed, layer=int(layer)):
                 if prefix + name not in writer.done:
                     writer.write({prefix + name: leaf})
         progress("writing layers", done, len(by_layer))
+
+
+def _deal(writer: ModelWriter, layers: Collection[str], specs: Specs) -> None:
+    """An MoE is made by one process, which reads its FFN once; the other leaves are dealt out one by one."""
+
+    def piece(path: str) -> str:
+        names = path.split("/")
+        return "/".join(names[:3]) if names[0] == "layers" and names[1] in layers and names[2] == "mlp" else path
+
+    sizes: dict[str, int] = {}
+    missing = [path for path in writer.expected if path not in writer.done]
+    for path in missing:
+        sizes[piece(path)] = sizes.get(piece(path), 0) + specs[path].size * specs[path].dtype.itemsize
+    owners = dealt(sizes)
+    writer.deal({path: owners[piece(path)] for path in missing})
 
 
 def _write_adapter_experts(
@@ -197,7 +237,7 @@ def _write_adapter_experts(
     by_layer = _by_layer(path for path in specs if path in own or not config.frozen_base)
     for done, paths in enumerate(by_layer.values(), start=1):
         for path in paths:
-            if path in writer.done:
+            if path in writer.done or not writer.mine(path):
                 continue
             of_base = base_leaf(config, path)
             leaf = initial_leaf(path, specs[path], seed) if of_base is None else source.read(of_base)

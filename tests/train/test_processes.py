@@ -225,6 +225,8 @@ COMMANDS = {
     "compress": ["compress", "undisturbed/model", "OUT", "--method", "quantize", "--bits", "4", "--json"],
     "export": ["export", "undisturbed/model", "OUT"],
     "convert": ["convert", "exported", "OUT"],
+    "merge": ["merge", "tuned", "OUT"],
+    "upcycle to adapters": ["upcycle", "dense", "OUT", "--method", "pesc", "--adapter", "4", "--rest", "lora:2"],
     "upcycle": ["upcycle", "dense", "OUT", "--every", "1", "--experts", "2", "--top-k", "2", "--delta", "low-rank:2"],
 }
 
@@ -238,6 +240,8 @@ def models(workplace, undisturbed) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workplace)
         assert cli.main(["export", "dense", "exported"]) == 0
+        lora = ["--method", "lora", "--adapter", "lora:2", "--targets", "q,up"]
+        assert cli.main(["adapt", "dense", "tuned", *lora]) == 0
     lines = [json.dumps({"text": f"{n} is", "label": ("odd", "even")[n % 2]}) for n in range(3)]
     (workplace / "labelled.jsonl").write_text("\n".join(lines))
     return workplace
