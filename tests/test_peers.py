@@ -30,8 +30,18 @@ print("joined", flush=True)
 line = sys.stdin.readline().strip()
 if line == "fail":
     peers.fail(2, "line 3 is bad\\x1b[2J")
+    peers.fail(1, "said again, when what was begun is put away")
     print("moe-jax: error: line 3 is bad", file=sys.stderr)
     sys.exit(2)
+if line == "tell":
+    peers.tell_first({"layer": int(index), "figures": [1.5, None]})
+    time.sleep(60)
+if line == "hear":
+    heard = peers.news(0.0)
+    while len(heard) < 2:
+        heard += peers.news(20.0)
+    print(sorted(heard, key=str), peers.news(0.0), flush=True)
+    time.sleep(60)
 if line == "finish":
     peers.finish()
     print("finished", flush=True)
@@ -125,6 +135,14 @@ def test_what_one_says_before_it_ends_all_say(index):
             assert code == 2 and "line 3 is bad" in said and said.count("\n") == 1
             if other != index:
                 assert f"process {index} ({index + 1} of 3, on " in said and "\x1b" not in said
+
+
+def test_the_first_hears_what_the_others_have_done():
+    with job(3) as processes:
+        for process, line in zip(processes, ["hear", "tell", "tell"], strict=True):
+            tell(process, line)
+        told = [{"layer": index, "figures": [1.5, None]} for index in (1, 2)]
+        assert processes[0].stdout.readline() == f"{sorted(told, key=str)} []\n"
 
 
 def test_one_that_is_done_is_not_missed():

@@ -12,8 +12,10 @@ import pytest
 
 from moe_jax import cli
 from moe_jax.models import BankConfig
-from tests.compress.conftest import memory_moe
+from moe_jax.remote.remote_path import as_path
+from tests.compress.conftest import memory_moe, same_weights
 from tests.jobs import job, run
+from tests.remote.conftest import bucket as bucket
 from tests.tiers import long
 from tests.train.conftest import byte_tokenizer
 from tests.upcycle.conftest import write_model
@@ -126,6 +128,24 @@ def test_two_processes_share_the_layers_and_a_killed_job_goes_on_with_two_and_wi
     assert cli.main(["compress", "moe", "alone", *BUDGET]) == 0
     assert contents(moe / "alone") == contents(moe / "one")
     assert not [name for name in os.listdir(moe) if name.startswith(".")]
+
+
+@long
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_job_in_a_bucket_goes_on_too(moe, bucket, dies):
+    run(moe, "compress", "moe", "plain", *BUDGET, processes=1)
+    ended, before = compressed(moe, "compress", "moe", "gs://bucket/small", *BUDGET, dies=dies)
+    assert [code for code, *_ in ended] == ([-signal.SIGKILL, 1] if dies == 0 else [1, -signal.SIGKILL])
+    noted = {int(name.rpartition("/")[2].partition(".")[0]) for name in bucket.names() if "/notes/" in name}
+    assert before[dies]["compress"][0] in noted and before[dies]["compress"][1] not in noted
+    assert "small/config.json" not in bucket.names()
+    ((code, _, said), (other, silent, _)), after = compressed(moe, "compress", "moe", "gs://bucket/small", *BUDGET)
+    assert (code, other, silent) == (0, 0, ""), said
+    # Analyses are made again there, and of the layers those that were not noted.
+    assert sorted(i for one in after for i in one.get("compress", [])) == sorted({0, 1, 3, 4} - noted)
+    assert same_weights(moe / "plain", as_path("gs://bucket/small"))
+    assert not [name for name in bucket.names() if name.startswith(".small.partial/")]
+    shutil.rmtree(moe / "plain")
 
 
 @long
