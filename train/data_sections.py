@@ -49,7 +49,7 @@ class SourceSection:
     """A set of files that share a format and a weight.
 
     Attributes:
-      path: a file or a glob pattern.
+      path: a file or a glob pattern, on a disk or in a bucket.
       format: `text`; `jsonl`, an object on every line; `parquet` or `arrow` (also Hugging Face's), a table each row of
         which is an object; or `tokens`, *.array_record that `moe-jax data tokenize` wrote. `auto` decides by the
         suffix (arrow: .arrow, .feather). Texts and JSON lines may be compressed: .gz, .zst. An object is a text,

@@ -19,7 +19,7 @@ from moe_jax.train.restart import find_origin, write_restart
 from moe_jax.train.run_directory import folder_of
 from tests.conftest import COMPILER_FLAGS, ROOT
 from tests.remote.kills import killed_at, no_waiting  # noqa: F401
-from tests.tiers import long
+from tests.tiers import long, one_in
 from tests.train.conftest import byte_tokenizer
 from tests.train.models import BANKS, FFN, config_of, moe, write_config
 
@@ -152,6 +152,7 @@ def test_all_that_a_run_needs_and_makes_is_in_the_bucket(bucket, place, capsys):
 PLACES = [("gs://bucket/run", "gs://bucket/again"), ("gs://bucket/run", "again"), ("run", "gs://bucket/again")]
 
 
+@one_in(3)
 @pytest.mark.parametrize(("before", "after"), PLACES)
 def test_a_restart_from_one_place_to_another(bucket, place, before, after, capsys):
     """Also of a run that was restarted, and whatever listings show."""
