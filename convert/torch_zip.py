@@ -95,8 +95,9 @@ class TorchZip:
 
     def _start(self, info: zipfile.ZipInfo) -> int:
         """First byte of a member, after a header of its own that repeats what the table says."""
-        self._file.seek(info.header_offset)
-        header = self._file.read(_LOCAL_HEADER.size)
+        # Where the table is not where it says, places before the file come of it.
+        self._file.seek(max(0, info.header_offset))
+        header = self._file.read(_LOCAL_HEADER.size) if info.header_offset >= 0 else b""
         if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
             raise self.damaged(f"there is no header before its member {shown(info.filename)}")
         _, _, flags, method, _, _, crc, stored, size, name_length, extra_length = _LOCAL_HEADER.unpack(header)

@@ -5,6 +5,7 @@ from then on: if another one takes its name meanwhile, reading is an error.
 """
 
 import abc
+import errno
 import io
 import os
 from collections.abc import Hashable
@@ -89,7 +90,7 @@ class ByteFile(io.RawIOBase, abc.ABC):
         begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position}
         position = (self.size if whence == os.SEEK_END else begin[whence]) + offset
         if position < 0:
-            raise ValueError(f"{self.path} has no byte {position}")
+            raise OSError(errno.EINVAL, f"there is no byte {position}", str(self.path))
         self._position = position
         return position
 
