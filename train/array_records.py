@@ -77,7 +77,7 @@ class ArrayRecords:
         chunk = self._chunk(start, stop)
         kind, data = chunk.data[0], chunk.data[1:]
         length, data = _number(data)
-        sizes = self._uncompressed(kind, data[:length], most=10 * chunk.count)
+        sizes = self._uncompressed(kind, data[:length], most=min(10 * chunk.count, _MAX_BYTES))
         values = self._uncompressed(kind, data[length:], most=chunk.decoded)
         lengths = list(_all_numbers(sizes))
         ends = list(itertools.accumulate(lengths))
