@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.functional.buckets import bucket
+from moe_jax.processes import meet
 
 
 def gathered(said: Any) -> list[Any]:
@@ -44,6 +45,7 @@ def gathered_bytes(said: bytes) -> list[bytes]:
     """What every process says, in the order of the processes. All make the call."""
     if jax.process_count() == 1:
         return [said]
+    meet()
     content = np.frombuffer(said, np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(content.size))).reshape(-1)
     padded = np.zeros(bucket(int(sizes.max())), np.uint8)  # few sizes, and so few programs

@@ -99,6 +99,11 @@ class Peers:
         self._finished: asyncio.Future[int] = self._loop.create_future()
         self._news_of_work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._failed = False
+        # How many times this process, and in the first every other, has come to a meeting, and how many all have.
+        self._meetings = 0
+        self._arrivals = dict.fromkeys(range(place.count), 0)
+        self._met = 0
+        self._all_met = asyncio.Condition()
 
     def join(self) -> str:
         """Waits until all processes have come.
@@ -128,6 +133,11 @@ class Peers:
         """Tells the others that this process is done, so that its end is no accident."""
         with contextlib.suppress(Exception):
             self._do(self._say(json.dumps({"left": self._place.index})), timeout=5)
+
+    def meet(self) -> None:
+        """Returns when every process has made as many of these calls, however long that takes."""
+        self._meetings += 1
+        self._do(self._meet(self._meetings))
 
     def tell_first(self, news: Any) -> None:
         """Tells the first process, which is not this one, how far the work is; JSON-able, and short."""
@@ -166,6 +176,26 @@ class Peers:
             return await self._finished
 
         self._do(wait())
+
+    async def _meet(self, number: int) -> None:
+        if self._place.index == 0:
+            await self._arrive(0, number)
+        else:
+            await self._say(json.dumps({"arrived": number, "index": self._place.index}))
+        async with self._all_met:
+            await self._all_met.wait_for(lambda: self._met >= number)
+
+    async def _arrive(self, index: int, number: int) -> None:
+        """In the first process: another, or itself, has come to a meeting."""
+        self._arrivals[index] = number
+        if min(self._arrivals.values()) > self._met:
+            await self._say(json.dumps({"met": min(self._arrivals.values())}))
+            await self._have_met(min(self._arrivals.values()))
+
+    async def _have_met(self, number: int) -> None:
+        async with self._all_met:
+            self._met = number
+            self._all_met.notify_all()
 
     def _do(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
@@ -355,6 +385,10 @@ class Peers:
                 self._finished.set_result(0)
         elif "news" in said:
             self._news_of_work.put(said["news"])
+        elif "arrived" in said:
+            await self._arrive(int(said["index"]), int(said["arrived"]))
+        elif "met" in said:
+            await self._have_met(int(said["met"]))
         elif "stop" in said:
             self._signal = self._signal or int(said["stop"])
         elif "stop_after" in said:

@@ -229,6 +229,7 @@ def first_decides(action: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return action()
     if not is_first_process():
+        meet()
         return _hear()
     try:
         result = action()
@@ -245,6 +246,7 @@ _KINDS = {"InputError": InputError, "FileNotFoundError": FileNotFoundError, "OSE
 
 
 def _tell(said: Any) -> None:
+    meet()
     content = np.frombuffer(json.dumps(said).encode(), np.uint8)
     multihost_utils.broadcast_one_to_all(np.int64(content.size))
     multihost_utils.broadcast_one_to_all(content)
@@ -290,6 +292,7 @@ def check_equal(values: Mapping[str, Any]) -> None:
 
 def _gather(said: Any) -> list[Any]:
     """What every process said, in all of them."""
+    meet()
     content = np.frombuffer(json.dumps(said).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(content.size)))
     padded = np.zeros(bucket(int(sizes.max())), np.uint8)  # few sizes, and so few programs
@@ -308,4 +311,15 @@ def on_host(array: jax.Array) -> np.ndarray:
 def wait_for_all(what: str) -> None:
     """Returns when every process has called this; `what` names the barrier in errors."""
     if jax.process_count() > 1:
+        meet()
         multihost_utils.sync_global_devices(what)
+
+
+def meet() -> None:
+    """Returns when every process has called this, where `join_processes` has joined them.
+
+    A collective of JAX gives up after a while (half an hour on CPUs), or keeps a device busy, if one process comes much
+    later than the others.
+    """
+    if _peers is not None:
+        _peers.meet()

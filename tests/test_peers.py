@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -33,6 +34,11 @@ if line == "fail":
     peers.fail(1, "said again, when what was begun is put away")
     print("moe-jax: error: line 3 is bad", file=sys.stderr)
     sys.exit(2)
+if line == "meet":
+    for number in range(3):
+        peers.meet()
+        print("met", number, flush=True)
+    time.sleep(60)
 if line == "tell":
     peers.tell_first({"layer": int(index), "figures": [1.5, None]})
     time.sleep(60)
@@ -135,6 +141,16 @@ def test_what_one_says_before_it_ends_all_say(index):
             assert code == 2 and "line 3 is bad" in said and said.count("\n") == 1
             if other != index:
                 assert f"process {index} ({index + 1} of 3, on " in said and "\x1b" not in said
+
+
+def test_nobody_passes_a_meeting_before_all_have_come():
+    with job(3) as processes:
+        for process in processes[:2]:
+            tell(process, "meet")
+        assert select.select([process.stdout for process in processes], [], [], 1.0)[0] == []
+        tell(processes[2], "meet")
+        for process in processes:
+            assert [process.stdout.readline() for _ in range(3)] == [f"met {number}\n" for number in range(3)]
 
 
 def test_the_first_hears_what_the_others_have_done():
