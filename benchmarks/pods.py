@@ -134,17 +134,8 @@ def main() -> None:
 def compiled(step: Step, python: Path) -> dict[str, Any] | None:
     """What the command says of a step; None if it does not compile (the command says why)."""
     with tempfile.TemporaryDirectory() as name:
-        config = json.loads((RECIPES / "configs" / f"{step.config}.json").read_text())
-        if step.bank == {}:
-            replace_moes(config)
-        elif step.bank is not None:
-            replace_banks(config, step.bank)
-            # Older configs with codes mean other codes; these come from nowhere.
-            config["version"] = VERSION
-        if step.table == POD_EXCHANGES.name:
-            train_all(config)
         file = Path(name) / "config.json"
-        file.write_text(json.dumps(config))
+        file.write_text(json.dumps(config_of(step)))
         command = [python, "-m", "moe_jax.cli", "train", RECIPES / f"{step.recipe}.toml", "--compile-only"]
         command += ["--topology", step.topology, "--config", file, "--json"]
         command += ["--set", *step.options] if step.options else []
@@ -153,6 +144,20 @@ def compiled(step: Step, python: Path) -> dict[str, Any] | None:
         return None
     # A step that needs more than a chip has is reported before the command ends with an error.
     return json.loads(done.stdout)
+
+
+def config_of(step: Step) -> dict[str, Any]:
+    """The config.json of the model of a step."""
+    config = json.loads((RECIPES / "configs" / f"{step.config}.json").read_text())
+    if step.bank == {}:
+        replace_moes(config)
+    elif step.bank is not None:
+        replace_banks(config, step.bank)
+        # Older configs with codes mean other codes; these come from nowhere.
+        config["version"] = VERSION
+    if step.table == POD_EXCHANGES.name:
+        train_all(config)
+    return config
 
 
 def cells(step: Step, found: dict[str, Any]) -> list[Any]:

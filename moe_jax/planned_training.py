@@ -8,18 +8,18 @@ backward pass, and an estimate.
 import dataclasses
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from moe_jax.data_sheets import CHIPS, Chip, chip_of_kind
 from moe_jax.errors import InputError, check_member, shown
+from moe_jax.experts.mesh import spec_on_mesh
 from moe_jax.memory import resident_memory, total_memory
 from moe_jax.models import ModelConfig
+from moe_jax.planned_strategies import TOKENS
 from moe_jax.sharding import AXES, path_name
 from moe_jax.train import gpu_topology
 from moe_jax.train.compile_only import (
@@ -30,16 +30,30 @@ from moe_jax.train.compile_only import (
     has_tpu_compiler,
     is_tight,
 )
-from moe_jax.train.placement import batch_shards, check_batch_divides
+from moe_jax.train.data_sections import DataSection
+from moe_jax.train.expected_step import expected_step
+from moe_jax.train.expected_transfers import totals
+from moe_jax.train.placed_leaves import placed_leaves
+from moe_jax.train.placement import check_batch_divides
 from moe_jax.train.program import Program, abstract_batch, make_program
-from moe_jax.train.recipe import MeshSection, Recipe
-from moe_jax.train.step import make_loss
+from moe_jax.train.recipe import (
+    CheckpointSection,
+    MeshSection,
+    ModelSection,
+    OptimizerSection,
+    Recipe,
+    TrainSection,
+)
+from moe_jax.train.step_roofline import StepRoofline
 from moe_jax.train.step_time import StepBytes, StepTime, measured_rates, optimizer_operations, rates_of_chip, step_time
 from moe_jax.train.timed_step import timed_step
 
 # The smallest slices that the TPU compiler knows; a step for fewer chips uses some of them.
 _SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 _OF_SLICE = 4
+_GPUS_OF_HOST = 8
+# Of the steps in `benchmarks/pods.py`: 50 to 110 MiB.
+_USUAL_PROGRAM = 100 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +69,19 @@ class Item:
     name: str
     bytes: int
     note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Collectives of one kind in a step.
+
+    Attributes:
+      runs: how often they run.
+      bytes: of the whole arrays in all runs, see `train.hlo.Collectives`.
+    """
+
+    runs: int
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +103,10 @@ class PlannedTraining:
       rates: where the time or its rates come from.
       steps: of the run.
       run_seconds: of all steps, without compiling, evaluation and checkpoints.
+      sent: collectives of a step by kind, on every device; None: the step was compiled, and `train --compile-only` says
+        it.
+      model_flops: operations of a device in a step, without those done again; None as above.
+      roofline: the least time with what is sent, by a data sheet; None as above.
     """
 
     platform: str
@@ -92,6 +123,9 @@ class PlannedTraining:
     rates: str | None
     steps: int
     run_seconds: float | None
+    sent: dict[str, Sent] | None = None
+    model_flops: float | None = None
+    roofline: StepRoofline | None = None
 
 
 class _Target(NamedTuple):
@@ -102,7 +136,8 @@ class _Target(NamedTuple):
       devices: for the mesh; None: no compiler for them is here.
       count: how many.
       chip: in the table of data sheets; None: it is not there.
-      missing: the compiler that is not here.
+      missing: the compiler that is not here; empty: the step is not to be compiled.
+      per_host: devices of a host, where others are reached over the network.
     """
 
     name: str
@@ -110,9 +145,12 @@ class _Target(NamedTuple):
     count: int
     chip: Chip | None
     missing: str = ""
+    per_host: int | None = None
 
 
-def planned_training(recipe: Recipe, config: ModelConfig, platform: str | None = None) -> PlannedTraining:
+def planned_training(
+    recipe: Recipe, config: ModelConfig, platform: str | None = None, *, compiles: bool = True
+) -> PlannedTraining:
     """Foretells a run. No weights and no data are read, and nothing is written.
 
     Args:
@@ -120,13 +158,15 @@ def planned_training(recipe: Recipe, config: ModelConfig, platform: str | None =
       config: of its model.
       platform: `cpu`, the name of a chip, or a topology such as `v5e:4x4` or `h100:2x8`. None: the devices of this
         machine. Of a chip there are as many as the recipe's mesh needs at least.
+      compiles: whether the step is compiled, where there is a compiler for the platform. If not, what a step holds is
+        expected from shapes (`train.expected_step`), which takes seconds for any mesh. Of a CPU it is always compiled.
 
     Raises:
       InputError: an unknown platform, or a recipe that does not go with the model or the devices.
     """
-    target = _target(recipe, platform)
+    target = _target(recipe, platform, compiles=compiles)
     if target.devices is None:
-        return _estimated(recipe, config, target)
+        return _expected(recipe, config, target)
     program = make_program(recipe, config, target.devices)
     exact = _held(program, recipe, dict(program.mesh.shape))
     used: int | None = None
@@ -158,6 +198,37 @@ def planned_training(recipe: Recipe, config: ModelConfig, platform: str | None =
     activations = next(item.bytes for item in items if item.name == _ACTIVATIONS) // (target.count if is_cpu else 1)
     memory = total_memory() if is_cpu else None if target.chip is None else target.chip.memory
     return _planned(recipe, config, target, items, memory, exact, activations, is_compiled=True, fits=fits)
+
+
+def assumed_recipe(
+    config: ModelConfig, mesh: MeshSection, optimizer: Literal["adamw", "adafactor", "lion", "muon"], tokens: int | None
+) -> Recipe:
+    """A recipe for training a model on a mesh, where there is none yet: in bfloat16, with every layer computed again.
+
+    Args:
+      config: of the model.
+      mesh: without -1.
+      optimizer: its kind.
+      tokens: of a batch on every device, in rows of the model's context length or shorter; None: 8192.
+
+    Raises:
+      InputError: for fewer tokens than 1.
+    """
+    tokens = TOKENS if tokens is None else tokens
+    if tokens < 1:
+        raise InputError(f"--tokens {tokens} must be at least 1")
+    in_row = tokens * mesh.sequence
+    seq_len = min(config.max_positions, in_row)
+    rows = mesh.data * mesh.fsdp * mesh.expert * max(1, in_row // seq_len)
+    return Recipe(
+        run_dir="run",
+        model=ModelSection(config="config.json", init="random", compute_dtype="bfloat16", remat="full"),
+        data=DataSection(seq_len=seq_len),
+        optimizer=OptimizerSection(kind=optimizer),
+        train=TrainSection(steps=1, batch_size=rows),
+        mesh=mesh,
+        checkpoint=CheckpointSection(every=1),
+    )
 
 
 _ACTIVATIONS = "activations"
@@ -209,7 +280,8 @@ def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
     def shard(leaf: jax.ShapeDtypeStruct) -> int:
         assert isinstance(leaf.sharding, NamedSharding)
         try:
-            return math.prod(NamedSharding(abstract, leaf.sharding.spec).shard_shape(leaf.shape))
+            spec = spec_on_mesh(leaf.sharding.spec, leaf.shape, mesh)
+            return math.prod(NamedSharding(abstract, spec).shard_shape(leaf.shape))
         except ValueError as error:
             raise InputError(f"mesh {mesh}: {error}") from None
 
@@ -270,50 +342,27 @@ def _process() -> list[Item]:
     return [Item(name="process", bytes=resident, note="Python, its libraries and the compiled step, as measured here")]
 
 
-def _estimated(recipe: Recipe, config: ModelConfig, target: _Target) -> PlannedTraining:
-    """Without a compiler for the devices."""
+def _expected(recipe: Recipe, config: ModelConfig, target: _Target) -> PlannedTraining:
+    """Without compiling."""
+    assert target.chip is not None
     mesh = _mesh_sizes(recipe.mesh, target.count)
     one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
     program = make_program(one, config, jax.devices("cpu")[:1])
     abstract: Any = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     check_batch_divides(abstract, recipe.train.batch_size, recipe.train.accumulation)
+    leaves = placed_leaves(program, mesh)
     exact = _held(program, recipe, mesh)
-    parts_of_tokens = batch_shards(abstract) * abstract.shape["sequence"]
-    activations = math.ceil(kept_bytes(program, one) / parts_of_tokens)
-    items = [
-        *exact.items(),
-        Item(name="gradients", bytes=exact.gradients, note="float32"),
-        Item(
-            name=_ACTIVATIONS,
-            bytes=activations,
-            note=f"kept for the backward pass; estimated, for {target.missing} is not installed",
-        ),
-    ]
-    memory = None if target.chip is None else target.chip.memory
-    return _planned(recipe, config, target, items, memory, exact, activations, is_compiled=False, fits=True)
-
-
-def kept_bytes(program: Program, recipe: Recipe) -> int:
-    """Bytes that a microbatch keeps for its backward pass, as JAX traces it, without parameters and batch."""
-    loss = make_loss(program.graphdef, program.config, accumulation=recipe.train.accumulation)
-    rows = recipe.train.batch_size // recipe.train.accumulation
-    micro = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, batch_size=rows, accumulation=1))
-
-    def kept(params: nnx.State, frozen: nnx.State, batch: dict[str, jax.Array]) -> list[jax.Array]:
-        key = jax.random.key(recipe.seed)
-        _, vjp, _ = jax.vjp(lambda params: loss(params, frozen, batch, 1.0, key), params, has_aux=True)
-        return jax.tree.leaves(vjp)
-
-    with jax.set_mesh(program.mesh):
-        batch = abstract_batch(micro, program.config, program.mesh)
-        traced = jax.make_jaxpr(kept)(program.state.params, program.frozen, batch).jaxpr
-    given = {id(var) for var in (*traced.invars, *traced.constvars)}
-    found = {id(var): var.aval for var in traced.outvars if id(var) not in given}
-    return sum(
-        math.prod(getattr(aval, "shape", ())) * np.dtype(aval.dtype).itemsize
-        for aval in found.values()
-        if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    changed = exact.params + exact.optimizer + exact.average
+    expected = expected_step(recipe, config, program, leaves, mesh, target.chip, changed, target.per_host)
+    why = f", for {target.missing} is not installed" if target.missing else ""
+    note = f"and what else a step holds; from shapes, not compiled{why}"
+    program_size = Item(name="program", bytes=_USUAL_PROGRAM, note="the compiled step; usually as much")
+    items = [*exact.items(), *_working(exact, expected.temporaries, note), program_size]
+    planned = _planned(
+        recipe, config, target, items, target.chip.memory, exact, expected.kept, is_compiled=False, fits=True
     )
+    sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in totals(expected.sent).items()}
+    return dataclasses.replace(planned, sent=sent, model_flops=expected.model_flops, roofline=expected.roofline)
 
 
 def _planned(
@@ -367,7 +416,7 @@ def _planned(
     )
 
 
-def _target(recipe: Recipe, platform: str | None) -> _Target:
+def _target(recipe: Recipe, platform: str | None, *, compiles: bool) -> _Target:
     if platform in (None, "cpu"):
         devices = jax.devices() if platform is None else jax.devices("cpu")
         kind = devices[0].device_kind
@@ -381,9 +430,12 @@ def _target(recipe: Recipe, platform: str | None) -> _Target:
         raise InputError(f"--platform {shown(platform)}: expected a topology such as v5e:4x4, v5p:2x2x4 or h100:2x8")
     least = math.prod(size for size in dataclasses.astuple(recipe.mesh) if size != -1)
     count = math.prod(int(size) for size in shape.split("x")) if colon else least
+    per_host = _per_host(shape, count) if chip.platform == "gpu" else None
+    if not compiles and chip.platform != "cpu":
+        return _Target(platform, None, count, chip, "", per_host)
     if chip.platform == "gpu":
         if name not in gpu_topology.GPUS or not gpu_topology.has_plugin():
-            return _Target(platform, None, count, chip, "XLA:GPU (moe-jax[gpu])")
+            return _Target(platform, None, count, chip, "XLA:GPU (moe-jax[gpu])", per_host)
         return _Target(platform, described_devices(platform if colon else f"{name}:{count}"), count, chip)
     if not has_tpu_compiler():
         return _Target(platform, None, count, chip, "the TPU compiler (moe-jax[tpu])")
@@ -392,6 +444,11 @@ def _target(recipe: Recipe, platform: str | None) -> _Target:
     if name not in _SLICES or count > _OF_SLICE:
         raise InputError(f"--platform {name}: the mesh needs {count} chips; name the slice, as in {name}:4x4 or 2x2x4")
     return _Target(platform, described_devices(_SLICES[name])[:count], count, chip)
+
+
+def _per_host(shape: str, count: int) -> int:
+    """GPUs of a host: of `4x8` there are 8, and otherwise as many as one has, or fewer in all."""
+    return int(shape.split("x")[-1]) if "x" in shape else min(count, _GPUS_OF_HOST)
 
 
 def _mesh_sizes(section: MeshSection, count: int) -> dict[str, int]:

@@ -136,8 +136,8 @@ def test_without_a_compiler_what_is_kept_is_estimated_for_every_device(monkeypat
     # The input of every layer and its hidden neurons, for the backward pass, of the rows of one device.
     assert found["activations"] > 16 * 4 * (2 * 64 + 2 * 32)
     alone = planned_training.planned_training(dataclasses.replace(recipe, mesh=ONE), config, "h100:1")
-    kept = next(item.bytes for item in alone.items if item.name == "activations")
-    assert kept == pytest.approx(8 * found["activations"], abs=8)
+    # One device has all rows, but gathers nothing.
+    assert next(item.bytes for item in alone.items if item.name == "activations") > 2 * found["activations"]
     with pytest.raises(InputError, match="mesh"):
         planned_training.planned_training(recipe, config, "h100:3")
 
@@ -238,7 +238,7 @@ def test_a_compiler_that_finds_no_room_is_no_error(one_device, monkeypatch):
         (["--train", "RECIPE", "--set", "mesh.fsdp=3"], "does not fit"),
         (["--train", "RECIPE", "--platform", "v6"], "v6e"),
         (["--train", "RECIPE", "--platform", "v5e:wide"], "expected a topology"),
-        (["--train", "RECIPE", "--mesh", "fsdp=1"], "--mesh: the recipe says it"),
+        (["--train", "RECIPE", "--optimizer", "muon"], "--optimizer: the recipe says it"),
         (["--set", "train.steps=3"], "--set: only with --train"),
         ([], "missing: CONFIG_OR_MODEL"),
     ],

@@ -8,41 +8,41 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-Backward = Any  # what `jax.vjp` returns: a function with the attribute `with_refs`
-
 
 def sum_of_gradients(
-    forward: Callable[[Any], tuple[Float[Array, ""], Backward, Any]], params: nnx.State, microbatches: Any
+    loss: Callable[[nnx.State, Any], tuple[Float[Array, ""], Any]], params: nnx.State, microbatches: Any
 ) -> tuple[nnx.State, Any]:
-    """The sum of the gradients of all microbatches, float32, and what their forward passes found.
+    """The sum of the gradients of all microbatches, float32, and what was found beside their losses.
 
     Where parameters are float32, the backward pass of a layer adds to the sum where that lies, so that no microbatch
     has gradients of its own: they would take as much memory as the sum. Gradients in bfloat16 JAX cannot add to sums in
-    float32; those of a microbatch are there as a whole, in half as many bytes.
+    float32. Where only a few parameters are in bfloat16, as the scales of quantised deltas are, the loss gets these in
+    float32 instead. Where all are, the gradients of a microbatch are there as a whole, in half as many bytes.
 
     Args:
-      forward: gives the loss of a microbatch, its backward pass and anything else: `jax.vjp(..., has_aux=True)`.
-      params: what the backward pass gives gradients of.
+      loss: `(params, microbatch) -> (loss, anything else)`.
+      params: what it is differentiated by.
       microbatches: a tree of arrays [number, ...].
 
     Returns:
       The sum, like `params`, and what was found, with a leading axis [number].
     """
-    one, zeros = jnp.ones((), jnp.float32), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
-    if all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+    if any(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
         sums = jax.tree.map(jax.new_ref, zeros)
+        exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
 
         def add_in_place(carry: None, micro: Any) -> tuple[None, Any]:
-            _, backward, found = forward(micro)
-            backward.with_refs(sums)(one)
+            _, backward, found = jax.vjp(lambda params: loss(params, micro), exact, has_aux=True)
+            backward.with_refs(sums)(jnp.ones((), jnp.float32))
             return carry, found
 
         _, found = jax.lax.scan(add_in_place, None, microbatches)
         return jax.tree.map(jax.freeze, sums), found
 
     def add(sums: nnx.State, micro: Any) -> tuple[nnx.State, Any]:
-        _, backward, found = forward(micro)
-        (grads,) = backward(one)
+        # Without the barrier XLA for TPUs tries to sum over devices after the loop, and fails on the conversion.
+        grads, found = jax.lax.optimization_barrier(jax.grad(loss, has_aux=True)(params, micro))
         return jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), sums, grads), found
 
     return jax.lax.scan(add, zeros, microbatches)

@@ -75,7 +75,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
     from moe_jax.train.flops import step_flops
     from moe_jax.train.hlo import collectives, largest_arrays, transfers
     from moe_jax.train.program import make_program
-    from moe_jax.train.step_roofline import step_roofline
+    from moe_jax.train.step_roofline import StateNumbers, step_roofline
 
     devices = described_devices(topology)
     program = make_program(recipe, config, devices)
@@ -95,14 +95,16 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
     model_flops = step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices)
     roofline = None
     if chip is not None:
+        per_host = gpu_topology.shape_of(topology)[1] if gpu_topology.is_gpu(topology) else None
         roofline = step_roofline(
             recipe,
-            program,
             chip,
             model_flops,
+            StateNumbers.of(program),
             sizes["temporaries"],
             transfers(program_text),
-            gpu_topology.shape_of(topology)[1] if gpu_topology.is_gpu(topology) else None,
+            len(devices),
+            per_host,
         )._asdict() | {"source": chip.source}
     return {
         "topology": topology,

@@ -40,8 +40,9 @@ class ModelSection:
         every layer but its matrix products (`dots`).
       exchange: how tokens come to their experts over the mesh axis `expert`: `all-gather` brings all tokens to every
         device, `all-to-all` rows to the devices of their experts, and `auto` takes what sends fewer bytes.
-        `all-to-all:CAPACITY` says how many rows a device has room for, in multiples of the even share (2); what is more
-        comes in further rounds, so that nothing is dropped. None: `auto`, or what MOE_JAX_EXCHANGE says.
+        `all-to-all:CAPACITY` (or `all-gather:CAPACITY`) says how many rows a device has room for, in multiples of the
+        even share (2); what is more comes in further rounds, so that nothing is dropped. None: `auto`, or what
+        MOE_JAX_EXCHANGE says.
       check_exchange: whether the first step by all-to-all is compared with the same one by all-gather, which takes
         another program. None: on GPUs, where wrong gradients have been reported.
     """

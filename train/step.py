@@ -109,20 +109,17 @@ def make_step(
         divisor = jnp.maximum(scored, 1.0)
         key = step_key(seed, state.step)
 
-        def forward(scanned: tuple[Batch, Array | int]) -> tuple:
+        def loss_of_micro(params: nnx.State, scanned: tuple[Batch, Array | int]) -> tuple:
             micro, index = scanned
-            key_of_micro = jax.random.fold_in(key, index)
-            return jax.vjp(
-                lambda params: loss_of(params, frozen, micro, divisor, key_of_micro), state.params, has_aux=True
-            )
+            return loss_of(params, frozen, micro, divisor, jax.random.fold_in(key, index))
 
         if accumulation == 1:
-            _, backward, (loss, auxiliary, router) = forward((batch, 0))
-            grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), backward(jnp.ones((), jnp.float32))[0])
+            grads, (loss, auxiliary, router) = jax.grad(loss_of_micro, has_aux=True)(state.params, (batch, 0))
+            grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
         else:
             microbatches = {key: split_batch(array, accumulation) for key, array in batch.items()}
             numbered = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
-            grads, (losses, auxiliaries, stats) = sum_of_gradients(forward, state.params, numbered)
+            grads, (losses, auxiliaries, stats) = sum_of_gradients(loss_of_micro, state.params, numbered)
             loss, auxiliary = jnp.sum(losses), jnp.sum(auxiliaries)
             router = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), stats)
 

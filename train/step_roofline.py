@@ -39,26 +39,60 @@ class StepRoofline(NamedTuple):
     utilisation: float
 
 
+class StateNumbers(NamedTuple):
+    """What a chip reads and writes of parameters and of the optimizer's state in a step.
+
+    Attributes:
+      used: numbers of all parameters, those that other chips keep a part of (`fsdp`, `sequence`) as a whole.
+      changed: bytes of what a step changes: trained parameters, the optimizer's state and a moving average.
+      trained: numbers of the trained parameters.
+    """
+
+    used: int
+    changed: int
+    trained: int
+
+    @classmethod
+    def of(cls, program: Program) -> "StateNumbers":
+        """Of a program on its mesh."""
+        parameters = jax.tree.leaves((program.state.params, program.frozen))
+        changed = jax.tree.leaves((program.state.params, program.state.opt_state, program.state.ema))
+        return cls(
+            used=sum(_shard(leaf, gathered=("fsdp", "sequence")) for leaf in parameters),
+            changed=sum(_shard(leaf) * np.dtype(leaf.dtype).itemsize for leaf in changed),
+            trained=sum(_shard(leaf) for leaf in jax.tree.leaves(program.state.params)),
+        )
+
+
 def step_roofline(
-    recipe: Recipe, program: Program, chip: Chip, model_flops: float, temporaries: int, sent: Iterable[Transfer],
-    per_host: int | None,
+    recipe: Recipe, chip: Chip, model_flops: float, state: StateNumbers, temporaries: int, sent: Iterable[Transfer],
+    devices: int, per_host: int | None,
 ) -> StepRoofline:
     """Estimates a step.
 
+    Parameters are read in the dtype of the products, forward, backward, and once more where a layer is computed again,
+    by every microbatch. What a step changes, and the gradients, are read and written once.
+
     Args:
-      recipe, program: of the run.
+      recipe: of the run.
       chip: of the mesh.
       model_flops: operations of a chip in a step, without those done again.
+      state: that the step reads and writes.
       temporaries: bytes that a step holds meanwhile; they are written once and read once.
-      sent: the collectives of the compiled step.
+      sent: the collectives of the step.
+      devices: of the mesh.
       per_host: devices of a host, which reach others over the network; None: all are in one slice.
     """  # fmt: skip
-    peak = chip.operations_per_second(np.dtype(recipe.model.compute_dtype).itemsize)
-    matrix = model_flops * (8 / 6 if recipe.model.remat == "full" else 1) / peak
-    memory = (_state_bytes(recipe, program) + 2 * temporaries) / chip.bandwidth
+    itemsize = np.dtype(recipe.model.compute_dtype).itemsize
+    peak = chip.operations_per_second(itemsize)
+    again = recipe.model.remat == "full"
+    matrix = model_flops * (8 / 6 if again else 1) / peak
+    passes = recipe.train.accumulation * (3 if again else 2)
+    moved = passes * state.used * itemsize + 2 * (state.changed + 4 * state.trained)
+    memory = (moved + 2 * temporaries) / chip.bandwidth
     links = None
     if chip.link:
-        links = sum(one.count * sending_seconds(one, chip, program.mesh.size, per_host) for one in sent)
+        links = sum(one.count * sending_seconds(one, chip, devices, per_host) for one in sent)
     parts = {"matrix units": matrix, "memory": memory} | ({} if links is None else {"links": links})
     bound = max(parts, key=lambda name: parts[name])
     seconds = parts[bound]
@@ -78,22 +112,6 @@ def sending_seconds(one: Transfer, chip: Chip, devices: int, per_host: int | Non
     passes = 2 if one.kind == "all-reduce" else 1
     leaves = per_host is not None and len({device // per_host for device in group}) > 1
     return passes * share * one.bytes / (chip.network if leaves else chip.link)
-
-
-def _state_bytes(recipe: Recipe, program: Program) -> float:
-    """What a chip reads and writes of parameters and of the optimizer's state in a step.
-
-    Parameters that other chips keep a part of (`fsdp`, `sequence`) are gathered, and read forward, backward, and once
-    more where a layer is computed again, by every microbatch.
-    """
-    passes = recipe.train.accumulation * (3 if recipe.model.remat == "full" else 2)
-    itemsize = np.dtype(recipe.model.compute_dtype).itemsize
-    parameters = jax.tree.leaves((program.state.params, program.frozen))
-    used = sum(_shard(leaf, gathered=("fsdp", "sequence")) for leaf in parameters) * itemsize
-    changed = program.state.params, program.state.opt_state, program.state.ema
-    kept = sum(_shard(leaf) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(changed))
-    gradients = 4 * sum(_shard(leaf) for leaf in jax.tree.leaves(program.state.params))
-    return passes * used + 2 * (kept + gradients)
 
 
 def _shard(leaf: jax.ShapeDtypeStruct, gathered: tuple[str, ...] = ()) -> int:

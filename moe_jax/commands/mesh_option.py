@@ -1,8 +1,13 @@
 """A mesh of devices, as an option says it."""
 
 import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from moe_jax.errors import InputError, shown
+from moe_jax.errors import InputError, nearest, shown
+
+if TYPE_CHECKING:
+    from moe_jax.train.recipe import MeshSection
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -18,3 +23,20 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise InputError(f"--mesh {shown(text)}: expected each axis once with its size, as in fsdp=8,tensor=2")
         mesh[axis.strip()] = int(size)
     return mesh
+
+
+def mesh_section(mesh: Mapping[str, int]) -> "MeshSection":
+    """A mesh as a recipe has it; axes that are not named are 1.
+
+    Raises:
+      InputError: for unknown axes, or sizes below 1.
+    """
+    from moe_jax.sharding import AXES
+    from moe_jax.train.recipe import MeshSection
+
+    for axis, size in mesh.items():
+        if axis not in AXES:
+            raise InputError(f"--mesh: unknown axis {shown(axis)}{nearest(axis, AXES)}; axes are {', '.join(AXES)}")
+        if size < 1:
+            raise InputError(f"--mesh: {axis}={size} must be at least 1")
+    return MeshSection(**{axis: mesh.get(axis, 1) for axis in AXES})

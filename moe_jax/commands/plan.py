@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import tyro
 
 from moe_jax.commands.adapt import AdaptFlags, adapt_options
-from moe_jax.commands.mesh_option import parse_mesh
+from moe_jax.commands.mesh_option import mesh_section, parse_mesh
 from moe_jax.commands.upcycle import UpcycleFlags
 from moe_jax.errors import InputError, flag_of
 from moe_jax.remote.remote_path import as_path
@@ -60,7 +60,9 @@ class Options(UpcycleFlags, AdaptFlags):
     """Experts that a token is routed to (default 2); perft-r: adapters."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """A mesh such as fsdp=8,tensor=2. Adds the bytes per chip that training needs on it: float32 except for frozen
-    parameters, activations not counted."""
+    parameters, activations not counted. With --platform also what a step holds, what chips send each other, and the
+    least time: with --train of the recipe, on this mesh in place of its own; without, of --tokens per chip in bfloat16,
+    every layer computed again. Nothing is compiled for that: see moe-jax train --compile-only."""
     optimizer: Annotated[
         Literal["adamw", "adafactor", "lion", "muon"] | None, tyro.conf.arg(metavar="adamw|adafactor|lion|muon")
     ] = None
@@ -88,7 +90,8 @@ class Options(UpcycleFlags, AdaptFlags):
     there, for a training batch and for decoding, and the least time of every one. By default none; with --train, by
     default this machine, and also a topology such as v5e:4x4 or h100:2x8: where to train."""
     tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """With --platform: tokens of a training batch on one device (default 8192)."""
+    """With --platform: tokens of a training batch on one device (default 8192), in rows of the model's context length
+    or shorter."""
     json: bool = False
     """Prints JSON and nothing else."""
 
@@ -148,6 +151,9 @@ moe-jax plan llama-dir --experts 8 --top-k 2 --delta low-rank:16 --mesh fsdp=16
 # what training by a recipe takes of this machine, or of a chip
 moe-jax plan --train recipe.toml --set train.batch_size=16
 moe-jax plan --train recipe.toml --platform v5e
+# the same on other meshes, and what chips send each other, in seconds and without a compiler
+moe-jax plan --train recipe.toml --platform v5p --mesh fsdp=16,expert=4
+moe-jax plan mixtral-dir --platform h100 --mesh fsdp=4,expert=8
 # what would be trained with adapters
 moe-jax plan mixtral-dir --method perft-e --adapter parallel:8
 # bytes of the experts in every form
@@ -162,7 +168,7 @@ def run(options: Options) -> None:
       FileNotFoundError: if there is no config.
       InputError: if it cannot be read, or the options do not go with it.
     """
-    if options.train is not None and options.platform not in (None, "cpu"):
+    if options.train is not None and options.mesh is None and options.platform not in (None, "cpu"):
         from moe_jax.train.compile_only import prepare_environment
 
         prepare_environment()
@@ -189,7 +195,8 @@ def run(options: Options) -> None:
         if strategies is not None:
             described["strategies"] = dataclasses.asdict(strategies)
         if training is not None:
-            described["training"] = dataclasses.asdict(training)
+            roofline = None if training.roofline is None else training.roofline._asdict()
+            described["training"] = dataclasses.asdict(training) | {"roofline": roofline}
         print(json.dumps(described, indent=2))
         return
     _print(as_path(model), config, plan, tuned, memory)
@@ -210,22 +217,32 @@ def _recipe(options: Options) -> "Recipe | None":
         if options.set:
             raise InputError("--set: only with --train")
         return None
-    needless = [name for name in ("mesh", "optimizer", "tokens") if getattr(options, name) is not None]
+    needless = [name for name in ("optimizer", "tokens") if getattr(options, name) is not None]
     if needless:
         raise InputError(f"{', '.join(map(flag_of, needless))}: the recipe says it; change it with --set")
+    if options.mesh is not None and options.platform in (None, "cpu"):
+        raise InputError("--mesh with --train: only with --platform, such as v5p or h100; else use --set mesh.fsdp=8")
     from moe_jax.train.recipe import load_recipe
 
-    return load_recipe(options.train, [override for group in options.set for override in group])
+    recipe = load_recipe(options.train, [override for group in options.set for override in group])
+    return recipe if options.mesh is None else dataclasses.replace(recipe, mesh=mesh_section(parse_mesh(options.mesh)))
 
 
 def _training(recipe: "Recipe | None", config: "ModelConfig", options: Options) -> "PlannedTraining | None":
     if recipe is None:
-        return None
+        if options.mesh is None or options.platform in (None, "cpu"):
+            return None
+        from moe_jax.planned_training import assumed_recipe
+
+        section, platform = mesh_section(parse_mesh(options.mesh)), options.platform
+        recipe = assumed_recipe(config, section, options.optimizer or "adamw", options.tokens)
+    else:
+        platform = options.platform
     # What `train` imports, so that this process is as large as that will be.
     import moe_jax.train.run  # noqa: F401
     from moe_jax.planned_training import planned_training
 
-    return planned_training(recipe, config, options.platform)
+    return planned_training(recipe, config, platform, compiles=options.mesh is None)
 
 
 def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
@@ -266,7 +283,7 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
 
 
 def _memory(config: "ModelConfig", options: Options) -> "TrainingMemory | None":
-    if options.mesh is None:
+    if options.mesh is None or options.train is not None:
         if options.optimizer is not None:
             raise InputError("--optimizer: only with --mesh")
         return None

@@ -32,7 +32,10 @@ def print_training(planned: "PlannedTraining") -> None:
         out.print("[bold red]does not fit[/]: see model.remat, train.accumulation, model.param_dtype, mesh, optimizer")
     elif planned.tight:
         out.print("[bold yellow]warning[/]: more than 90% of the memory; leave some, for compilers differ")
-    _print_time(planned)
+    if planned.sent is None:
+        _print_time(planned)
+    else:
+        _print_estimate(planned)
 
 
 def _print_time(planned: "PlannedTraining") -> None:
@@ -47,6 +50,21 @@ def _print_time(planned: "PlannedTraining") -> None:
     out.print(
         f"time: {least}{_seconds(time.seconds)} a step{parts}, {most}{time.tokens_per_second:,.0f} tokens/s; "
         f"{planned.steps:,} steps: {least}{_run(planned.run_seconds)}",
+        soft_wrap=True,
+    )
+    out.print(f"  {planned.rates}", soft_wrap=True)
+
+
+def _print_estimate(planned: "PlannedTraining") -> None:
+    out, roofline = console_for_tables(), planned.roofline
+    assert planned.sent is not None and planned.model_flops is not None and roofline is not None
+    sent = ", ".join(f"{kind} {one.runs} x, {show_bytes(one.bytes)}" for kind, one in planned.sent.items())
+    out.print(f"sent by each in a step: {sent or 'nothing'}", soft_wrap=True)
+    links = "links not known" if roofline.links is None else f"links {_seconds(roofline.links)}"
+    out.print(
+        f"estimate, at the peaks of data sheets: at least {_seconds(roofline.seconds)} a step, at most "
+        f"{roofline.utilisation:.0%} utilisation of {planned.model_flops:.3g} FLOP, bound by {roofline.bound} (matrix "
+        f"units {_seconds(roofline.matrix)}, memory {_seconds(roofline.memory)}, {links})",
         soft_wrap=True,
     )
     out.print(f"  {planned.rates}", soft_wrap=True)

@@ -2,15 +2,13 @@
 
 Every device sorts the assignments of its own tokens by expert, and so by device. What it sends depends on the routing;
 what it has room for does not: a round brings at most so many rows to a device, the *capacity*, by default twice the
-share that each would get if all experts were chosen alike. What is more waits for another round, so that nothing is
-dropped. Usually there is one.
+share that each would get if all experts were chosen alike. What is more waits for another round (`experts.rounds`).
 
 TPUs and GPUs send exactly the rows that there are (`ragged_all_to_all`). Elsewhere every pair of devices exchanges as
 many rows, the capacity divided by the number of devices, and what is not used is padding.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from moe_jax.experts.rounds import ceil_div
+
 AXIS = "expert"
-FURTHER_ROUNDS = "further_rounds"
-"""The scope, in the compiled program, of the loop over rounds after the first."""
 DEFAULT_CAPACITY = 2.0
 """Rows that a device has room for, in multiples of the even share."""
 
@@ -73,8 +71,8 @@ def rounds_needed(counts: Int[Array, "n n e"], buffer: Buffer) -> Int[Array, ""]
     """
     pairs = jnp.sum(counts, axis=2)
     if buffer.ragged:
-        return _ceil_div(jnp.max(jnp.sum(pairs, axis=0)), buffer.rows)
-    return _ceil_div(jnp.max(pairs), buffer.rows // counts.shape[0])
+        return ceil_div(jnp.max(jnp.sum(pairs, axis=0)), buffer.rows)
+    return ceil_div(jnp.max(pairs), buffer.rows // counts.shape[0])
 
 
 def make_plan(counts: Int[Array, "n n e"], buffer: Buffer, number: Int[Array, ""] | int) -> Plan:
@@ -129,61 +127,6 @@ def send_back(rows: Float[Array, "B d"], plan: Plan, buffer: Buffer, count: int)
       count: M.
     """
     return _send_back(rows, plan, buffer, count)
-
-
-def in_rounds(
-    one_round: Callable[[Any, Any, Plan], Float[Array, "M d"]],
-    trained: Any,
-    fixed: Any,
-    counts: Int[Array, "n n e"],
-    buffer: Buffer,
-) -> Float[Array, "M d"]:
-    """The sum of all rounds. Rounds after the first, which are rare, are computed again for the gradient.
-
-    Args:
-      one_round: makes the rows of a round, and zeros elsewhere, of `trained`, `fixed` and its plan. It holds no traced
-        array of its own.
-      trained: a tree of arrays that have gradients.
-      fixed: a tree of others.
-      counts, buffer: see `rounds_needed`.
-    """
-
-    def at(number: Int[Array, ""] | int, trained: Any, fixed: Any, counts: Array) -> Array:
-        return one_round(trained, fixed, make_plan(counts, buffer, number))
-
-    def further(counts: Array, step: Callable[[Array, Any], Any], start: Any) -> Any:
-        """Folds `step` over the numbers of the rounds after the first."""
-        needed = rounds_needed(counts, buffer)
-        begin = jnp.ones((), needed.dtype)
-        with jax.named_scope(FURTHER_ROUNDS):
-            return lax.while_loop(
-                lambda state: state[0] < needed, lambda state: (state[0] + 1, step(state[0], state[1])), (begin, start)
-            )[1]
-
-    @jax.custom_vjp
-    def rest(y: Array, trained: Any, fixed: Any, counts: Array) -> Array:
-        return further(counts, lambda number, sums: sums + at(number, trained, fixed, counts), y)
-
-    def rest_fwd(y: Array, trained: Any, fixed: Any, counts: Array) -> tuple[Array, Any]:
-        return rest(y, trained, fixed, counts), (trained, fixed, counts)
-
-    def rest_bwd(saved: Any, dy: Array) -> tuple[Array, Any, None, None]:
-        trained, fixed, counts = saved
-
-        def add(number: Array, sums: Any) -> Any:
-            _, vjp = jax.vjp(lambda trained: at(number, trained, fixed, counts), trained)
-            return jax.tree.map(lambda total, one: total + one.astype(total.dtype), sums, vjp(dy)[0])
-
-        # Summed in float32 whatever the dtype.
-        sums = further(counts, add, jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), trained))
-        return dy, jax.tree.map(lambda total, array: total.astype(array.dtype), sums, trained), None, None
-
-    rest.defvjp(rest_fwd, rest_bwd)
-    return rest(at(0, trained, fixed, counts), trained, fixed, counts)
-
-
-def _ceil_div(value: Array, divisor: int) -> Array:
-    return -(-value // divisor)
 
 
 def _before(sizes: Array, *, axis: int) -> Array:

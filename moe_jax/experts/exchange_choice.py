@@ -21,7 +21,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       way: one of `WAYS`; `auto` is the one that sends fewer bytes.
-      capacity: with all-to-all, how many rows a device has room for in a round, in multiples of the even share.
+      capacity: how many rows a device has room for in a round, in multiples of the even share.
     """
 
     way: str = "auto"
@@ -29,14 +29,14 @@ class Exchange(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, where: str) -> "Exchange":
-        """From `WAY` or `all-to-all:CAPACITY`.
+        """From `WAY`, `all-gather:CAPACITY` or `all-to-all:CAPACITY`.
 
         Raises:
           InputError: if it is neither; the message names `where`.
         """
         way, colon, capacity = text.partition(":")
-        if way not in WAYS or colon and way != "all-to-all":
-            known = "auto, all-gather, all-to-all or all-to-all:CAPACITY"
+        if way not in WAYS or colon and way == "auto":
+            known = "auto, all-gather, all-to-all, all-gather:CAPACITY or all-to-all:CAPACITY"
             raise InputError(f"{where} is {shown(text)}{nearest(way, WAYS)}; it is {known}")
         if not colon:
             return cls(way)

@@ -37,6 +37,17 @@ class Kernels(NamedTuple):
             specs[BASE] = P("tensor", None) if split == "in" else P(None, "tensor")
         return specs
 
+    def stored_rounded_specs(self) -> dict[str, P]:
+        """How the arrays are stored that are rounded before they are gathered; see `KernelForm.rounded_specs`.
+
+        A base is one of them: what is added to it in float32 is rounded to the same dtype in the end.
+        """
+        split = self.matrix.split
+        specs = self.form.rounded_specs(split)
+        if BASE in self.arrays:
+            specs[BASE] = P("tensor", "fsdp") if split == "in" else P("fsdp", "tensor")
+        return specs
+
     def project(
         self,
         rows: Float[Array, "M i"],

@@ -7,9 +7,10 @@ ways, both exact:
 - `all-to-all`: every row goes to the device of its expert, and the output comes back (`experts.exchange`). What a
   device sends does not grow with the number of devices.
 - `all-gather`: all devices along `expert` get all tokens, and a reduce-scatter brings the results back. For few devices
-  that is less.
+  that is less. Only the rows of its own experts are sorted and multiplied on a device.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -21,13 +22,14 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moe_jax.experts.exchange import Buffer, Plan, in_rounds, send, send_back
+from moe_jax.experts.exchange import Buffer, make_plan, rounds_needed, send, send_back
 from moe_jax.experts.exchange_choice import DEFAULT, Exchange
 from moe_jax.experts.forms.matrix import BASE, Matrix, Part
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows
 from moe_jax.experts.mesh import current_mesh, spec_on_mesh, token_axes
 from moe_jax.experts.platforms import current_chip
-from moe_jax.functional.dispatch import combine, dispatch, sort_by_expert
+from moe_jax.experts.rounds import Number, ceil_div, in_rounds
+from moe_jax.functional.dispatch import Order, combine, dispatch, part_of, sort_by_expert
 from moe_jax.functional.routing import Routing
 
 
@@ -66,7 +68,7 @@ def apply_experts(
     elif exchange.chosen(mesh.shape["expert"], routing.experts.shape[1]) == "all-to-all":
         local = partial(_all_to_all, capacity=exchange.capacity)
     else:
-        local = _all_gather
+        local = partial(_all_gather, capacity=exchange.capacity)
 
     def on_device(x: Array, routing: Routing, arrays: Any, biases: Any) -> Array:
         arrays = {
@@ -88,10 +90,12 @@ def apply_experts(
 
 def _split_specs(kernel: Kernels, mesh: jax.sharding.AbstractMesh) -> dict[str, P]:
     """Of the arrays that are rounded before devices gather them: how they are stored."""
-    specs = kernel.form.rounded_specs(kernel.matrix.split)
+    specs = kernel.stored_rounded_specs()
     # An axis that splits nothing leaves it to the product to round what it reads.
     split = {path: spec_on_mesh(spec, kernel.arrays[path].shape, mesh.shape) for path, spec in specs.items()}
-    return {path: P("expert", *spec[1:]) for path, spec in split.items() if _gathered_along(spec, mesh)}
+    # Experts that the axis does not divide are made even before (`_even`).
+    of_experts = {path: P("expert", *spec[1:]) if specs[path][0] == "expert" else spec for path, spec in split.items()}
+    return {path: spec for path, spec in of_experts.items() if _gathered_along(spec, mesh)}
 
 
 def _gathered_along(spec: P, mesh: jax.sharding.AbstractMesh) -> bool:
@@ -116,8 +120,11 @@ def _round_and_gather_forward(array: Array, axis: int, along: Any, dtype: jnp.dt
 
 
 def _round_and_gather_backward(axis: int, along: Any, dtype: jnp.dtype, like: Array, cotangent: Array) -> tuple[Array]:
-    summed = lax.psum_scatter(cotangent.astype(jnp.float32), along, scatter_dimension=axis, tiled=True)
-    return (summed.astype(like.dtype),)
+    # Of an array whose first axis is 1, the TPU compiler makes an all-reduce and a slice: twice as many bytes.
+    leading = axis if set(cotangent.shape[:axis]) == {1} else 0
+    whole = cotangent.reshape(cotangent.shape[leading:]).astype(jnp.float32)
+    summed = lax.psum_scatter(whole, along, scatter_dimension=axis - leading, tiled=True)
+    return (summed.reshape(*[1] * leading, *summed.shape).astype(like.dtype),)
 
 
 _round_and_gather.defvjp(_round_and_gather_forward, _round_and_gather_backward)
@@ -150,26 +157,30 @@ def _all_to_all(
     counts = lax.all_gather(order.group_sizes.reshape(devices, mine), "expert")
     buffer = Buffer.of(tokens * top_k, devices, capacity, ragged=current_chip().platform != "cpu")
 
-    def some(trained: bool) -> dict[str, dict[str, Array]]:
-        return {
-            name: {
-                path: array
-                for path, array in kernel.arrays.items()
-                if (path == BASE or kernel.form.is_trained(path, array)) == trained
-            }
-            for name, kernel in kernels.items()
-        }
-
-    def one_round(trained: Any, fixed: dict[str, dict[str, Array]], plan: Plan) -> Float[Array, "M d"]:
-        rows, own, biases = trained
-        every = {name: kernel._replace(arrays=own[name] | fixed[name]) for name, kernel in kernels.items()}
+    def one_round(number: Number, trained: Any, fixed: Any) -> Float[Array, "M d"]:
+        (rows, own, biases), (others, counts) = trained, fixed
+        every = {name: kernel._replace(arrays=own[name] | others[name]) for name, kernel in kernels.items()}
+        plan = make_plan(counts, buffer, number)
         at_expert = Routing(plan.experts[:, None], jnp.ones((buffer.rows, 1), jnp.float32))
         y = _grouped_ffn(send(rows, plan, buffer), at_expert, every, biases, activation, parts_of(every))
         return send_back(y, plan, buffer, rows.shape[0])
 
-    trained = dispatch(x, order, top_k), some(True), biases_once(biases)
-    y = in_rounds(one_round, trained, some(False), counts, buffer)
+    trained = dispatch(x, order, top_k), _arrays(kernels, trained=True), biases_once(biases)
+    fixed = _arrays(kernels, trained=False), counts
+    y = in_rounds(one_round, trained, fixed, rounds_needed(counts, buffer))
     return lax.psum(combine(y, order, routing.weights), "tensor")
+
+
+def _arrays(kernels: Mapping[str, Kernels], *, trained: bool) -> dict[str, dict[str, Array]]:
+    """The arrays that have gradients, or the others."""
+    return {
+        name: {
+            path: array
+            for path, array in kernel.arrays.items()
+            if (path == BASE or kernel.form.is_trained(path, array)) == trained
+        }
+        for name, kernel in kernels.items()
+    }
 
 
 def _all_gather(
@@ -178,12 +189,43 @@ def _all_gather(
     kernels: Mapping[str, Kernels],
     biases: Mapping[str, Array],
     activation: str,
+    *,
+    capacity: float,
 ) -> Float[Array, "t d"]:
-    """The work of one device: gathers tokens, applies its own experts, and returns its part of the sums."""
+    """The work of one device: gathers tokens, applies its own experts, and returns its part of the sums.
+
+    It has room for as many rows as by all-to-all.
+    """
+    room = max(1, math.ceil(capacity * routing.experts.size))
     x, routing = jax.tree.map(lambda a: lax.all_gather(a, "expert", axis=0, tiled=True), (x, routing))
-    y = _of_own_experts(x, routing, kernels, biases, activation)
+    if room >= routing.experts.size:
+        y = _of_own_experts(x, routing, kernels, biases, activation)
+    else:
+        y = _of_own_experts_in_rounds(x, routing, kernels, biases, activation, room)
     # Scattered first, the sum over `tensor` is one of fewer rows.
     return lax.psum(lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True), "tensor")
+
+
+def _of_own_experts_in_rounds(
+    x: Float[Array, "T d"],
+    routing: Routing,
+    kernels: Mapping[str, Kernels],
+    biases: Mapping[str, Array],
+    activation: str,
+    room: int,
+) -> Float[Array, "T d"]:
+    """The same as `_of_own_experts`, `room` rows at a time."""
+    order = sort_by_expert(_at_own(routing, kernels).experts, num_experts(kernels["up"]))
+
+    def one_round(number: Number, trained: Any, fixed: Any) -> Float[Array, "T d"]:
+        (x, weights, own, biases), (others, order) = trained, fixed
+        every = {name: kernel._replace(arrays=own[name] | others[name]) for name, kernel in kernels.items()}
+        part = part_of(order, number * room, room)
+        return _sorted_ffn(x, part, weights, every, biases, activation, parts_of(every))
+
+    trained = x, routing.weights, _arrays(kernels, trained=True), biases_once(biases)
+    fixed = _arrays(kernels, trained=False), order
+    return in_rounds(one_round, trained, fixed, ceil_div(jnp.sum(order.group_sizes, dtype=jnp.int32), room))
 
 
 def _whole(
@@ -204,8 +246,12 @@ def _of_own_experts(
     biases: Mapping[str, Array],
     activation: str,
 ) -> Float[Array, "T d"]:
-    local = routing._replace(experts=routing.experts - lax.axis_index("expert") * num_experts(kernels["up"]))
-    return _grouped_ffn(x, local, kernels, biases_once(biases), activation, parts_of(kernels))
+    return _grouped_ffn(x, _at_own(routing, kernels), kernels, biases_once(biases), activation, parts_of(kernels))
+
+
+def _at_own(routing: Routing, kernels: Mapping[str, Kernels]) -> Routing:
+    """Experts as this device numbers its own; those of others are outside [0, e)."""
+    return routing._replace(experts=routing.experts - lax.axis_index("expert") * num_experts(kernels["up"]))
 
 
 def biases_once(biases: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -228,10 +274,23 @@ def _grouped_ffn(
     Experts outside [0, E) contribute nothing. The arrays describe `parts` of the kernels.
     """
     order = sort_by_expert(routing.experts, num_experts(kernels["up"]))
-    rows = dispatch(x, order, routing.experts.shape[1])
+    return _sorted_ffn(x, order, routing.weights, kernels, biases, activation, parts)
+
+
+def _sorted_ffn(
+    x: Float[Array, "T d"],
+    order: Order,
+    weights: Float[Array, "T k"],
+    kernels: Mapping[str, Kernels],
+    biases: Mapping[str, Float[Array, "E o"]],
+    activation: str,
+    parts: Mapping[str, Part],
+) -> Float[Array, "T d"]:
+    """The same for assignments that are sorted, all or a part of them (`part_of`)."""
+    rows = dispatch(x, order, weights.shape[1])
     h = hidden_rows(rows, kernels, biases, order.group_sizes, parts, activation)
     y = kernels["down"].project(h, biases.get("down"), order.group_sizes, parts.get("down"))
-    return combine(y, order, routing.weights)
+    return combine(y, order, weights)
 
 
 def num_experts(kernels: Kernels) -> int:

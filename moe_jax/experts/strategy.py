@@ -68,7 +68,21 @@ def choose_strategy(
       asked: the strategy of the bank, one of `STRATEGIES`.
     """
     platform = Platform.of(current_chip(), itemsize)
-    return _choose(config, expert, d_model, load, asked, current_mesh() is None, platform)
+    return strategy_on(platform, config, expert, d_model, load, asked, alone=current_mesh() is None)
+
+
+def strategy_on(
+    platform: Platform,
+    config: "BankConfig",
+    expert: FFNConfig,
+    d_model: int,
+    load: Load,
+    asked: str = "auto",
+    *,
+    alone: bool,
+) -> str:
+    """What `choose_strategy` chooses on a platform, with one device or over a mesh (not `alone`)."""
+    return _choose(config, expert, d_model, load, asked, alone, platform)
 
 
 def strategy_costs(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.by_platform import by_platform
 from moe_jax.kernels.deferred import Bound
@@ -54,8 +54,20 @@ def sort_by_expert(experts: Int[Array, "T k"], num_experts: int) -> Order:
     return Order(sorted_to_flat, flat_to_sorted, group_sizes)
 
 
+def part_of(order: Order, first: Int[Array, ""] | int, rows: int) -> Order:
+    """The sorted rows [first, first + rows), for `dispatch` and `combine` of these alone.
+
+    Of the other assignments, `flat_to_sorted` is outside [0, rows): they add nothing to a sum.
+    """
+    ends = jnp.cumsum(order.group_sizes, dtype=jnp.int32)
+    within = [jnp.clip(edges - first, 0, rows) for edges in (ends - order.group_sizes, ends)]
+    # Beyond the last row: any, for they are in no group.
+    sorted_to_flat = jnp.take(order.sorted_to_flat, first + jnp.arange(rows, dtype=jnp.int32), mode="clip")
+    return Order(sorted_to_flat, order.flat_to_sorted - first, within[1] - within[0])
+
+
 def dispatch(x: Float[Array, "T d"], order: Order, top_k: int) -> Float[Array, "M d"]:
-    """The sorted rows: the token of every assignment."""
+    """The sorted rows: the token of every assignment, M of them or those of a part (`part_of`)."""
     return _dispatch(x, order, top_k)
 
 
@@ -96,9 +108,22 @@ def _sum_of_choices(
     y: Float[Array, "M d"], order: Order, weights: Float[Array, "T k"] | None, top_k: int
 ) -> Float[Array, "T d"]:
     """The sum over the choices of every token, weighted unless there are no weights, in float32 and rounded once."""
-    out = jax.ShapeDtypeStruct((y.shape[0] // top_k, y.shape[1]), y.dtype)
+    if not _is_whole(y, order):
+        ones = jnp.ones((), jnp.float32) if weights is None else weights
+        weights = jnp.where(_exist(y, order).reshape(-1, top_k), ones, 0.0)
+    out = jax.ShapeDtypeStruct((order.flat_to_sorted.shape[0] // top_k, y.shape[1]), y.dtype)
     ways = (Bound(way, top_k=top_k) for way in (_all_at_once, _in_parts))
     return by_platform(next(ways), y.dtype, out, tpu=next(ways))(y, order.flat_to_sorted, weights)
+
+
+def _is_whole(y: Float[Array, "m d"], order: Order) -> bool:
+    """Whether these are all sorted rows, and not those of a part."""
+    return y.shape[0] == order.flat_to_sorted.shape[0]
+
+
+def _exist(y: Float[Array, "m d"], order: Order) -> Bool[Array, " M"]:
+    """Which assignments have a row in a part."""
+    return (order.flat_to_sorted >= 0) & (order.flat_to_sorted < y.shape[0])
 
 
 def _all_at_once(y: Array, flat_to_sorted: Array, weights: Array | None, *, top_k: int) -> Array:
@@ -110,8 +135,9 @@ def _all_at_once(y: Array, flat_to_sorted: Array, weights: Array | None, *, top_
 
 def _in_parts(y: Array, flat_to_sorted: Array, weights: Array | None, *, top_k: int, core: Core) -> Array:
     """Part by part of the tokens, so that what is gathered waits in the fast memory of a TPU until it is summed."""
-    tokens = y.shape[0] // top_k
-    parts = min(math.ceil(8 * y.size * y.dtype.itemsize / core.vmem), MOST_GATHERS // top_k)
+    tokens = flat_to_sorted.shape[0] // top_k
+    gathered = tokens * top_k * y.shape[1] * y.dtype.itemsize
+    parts = min(math.ceil(8 * gathered / core.vmem), MOST_GATHERS // top_k)
     if parts <= 1:
         return _all_at_once(y, flat_to_sorted, weights, top_k=top_k)
     rows, size, sums = flat_to_sorted.reshape(-1, top_k), -(-tokens // parts), []
@@ -133,7 +159,7 @@ def combine(y: Float[Array, "M d"], order: Order, weights: Float[Array, "T k"]) 
 
     Args:
       y: outputs of the experts, sorted rows.
-      order: from `sort_by_expert`.
+      order: from `sort_by_expert`, or a part of it.
       weights: of the choices, float32.
 
     Returns:
@@ -152,7 +178,8 @@ def _combine_bwd(saved: tuple[Array, Order, Array], dz: Array) -> tuple[Array, N
     of_rows = jnp.take(weights.reshape(-1), order.sorted_to_flat, mode="clip")
     dy = _rows(dz, order.sorted_to_flat // top_k).astype(jnp.float32) * of_rows[:, None]
     products = (dz.astype(jnp.float32) * row.astype(jnp.float32) for row in _per_choice(y, order, top_k))
-    return dy.astype(y.dtype), None, jnp.stack([jnp.sum(product, axis=1) for product in products], axis=1)
+    dw = jnp.stack([jnp.sum(product, axis=1) for product in products], axis=1)
+    return dy.astype(y.dtype), None, dw if _is_whole(y, order) else jnp.where(_exist(y, order).reshape(dw.shape), dw, 0)
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)

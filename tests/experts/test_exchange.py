@@ -111,6 +111,8 @@ def draw(seed, tokens, experts, skew):
         ("full", 8, {"expert": 4, "tensor": 2}, "all-to-all:0.4"),
         ("full", 6, {"data": 2, "expert": 4}, "all-to-all:1"),
         ("full", 5, {"expert": 4, "fsdp": 2}, "all-gather"),
+        ("full", 8, {"expert": 4, "tensor": 2}, "all-gather:0.4"),
+        ("quantized-2", 8, {"fsdp": 2, "expert": 4}, "all-gather:0.3"),
         ("quantized-2", 8, {"expert": 4, "tensor": 2}, "all-to-all:0.4"),
         ("low-rank", 4, {"fsdp": 2, "expert": 2, "tensor": 2}, "all-to-all"),
         ("full", 3, {"expert": 8}, "all-to-all:0.01"),
@@ -176,9 +178,10 @@ def test_fewer_bytes_are_chosen():
     assert Exchange().chosen(2, 2) == "all-gather" and Exchange().chosen(8, 2) == "all-to-all"
     assert Exchange("all-gather").chosen(64, 2) == "all-gather"
     assert Exchange.parse("all-to-all:1.5", "x") == Exchange("all-to-all", 1.5)
+    assert Exchange.parse("all-gather:3", "x") == Exchange("all-gather", 3.0)
 
 
-@pytest.mark.parametrize("text", ["alltoall", "all-gather:2", "all-to-all:0", "all-to-all:x", "all-to-all:inf"])
+@pytest.mark.parametrize("text", ["alltoall", "auto:2", "all-to-all:0", "all-to-all:x", "all-to-all:inf"])
 def test_what_is_no_exchange_is_named(text, monkeypatch):
     monkeypatch.setenv("MOE_JAX_EXCHANGE", text)
     with pytest.raises(InputError, match=f"MOE_JAX_EXCHANGE is '{text}'"):

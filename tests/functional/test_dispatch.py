@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.dispatch import _all_at_once, _in_parts, combine, dispatch, sort_by_expert, weighted_sum
+from moe_jax.functional.dispatch import (
+    _all_at_once,
+    _in_parts,
+    combine,
+    dispatch,
+    part_of,
+    sort_by_expert,
+    weighted_sum,
+)
 from moe_jax.kernels.tpu.chip import Core
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -49,6 +57,36 @@ def test_order_and_gradients(shape, seed):
     arrays = experts, draw(tokens, 3), draw(tokens, top_k), draw(tokens, 3), draw(flat.size, 1)
     got, expected = (values_and_gradients(*arrays, num_experts=num_experts, plain=plain) for plain in (False, True))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+@partial(jax.jit, static_argnames=("num_experts", "room"))
+def sum_of_parts(experts, x, weights, target, *, num_experts, room):
+    def value(x, weights):
+        order = sort_by_expert(experts, num_experts)
+        total = jnp.zeros_like(x)
+        for first in range(0, experts.size, room):
+            part = part_of(order, first, room)
+            # An expert does what a linear map does; rows in no group give zeros.
+            group = jnp.searchsorted(jnp.cumsum(part.group_sizes), jnp.arange(room), side="right")
+            factor = jnp.where(group < num_experts, 1.0 + group.astype(jnp.float32), 0.0)
+            total += combine(dispatch(x, part, experts.shape[1]) * factor[:, None], part, weights)
+        return jnp.sum(total * target)
+
+    return jax.value_and_grad(value, argnums=(0, 1))(x, weights)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([(12, 3, 4), (7, 2, 5)]), st.sampled_from([3, 5]), st.integers(0, 999))
+def test_parts_of_the_sorted_rows_add_up_to_the_whole(shape, room, seed):
+    tokens, top_k, num_experts = shape
+    rng = np.random.default_rng(seed)
+    experts = jnp.asarray(rng.integers(-1, num_experts + 1, (tokens, top_k)), jnp.int32)
+    x, weights, target = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((tokens, 3), (tokens, top_k), (tokens, 3))
+    )
+    rooms = (room, experts.size)
+    parts, whole = (sum_of_parts(experts, x, weights, target, num_experts=num_experts, room=one) for one in rooms)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), parts, whole)
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(16, [4, 4, 4, 4]), (13, [3, 3, 3, 3, 1])])

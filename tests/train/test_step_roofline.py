@@ -5,12 +5,12 @@ import pytest
 
 from moe_jax.data_sheets import CHIPS
 from moe_jax.errors import InputError
-from moe_jax.experts.exchange import FURTHER_ROUNDS
+from moe_jax.experts.rounds import FURTHER_ROUNDS
 from moe_jax.train.compile_only import allocations, check_fits
 from moe_jax.train.hlo import Transfer, collectives, largest_arrays, transfers
 from moe_jax.train.program import make_program
 from moe_jax.train.recipe import MeshSection, ModelSection
-from moe_jax.train.step_roofline import sending_seconds, step_roofline
+from moe_jax.train.step_roofline import StateNumbers, sending_seconds, step_roofline
 from tests.train.models import FFN, config_of, recipe_of
 
 V5P, H100 = CHIPS["v5p"], CHIPS["h100"]
@@ -65,15 +65,16 @@ def test_the_longest_part_is_the_time():
     )
     kept = (size - replicated) / 8 + replicated  # numbers of a chip
     sent = [Transfer("all-gather", 10, 8 * 10**6, tuple(range(8)))]
-    found = step_roofline(recipe, program, V5P, 6e6, 1000, sent, None)
+    state = StateNumbers.of(program)
+    found = step_roofline(recipe, V5P, 6e6, state, 1000, sent, 8, None)
     assert found.matrix == pytest.approx(8e6 / 459e12)
     # Read three times in bfloat16; parameters, two moments and gradients in float32 read and written.
     assert found.memory == pytest.approx((3 * 2 * size + 2 * 4 * 4 * kept + 2 * 1000 + 2 * 4) / V5P.bandwidth, rel=1e-3)
     assert found.links == pytest.approx(10 * 7e6 / 200e9)
     assert (found.seconds, found.bound) == (found.links, "links")
     assert found.utilisation == pytest.approx(6e6 / 459e12 / found.seconds)
-    assert step_roofline(recipe, program, V5P, 6e15, 1000, sent, None).bound == "matrix units"
-    unknown = step_roofline(recipe, program, CHIPS["v4"], 6e6, 1000, sent, None)
+    assert step_roofline(recipe, V5P, 6e15, state, 1000, sent, 8, None).bound == "matrix units"
+    unknown = step_roofline(recipe, CHIPS["v4"], 6e6, state, 1000, sent, 8, None)
     assert unknown.links is None and unknown.bound == "memory"
 
 
