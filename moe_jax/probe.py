@@ -85,11 +85,18 @@ class Probe:
                 "use a larger machine, or --no-step0-check"
             )
 
-    def compare(self, read: Callable[[str], np.ndarray], progress: Progress) -> Compared:
+    def compare(
+        self, read: Callable[[str], np.ndarray], progress: Progress, *, may_differ: bool = False
+    ) -> Compared:
         """Compares the new model that `read` reads with the source.
 
+        Args:
+          read: reads a leaf of the new model.
+          progress: called after every layer.
+          may_differ: the new model is meant to compute something else; its logits must be finite all the same.
+
         Raises:
-          InputError: if they are not equal, or the source has weights or logits that are not finite.
+          InputError: if they are not equal and should be, or the source has weights or logits that are not finite.
         """
         done = 0
 
@@ -114,7 +121,9 @@ class Probe:
                 on_text = compare_predictions(name, before[-len(rows) :], expected[-len(rows) :], rows, scored)
         after = self._after.logits(read, on_layer)
         step0 = compare_logits(self._of_probe(expected), self._of_probe(after), num_layers)
-        if not step0.equal:
+        if may_differ and not np.isfinite(step0.difference):
+            raise InputError("step-0 check: the new model's logits are not finite; nothing was kept")
+        if not (may_differ or step0.equal):
             raise InputError(
                 f"step-0 check: the new model's logits differ from the source's by {step0.difference:.3g} "
                 f"(largest logit {step0.largest:.3g}, allowed {step0.allowed:.3g}); nothing was kept"

@@ -140,6 +140,8 @@ def upcycle(
     balance_coef: float | None = None,
     z_coef: float | None = None,
     cv_coef: float | None = None,
+    noise: float | None = None,
+    drop: float | None = None,
     seed: int = 0,
     step0_check: bool = True,
     text: str | os.PathLike[str] | None = None,
@@ -175,7 +177,10 @@ def upcycle(
       universal: a copy of the FFN that sees every token: of weight 1 - p of the best expert (`coder`), or 1 (`med`).
       extended: the universal FFN is one more delta over the FFN that the experts share.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; by default 0.01, 0 and 0.
-      seed: of routers, low-rank factors and sparse positions.
+      noise: standard deviation of Gaussian noise on the experts' kernels, relative to that of a kernel. The MoE does
+        not begin with the dense model's logits then; the check measures how far off they are.
+      drop: share of every expert's neurons that are drawn anew (Drop-Upcycling); with it, the same.
+      seed: of routers, low-rank factors and sparse positions, noise and dropped neurons.
       step0_check: compare the logits of both models. It also refuses gates that cannot equal the dense model.
       text: with NF4 kernels (`rest="qlora:R"`), the path of a text on which the loss before and after quantising, and
         the KL divergence, are measured; by default a short one of our own.
@@ -206,6 +211,8 @@ def upcycle(
         "balance_coef": balance_coef,
         "z_coef": z_coef,
         "cv_coef": cv_coef,
+        "noise": noise,
+        "drop": drop,
         "seed": seed,
         "no_step0_check": not step0_check,
     }

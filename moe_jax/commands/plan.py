@@ -118,6 +118,8 @@ GROUPS = {
         "balance_coef",
         "z_coef",
         "cv_coef",
+        "noise",
+        "drop",
         "seed",
         "no_step0_check",
     ),

@@ -63,8 +63,15 @@ class UpcycleFlags:
     """Coefficient of the router's z-loss, which keeps its logits small, in training."""
     cv_coef: Annotated[float | None, optional("FLOAT", "0")] = None
     """Coefficient in training of XFT's balance loss, the squared coefficients of variation of importance and load."""
+    noise: Annotated[float | None, optional("STD", "0")] = None
+    """Adds Gaussian noise to the kernels of every expert, with STD times the standard deviation of the kernel. Needs
+    --delta full. Step 0: not the dense model's logits; the check says how far off they are, and does not fail."""
+    drop: Annotated[float | None, optional("R", "0")] = None
+    """Drop-Upcycling (Nakamura et al. 2025): the share R, in the paper 0.5, of every expert's neurons, in gate, up and
+    down the same, are drawn anew, from a normal distribution with the mean and standard deviation of what they replace.
+    Needs --delta full. Step 0: not the dense model's logits; the check says how far off they are, and does not fail."""
     seed: Annotated[int | None, optional("INT", "0")] = None
-    """Seed of routers, low-rank factors and sparse positions."""
+    """Seed of all draws: routers, low-rank factors, sparse positions, noise, dropped neurons."""
     no_step0_check: bool = False
     """Skips the comparison with the dense model's logits, which otherwise refuses gates that cannot reproduce them."""
 
@@ -138,6 +145,10 @@ GROUPS = {
         "cv_coef",
         "freeze_base",
     ),
+    "experts that begin unlike each other": (
+        "noise",
+        "drop",
+    ),
     "of --method pesc": (
         "adapter",
         "scale",
@@ -207,7 +218,8 @@ def _summary(dst: Path, result: "Upcycled") -> "Table":
         table.add_row("step-0 difference", "not checked")
     else:
         step0 = result.step0
-        table.add_row("step-0 difference", f"{step0.difference:.2g} (largest logit {step0.largest:.3g})")
+        meant = "" if result.differs is None else f", as is meant: {result.differs}"
+        table.add_row("step-0 difference", f"{step0.difference:.2g} (largest logit {step0.largest:.3g}){meant}")
     if result.quantization is not None:
         table.add_row("NF4's own difference", f"{result.quantization.difference:.2g} in a logit")
     if result.on_text is not None:

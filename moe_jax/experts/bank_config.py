@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from moe_jax.errors import InputError, check_member, shown
 from moe_jax.experts.config import FFNConfig
-from moe_jax.experts.forms import ExpertForm, Full, ffn_matrices
+from moe_jax.experts.forms import ExpertForm, Full, KernelForm, ffn_matrices
 from moe_jax.experts.forms.by_name import form_named, kinds_with
 from moe_jax.experts.forms.positions import ENCODINGS
 
@@ -70,6 +70,11 @@ class BankConfig:
     def has_base(self) -> bool:
         """Whether the bank has base kernels."""
         return self.form.over_base and self.base == "shared"
+
+    @property
+    def has_own_kernels(self) -> bool:
+        """Whether every expert has whole kernels of its own."""
+        return isinstance(self.form, KernelForm) and not self.form.over_base
 
     @property
     def has_linear_maps(self) -> bool:

@@ -13,3 +13,4 @@ from moe_jax.upcycle.options import parse_delta as parse_delta
 from moe_jax.upcycle.options import upcycled_config as upcycled_config
 from moe_jax.upcycle.rest import Rest as Rest
 from moe_jax.upcycle.rest import parse_rest as parse_rest
+from moe_jax.upcycle.start import Start as Start

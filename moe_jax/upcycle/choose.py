@@ -10,6 +10,7 @@ from moe_jax.experts import AdapterExperts, BankConfig
 from moe_jax.experts.forms.by_name import delta_options, form_named, form_of_option
 from moe_jax.upcycle.options import PESC, UpcycleOptions, parse_delta
 from moe_jax.upcycle.rest import parse_rest
+from moe_jax.upcycle.start import PLAIN, Start
 
 
 def chosen_options(
@@ -30,6 +31,8 @@ def chosen_options(
     balance_coef: float | None = None,
     z_coef: float | None = None,
     cv_coef: float | None = None,
+    noise: float | None = None,
+    drop: float | None = None,
     seed: int = 0,
     no_step0_check: bool = False,
 ) -> UpcycleOptions:
@@ -40,10 +43,10 @@ def chosen_options(
     """
     del seed, no_step0_check  # options of the job, not of the model
     absent_of_pesc = {"delta": delta, "freeze-base": freeze_base, "universal": universal}
-    absent_of_pesc |= {"extended": extended, "gate": gate}
+    absent_of_pesc |= {"extended": extended, "gate": gate, "noise": noise, "drop": drop}
     only_of_pesc = {"adapter": adapter, "scale": scale, "rest": rest}
     if method == "pesc":
-        given = [name for name, value in absent_of_pesc.items() if value not in (None, False, "none")]
+        given = [name for name, value in absent_of_pesc.items() if value not in (None, False, "none", 0)]
         problems = [f"--{name} does not go with adapter experts" for name in given]
     else:
         given = [name for name, value in only_of_pesc.items() if value is not None]
@@ -67,7 +70,12 @@ def chosen_options(
         options = dataclasses.replace(PESC, bank=bank, rest=PESC.rest if rest is None else parse_rest(rest))
     else:
         options = UpcycleOptions(bank=parse_delta(delta or "full", freeze_base=freeze_base), extended=extended)
-    return dataclasses.replace(options, **{name: value for name, value in changes.items() if value is not None})
+    begins = {"noise": noise, "drop": drop}
+    start = Start(**{name: value for name, value in begins.items() if value is not None})
+    if not options.bank.has_own_kernels:
+        raise_if_any(start.needs_full_experts(), "upcycling")
+    given = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(options, start=start, **given)
 
 
 def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
@@ -97,7 +105,12 @@ def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
     }
     if pesc:
         described |= dataclasses.asdict(chosen.bank.form) | {"rest": dataclasses.asdict(chosen.rest)}
-    return described
+    return described | _changed(chosen.start)
+
+
+def _changed(start: Start) -> dict[str, Any]:
+    """What is not as it is by default."""
+    return {name: value for name, value in dataclasses.asdict(start).items() if value != getattr(PLAIN, name)}
 
 
 def _delta_problems(method: str | None, delta: str | None) -> list[str]:

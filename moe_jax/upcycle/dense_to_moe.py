@@ -47,6 +47,7 @@ class Upcycled(NamedTuple):
       own: size of what an adapter directory stores itself; None if a model directory was written.
       step0: comparison of the MoE with the dense model, or, with NF4 kernels, with the dense model in NF4; None if it
         was not asked for.
+      differs: why the MoE is not meant to begin with the dense model's logits; None: it is.
       quantization: comparison of the dense model in NF4 with the dense model; None if there are no NF4 kernels.
       on_text: the same on the text that was given; None if there was none.
     """
@@ -56,6 +57,7 @@ class Upcycled(NamedTuple):
     upcycled: Stored
     own: Stored | None = None
     step0: Step0 | None = None
+    differs: str | None = None
     quantization: Step0 | None = None
     on_text: TextComparison | None = None
 
@@ -85,7 +87,8 @@ def upcycle(
       dst: the directory to write, or memory.
       options: the MoE to make.
       seed: of routers, factors and positions; the same seed gives the same weights.
-      check: whether to compare the logits of the written model with the source's before it appears at `dst`.
+      check: whether to compare the logits of the written model with the source's before it appears at `dst`. Where they
+        are not meant to be equal, the difference is measured and nothing refused.
       text: of a model with NF4 kernels, to tell what these change in its predictions.
       allow_nonfinite: go on where weights are not finite.
       described: the options as the user gave them, for the lineage.
@@ -129,12 +132,13 @@ def upcycle(
 
     if check:
         first_decides(make_probe)
-    result = Upcycled(config, *_sizes(source, config, specs))
+    differs = options.start.why_different()
+    result = Upcycled(config, *_sizes(source, config, specs), differs=differs)
     with writer:
         if options.bank.form.beside_base_model:
             _write_adapter_experts(source, config, writer, seed, progress)
         else:
-            _write_layers(source, config, writer, seed, progress)
+            _write_layers(source, config, options, writer, seed, progress)
         if check:
             written = writer.read_back()
 
@@ -142,7 +146,7 @@ def upcycle(
                 nonlocal result
                 assert probe is not None
                 read = LeavesOverBase(config, source, written).read if config.frozen_base else written.read
-                result = result._replace(**probe.compare(read, progress)._asdict())
+                result = result._replace(**probe.compare(read, progress, may_differ=differs is not None)._asdict())
 
             first_decides(compare)
         writer.lineage[-1]["measured"] = _measured(result)
@@ -189,7 +193,12 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
 
 
 def _write_layers(
-    source: ModelSource, config: ModelConfig, writer: ModelWriter, seed: int, progress: Progress
+    source: ModelSource,
+    config: ModelConfig,
+    options: UpcycleOptions,
+    writer: ModelWriter,
+    seed: int,
+    progress: Progress,
 ) -> None:
     by_layer, new = _by_layer(leaf_specs(source.config)), _by_layer(writer.expected)
 
@@ -208,7 +217,8 @@ def _write_layers(
         missing = [path for path in new[layer] if path not in writer.done and writer.mine(path)]
         if replaced and any(path.startswith(prefix) for path in missing):
             ffn = {path.removeprefix(prefix): source.read(path) for path in replaced}
-            for name, leaf in moe_leaves(ffn, config.moe(int(layer)), seed=seed, layer=int(layer)):
+            moe, start = config.moe(int(layer)), options.start
+            for name, leaf in moe_leaves(ffn, moe, seed=seed, layer=int(layer), start=start):
                 if prefix + name not in writer.done:
                     writer.write({prefix + name: leaf})
         progress("writing layers", done, len(by_layer))
@@ -280,6 +290,8 @@ def _measured(result: Upcycled) -> dict[str, Any]:
             "step0_allowed": result.step0.allowed,
             "step0_probe_tokens": list(probe_tokens(result.config, seed=0).shape),
         }
+    if result.differs is not None:
+        measured["step0_differs"] = result.differs
     if result.quantization is not None:
         measured["nf4_max_abs_difference"] = result.quantization.difference
     if result.on_text is not None:

@@ -8,13 +8,15 @@ from moe_jax.draws import ROUTER, draw_router, stream
 from moe_jax.errors import InputError
 from moe_jax.experts.on_host import leaves_from_dense
 from moe_jax.models import MoEConfig
-
-MATRICES = ("gate", "up", "down")
+from moe_jax.upcycle.copies import MATRICES, changed_kernels
+from moe_jax.upcycle.start import PLAIN, Start
 
 Leaves = Iterator[tuple[str, np.ndarray]]
 
 
-def moe_leaves(ffn: Mapping[str, np.ndarray], moe: MoEConfig, *, seed: int, layer: int) -> Leaves:
+def moe_leaves(
+    ffn: Mapping[str, np.ndarray], moe: MoEConfig, *, seed: int, layer: int, start: Start = PLAIN
+) -> Leaves:
     """Yields the leaves of an MoE layer whose experts, and universal FFN, compute what a dense FFN does.
 
     Args:
@@ -22,6 +24,7 @@ def moe_leaves(ffn: Mapping[str, np.ndarray], moe: MoEConfig, *, seed: int, laye
       moe: the layer to make; its experts have the FFN's shape.
       seed: of everything random.
       layer: index of the layer; different layers draw differently.
+      start: what is done to the experts' copies of the FFN; with it they compute something else.
 
     Yields:
       Paths below `mlp` and leaves in the dtypes of the FFN. A leaf that repeats the FFN's for every expert is a
@@ -38,7 +41,11 @@ def moe_leaves(ffn: Mapping[str, np.ndarray], moe: MoEConfig, *, seed: int, laye
     def streams(name: str, purpose: int, expert: int) -> np.random.Generator:
         return stream(seed, layer, purpose, MATRICES.index(name), expert)
 
-    for path, leaf in leaves_from_dense(moe.bank, moe.expert, moe.bank_experts, kernels, streams):
+    if start.copies:
+        experts = leaves_from_dense(moe.bank, moe.expert, moe.bank_experts, kernels, streams)
+    else:
+        experts = changed_kernels(ffn, moe, start, seed=seed, layer=layer)
+    for path, leaf in experts:
         yield f"experts/{path}", leaf
     for name in kernels:
         if f"{name}/bias" in ffn:

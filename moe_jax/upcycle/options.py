@@ -11,6 +11,7 @@ from moe_jax.functional.gates import GATES
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
 from moe_jax.upcycle.rest import Rest, with_rest
+from moe_jax.upcycle.start import PLAIN, Start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class UpcycleOptions:
       universal: a copy of the FFN that sees every token beside the experts: `none`, `coder` or `med` (methods.md 2.4).
       extended: the universal FFN is one more delta over the base that the experts share.
       rest: how the dense model's own parameters are treated. Only adapter experts allow anything but `full`.
+      start: what is done to the copies of the FFN before they are the experts.
     """
 
     num_experts: int = 8
@@ -43,6 +45,7 @@ class UpcycleOptions:
     universal: Literal["none", "coder", "med", "one", "sigmoid"] = "none"
     extended: bool = False
     rest: Rest = Rest()
+    start: Start = PLAIN
 
 
 PESC = UpcycleOptions(
@@ -102,6 +105,8 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
             f"rest {options.rest.kind!r} freezes the dense model, and {options.bank.kind} experts are trained with it; "
             "use adapter experts (PESC), or rest 'full'"
         )
+    if not options.bank.has_own_kernels:
+        problems += options.start.needs_full_experts()
     raise_if_any(problems, "these options do not go with the model")
     return with_rest(dataclasses.replace(dense, layers=tuple(layers)), options.rest)
 

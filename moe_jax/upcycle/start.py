@@ -1,0 +1,49 @@
+"""How experts begin that are not plain copies of the dense FFN, and what that does to step 0 (methods.md 2.6)."""
+
+import dataclasses
+
+from moe_jax.errors import InputError, check_number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """What is done to the copies of the FFN before they are the experts. Only full experts can begin in another way.
+
+    Attributes:
+      noise: standard deviation of Gaussian noise on every kernel of every expert, relative to that of the kernel's
+        entries.
+      drop: share of every expert's neurons that are drawn anew (Drop-Upcycling, Nakamura et al. 2025).
+    """
+
+    noise: float = 0.0
+    drop: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number(self, "noise", "drop", at_least=0)
+        if self.drop > 1:
+            raise InputError(f"drop={self.drop} is a share of the neurons, at most 1")
+
+    @property
+    def copies(self) -> bool:
+        """Whether the experts are plain copies."""
+        return self == PLAIN
+
+    def needs_full_experts(self) -> list[str]:
+        """What experts with a shared base, or adapters, could not begin with: options, each with its reason."""
+        why = {
+            "noise": "noise is no delta of low rank, nor of few entries",
+            "drop": "neurons drawn anew are no delta of low rank, nor of few entries",
+        }
+        return [f"--{name} needs --delta full: {why[name]}" for name in why if getattr(self, name)]
+
+    def why_different(self) -> str | None:
+        """Why the MoE does not begin with the dense model's logits; None: it does."""
+        reasons = []
+        if self.noise:
+            reasons.append(f"noise {self.noise:g} on the experts")
+        if self.drop:
+            reasons.append(f"share {self.drop:g} of the experts' neurons drawn anew")
+        return " and ".join(reasons) or None
+
+
+PLAIN = Start()
