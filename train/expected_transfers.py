@@ -33,11 +33,6 @@ from moe_jax.train.hlo import KINDS, Collectives, Transfer
 from moe_jax.train.placed_leaves import PlacedLeaf
 from moe_jax.train.recipe import Recipe
 
-# TPUs with a torus of two axes, and a slice that has both: a sum that is scattered over all of its chips is compiled as
-# an all-reduce of which every chip takes its part.
-_TWO_AXES = ("v5e", "v6e")
-_OF_TWO_AXES = 16
-
 
 def expected_transfers(
     recipe: Recipe, config: ModelConfig, leaves: Sequence[PlacedLeaf], mesh: Mapping[str, int], chip: Chip
@@ -95,9 +90,7 @@ def _of_parameters(
             continue
         if over:
             size = leaf.gathered * (number if is_dense_kernel else 4)
-            devices = group(mesh, over)
-            in_two_steps = by_hand and chip.name in _TWO_AXES and len(devices) >= _OF_TWO_AXES
-            yield Transfer("all-reduce" if in_two_steps else "reduce-scatter", runs, size, devices)
+            yield Transfer("reduce-scatter", runs, size, group(mesh, over))
         yield Transfer("all-reduce", runs, summed, group(mesh, rest))
 
 

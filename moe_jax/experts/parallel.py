@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.experts.exchange import Buffer, make_plan, rounds_needed, send, send_back
@@ -28,6 +27,7 @@ from moe_jax.experts.forms.matrix import BASE, Matrix, Part
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows
 from moe_jax.experts.mesh import current_mesh, spec_on_mesh, token_axes
 from moe_jax.experts.platforms import current_chip
+from moe_jax.experts.rounded_gather import gathered
 from moe_jax.experts.rounds import Number, ceil_div, in_rounds
 from moe_jax.functional.dispatch import Order, combine, dispatch, part_of, sort_by_expert
 from moe_jax.functional.routing import Routing
@@ -72,7 +72,7 @@ def apply_experts(
 
     def on_device(x: Array, routing: Routing, arrays: Any, biases: Any) -> Array:
         arrays = {
-            name: {path: _gathered(array, array_specs[name][path], whole_specs[name][path], x.dtype)
+            name: {path: gathered(array, array_specs[name][path], whole_specs[name][path], x.dtype)
                    for path, array in own.items()}
             for name, own in arrays.items()
         }  # fmt: skip
@@ -100,34 +100,6 @@ def _split_specs(kernel: Kernels, mesh: jax.sharding.AbstractMesh) -> dict[str, 
 
 def _gathered_along(spec: P, mesh: jax.sharding.AbstractMesh) -> bool:
     return "fsdp" in spec and mesh.shape["fsdp"] > 1 or ("fsdp", "sequence") in spec
-
-
-def _gathered(array: Array, split: P, whole: P, dtype: DTypeLike) -> Array:
-    """An array of which this device has a part: rounded, and then gathered. The gradient is summed in float32."""
-    if split == whole:
-        return array
-    axis = next(number for number, (one, other) in enumerate(zip(split, whole, strict=True)) if one != other)
-    return _round_and_gather(array, axis, split[axis], jnp.dtype(dtype))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _round_and_gather(array: Array, axis: int, along: str | tuple[str, ...], dtype: jnp.dtype) -> Array:
-    return lax.all_gather(array.astype(dtype), along, axis=axis, tiled=True)
-
-
-def _round_and_gather_forward(array: Array, axis: int, along: Any, dtype: jnp.dtype) -> tuple[Array, Array]:
-    return _round_and_gather(array, axis, along, dtype), jnp.zeros((), array.dtype)
-
-
-def _round_and_gather_backward(axis: int, along: Any, dtype: jnp.dtype, like: Array, cotangent: Array) -> tuple[Array]:
-    # Of an array whose first axis is 1, the TPU compiler makes an all-reduce and a slice: twice as many bytes.
-    leading = axis if set(cotangent.shape[:axis]) == {1} else 0
-    whole = cotangent.reshape(cotangent.shape[leading:]).astype(jnp.float32)
-    summed = lax.psum_scatter(whole, along, scatter_dimension=axis - leading, tiled=True)
-    return (summed.reshape(*[1] * leading, *summed.shape).astype(like.dtype),)
-
-
-_round_and_gather.defvjp(_round_and_gather_forward, _round_and_gather_backward)
 
 
 def _even(trees: Any, specs: Any, devices: int) -> Any:

@@ -1,0 +1,55 @@
+"""Sums that are scattered, in one step and in two, and gradients of what is gathered."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.experts import rounded_gather
+from moe_jax.experts.rounded_gather import gathered, scattered_sum
+from moe_jax.sharding import make_mesh
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 16, 5), 1), ((8, 4), 0), ((2, 3, 24), 2)])
+def test_two_steps_give_every_device_the_part_of_one(shape, axis, monkeypatch):
+    # With eight devices: two times four.
+    monkeypatch.setattr(rounded_gather, "_TWO_SIDES", 8)
+    mesh = make_mesh({"fsdp": 8})
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-99, 99, (8, *shape)), jnp.float32)
+    spec = P(*[None] * axis, "fsdp")
+
+    def summed(in_two, x):
+        return scattered_sum(x[0], "fsdp", axis, in_two=in_two)
+
+    with jax.set_mesh(mesh):
+        one, two = (
+            jax.jit(jax.shard_map(partial(summed, in_two), in_specs=P("fsdp"), out_specs=spec, check_vma=False))
+            for in_two in (False, True)
+        )
+        assert "reduce-scatter" in two.lower(x).compile().as_text()
+        np.testing.assert_array_equal(one(x), x.sum(axis=0))
+        np.testing.assert_array_equal(two(x), x.sum(axis=0))
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 3), (2, 8, 3)])
+def test_the_gradient_is_that_of_the_whole(shape):
+    mesh = make_mesh({"fsdp": 8})
+    rng = np.random.default_rng(1)
+    kernel, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
+    split, whole = P(None, "fsdp", None), P(None, None, None)
+
+    def value(kernel, weights):
+        # Every device has a share of the sum.
+        def on_device(kernel, weights):
+            mine = (jax.lax.axis_index("fsdp") + 1.0) * weights
+            return jax.lax.psum(jnp.sum(jnp.sin(gathered(kernel, split, whole, jnp.float32)) * mine), "fsdp")
+
+        return jax.shard_map(on_device, in_specs=(split, whole), out_specs=P(), check_vma=False)(kernel, weights)
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(value))(kernel, weights)
+    np.testing.assert_allclose(found, 36 * weights * jnp.cos(kernel), rtol=1e-5, atol=1e-5)
