@@ -35,7 +35,8 @@ class Plan:
 
     Attributes:
       dense_params: of the dense model: the one that is upcycled, or, for an MoE, the one it would be with a single
-        expert per MoE layer and no router (for an upcycled model that is the model it came from). Without adapters.
+        expert per MoE layer and no router (for an upcycled model that is the model it came from, unless experts are
+        pieces of its FFNs). Without adapters.
       total_params: of the model.
       added_params: `total_params - dense_params`.
       router_params: of all routers, those that choose among adapters included.
@@ -84,11 +85,16 @@ class TrainingMemory:
     total: int
 
 
-def make_plan(config: ModelConfig) -> Plan:
-    """Counts a model. No weights are needed or made."""
+def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> Plan:
+    """Counts a model. No weights are needed or made.
+
+    Args:
+      config: of the model.
+      origin: the dense model that it is made from, where that is known.
+    """
     params = parameter_sizes(config)
     total = sum(params.values())
-    dense = sum(parameter_sizes(dense_config(config)).values())
+    dense = sum(parameter_sizes(dense_config(origin or config)).values())
     routers = sum(size for path, size in params.items() if "/router/" in path)
     experts = sum(size for path, size in params.items() if "/mlp/experts/" in path)
     universal = sum(size for path, size in params.items() if "/mlp/universal/" in path)

@@ -209,13 +209,14 @@ def plan(
         config = model
     else:
         config = model.config if isinstance(model, Model) else read_config(os.fspath(model))
+    origin = None if config.moe_layers else config
     if upcycle is not None:
         config = upcycled_config(config, _read_options(_upcycle_options, upcycle))
     if adapt is not None:
         config = adapted_config(config, _read_options(_adapt_options, adapt))
     if tokens is not None and platform is None:
         raise InputError("tokens: only with platform")
-    counted = make_plan(config)
+    counted = make_plan(config, origin)
     return ModelPlan(
         **{field.name: getattr(counted, field.name) for field in dataclasses.fields(counted)},
         peft=tuned_parameters(config),

@@ -142,6 +142,7 @@ def upcycle(
     cv_coef: float | None = None,
     noise: float | None = None,
     drop: float | None = None,
+    granularity: int | None = None,
     seed: int = 0,
     step0_check: bool = True,
     text: str | os.PathLike[str] | None = None,
@@ -180,6 +181,8 @@ def upcycle(
       noise: standard deviation of Gaussian noise on the experts' kernels, relative to that of a kernel. The MoE does
         not begin with the dense model's logits then; the check measures how far off they are.
       drop: share of every expert's neurons that are drawn anew (Drop-Upcycling); with it, the same.
+      granularity: every copy of the FFN is cut into so many experts (granular upcycling), and of these so many times
+        `top_k` are chosen.
       seed: of routers, low-rank factors and sparse positions, noise and dropped neurons.
       step0_check: compare the logits of both models. It also refuses gates that cannot equal the dense model.
       text: with NF4 kernels (`rest="qlora:R"`), the path of a text on which the loss before and after quantising, and
@@ -213,6 +216,7 @@ def upcycle(
         "cv_coef": cv_coef,
         "noise": noise,
         "drop": drop,
+        "granularity": granularity,
         "seed": seed,
         "no_step0_check": not step0_check,
     }

@@ -120,6 +120,7 @@ GROUPS = {
         "cv_coef",
         "noise",
         "drop",
+        "granularity",
         "seed",
         "no_step0_check",
     ),
@@ -181,9 +182,10 @@ def run(options: Options) -> None:
     from moe_jax.open_source import read_config
     from moe_jax.plan import make_plan, tuned_parameters
 
-    config = _planned_config(read_config(model), options)
+    given = read_config(model)
+    config = _planned_config(given, options)
     training = _training(recipe, config, options)
-    plan, tuned = make_plan(config), tuned_parameters(config)
+    plan, tuned = make_plan(config, None if given.moe_layers else given), tuned_parameters(config)
     memory = _memory(config, options)
     compressed, strategies = _compression(config, options), _strategies(config, options)
     if options.json:

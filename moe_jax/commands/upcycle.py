@@ -26,7 +26,7 @@ class UpcycleFlags:
     """vanilla: every expert is a copy of the FFN; ders: the experts share the FFN, and each adds a --delta to it; pesc:
     the experts share the FFN, and each has an adapter after it (Camelidae)."""
     experts: Annotated[int | None, optional("INT", "8")] = None
-    """Experts per MoE layer."""
+    """Experts per MoE layer; with --granularity, copies of the FFN that are cut into experts."""
     top_k: Annotated[int | None, optional("INT", "2")] = None
     """Experts that a token is routed to."""
     every: Annotated[int | None, optional("INT", "2, of pesc 1")] = None
@@ -70,6 +70,12 @@ class UpcycleFlags:
     """Drop-Upcycling (Nakamura et al. 2025): the share R, in the paper 0.5, of every expert's neurons, in gate, up and
     down the same, are drawn anew, from a normal distribution with the mean and standard deviation of what they replace.
     Needs --delta full. Step 0: not the dense model's logits; the check says how far off they are, and does not fail."""
+    granularity: Annotated[int | None, optional("G", "1")] = None
+    """Granular upcycling (He et al. 2024): every copy of the FFN is cut along its neurons into G experts, so that there
+    are G times --experts experts, of which G times --top-k are chosen. At first the router chooses all pieces of a copy
+    or none. Their outputs are scaled: by G (gate topk_softmax), or by G times --experts / --top-k (softmax_topk). Needs
+    --delta full. Step 0: the dense model's logits with topk_softmax, since the pieces add up to the FFN; with
+    softmax_topk only as far as the router finds all experts alike, and the check then says how far off they are."""
     seed: Annotated[int | None, optional("INT", "0")] = None
     """Seed of all draws: routers, low-rank factors, sparse positions, noise, dropped neurons."""
     no_step0_check: bool = False
@@ -148,6 +154,7 @@ GROUPS = {
     "experts that begin unlike each other": (
         "noise",
         "drop",
+        "granularity",
     ),
     "of --method pesc": (
         "adapter",

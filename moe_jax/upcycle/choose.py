@@ -33,6 +33,7 @@ def chosen_options(
     cv_coef: float | None = None,
     noise: float | None = None,
     drop: float | None = None,
+    granularity: int | None = None,
     seed: int = 0,
     no_step0_check: bool = False,
 ) -> UpcycleOptions:
@@ -44,6 +45,7 @@ def chosen_options(
     del seed, no_step0_check  # options of the job, not of the model
     absent_of_pesc = {"delta": delta, "freeze-base": freeze_base, "universal": universal}
     absent_of_pesc |= {"extended": extended, "gate": gate, "noise": noise, "drop": drop}
+    absent_of_pesc["granularity"] = None if granularity == 1 else granularity
     only_of_pesc = {"adapter": adapter, "scale": scale, "rest": rest}
     if method == "pesc":
         given = [name for name, value in absent_of_pesc.items() if value not in (None, False, "none", 0)]
@@ -70,7 +72,7 @@ def chosen_options(
         options = dataclasses.replace(PESC, bank=bank, rest=PESC.rest if rest is None else parse_rest(rest))
     else:
         options = UpcycleOptions(bank=parse_delta(delta or "full", freeze_base=freeze_base), extended=extended)
-    begins = {"noise": noise, "drop": drop}
+    begins = {"noise": noise, "drop": drop, "granularity": granularity}
     start = Start(**{name: value for name, value in begins.items() if value is not None})
     if not options.bank.has_own_kernels:
         raise_if_any(start.needs_full_experts(), "upcycling")

@@ -1,60 +1,107 @@
-"""Makes experts that differ from the dense FFN: with noise, and with neurons drawn anew (methods.md 2.6).
+"""Makes experts that are not plain copies of a dense FFN: pieces of it, with noise, with neurons drawn anew.
 
-One leaf is in memory at a time, and the experts are made in float32, one after the other.
+What is computed is in methods.md 2.6. One leaf is in memory at a time; its experts are made in float32, one after the
+other.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.draws import DROPPED, NOISE, REDRAWN, draw_positions, stream
 from moe_jax.errors import InputError
+from moe_jax.functional.gates import GATES
 from moe_jax.models import MoEConfig
 from moe_jax.upcycle.start import Start
 
 MATRICES = ("gate", "up", "down")
 
 Kernel = Float[np.ndarray, "i o"]
+Leaf = Float[np.ndarray, "..."]
 
 
-def changed_kernels(
-    ffn: Mapping[str, np.ndarray], moe: MoEConfig, start: Start, *, seed: int, layer: int
+def changed_leaves(
+    ffns: Sequence[Mapping[str, np.ndarray]], moe: MoEConfig, start: Start, *, seed: int, layer: int
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the kernels [E, in, out] of experts that begin as `start` says.
+    """Yields kernels [E, in, out] and biases [E, out] of experts that begin as `start` says.
 
     Args:
-      ffn: leaves of the dense FFN by path below `mlp`.
-      moe: the layer to make; its experts are full.
+      ffns: leaves of dense FFNs by path below `mlp`, `up/kernel` and so on: one for every copy, or one for all of them.
+      moe: the layer to make, of full experts; with granularity G, those of one copy are G consecutive ones.
       start: what is done to the copies.
       seed: of all draws.
       layer: index of the layer; different layers draw differently.
 
     Yields:
-      Paths below `experts` and leaves, in the dtypes of the FFN.
+      Paths below `experts` and leaves, in the dtypes of the first FFN.
 
     Raises:
       InputError: if the spread of a kernel is not finite, so that nothing can be drawn like it.
     """
-    for index, name in enumerate(MATRICES):
-        if f"{name}/kernel" not in ffn:
-            continue
-        dense = ffn[f"{name}/kernel"]
-        leaf = np.empty((moe.num_experts, *dense.shape), dense.dtype)
-        for expert in range(moe.num_experts):
-            key = (index, expert)
-            kernel = dense.astype(np.float32)
-            changed = kernel
-            if start.noise:
-                changed = with_noise(kernel, start.noise, stream(seed, layer, NOISE, *key))
-            if start.drop:
-                # Of one expert the same neurons in all matrices, so that the matrix is not part of the key.
-                of_neurons = stream(seed, layer, DROPPED, expert)
-                neurons = dropped_neurons(of_neurons, kernel.shape[name != "down"], start.drop)
-                changed = redrawn(kernel, changed, name, neurons, stream(seed, layer, REDRAWN, *key))
-            leaf[expert] = changed
-        yield f"{name}/kernel", leaf
+    pieces = start.granularity
+    scale = output_scale(moe.gate, moe.num_experts, moe.top_k, pieces)
+    for path, first in ffns[0].items():
+        name, kind = path.split("/")
+        leaf: np.ndarray | None = None
+        for copy in range(moe.num_experts // pieces):
+            dense = first if len(ffns) == 1 else ffns[copy][path]
+            for index in range(pieces):
+                expert = copy * pieces + index
+                made = piece_of(dense, path, index, pieces, scale).astype(np.float32)
+                if kind == "kernel":
+                    made = _changed(made, name, start, seed, layer, expert)
+                leaf = np.empty((moe.num_experts, *made.shape), first.dtype) if leaf is None else leaf
+                leaf[expert] = made
+        assert leaf is not None
+        yield path, leaf
+
+
+def output_scale(gate: str, num_experts: int, top_k: int, granularity: int) -> float:
+    """What the down kernels of the pieces of an FFN are multiplied by, so that a token's experts add up to the FFN.
+
+    He et al. 2024 (arXiv 2410.07524) scale by `E G^2 / T` for a softmax over all `E G` experts of which T are chosen,
+    E the number of copies (`num_experts` is `E G` here, `top_k` is T): each chosen one then has a weight of about
+    `1 / (E G)`, and `T / G` of them hold the same piece. (They spread the factor over the matrices of the FFN; here it
+    is in the last one, in which every FFN is linear. How they spread it over gated FFNs we are not sure of.) Where
+    weights are made to sum to 1, each is about `1 / T`, and the same argument gives G, which is exact: pieces of a copy
+    have equal weights.
+    """
+    if granularity == 1:
+        return 1.0
+    if GATES[gate].weights_sum_to_one:
+        return float(granularity)
+    return num_experts * granularity / top_k
+
+
+def piece_of(leaf: Leaf, path: str, index: int, pieces: int, scale: float) -> Leaf:
+    """A piece of a dense FFN's leaf: that of consecutive neurons, `scale` times as large where outputs are made of it.
+
+    The bias of the output belongs to no neuron. Every piece has all of it, `scale / pieces` times as large: weights
+    of the experts sum to `pieces / scale`.
+    """
+    if path == "down/bias":
+        return leaf if scale == pieces else leaf * np.float32(scale / pieces)
+    neurons = 0 if path == "down/kernel" else -1
+    width = leaf.shape[neurons] // pieces
+    at = slice(index * width, (index + 1) * width)
+    if neurons:
+        return leaf[..., at]
+    return leaf[at] if scale == 1 else leaf[at] * np.float32(scale)
+
+
+def _changed(kernel: Kernel, name: str, start: Start, seed: int, layer: int, expert: int) -> Kernel:
+    """The kernel of an expert with noise, and with neurons drawn anew: that comes last, and is drawn without noise."""
+    changed, key = kernel, (MATRICES.index(name), expert)
+    if start.noise:
+        changed = with_noise(kernel, start.noise, stream(seed, layer, NOISE, *key))
+    if start.drop:
+        # Of one expert the same neurons in all matrices, so that the matrix is not part of the key.
+        of_neurons = stream(seed, layer, DROPPED, expert)
+        neurons = dropped_neurons(of_neurons, kernel.shape[name != "down"], start.drop)
+        changed = redrawn(kernel, changed, name, neurons, stream(seed, layer, REDRAWN, *key))
+    return changed
 
 
 def with_noise(kernel: Kernel, relative: float, random: np.random.Generator) -> Kernel:

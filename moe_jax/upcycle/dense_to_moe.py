@@ -26,7 +26,7 @@ from moe_jax.staging import check_target
 from moe_jax.step0 import Step0, probe_tokens
 from moe_jax.terminal import Progress, no_progress
 from moe_jax.upcycle.leaves import MATRICES, moe_leaves
-from moe_jax.upcycle.options import UpcycleOptions, keeps_the_function, upcycled_config
+from moe_jax.upcycle.options import UpcycleOptions, keeps_the_function, upcycled_config, why_different
 
 Specs = dict[str, jax.ShapeDtypeStruct]
 
@@ -107,9 +107,10 @@ def upcycle(
     config = upcycled_config(source.config, options)
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")
-    if check and not keeps_the_function(options):
-        raise InputError(_why_not_equal(options))
     specs = upcycled_specs(config, source.specs())
+    differs = why_different(options, [specs[path].dtype for path in specs if path.endswith("/down/kernel")])
+    if check and not keeps_the_function(options) and options.start.granularity == 1:
+        raise InputError(_why_not_equal(options))
     described = {**described, "allow_nonfinite": allow_nonfinite}
     lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("upcycle", described, [source]))]
     check_equal({"the options": {name: str(value) for name, value in described.items()}, "seed": seed})
@@ -132,7 +133,6 @@ def upcycle(
 
     if check:
         first_decides(make_probe)
-    differs = options.start.why_different()
     result = Upcycled(config, *_sizes(source, config, specs), differs=differs)
     with writer:
         if options.bank.form.beside_base_model:

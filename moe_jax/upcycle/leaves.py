@@ -8,7 +8,7 @@ from moe_jax.draws import ROUTER, draw_router, stream
 from moe_jax.errors import InputError
 from moe_jax.experts.on_host import leaves_from_dense
 from moe_jax.models import MoEConfig
-from moe_jax.upcycle.copies import MATRICES, changed_kernels
+from moe_jax.upcycle.copies import MATRICES, changed_leaves
 from moe_jax.upcycle.start import PLAIN, Start
 
 Leaves = Iterator[tuple[str, np.ndarray]]
@@ -35,32 +35,35 @@ def moe_leaves(
     """
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")
-    yield from _router(ffn["up/kernel"], moe, seed, layer)
+    yield from _router(ffn["up/kernel"], moe, start, seed, layer)
     kernels = {name: ffn[f"{name}/kernel"] for name in MATRICES if f"{name}/kernel" in ffn}
 
     def streams(name: str, purpose: int, expert: int) -> np.random.Generator:
         return stream(seed, layer, purpose, MATRICES.index(name), expert)
 
     if start.copies:
-        experts = leaves_from_dense(moe.bank, moe.expert, moe.bank_experts, kernels, streams)
+        for path, leaf in leaves_from_dense(moe.bank, moe.expert, moe.bank_experts, kernels, streams):
+            yield f"experts/{path}", leaf
+        for name in kernels:
+            if f"{name}/bias" in ffn:
+                yield f"experts/{name}/bias", _repeat(ffn[f"{name}/bias"], moe.bank_experts)
     else:
-        experts = changed_kernels(ffn, moe, start, seed=seed, layer=layer)
-    for path, leaf in experts:
-        yield f"experts/{path}", leaf
-    for name in kernels:
-        if f"{name}/bias" in ffn:
-            yield f"experts/{name}/bias", _repeat(ffn[f"{name}/bias"], moe.bank_experts)
+        for path, leaf in changed_leaves([ffn], moe, start, seed=seed, layer=layer):
+            yield f"experts/{path}", leaf
     if moe.universal_beside:
         for path, leaf in ffn.items():
             yield f"universal/{path}", leaf
 
 
-def _router(up: np.ndarray, moe: MoEConfig, seed: int, layer: int) -> Leaves:
-    """A linear router, or XFT's gate network, whose noise begins at zero."""
-    d_model, num_experts = up.shape[0], moe.num_experts
+def _router(up: np.ndarray, moe: MoEConfig, start: Start, seed: int, layer: int) -> Leaves:
+    """A linear router, or XFT's gate network, whose noise begins at zero.
+
+    Pieces of one copy of the FFN have equal columns (a virtual group), so that all of them are chosen or none.
+    """
+    d_model, num_experts = up.shape[0], moe.num_experts // start.granularity
     first = draw_router(stream(seed, layer, ROUTER), d_model, num_experts).astype(up.dtype)
     if moe.universal != "coder":
-        yield "router/kernel", first
+        yield "router/kernel", np.repeat(first, start.granularity, axis=1)
         return
     yield "router/hidden/kernel", first
     yield "router/out/kernel", draw_router(stream(seed, layer, ROUTER, 1), num_experts, num_experts).astype(up.dtype)

@@ -1,15 +1,20 @@
 """The options of upcycling, and the config of the MoE that it makes."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Literal
+
+import numpy as np
 
 from moe_jax.errors import InputError, check_member, raise_if_any
 from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig
+from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.by_name import form_of_option
 from moe_jax.functional.gates import GATES
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.peft.base import is_tuned
+from moe_jax.upcycle.copies import output_scale
 from moe_jax.upcycle.rest import Rest, with_rest
 from moe_jax.upcycle.start import PLAIN, Start
 
@@ -19,8 +24,8 @@ class UpcycleOptions:
     """How a dense model becomes an MoE.
 
     Attributes:
-      num_experts: E.
-      top_k: experts per token.
+      num_experts: E; where FFNs are cut into pieces (`start.granularity`), the number of copies that are.
+      top_k: experts per token; or copies, all pieces of which are chosen at first.
       every: every `every`-th layer becomes an MoE: with 2, the layers 1, 3, 5, ... counted from 0; with 1, all
         layers.
       layers: indices (from 0) of the layers to turn into MoEs, instead of `every`.
@@ -76,7 +81,8 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
       options: the MoE to make.
 
     Returns:
-      `dense` with the FFNs of the chosen layers replaced by MoEs whose experts have the FFN's shape, and `options.rest`
+      `dense` with the FFNs of the chosen layers replaced by MoEs whose experts have the FFN's shape or, with
+      granularity G, a G-th of its neurons; and `options.rest`
       in all layers.
 
     Raises:
@@ -120,6 +126,48 @@ def keeps_the_function(options: UpcycleOptions) -> bool:
     return options.gate in ("softmax_topk", "top1") and options.top_k == options.num_experts
 
 
+def why_different(options: UpcycleOptions, dtypes: Collection[np.dtype] = ()) -> str | None:
+    """Why the MoE is not meant to begin with the dense model's logits; None: it is, if it `keeps_the_function`.
+
+    Args:
+      options: of the MoE.
+      dtypes: in which the FFN's down kernels are stored.
+    """
+    start, reasons = options.start, []
+    if start.noise:
+        reasons.append(f"noise {start.noise:g} on the experts")
+    if start.drop:
+        reasons.append(f"share {start.drop:g} of the experts' neurons drawn anew")
+    if start.granularity > 1:
+        scale = granular_scale(options)
+        if not keeps_the_function(options):
+            reasons.append(f"outputs scaled by {scale:g}, as if the router found all experts alike")
+        if math.frexp(scale)[0] != 0.5 and any(dtype != np.float32 for dtype in dtypes):
+            reasons.append(f"down kernels times {scale:g} are rounded")
+    return " and ".join(reasons) or None
+
+
+def granular_scale(options: UpcycleOptions) -> float:
+    """`output_scale` of the MoE that is made by these options."""
+    pieces = options.start.granularity
+    gate, experts, top_k = options.gate, options.num_experts * pieces, options.top_k * pieces
+    return output_scale(gate, experts, top_k, pieces)
+
+
+def _granular_problems(options: UpcycleOptions, expert: FFNConfig) -> list[str]:
+    """Why an FFN cannot be cut into pieces that are experts."""
+    pieces, problems = options.start.granularity, []
+    if pieces == 1:
+        return problems
+    if expert.dim % pieces:
+        problems.append(f"granularity={pieces} does not divide the {expert.dim} neurons of the FFN")
+    if options.universal != "none":
+        problems.append(f"granularity={pieces} does not go with a universal FFN, which weights whole experts")
+    if options.gate not in ("topk_softmax", "softmax_topk"):
+        problems.append(f"granularity={pieces} goes with gate 'topk_softmax' or 'softmax_topk', not {options.gate!r}")
+    return problems
+
+
 def _chosen_layers(dense: ModelConfig, options: UpcycleOptions, problems: list[str]) -> set[int]:
     num_layers = dense.num_layers
     if options.layers is not None:
@@ -141,11 +189,13 @@ def _chosen_layers(dense: ModelConfig, options: UpcycleOptions, problems: list[s
 
 def _moe(dense: ModelConfig, layer: int, options: UpcycleOptions) -> MoEConfig:
     check_member("universal", options.universal, ("none", "coder", "med"))
-    expert = dense.ffn(layer)
+    expert, pieces = dense.ffn(layer), options.start.granularity
+    raise_if_any(_granular_problems(options, expert), f"layer {layer}")
+    expert = dataclasses.replace(expert, dim=expert.dim // pieces)
     moe = MoEConfig(
         expert=expert,
-        num_experts=options.num_experts,
-        top_k=options.top_k,
+        num_experts=options.num_experts * pieces,
+        top_k=options.top_k * pieces,
         gate=options.gate,
         bank=options.bank,
         balance_coef=options.balance_coef,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moe_jax.errors import InputError, check_number
+from moe_jax.errors import InputError, check_number, check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,13 +13,16 @@ class Start:
       noise: standard deviation of Gaussian noise on every kernel of every expert, relative to that of the kernel's
         entries.
       drop: share of every expert's neurons that are drawn anew (Drop-Upcycling, Nakamura et al. 2025).
+      granularity: G: every copy of the FFN is cut along its neurons into G experts (He et al. 2024).
     """
 
     noise: float = 0.0
     drop: float = 0.0
+    granularity: int = 1
 
     def __post_init__(self) -> None:
         check_number(self, "noise", "drop", at_least=0)
+        check_positive(self, "granularity")
         if self.drop > 1:
             raise InputError(f"drop={self.drop} is a share of the neurons, at most 1")
 
@@ -30,20 +33,13 @@ class Start:
 
     def needs_full_experts(self) -> list[str]:
         """What experts with a shared base, or adapters, could not begin with: options, each with its reason."""
+        changed = {"noise": self.noise > 0, "drop": self.drop > 0, "granularity": self.granularity > 1}
         why = {
             "noise": "noise is no delta of low rank, nor of few entries",
             "drop": "neurons drawn anew are no delta of low rank, nor of few entries",
+            "granularity": "experts that are different pieces of the FFN have no base in common",
         }
-        return [f"--{name} needs --delta full: {why[name]}" for name in why if getattr(self, name)]
-
-    def why_different(self) -> str | None:
-        """Why the MoE does not begin with the dense model's logits; None: it does."""
-        reasons = []
-        if self.noise:
-            reasons.append(f"noise {self.noise:g} on the experts")
-        if self.drop:
-            reasons.append(f"share {self.drop:g} of the experts' neurons drawn anew")
-        return " and ".join(reasons) or None
+        return [f"--{name} needs --delta full: {why[name]}" for name in why if changed[name]]
 
 
 PLAIN = Start()
