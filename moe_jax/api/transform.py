@@ -143,6 +143,8 @@ def upcycle(
     noise: float | None = None,
     drop: float | None = None,
     granularity: int | None = None,
+    experts_from: Sequence[ModelOrPath] | None = None,
+    rest_from: Literal["mean", "base"] | None = None,
     seed: int = 0,
     step0_check: bool = True,
     text: str | os.PathLike[str] | None = None,
@@ -183,6 +185,8 @@ def upcycle(
       drop: share of every expert's neurons that are drawn anew (Drop-Upcycling); with it, the same.
       granularity: every copy of the FFN is cut into so many experts (granular upcycling), and of these so many times
         `top_k` are chosen.
+      experts_from: models that experts are from, one each, or their paths (Branch-Train-MiX); all else is their mean.
+      rest_from: with these, what is no expert: their `mean`, or the `base`, which is the dense model.
       seed: of routers, low-rank factors and sparse positions, noise and dropped neurons.
       step0_check: compare the logits of both models. It also refuses gates that cannot equal the dense model.
       text: with NF4 kernels (`rest="qlora:R"`), the path of a text on which the loss before and after quantising, and
@@ -197,6 +201,7 @@ def upcycle(
       InputError: if the model is an MoE already, the options do not go with it or each other, weights are not
         finite, the logits differ, or `out` exists. Nothing is left behind.
     """
+    models = [open_model(one) for one in experts_from or ()]
     given = {
         "method": method,
         "experts": experts,
@@ -217,6 +222,8 @@ def upcycle(
         "noise": noise,
         "drop": drop,
         "granularity": granularity,
+        "experts_from": [model.path for model in models],
+        "rest_from": rest_from,
         "seed": seed,
         "no_step0_check": not step0_check,
     }
@@ -230,6 +237,7 @@ def upcycle(
         seed=seed,
         check=step0_check,
         text=probe_text(source, upcycled_config(source.config, options), text, check=step0_check),
+        experts_from=models,
         allow_nonfinite=allow_nonfinite,
         described=described,
     )

@@ -34,7 +34,7 @@ class Options(UpcycleFlags, AdaptFlags):
     Weights are not read, and need not be there.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "train")
+    in_buckets: ClassVar[tuple[str, ...]] = ("model", "train", "experts_from")
 
     model: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="CONFIG_OR_MODEL")] = None
     """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP. With
@@ -121,6 +121,8 @@ GROUPS = {
         "noise",
         "drop",
         "granularity",
+        "experts_from",
+        "rest_from",
         "seed",
         "no_step0_check",
     ),

@@ -76,6 +76,12 @@ class UpcycleFlags:
     or none. Their outputs are scaled: by G (gate topk_softmax), or by G times --experts / --top-k (softmax_topk). Needs
     --delta full. Step 0: the dense model's logits with topk_softmax, since the pieces add up to the FFN; with
     softmax_topk only as far as the router finds all experts alike, and the check then says how far off they are."""
+    experts_from: Annotated[tuple[Path, ...] | None, optional("DIR [DIR ...]", "SRC alone")] = None
+    """Branch-Train-MiX (Sukhbaatar et al. 2024): expert i has the FFN of the i-th of these models, which have SRC's
+    architecture and tokenizer; all else is their mean. SRC gives an expert only if it is named too. Needs --delta full.
+    Step 0: not SRC's logits; the check says how far off they are, and does not fail."""
+    rest_from: Annotated[Literal["mean", "base"] | None, optional("mean|base", "mean")] = None
+    """With --experts-from, what is no expert (attention, norms, embeddings, other FFNs): the mean, or that of SRC."""
     seed: Annotated[int | None, optional("INT", "0")] = None
     """Seed of all draws: routers, low-rank factors, sparse positions, noise, dropped neurons."""
     no_step0_check: bool = False
@@ -117,7 +123,7 @@ class Options(BaseFlag, UpcycleFlags):
     to the dense model, which has to stay where it is.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("src", "dst", "base", "text")
+    in_buckets: ClassVar[tuple[str, ...]] = ("src", "dst", "base", "text", "experts_from")
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """A dense model: a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a training
@@ -155,6 +161,8 @@ GROUPS = {
         "noise",
         "drop",
         "granularity",
+        "experts_from",
+        "rest_from",
     ),
     "of --method pesc": (
         "adapter",
@@ -177,6 +185,7 @@ def run(options: Options) -> None:
       InputError: see `moe_jax.upcycle`.
     """
     from moe_jax.api.built_in_text import probe_text
+    from moe_jax.open_source import open_source
     from moe_jax.peft.trained_table import print_trained
     from moe_jax.plan import trained_leaves
     from moe_jax.processes import is_first_process, join_processes
@@ -195,6 +204,7 @@ def run(options: Options) -> None:
             seed=seed,
             check=check,
             text=text,
+            experts_from=[open_source(path) for path in options.experts_from or ()],
             allow_nonfinite=options.allow_nonfinite,
             described=options.described(chosen),
             progress=progress,

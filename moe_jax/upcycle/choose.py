@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.experts import AdapterExperts, BankConfig
@@ -34,6 +34,8 @@ def chosen_options(
     noise: float | None = None,
     drop: float | None = None,
     granularity: int | None = None,
+    experts_from: Sequence[Any] | None = None,
+    rest_from: Literal["mean", "base"] | None = None,
     seed: int = 0,
     no_step0_check: bool = False,
 ) -> UpcycleOptions:
@@ -45,6 +47,7 @@ def chosen_options(
     del seed, no_step0_check  # options of the job, not of the model
     absent_of_pesc = {"delta": delta, "freeze-base": freeze_base, "universal": universal}
     absent_of_pesc |= {"extended": extended, "gate": gate, "noise": noise, "drop": drop}
+    absent_of_pesc |= {"experts-from": experts_from or None, "rest-from": rest_from}
     absent_of_pesc["granularity"] = None if granularity == 1 else granularity
     only_of_pesc = {"adapter": adapter, "scale": scale, "rest": rest}
     if method == "pesc":
@@ -72,7 +75,13 @@ def chosen_options(
         options = dataclasses.replace(PESC, bank=bank, rest=PESC.rest if rest is None else parse_rest(rest))
     else:
         options = UpcycleOptions(bank=parse_delta(delta or "full", freeze_base=freeze_base), extended=extended)
-    begins = {"noise": noise, "drop": drop, "granularity": granularity}
+    models = len(experts_from or ()) or None
+    if rest_from is not None and models is None:
+        raise InputError("--rest-from goes with --experts-from only")
+    if models is not None and experts not in (None, models):
+        raise InputError(f"--experts-from names {models} models, each for one expert, and --experts is {experts}")
+    changes["num_experts"] = experts or models
+    begins = {"noise": noise, "drop": drop, "granularity": granularity, "models": models, "rest_from": rest_from}
     start = Start(**{name: value for name, value in begins.items() if value is not None})
     if not options.bank.has_own_kernels:
         raise_if_any(start.needs_full_experts(), "upcycling")
@@ -107,12 +116,19 @@ def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
     }
     if pesc:
         described |= dataclasses.asdict(chosen.bank.form) | {"rest": dataclasses.asdict(chosen.rest)}
-    return described | _changed(chosen.start)
+    described |= _changed(chosen.start)
+    if chosen.start.models:
+        described["experts_from"] = [str(model) for model in given["experts_from"]]
+    return described
 
 
 def _changed(start: Start) -> dict[str, Any]:
-    """What is not as it is by default."""
-    return {name: value for name, value in dataclasses.asdict(start).items() if value != getattr(PLAIN, name)}
+    """What is not as it is by default; the models are named elsewhere."""
+    return {
+        name: value
+        for name, value in dataclasses.asdict(start).items()
+        if value != getattr(PLAIN, name) and name != "models"
+    }
 
 
 def _delta_problems(method: str | None, delta: str | None) -> list[str]:

@@ -1,11 +1,12 @@
 """Converts a dense model to an MoE model, layer by layer."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moe_jax.counting import count_bytes, count_parameters
 from moe_jax.errors import InputError
@@ -25,7 +26,9 @@ from moe_jax.processes import check_equal, first_decides
 from moe_jax.staging import check_target
 from moe_jax.step0 import Step0, probe_tokens
 from moe_jax.terminal import Progress, no_progress
-from moe_jax.upcycle.leaves import MATRICES, moe_leaves
+from moe_jax.upcycle.branches import Branches
+from moe_jax.upcycle.copies import MATRICES
+from moe_jax.upcycle.leaves import moe_leaves
 from moe_jax.upcycle.options import UpcycleOptions, keeps_the_function, upcycled_config, why_different
 
 Specs = dict[str, jax.ShapeDtypeStruct]
@@ -70,6 +73,7 @@ def upcycle(
     seed: int = 0,
     check: bool = True,
     text: ProbeText | None = None,
+    experts_from: Sequence[ModelSource] = (),
     allow_nonfinite: bool = False,
     described: Mapping[str, Any],
     progress: Progress = no_progress,
@@ -89,6 +93,8 @@ def upcycle(
       seed: of routers, factors and positions; the same seed gives the same weights.
       check: whether to compare the logits of the written model with the source's before it appears at `dst`. Where they
         are not meant to be equal, the difference is measured and nothing refused.
+      experts_from: the models that experts are from, as many as `options.start.models`; the others' dtypes are the
+        source's.
       text: of a model with NF4 kernels, to tell what these change in its predictions.
       allow_nonfinite: go on where weights are not finite.
       described: the options as the user gave them, for the lineage.
@@ -105,6 +111,8 @@ def upcycle(
     if isinstance(dst, Path):
         first_decides(lambda: check_target(dst, buckets=True))
     config = upcycled_config(source.config, options)
+    assert len(experts_from) == options.start.models, "the options say how many models there are"
+    branches = Branches(source, experts_from, options.start.rest_from) if experts_from else None
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")
     specs = upcycled_specs(config, source.specs())
@@ -112,7 +120,8 @@ def upcycle(
     if check and not keeps_the_function(options) and options.start.granularity == 1:
         raise InputError(_why_not_equal(options))
     described = {**described, "allow_nonfinite": allow_nonfinite}
-    lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("upcycle", described, [source]))]
+    sources = [source, *experts_from]
+    lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("upcycle", described, sources))]
     check_equal({"the options": {name: str(value) for name, value in described.items()}, "seed": seed})
     check_equal({"the new model": config_to_json(config)})
     base = source if config.frozen_base else None
@@ -138,7 +147,7 @@ def upcycle(
         if options.bank.form.beside_base_model:
             _write_adapter_experts(source, config, writer, seed, progress)
         else:
-            _write_layers(source, config, options, writer, seed, progress)
+            _write_layers(source, branches, config, options, writer, seed, progress)
         if check:
             written = writer.read_back()
 
@@ -194,18 +203,20 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
 
 def _write_layers(
     source: ModelSource,
+    branches: Branches | None,
     config: ModelConfig,
     options: UpcycleOptions,
     writer: ModelWriter,
     seed: int,
     progress: Progress,
 ) -> None:
+    read = source.read if branches is None else branches.read
     by_layer, new = _by_layer(leaf_specs(source.config)), _by_layer(writer.expected)
 
     def copy(paths: Iterable[str]) -> None:
         for path in paths:
             if path not in writer.done and writer.mine(path):
-                writer.write({path: source.read(path)})
+                writer.write({path: read(path)})
 
     upcycled = {str(i) for i in config.moe_layers}
     _deal(writer, upcycled, leaf_specs(config))
@@ -216,9 +227,13 @@ def _write_layers(
         copy(path for path in paths if path not in replaced)
         missing = [path for path in new[layer] if path not in writer.done and writer.mine(path)]
         if replaced and any(path.startswith(prefix) for path in missing):
-            ffn = {path.removeprefix(prefix): source.read(path) for path in replaced}
+            names = [path.removeprefix(prefix) for path in replaced]
+            ffn: Mapping[str, np.ndarray] = {name: read(prefix + name) for name in names} if branches is None else {}
+            copies: list[Mapping[str, np.ndarray]] = []
+            if branches is not None:  # of which no more than a leaf of each should be in memory
+                ffn, copies = branches.ffn(prefix, names), branches.ffns(prefix, names)
             moe, start = config.moe(int(layer)), options.start
-            for name, leaf in moe_leaves(ffn, moe, seed=seed, layer=int(layer), start=start):
+            for name, leaf in moe_leaves(ffn, moe, seed=seed, layer=int(layer), start=start, branches=copies):
                 if prefix + name not in writer.done:
                     writer.write({prefix + name: leaf})
         progress("writing layers", done, len(by_layer))

@@ -1,6 +1,6 @@
 """Makes the leaves of an MoE layer from those of a dense FFN (methods.md 2.1-2.4), one at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,13 @@ Leaves = Iterator[tuple[str, np.ndarray]]
 
 
 def moe_leaves(
-    ffn: Mapping[str, np.ndarray], moe: MoEConfig, *, seed: int, layer: int, start: Start = PLAIN
+    ffn: Mapping[str, np.ndarray],
+    moe: MoEConfig,
+    *,
+    seed: int,
+    layer: int,
+    start: Start = PLAIN,
+    branches: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> Leaves:
     """Yields the leaves of an MoE layer whose experts, and universal FFN, compute what a dense FFN does.
 
@@ -25,6 +31,7 @@ def moe_leaves(
       seed: of everything random.
       layer: index of the layer; different layers draw differently.
       start: what is done to the experts' copies of the FFN; with it they compute something else.
+      branches: the FFNs that experts are copies of, one for every copy; none: all are of `ffn`.
 
     Yields:
       Paths below `mlp` and leaves in the dtypes of the FFN. A leaf that repeats the FFN's for every expert is a
@@ -35,20 +42,20 @@ def moe_leaves(
     """
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")
-    yield from _router(ffn["up/kernel"], moe, start, seed, layer)
-    kernels = {name: ffn[f"{name}/kernel"] for name in MATRICES if f"{name}/kernel" in ffn}
+    yield from _router((branches[0] if branches else ffn)["up/kernel"], moe, start, seed, layer)
 
     def streams(name: str, purpose: int, expert: int) -> np.random.Generator:
         return stream(seed, layer, purpose, MATRICES.index(name), expert)
 
-    if start.copies:
+    if start.copies and not branches:
+        kernels = {name: ffn[f"{name}/kernel"] for name in MATRICES if f"{name}/kernel" in ffn}
         for path, leaf in leaves_from_dense(moe.bank, moe.expert, moe.bank_experts, kernels, streams):
             yield f"experts/{path}", leaf
         for name in kernels:
             if f"{name}/bias" in ffn:
                 yield f"experts/{name}/bias", _repeat(ffn[f"{name}/bias"], moe.bank_experts)
     else:
-        for path, leaf in changed_leaves([ffn], moe, start, seed=seed, layer=layer):
+        for path, leaf in changed_leaves(branches or [ffn], moe, start, seed=seed, layer=layer):
             yield f"experts/{path}", leaf
     if moe.universal_beside:
         for path, leaf in ffn.items():

@@ -111,6 +111,8 @@ def upcycled_config(dense: ModelConfig, options: UpcycleOptions) -> ModelConfig:
             f"rest {options.rest.kind!r} freezes the dense model, and {options.bank.kind} experts are trained with it; "
             "use adapter experts (PESC), or rest 'full'"
         )
+    if options.start.models and options.start.models != options.num_experts:
+        problems.append(f"{options.start.models} models give one expert each, num_experts={options.num_experts}")
     if not options.bank.has_own_kernels:
         problems += options.start.needs_full_experts()
     raise_if_any(problems, "these options do not go with the model")
@@ -134,6 +136,8 @@ def why_different(options: UpcycleOptions, dtypes: Collection[np.dtype] = ()) ->
       dtypes: in which the FFN's down kernels are stored.
     """
     start, reasons = options.start, []
+    if start.models:
+        reasons.append(f"experts from {start.models} models")
     if start.noise:
         reasons.append(f"noise {start.noise:g} on the experts")
     if start.drop:
