@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.by_platform import by_platform
 from moe_jax.kernels.deferred import Bound
-from moe_jax.kernels.tpu.chip import Core
+from moe_jax.kernels.tpu.chip import LANES, Core, round_up
 
-MOST_GATHERS = 32
+MOST_PARTS, MOST_GATHERS = 8, 32
 """That sums over choices are divided into: each takes the compiler some time."""
 
 
@@ -137,12 +137,19 @@ def _in_parts(y: Array, flat_to_sorted: Array, weights: Array | None, *, top_k: 
     """Part by part of the tokens, so that what is gathered waits in the fast memory of a TPU until it is summed."""
     tokens = flat_to_sorted.shape[0] // top_k
     gathered = tokens * top_k * y.shape[1] * y.dtype.itemsize
-    parts = min(math.ceil(8 * gathered / core.vmem), MOST_GATHERS // top_k)
+    # Of few choices, those of a part are gathered one by one, and of many at once: so the compiler leaves most of them
+    # there (`benchmarks/hot_path.py`).
+    at_once = top_k > 4
+    parts = min(math.ceil(8 * gathered / core.vmem), MOST_PARTS if at_once else MOST_GATHERS // top_k)
     if parts <= 1:
         return _all_at_once(y, flat_to_sorted, weights, top_k=top_k)
-    rows, size, sums = flat_to_sorted.reshape(-1, top_k), -(-tokens // parts), []
+    # Of whole registers: others the compiler writes to memory.
+    rows, size, sums = flat_to_sorted.reshape(-1, top_k), round_up(-(-tokens // parts), LANES), []
     for start in range(0, tokens, size):
         own = None if weights is None else weights[start : start + size]
+        if at_once:
+            sums.append(_all_at_once(y, rows[start : start + size].reshape(-1), own, top_k=top_k))
+            continue
         terms = (_weighted(_rows(y, rows[start : start + size, i]), own, i) for i in range(top_k))
         sums.append(_sum(terms).astype(y.dtype))
     return jnp.concatenate(sums)

@@ -89,10 +89,10 @@ def test_parts_of_the_sorted_rows_add_up_to_the_whole(shape, room, seed):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), parts, whole)
 
 
-@pytest.mark.parametrize(("tokens", "parts"), [(16, [4, 4, 4, 4]), (13, [3, 3, 3, 3, 1])])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_sums_in_parts_are_the_same_to_the_last_bit(weighted, tokens, parts):
-    rng, top_k = np.random.default_rng(0), 2
+@pytest.mark.parametrize(("tokens", "parts"), [(512, [128, 128, 128, 128]), (300, [128, 128, 44])])
+@pytest.mark.parametrize(("weighted", "top_k"), [(True, 2), (False, 2), (True, 8)])
+def test_sums_in_parts_are_the_same_to_the_last_bit(weighted, top_k, tokens, parts):
+    rng = np.random.default_rng(0)
     y = jnp.asarray(rng.standard_normal((tokens * top_k, 5)), jnp.bfloat16)
     rows = jnp.asarray(rng.permutation(tokens * top_k), jnp.int32)
     weights = jnp.asarray(rng.standard_normal((tokens, top_k)), jnp.float32) if weighted else None

@@ -1,6 +1,6 @@
 """Which block of rows meets which group: the schedule of every kernel over rows that are sorted by group."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -61,3 +61,37 @@ def group_visits(
         end=jnp.where(without_rows, 0, ends[group]),
     )
     return visits, past[-2] if every_group else past[-1]
+
+
+def visits_of_shares(
+    group_sizes: Int[Array, " E"], rows: int, block: int, shares: int
+) -> tuple[Visits, Int[Array, ""]]:
+    """The visits of equal shares of the blocks, one share after another, and the largest count of them.
+
+    Args:
+      group_sizes, rows, block: see `group_visits`.
+      shares: divides the number of blocks. One that has fewer visits than another makes up for it with such as do
+        nothing: in its last block, for the group that was visited last.
+    """
+    if shares == 1:
+        return group_visits(group_sizes, rows, block)
+    ends, own = jnp.cumsum(group_sizes), -(-rows // block) // shares * block
+    every, counts = [], []
+    for start in range(0, shares * own, own):
+        first, end = (jnp.clip(edges - start, 0, own) for edges in (ends - group_sizes, ends))
+        visits, count = group_visits(end - first, own, block)
+        idle = visits.end == 0
+        first, end = (jnp.where(idle, 0, edges + start) for edges in (visits.first, visits.end))
+        every.append(Visits(visits.block + start // block, visits.group, first, end))
+        counts.append(count)
+    return Visits(*(jnp.concatenate(parts) for parts in zip(*every, strict=True))), jnp.max(jnp.stack(counts))
+
+
+class OfShare:
+    """The entries of a share, in a list of those of all shares."""
+
+    def __init__(self, values: Any, start: Any):
+        self._values, self._start = values, start
+
+    def __getitem__(self, v: Any) -> Any:
+        return self._values[self._start + v]

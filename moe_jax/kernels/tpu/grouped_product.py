@@ -3,7 +3,8 @@
 For a block of columns of the kernels, the base is read once; for each expert in turn what is stored of it is read once,
 a *panel* of its kernel is made (summed in float32, rounded to the dtype of the rows) and kept while blocks of its rows
 pass by. No kernel is ever in HBM. With few rows, every byte that is stored is read once, and nothing else; with many,
-rows are read once for every panel, whose width is chosen so that this costs least.
+rows are read once for every panel, whose width is chosen so that this costs least. Long kernels may be cut into parts
+of their rows, with a call for each, which adds its terms to the sums of the call before.
 
 The transposed product, with the gradient of the output in the place of the rows, takes panels of rows of the kernels.
 
@@ -25,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.tpu.chip import ANY_CORE, RESERVED, Core
 from moe_jax.kernels.tpu.fused_tile import FusedTile, Operand, Piece
 from moe_jax.kernels.tpu.gated_activation import activated
-from moe_jax.kernels.tpu.group_visits import Visits, group_visits
+from moe_jax.kernels.tpu.group_visits import OfShare, Visits, visits_of_shares
 from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
 from moe_jax.kernels.tpu.product_blocks import Made, Plan, plan_blocks
 
@@ -120,53 +121,90 @@ def _product(
         operands = tuple(tile.operands(arrays, rows.dtype))
         stored = base is None and tile.is_whole and operands[0].array.dtype == rows.dtype
         every.append(Made(tile, base, operands, stored))
-    plan = plan_blocks(rows.shape[0], shape, rows.dtype, every, core, transposed=transposed)
-    visits, count = group_visits(group_sizes, rows.shape[0], plan.rows)
+    adds = activation is None
+    plan = plan_blocks(rows.shape[0], shape, rows.dtype, every, core, transposed=transposed, adds=adds)
+    visits, count = visits_of_shares(group_sizes, rows.shape[0], plan.rows, plan.shares)
+    of_share = visits.block.shape[0] // plan.shares
     padded = jnp.pad(rows, ((0, max(0, plan.rows - rows.shape[0])), (0, 0)))
-    panel = (plan.width, shape[1]) if transposed else (shape[0], plan.width)
-    width = shape[0] if transposed else shape[1]
+    panel = (plan.width, plan.depth) if transposed else (plan.depth, plan.width)
+    length, width = (shape[1], shape[0]) if transposed else shape
 
-    def of_base(n: Any, v: Any, visits: Any) -> tuple:
-        return (n, 0) if transposed else (0, n)
-
-    def of_operand(operand: Operand) -> pl.BlockSpec:
-        def index(n: Any, v: Any, visits: Any) -> tuple:
-            return visits.group[v], *operand.index_of_block(*((n, 0) if transposed else (0, n)))
-
-        return pl.BlockSpec((None, *operand.block_of(*panel)), index)
-
-    specs, inputs = [pl.BlockSpec((plan.rows, padded.shape[1]), lambda n, v, visits: (visits.block[v], 0))], [padded]
-    for made in every:
-        if made.base is not None:
-            # A block of the base is used for long: a second one, in which the next would arrive meanwhile, has to pay.
-            specs.append(pl.BlockSpec(panel, of_base, pipeline_mode=pl.Buffered(plan.bases)))
-            inputs.append(made.base)
-        specs += [of_operand(operand) for operand in made.operands]
-        inputs += [operand.array for operand in made.operands]
-    layout = tuple(_Layout(made.tile, made.base is not None, len(made.operands), made.stored) for made in every)
+    # The axis that is divided between cores comes first: that of the shares, or of panels where there is one share.
+    by_rows = plan.shares > 1
     name = "grouped_product" if activation is None else "gated_product"
-    out = pl.pallas_call(
-        partial(_kernel, layout=layout, plan=plan, activation=activation, transposed=transposed),
-        out_shape=jax.ShapeDtypeStruct((padded.shape[0], width), rows.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(plan.panels, count),
-            in_specs=specs,
-            out_specs=pl.BlockSpec((plan.rows, plan.width), lambda n, v, visits: (visits.block[v], n)),
-            scratch_shapes=[pltpu.VMEM(panel, rows.dtype) for made in every if not made.stored],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=plan.vmem + RESERVED
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * len(every) * rows.size * width,
-            bytes_accessed=plan.traffic,
-            transcendentals=0 if activation is None else rows.shape[0] * width,
-        ),
-        interpret=interpret,
-        name=f"{name}_transposed" if transposed else name,
-    )(visits, *inputs)
-    return out[: rows.shape[0]]
+    layout = tuple(_Layout(made.tile, made.base is not None, len(made.operands), made.stored) for made in every)
+
+    def panel_of(outer: Any, inner: Any) -> Any:
+        return inner if by_rows else outer
+
+    def visit_of(outer: Any, v: Any) -> Any:
+        return outer * of_share + v if by_rows else v
+
+    def of_out(outer: Any, inner: Any, v: Any, visits: Any) -> tuple:
+        return visits.block[visit_of(outer, v)], panel_of(outer, inner)
+
+    def of_cut(cut: int, sums: Array | None) -> Array:
+        """The sums with the terms of a cut."""
+
+        def at(outer: Any, inner: Any) -> tuple:
+            n = panel_of(outer, inner)
+            return (n, cut) if transposed else (cut, n)
+
+        def of_rows(outer: Any, inner: Any, v: Any, visits: Any) -> tuple:
+            return visits.block[visit_of(outer, v)], cut
+
+        def of_base(outer: Any, inner: Any, v: Any, visits: Any) -> tuple:
+            return at(outer, inner)
+
+        def of_operand(operand: Operand) -> pl.BlockSpec:
+            def index(outer: Any, inner: Any, v: Any, visits: Any) -> tuple:
+                return visits.group[visit_of(outer, v)], *operand.index_of_block(*at(outer, inner))
+
+            return pl.BlockSpec((None, *operand.block_of(*panel)), index)
+
+        specs, inputs = [pl.BlockSpec((plan.rows, plan.depth), of_rows)], [padded]
+        for made in every:
+            if made.base is not None:
+                # A block of the base is used for long: a second one, in which the next arrives meanwhile, has to pay.
+                specs.append(pl.BlockSpec(panel, of_base, pipeline_mode=pl.Buffered(plan.bases)))
+                inputs.append(made.base)
+            specs += [of_operand(operand) for operand in made.operands]
+            inputs += [operand.array for operand in made.operands]
+        if sums is not None:
+            specs.append(pl.BlockSpec((plan.rows, plan.width), of_out))
+            inputs.append(sums)
+        own = min(plan.depth, length - cut * plan.depth)
+        dtype = rows.dtype if cut == plan.cuts - 1 else jnp.float32
+        return pl.pallas_call(
+            partial(
+                _kernel, layout=layout, plan=plan, activation=activation, transposed=transposed,
+                depth=own, continues=sums is not None,
+            ),
+            out_shape=jax.ShapeDtypeStruct((padded.shape[0], width), dtype),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(plan.shares, plan.panels, count) if by_rows else (plan.panels, 1, count),
+                in_specs=specs,
+                out_specs=pl.BlockSpec((plan.rows, plan.width), of_out),
+                scratch_shapes=[pltpu.VMEM(panel, rows.dtype) for made in every if not made.stored],
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem + RESERVED
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=2 * len(every) * rows.shape[0] * own * width,
+                bytes_accessed=plan.traffic // plan.cuts,
+                transcendentals=0 if activation is None else rows.shape[0] * width,
+            ),
+            interpret=interpret,
+            name=f"{name}_transposed" if transposed else name,
+        )(visits, *inputs)  # fmt: skip
+
+    sums = None
+    for cut in range(plan.cuts):
+        sums = of_cut(cut, sums)
+    assert sums is not None
+    return sums[: rows.shape[0]]
 
 
 # ---- the kernel -------------------------------------------------------------------------------------------------
@@ -189,9 +227,18 @@ def _kernel(
     plan: Plan,
     activation: str | None,
     transposed: bool,
+    depth: int,
+    continues: bool,
 ) -> None:
-    inputs, (out_ref, *scratch) = iter(refs), refs[sum(one.has_base + one.operands for one in layout) :]
-    v, panels = pl.program_id(1), []
+    inputs, others = iter(refs), [*refs[sum(one.has_base + one.operands for one in layout) :]]
+    sums_ref: Any = others.pop(0) if continues else None
+    out_ref, *scratch = others
+    v, panels = pl.program_id(2), []
+    if plan.shares > 1:
+        start = pl.program_id(0) * (visits.block.shape[0] // plan.shares)
+        own_visits: Any = (OfShare(values, start) for values in visits)
+        visits = Visits(*own_visits)
+    width = plan.width
     for one in layout:
         base_ref = next(inputs) if one.has_base else None
         operand_refs = [next(inputs) for _ in range(one.operands)]
@@ -200,7 +247,7 @@ def _kernel(
 
             @pl.when(jnp.logical_and(visits.end[v] > 0, changed(visits.group, v)))
             def _make(panel_ref=panels[-1], base_ref=base_ref, operand_refs=operand_refs, tile=one.tile) -> None:
-                _make_panel(panel_ref, base_ref, operand_refs, tile)
+                _make_panel(panel_ref, base_ref, operand_refs, tile, (width, depth) if transposed else (depth, width))
 
     @pl.when(changed(visits.block, v))
     def _clear() -> None:
@@ -213,9 +260,12 @@ def _kernel(
             columns = pl.ds(start, width)
             products = []
             for panel_ref in panels:
-                weights = panel_ref[columns, :] if transposed else panel_ref[:, columns]
-                products.append(dot(rows_ref[own, :], weights, (1, 1 if transposed else 0)))
+                # What lies beyond the last terms is nothing.
+                weights = panel_ref[columns, :depth] if transposed else panel_ref[:depth, columns]
+                products.append(dot(rows_ref[own, :depth], weights, (1, 1 if transposed else 0)))
             product = products[0] if activation is None else activated(products[0], activation) * products[1]
+            if sums_ref is not None:
+                product = sums_ref[own, columns] + product
             kept = out_ref[own, columns].astype(jnp.float32)
             out_ref[own, columns] = jnp.where(inside, product, kept).astype(out_ref.dtype)
 
@@ -224,8 +274,10 @@ def _kernel(
     over_strips(visits, v, plan.rows, plan.strip, multiply)
 
 
-def _make_panel(panel_ref: Any, base_ref: Any, operand_refs: Sequence[Any], tile: FusedTile) -> None:
-    height, width = panel_ref.shape
+def _make_panel(
+    panel_ref: Any, base_ref: Any, operand_refs: Sequence[Any], tile: FusedTile, shape: tuple[int, int]
+) -> None:
+    height, width = shape
 
     def of_rows(row: Any, rows: int) -> None:
         def piece(column: Any, columns: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.kernels.tpu.group_visits import group_visits
+from moe_jax.kernels.tpu.group_visits import group_visits, visits_of_shares
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -50,3 +50,32 @@ def test_every_row_is_visited_with_its_group(shape, cuts, every_group):
         assert set(blocks) == set(range(-(-rows // block))) and len(idle) == len(set(blocks)) - len(
             {row // block for row in range(rows) if owner[row] < 5}
         )
+
+
+@settings(max_examples=40)
+@given(shape=st.sampled_from([(13, 4), (16, 4), (40, 4)]), cuts=st.lists(st.integers(0, 40), min_size=5, max_size=5))
+def test_every_share_visits_its_own_rows(shape, cuts):
+    rows, block = shape
+    ends = np.minimum(np.sort(cuts), rows)
+    sizes = jnp.asarray(np.diff(ends, prepend=0), jnp.int32)
+    visits, count = program_of_shares(rows, block)(sizes)
+    seen, length, blocks = np.full(rows, 5), visits.block.shape[0] // 2, -(-rows // block) // 2
+    for share in range(2):
+        before = None
+        # All shares take as long as the longest.
+        for v in range(share * length, share * length + int(count)):
+            at, group, first, end = (int(part[v]) for part in visits)
+            assert share * blocks <= at < (share + 1) * blocks
+            assert before is None or before[0] <= at and before[1] <= group
+            before = at, group
+            of_visit = [row for row in range(at * block, min((at + 1) * block, rows)) if first <= row < end]
+            assert (seen[of_visit] == 5).all(), "a row is visited twice"
+            seen[of_visit] = group
+        own = visits.block[share * length : share * length + int(count)]
+        assert set(own.tolist()) == set(range(share * blocks, (share + 1) * blocks))
+    np.testing.assert_array_equal(seen, np.searchsorted(ends, np.arange(rows), side="right"))
+
+
+@functools.cache
+def program_of_shares(rows, block):
+    return jax.jit(functools.partial(visits_of_shares, rows=rows, block=block, shares=2))

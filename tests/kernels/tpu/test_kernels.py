@@ -1,6 +1,7 @@
 """Kernels in interpret mode against their plain references: groups skewed and empty, sizes that nothing divides."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.functional.ffn import hidden
-from moe_jax.kernels.tpu import grouped_outer, grouped_product, low_rank_gradient
+from moe_jax.kernels.tpu import grouped_outer, grouped_product, low_rank_gradient, product_blocks
+from moe_jax.kernels.tpu.chip import MIB, Core
+from moe_jax.kernels.tpu.fused_tile import Operand
 from moe_jax.kernels.tpu.low_rank_tile import LowRankTile
 from moe_jax.kernels.tpu.stored_tile import StoredTile
 from tests.kernels.tpu.conftest import SMALL
@@ -100,6 +103,72 @@ def test_gated_product(activation, stored):
         assert_close(gated(activation, stored)(rows, *sides, sizes), hidden(up, gate, activation))
 
     check()
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize(("stored", "cuts"), [(False, 1), (False, 3), (True, 2)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_product_of_cut_kernels_and_shared_rows(transposed, stored, cuts, shares, monkeypatch):
+    """The last cut is shorter than the others; a share has no rows, and another begins inside a group."""
+    shape = (136, 600) if transposed else (600, 136)
+    depth = {1: 600, 2: 384 if transposed else 512, 3: 256}[cuts]
+
+    def plan(*arguments, **options):
+        made = product_blocks.plan_blocks(*arguments, **options)
+        return made._replace(depth=depth, cuts=cuts, shares=shares)
+
+    monkeypatch.setattr(grouped_product, "plan_blocks", plan)
+    tile, rng = StoredTile() if stored else LowRankTile(), np.random.default_rng(0)
+    base = random(rng, *shape) / 16
+    arrays = {"a": random(rng, GROUPS, shape[0], RANK) / 16, "b": random(rng, GROUPS, RANK, shape[1])}
+    kernels = dense(base, arrays)
+    if stored:
+        base, arrays = None, {"kernel": kernels}
+    rows = random(rng, ROWS, 600) / 16
+    run = functools.partial(grouped_product.grouped_product, tile=tile, shape=shape, transposed=transposed, **SMALL)
+    run = jax.jit(run)
+    for sizes in ([10, 0, 35, 6], [5, 0, 3, 0], [0, 0, 0, ROWS]):
+        sizes = jnp.asarray(sizes, jnp.int32)
+        assert_close(run(rows, base, arrays, sizes), grouped_product.reference(rows, kernels, sizes, transposed))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_gated_product_of_shared_rows(stored, monkeypatch):
+    def plan(*arguments, **options):
+        return product_blocks.plan_blocks(*arguments, **options)._replace(shares=2)
+
+    monkeypatch.setattr(grouped_product, "plan_blocks", plan)
+    rng = np.random.default_rng(0)
+    sides = [(random(rng, *SHAPE), factors(rng)) for _ in range(2)]
+    kernels = [dense(*side) for side in sides]
+    if stored:
+        sides = [(None, {"kernel": kernel}) for kernel in kernels]
+    rows, sizes = random(rng, ROWS, SHAPE[0]), jnp.asarray([10, 0, 35, 6], jnp.int32)
+    gate, up = (grouped_product.reference(rows, kernel, sizes) for kernel in kernels)
+    run = gated.__wrapped__("silu", stored)
+    assert_close(run(rows, *sides, sizes), hidden(up, gate, "silu"))
+
+
+def test_blocks_of_a_core_with_little_memory(monkeypatch):
+    """Of a v5p: long rows are cut rather than read for many narrow panels, and rows of small experts are read once."""
+    monkeypatch.setattr(product_blocks, "ROW_BLOCKS", (512, 256, 128))
+    core, dtype = Core(64 * MIB, 2, 128), jnp.dtype(jnp.bfloat16)
+
+    def plan(shape, experts, rows, **options):
+        kernels: Any = jax.ShapeDtypeStruct((experts, *shape), dtype)
+        made = product_blocks.Made(StoredTile(), None, (Operand(kernels, rows=0, columns=1),), True)
+        found = product_blocks.plan_blocks(rows, shape, dtype, [made], core, **options)
+        assert found.shares == 2 or found.panels % 2 == 0
+        return found
+
+    long, whole = (plan((14336, 4096), 8, 16384, adds=adds) for adds in (True, False))
+    assert long.cuts > whole.cuts == 1 and long.traffic < 0.8 * whole.traffic
+    small = plan((2048, 1024), 64, 65536)
+    assert (small.panels, small.shares, small.cuts) == (1, 2, 1)
+    once = 2 * (65536 * (2048 + 1024) + 64 * 2048 * 1024)
+    assert once <= small.traffic < 1.02 * once
+    # A few rows are one block, which cores cannot share.
+    assert plan((2048, 1024), 64, 16).shares == 1
 
 
 def test_gated_products_in_bfloat16_are_rounded_once():
