@@ -116,6 +116,7 @@ class StreamedModel:
         tokens: Int[np.ndarray, "B T"],
         *,
         like: "StreamedModel | None" = None,
+        with_logits: bool = True,
     ):
         """Compiles every distinct layer; no weights are needed.
 
@@ -124,6 +125,7 @@ class StreamedModel:
           specs: leaf path -> shape and dtype as stored.
           tokens: the batch; of a model with an encoder, for that.
           like: a model that differs in its layers only and runs the same batch; what equals need not be compiled again.
+          with_logits: whether `logits` will be asked for.
         """
         self._config = config
         self._parts = _parts(config, tokens)
@@ -142,7 +144,8 @@ class StreamedModel:
             ]
             if config.has_encoder:
                 self._norm = self._program("norm", lambda: jax.jit(partial(_norm, config)).lower(norm, self._x))
-            self._finish = self._program("finish", lambda: jax.jit(partial(_finish, config)).lower(last, self._x))
+            if with_logits:
+                self._finish = self._program("finish", lambda: jax.jit(partial(_finish, config)).lower(last, self._x))
         self.memory = max(map(_memory, self._programs.values()))
 
     def _layer(self, part: _Part, index: int, specs: Specs) -> tuple[dict[str, str], jax.stages.Compiled]:
@@ -170,16 +173,38 @@ class StreamedModel:
           on_layer: called after every layer.
         """
         with _on_cpu():
-            x = source = None
-            for part, layers in zip(self._parts, self._layers, strict=True):
-                if x is not None:
-                    source = self._norm({name: read(name) for name in self._norm_leaves}, x)
-                x = _embed(part.config, {name: read(name) for name in self._embed_leaves}, part.tokens)
-                for paths, program in layers:
-                    x = program({name: read(path) for name, path in paths.items()}, x, source)
-                    x.block_until_ready()
-                    on_layer()
+            x = self._run(read, lambda *_: on_layer())
             return np.asarray(self._finish({name: read(name) for name in self._last_leaves}, x))
+
+    def mlp_inputs(
+        self, read: Read, see: Callable[[int, Float[Array, "B T d"]], None], *, stop: int | None = None
+    ) -> None:
+        """Runs the layers, or those before `stop`, and calls `see` with the index of each and what its FFN is given.
+
+        Args:
+          read: reads a leaf.
+          see: called after every layer.
+          stop: None: all layers are run.
+        """
+        with _on_cpu():
+            self._run(read, see, stop)
+
+    def _run(
+        self, read: Read, see: Callable[[int, Float[Array, "B T d"]], None], stop: int | None = None
+    ) -> Float[Array, "B T d"]:
+        x = source = None
+        for part, layers in zip(self._parts, self._layers, strict=True):
+            if x is not None:
+                source = self._norm({name: read(name) for name in self._norm_leaves}, x)
+            x = _embed(part.config, {name: read(name) for name in self._embed_leaves}, part.tokens)
+            for index, (paths, program) in enumerate(layers, start=part.start):
+                if index == stop:
+                    return x
+                x, seen = program({name: read(path) for name, path in paths.items()}, x, source)
+                x.block_until_ready()
+                see(index, seen)
+        assert x is not None
+        return x
 
 
 def _embed(
@@ -197,14 +222,23 @@ def _apply_layer(
     leaves: Mapping[str, Array],
     x: Float[Array, "B T d"],
     source: Float[Array, "B S d"] | None,
-) -> Float[Array, "B T d"]:
+) -> tuple[Float[Array, "B T d"], Float[Array, "B T d"]]:
+    """What a layer gives, and what its FFN or MoE is given."""
     config = dataclasses.replace(config, layers=(layer,))
     bias, attention = None, layer.attention
     if attention.relative_bias is not None:
         bias = bias_by_distance(leaves[TABLE], attention.relative_bias, attention.mask)
     context = make_context(config, x.shape[:2], encoder_output=source, relative_bias=bias)
-    block = _filled(lambda rngs: Block(layer, config, rngs=rngs, dtype=jnp.dtype(config.dtype)), leaves)
-    return block(x, context, None)[0]
+    block: Any = _filled(lambda rngs: Block(layer, config, rngs=rngs, dtype=jnp.dtype(config.dtype)), leaves)
+    # Where the FFN stands among norms and branches is the block's own matter: what it is given is noted on the way.
+    apply, seen = block.mlp, []
+
+    def apply_seen(x: Array, *rest: Any) -> Any:
+        seen.append(x)
+        return apply(x, *rest)
+
+    block.mlp = apply_seen
+    return block(x, context, None)[0], seen[0]
 
 
 def _norm(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:

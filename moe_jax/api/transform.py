@@ -15,6 +15,7 @@ from rich.console import Console
 
 from moe_jax.api.built_in_text import probe_text
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
+from moe_jax.api.prompts import read_prompts
 from moe_jax.convert import export as _export
 from moe_jax.convert import export_peft as _export_peft
 from moe_jax.convert.from_hugging_face import convert as _convert
@@ -145,6 +146,7 @@ def upcycle(
     granularity: int | None = None,
     experts_from: Sequence[ModelOrPath] | None = None,
     rest_from: Literal["mean", "base"] | None = None,
+    router_from: Sequence[str] | None = None,
     seed: int = 0,
     step0_check: bool = True,
     text: str | os.PathLike[str] | None = None,
@@ -187,6 +189,7 @@ def upcycle(
         `top_k` are chosen.
       experts_from: models that experts are from, one each, or their paths (Branch-Train-MiX); all else is their mean.
       rest_from: with these, what is no expert: their `mean`, or the `base`, which is the dense model.
+      router_from: texts that the routers begin from, one for each expert, or "@" and the path of a file with it.
       seed: of routers, low-rank factors and sparse positions, noise and dropped neurons.
       step0_check: compare the logits of both models. It also refuses gates that cannot equal the dense model.
       text: with NF4 kernels (`rest="qlora:R"`), the path of a text on which the loss before and after quantising, and
@@ -224,6 +227,7 @@ def upcycle(
         "granularity": granularity,
         "experts_from": [model.path for model in models],
         "rest_from": rest_from,
+        "router_from": router_from,
         "seed": seed,
         "no_step0_check": not step0_check,
     }
@@ -237,6 +241,7 @@ def upcycle(
         seed=seed,
         check=step0_check,
         text=probe_text(source, upcycled_config(source.config, options), text, check=step0_check),
+        prompts=read_prompts(source, router_from or ()),
         experts_from=models,
         allow_nonfinite=allow_nonfinite,
         described=described,

@@ -123,6 +123,7 @@ GROUPS = {
         "granularity",
         "experts_from",
         "rest_from",
+        "router_from",
         "seed",
         "no_step0_check",
     ),

@@ -82,6 +82,10 @@ class UpcycleFlags:
     Step 0: not SRC's logits; the check says how far off they are, and does not fail."""
     rest_from: Annotated[Literal["mean", "base"] | None, optional("mean|base", "mean")] = None
     """With --experts-from, what is no expert (attention, norms, embeddings, other FFNs): the mean, or that of SRC."""
+    router_from: Annotated[tuple[str, ...] | None, optional("TEXT [TEXT ...]", "random")] = None
+    """Routers begin from texts, one for each expert (with --granularity, each copy), or @FILE for a text in a file: the
+    row of an expert is the mean of what the layer's FFN is given for the first 512 tokens of its text, divided by
+    its length. Goes with every --delta. Step 0: unchanged by it, for it only chooses among experts."""
     seed: Annotated[int | None, optional("INT", "0")] = None
     """Seed of all draws: routers, low-rank factors, sparse positions, noise, dropped neurons."""
     no_step0_check: bool = False
@@ -163,6 +167,7 @@ GROUPS = {
         "granularity",
         "experts_from",
         "rest_from",
+        "router_from",
     ),
     "of --method pesc": (
         "adapter",
@@ -185,6 +190,7 @@ def run(options: Options) -> None:
       InputError: see `moe_jax.upcycle`.
     """
     from moe_jax.api.built_in_text import probe_text
+    from moe_jax.api.prompts import read_prompts
     from moe_jax.open_source import open_source
     from moe_jax.peft.trained_table import print_trained
     from moe_jax.plan import trained_leaves
@@ -204,6 +210,7 @@ def run(options: Options) -> None:
             seed=seed,
             check=check,
             text=text,
+            prompts=read_prompts(source, options.router_from or ()),
             experts_from=[open_source(path) for path in options.experts_from or ()],
             allow_nonfinite=options.allow_nonfinite,
             described=options.described(chosen),

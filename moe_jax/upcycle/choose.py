@@ -8,7 +8,7 @@ from typing import Any, Literal
 from moe_jax.errors import InputError, raise_if_any, shown
 from moe_jax.experts import AdapterExperts, BankConfig
 from moe_jax.experts.forms.by_name import delta_options, form_named, form_of_option
-from moe_jax.upcycle.options import PESC, UpcycleOptions, parse_delta
+from moe_jax.upcycle.options import PESC, UpcycleOptions, parse_delta, prompt_problems
 from moe_jax.upcycle.rest import parse_rest
 from moe_jax.upcycle.start import PLAIN, Start
 
@@ -36,6 +36,7 @@ def chosen_options(
     granularity: int | None = None,
     experts_from: Sequence[Any] | None = None,
     rest_from: Literal["mean", "base"] | None = None,
+    router_from: Sequence[str] | None = None,
     seed: int = 0,
     no_step0_check: bool = False,
 ) -> UpcycleOptions:
@@ -80,13 +81,16 @@ def chosen_options(
         raise InputError("--rest-from goes with --experts-from only")
     if models is not None and experts not in (None, models):
         raise InputError(f"--experts-from names {models} models, each for one expert, and --experts is {experts}")
-    changes["num_experts"] = experts or models
+    changes["num_experts"] = experts or models or len(router_from or ()) or None
     begins = {"noise": noise, "drop": drop, "granularity": granularity, "models": models, "rest_from": rest_from}
     start = Start(**{name: value for name, value in begins.items() if value is not None})
     if not options.bank.has_own_kernels:
         raise_if_any(start.needs_full_experts(), "upcycling")
     given = {name: value for name, value in changes.items() if value is not None}
-    return dataclasses.replace(options, start=start, **given)
+    options = dataclasses.replace(options, start=start, **given)
+    if router_from:
+        raise_if_any(prompt_problems(options, len(router_from)), "upcycling")
+    return options
 
 
 def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
@@ -119,6 +123,8 @@ def describe_options(chosen: UpcycleOptions, **given: Any) -> dict[str, Any]:
     described |= _changed(chosen.start)
     if chosen.start.models:
         described["experts_from"] = [str(model) for model in given["experts_from"]]
+    if given.get("router_from"):
+        described["router_from"] = list(given["router_from"])
     return described
 
 

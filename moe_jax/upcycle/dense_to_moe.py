@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.counting import count_bytes, count_parameters
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, raise_if_any
 from moe_jax.in_memory import Destination, ModelWriter, open_writer
 from moe_jax.leaves_to_write import dealt
 from moe_jax.lineage import new_lineage_entry
@@ -29,7 +29,8 @@ from moe_jax.terminal import Progress, no_progress
 from moe_jax.upcycle.branches import Branches
 from moe_jax.upcycle.copies import MATRICES
 from moe_jax.upcycle.leaves import moe_leaves
-from moe_jax.upcycle.options import UpcycleOptions, keeps_the_function, upcycled_config, why_different
+from moe_jax.upcycle.options import UpcycleOptions, keeps_the_function, prompt_problems, upcycled_config, why_different
+from moe_jax.upcycle.prompted_router import Prompt, router_kernels
 
 Specs = dict[str, jax.ShapeDtypeStruct]
 
@@ -74,6 +75,7 @@ def upcycle(
     check: bool = True,
     text: ProbeText | None = None,
     experts_from: Sequence[ModelSource] = (),
+    prompts: Sequence[Prompt] = (),
     allow_nonfinite: bool = False,
     described: Mapping[str, Any],
     progress: Progress = no_progress,
@@ -95,6 +97,7 @@ def upcycle(
         are not meant to be equal, the difference is measured and nothing refused.
       experts_from: the models that experts are from, as many as `options.start.models`; the others' dtypes are the
         source's.
+      prompts: texts that the routers are made from, one for each copy of the FFN; none: routers are random.
       text: of a model with NF4 kernels, to tell what these change in its predictions.
       allow_nonfinite: go on where weights are not finite.
       described: the options as the user gave them, for the lineage.
@@ -120,6 +123,11 @@ def upcycle(
     if check and not keeps_the_function(options) and options.start.granularity == 1:
         raise InputError(_why_not_equal(options))
     described = {**described, "allow_nonfinite": allow_nonfinite}
+    routers: dict[int, np.ndarray] = {}
+    if prompts:
+        raise_if_any(prompt_problems(options, len(prompts)), "routers from texts")
+        described["router_tokens"] = [prompt.fingerprint() for prompt in prompts]
+        routers = router_kernels(source, prompts, config.moe_layers, progress)
     sources = [source, *experts_from]
     lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("upcycle", described, sources))]
     check_equal({"the options": {name: str(value) for name, value in described.items()}, "seed": seed})
@@ -147,7 +155,7 @@ def upcycle(
         if options.bank.form.beside_base_model:
             _write_adapter_experts(source, config, writer, seed, progress)
         else:
-            _write_layers(source, branches, config, options, writer, seed, progress)
+            _write_layers(source, branches, routers, config, options, writer, seed, progress)
         if check:
             written = writer.read_back()
 
@@ -204,6 +212,7 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
 def _write_layers(
     source: ModelSource,
     branches: Branches | None,
+    routers: Mapping[int, np.ndarray],
     config: ModelConfig,
     options: UpcycleOptions,
     writer: ModelWriter,
@@ -232,8 +241,9 @@ def _write_layers(
             copies: list[Mapping[str, np.ndarray]] = []
             if branches is not None:  # of which no more than a leaf of each should be in memory
                 ffn, copies = branches.ffn(prefix, names), branches.ffns(prefix, names)
-            moe, start = config.moe(int(layer)), options.start
-            for name, leaf in moe_leaves(ffn, moe, seed=seed, layer=int(layer), start=start, branches=copies):
+            index = int(layer)
+            given = {"start": options.start, "branches": copies, "router": routers.get(index)}
+            for name, leaf in moe_leaves(ffn, config.moe(index), seed=seed, layer=index, **given):
                 if prefix + name not in writer.done:
                     writer.write({prefix + name: leaf})
         progress("writing layers", done, len(by_layer))

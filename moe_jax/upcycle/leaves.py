@@ -22,6 +22,7 @@ def moe_leaves(
     layer: int,
     start: Start = PLAIN,
     branches: Sequence[Mapping[str, np.ndarray]] = (),
+    router: np.ndarray | None = None,
 ) -> Leaves:
     """Yields the leaves of an MoE layer whose experts, and universal FFN, compute what a dense FFN does.
 
@@ -32,6 +33,7 @@ def moe_leaves(
       layer: index of the layer; different layers draw differently.
       start: what is done to the experts' copies of the FFN; with it they compute something else.
       branches: the FFNs that experts are copies of, one for every copy; none: all are of `ffn`.
+      router: what a linear router begins as, float32[d, copies]; None: it is drawn.
 
     Yields:
       Paths below `mlp` and leaves in the dtypes of the FFN. A leaf that repeats the FFN's for every expert is a
@@ -42,7 +44,7 @@ def moe_leaves(
     """
     if seed < 0:
         raise InputError(f"seed={seed} must not be negative")
-    yield from _router((branches[0] if branches else ffn)["up/kernel"], moe, start, seed, layer)
+    yield from _router((branches[0] if branches else ffn)["up/kernel"], moe, start, seed, layer, router)
 
     def streams(name: str, purpose: int, expert: int) -> np.random.Generator:
         return stream(seed, layer, purpose, MATRICES.index(name), expert)
@@ -62,13 +64,16 @@ def moe_leaves(
             yield f"universal/{path}", leaf
 
 
-def _router(up: np.ndarray, moe: MoEConfig, start: Start, seed: int, layer: int) -> Leaves:
+def _router(
+    up: np.ndarray, moe: MoEConfig, start: Start, seed: int, layer: int, given: np.ndarray | None
+) -> Leaves:
     """A linear router, or XFT's gate network, whose noise begins at zero.
 
     Pieces of one copy of the FFN have equal columns (a virtual group), so that all of them are chosen or none.
     """
     d_model, num_experts = up.shape[0], moe.num_experts // start.granularity
-    first = draw_router(stream(seed, layer, ROUTER), d_model, num_experts).astype(up.dtype)
+    first = draw_router(stream(seed, layer, ROUTER), d_model, num_experts) if given is None else given
+    first = first.astype(up.dtype)
     if moe.universal != "coder":
         yield "router/kernel", np.repeat(first, start.granularity, axis=1)
         return

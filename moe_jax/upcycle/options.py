@@ -151,6 +151,19 @@ def why_different(options: UpcycleOptions, dtypes: Collection[np.dtype] = ()) ->
     return " and ".join(reasons) or None
 
 
+def prompt_problems(options: UpcycleOptions, prompts: int) -> list[str]:
+    """Why routers cannot be made from so many texts."""
+    problems = []
+    if prompts != options.num_experts:
+        what = "experts" if options.start.granularity == 1 else "copies of the FFN that are cut into experts"
+        problems.append(f"--router-from has {prompts} texts for {options.num_experts} {what}; give one for each")
+    if options.universal == "coder":
+        problems.append("--router-from makes linear routers, and --universal coder has a gate network")
+    if options.bank.form.beside_base_model:
+        problems.append("--router-from does not go with adapter experts")
+    return problems
+
+
 def granular_scale(options: UpcycleOptions) -> float:
     """`output_scale` of the MoE that is made by these options."""
     pieces = options.start.granularity
