@@ -66,9 +66,19 @@ class NF4Tile:
         codes, scales, offset = (arrays[f"{self.prefix}{name}"] for name in ("scale_codes", "scales", "offset"))
         experts, blocks, width = codes.shape
         # Scales of scales are given row by row: repeated and cut, not looked up one by one.
-        each = jnp.repeat(scales, self.scale_block, axis=1)
-        each = jnp.pad(each, ((0, 0), (0, max(0, blocks * self.whole_width - each.shape[1]))))
-        each = each[:, : blocks * self.whole_width].reshape(experts, blocks, self.whole_width)
+        per_row, rest = divmod(self.whole_width, self.scale_block)
+        if rest == 0:
+            # An exact product with ones: XLA:TPU computes it where it is used. What is repeated, it writes in float32,
+            # and again in another shape.
+            few = jnp.pad(scales, ((0, 0), (0, max(0, blocks * per_row - scales.shape[1]))))
+            few = few[:, : blocks * per_row].reshape(experts, blocks, per_row)
+            owner = jnp.arange(self.whole_width, dtype=jnp.int32) // self.scale_block
+            owns = owner[None, :] == jnp.arange(per_row, dtype=jnp.int32)[:, None]
+            each = jnp.einsum("ebn,nw->ebw", few, owns.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        else:
+            each = jnp.repeat(scales, self.scale_block, axis=1)
+            each = jnp.pad(each, ((0, 0), (0, max(0, blocks * self.whole_width - each.shape[1]))))
+            each = each[:, : blocks * self.whole_width].reshape(experts, blocks, self.whole_width)
         row = None
         if "origin" in arrays:
             row, column = arrays["origin"][0, 0], arrays["origin"][0, 1]

@@ -18,7 +18,7 @@ from moe_jax.functional.ffn import hidden
 from moe_jax.functional.nf4 import SCALE_LEVELS, quantize_nf4
 from moe_jax.functional.packing import codes_shape, scales_shape
 from moe_jax.kernels.tpu import grouped_product
-from moe_jax.kernels.tpu.nf4_tile import scale_levels
+from moe_jax.kernels.tpu.nf4_tile import NF4Tile, scale_levels
 from tests.numerics import assert_close
 from tests.tiers import EVERY
 
@@ -179,6 +179,24 @@ def test_hidden_states_and_gradients(form, with_base, split):
 def test_codes_of_scales_are_computed_as_published():
     got = jax.jit(scale_levels)(jnp.arange(256, dtype=jnp.uint8))
     np.testing.assert_allclose(got, SCALE_LEVELS, rtol=1e-6)
+
+
+@pytest.mark.parametrize("width", [512, 272])
+@pytest.mark.parametrize("column", [None, 128])
+def test_scales_of_scales_are_those_of_256_scales_row_by_row(width, column):
+    rng, blocks, levels = np.random.default_rng(0), 4, tuple(range(16))
+    whole = rng.standard_normal((2, blocks * width)).astype(np.float32)
+    scales = whole[:, ::256]
+    whole = np.repeat(scales, 256, axis=1)[:, : blocks * width].reshape(2, blocks, width)
+    own = width if column is None else 128
+    # The last code stands for 1.
+    arrays = {"scale_codes": jnp.full((2, blocks, own), 255, jnp.uint8), "scales": jnp.asarray(scales)}
+    arrays["offset"], arrays["codes"] = jnp.zeros(2), jnp.zeros((2, 128, own), jnp.uint8)
+    if column is not None:
+        arrays["origin"] = jnp.asarray([[0, column]] * 2, jnp.int32)
+    got = NF4Tile(levels, 64, 256, 256, width).operands(arrays, jnp.float32)[1].array
+    first = column or 0
+    np.testing.assert_array_equal(got[:, :, 0], whole[:, :, first : first + own])
 
 
 @pytest.mark.parametrize(
