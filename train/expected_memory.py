@@ -48,9 +48,11 @@ def expected_temporaries(
     number = np.dtype(recipe.model.compute_dtype).itemsize
     trained = [leaf for leaf in leaves if leaf.trained]
     gradients = sum(4 * leaf.held * leaf.layers for leaf in trained)
-    if recipe.train.accumulation > 1 and all(leaf.dtype.itemsize < 4 for leaf in trained):
-        # Those of a microbatch are not added in place (`train.accumulation`).
-        gradients += sum(leaf.dtype.itemsize * leaf.held * leaf.layers for leaf in trained)
+    rounded = [leaf for leaf in trained if leaf.dtype.itemsize < 4]
+    if recipe.train.accumulation > 1:
+        # Those of a microbatch, which are not added in place if all are so; or a copy in float32 (`accumulation`).
+        size = sum(leaf.held * leaf.layers for leaf in rounded)
+        gradients += size * (rounded[0].dtype.itemsize if len(rounded) == len(trained) else 4) if rounded else 0
     # Kernels of all layers are converted before the loop over layers.
     converted = sum(
         number * leaf.held * leaf.layers

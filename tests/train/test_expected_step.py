@@ -11,17 +11,50 @@ import pytest
 
 from moe_jax import cli
 from moe_jax.errors import InputError
-from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, MoEConfig
+from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json
 from moe_jax.planned_training import planned_training
 from moe_jax.train.recipe import MeshSection, load_recipe
 from tests.conftest import ROOT
 from tests.tiers import long
 from tests.train.models import FFN, config_of, moe, recipe_of, write_config
 
+sys.path.append(str(ROOT / "benchmarks"))
+
+import pods  # noqa: E402
+from evidence.results import Figures  # noqa: E402
+
 WITHIN = 0.1
 
 
-def _middle(mlp: FFNConfig | MoEConfig) -> dict:
+def _compiled() -> dict[str, list]:
+    figures = Figures("pods")
+    rows = {step.name: figures.get("rows", step.table, step.name) for step in pods.STEPS}
+    return {name: row["cells"] for name, row in rows.items() if row is not None}
+
+
+COMPILED = _compiled()
+TPU_STEPS = [step for step in pods.STEPS if step.table == pods.POD_STEPS.name and not step.is_on_gpus]
+
+
+@pytest.mark.parametrize("step", TPU_STEPS, ids=lambda step: step.name)
+def test_it_is_within_a_tenth_of_what_the_compiler_said(step):
+    *_, held, total, _, _, matrix, _, links, least, used = COMPILED[step.name]
+    recipe = load_recipe(pods.RECIPES / f"{step.recipe}.toml", list(step.options))
+    config = config_from_json(pods.config_of(step), where="config")
+    found = planned_training(recipe, config, step.topology, compiles=False)
+    assert not found.is_compiled and found.roofline is not None and found.roofline.links is not None
+    sizes = {item.name: item.bytes / 2**30 for item in found.items}
+    arguments = sum(sizes.get(name, 0) for name in ("parameters, trained", "parameters, frozen", "optimizer", "batch"))
+    # What the compiler adds are paddings.
+    assert arguments == pytest.approx(held, rel=0.03)
+    assert found.total / 2**30 == pytest.approx(total, rel=WITHIN)
+    assert 1e3 * found.roofline.matrix == pytest.approx(matrix, rel=1e-6)
+    assert 1e3 * found.roofline.links == pytest.approx(links, rel=WITHIN)
+    assert 1e3 * found.roofline.seconds == pytest.approx(least, rel=WITHIN)
+    assert found.roofline.utilisation == pytest.approx(used, rel=WITHIN)
+
+
+def _middle(mlp: FFNConfig | MoEConfig) -> ModelConfig:
     """A model between those of tests and of recipes."""
     attention = AttentionConfig(num_heads=16, num_kv_heads=8, head_dim=128)
     layers = (LayerConfig(attention=attention, mlp=mlp),) * 4
