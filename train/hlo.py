@@ -176,19 +176,18 @@ def _trips(line: str, condition: list[str], body: list[str]) -> int:
     """Iterations of a loop: from the compiler's annotation, else from its counter, which begins with 0; else 1."""
     if known := _TRIPS.search(line):
         return int(known[1])
+    compared = next((_NAMES.findall(found[1]) for text in condition if (found := _COMPARED.match(text))), [])
     bounds = {name: int(value) for text in condition for name, value in _CONSTANT.findall(text)}
     if len(bounds) != 1:
-        compared = next((_NAMES.findall(found[1]) for text in condition if (found := _COMPARED.match(text))), [])
         bounds = {name: bound for name, bound in bounds.items() if name in compared}
-    return -(-next(iter(bounds.values())) // _step(condition, body)) if len(bounds) == 1 else 1
-
-
-def _step(condition: list[str], body: list[str]) -> int:
-    """By how much a loop's counter grows in an iteration. A ring of the TPU compiler is unrolled twice, and counts by
-    two."""
-    compared = next((_NAMES.findall(found[1]) for text in condition if (found := _COMPARED.match(text))), [])
     elements = dict(element for text in condition for element in _ELEMENT.findall(text))
     counter = next((int(elements[name]) for name in compared if name in elements), None)
+    return -(-next(iter(bounds.values())) // _step(counter, body)) if len(bounds) == 1 else 1
+
+
+def _step(counter: int | None, body: list[str]) -> int:
+    """By how much a loop's counter, the element of its state with this number, grows in an iteration. A ring of the TPU
+    compiler is unrolled twice, and counts by two."""
     results = next((_NAMES.findall(found[1]) for text in body if (found := _RESULTS.match(text))), [])
     if counter is None or counter >= len(results):
         return 1

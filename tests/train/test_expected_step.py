@@ -12,7 +12,7 @@ import pytest
 from moe_jax import cli
 from moe_jax.errors import InputError
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json
-from moe_jax.planned_training import planned_training
+from moe_jax.planned_training import PlannedTraining, planned_training
 from moe_jax.train.recipe import MeshSection, load_recipe
 from tests.conftest import ROOT
 from tests.tiers import long
@@ -33,15 +33,21 @@ def _compiled() -> dict[str, list]:
 
 
 COMPILED = _compiled()
-TPU_STEPS = [step for step in pods.STEPS if step.table == pods.POD_STEPS.name and not step.is_on_gpus]
+STEPS = [step for step in pods.STEPS if step.table == pods.POD_STEPS.name]
+TPU_STEPS, GPU_STEPS = ([step for step in STEPS if step.is_on_gpus == gpus] for gpus in (False, True))
+
+
+def _expected(step: pods.Step) -> PlannedTraining:
+    recipe = load_recipe(pods.RECIPES / f"{step.recipe}.toml", list(step.options))
+    return planned_training(
+        recipe, config_from_json(pods.config_of(step), where="config"), step.topology, compiles=False
+    )
 
 
 @pytest.mark.parametrize("step", TPU_STEPS, ids=lambda step: step.name)
 def test_it_is_within_a_tenth_of_what_the_compiler_said(step):
     *_, held, total, _, _, matrix, _, links, least, used = COMPILED[step.name]
-    recipe = load_recipe(pods.RECIPES / f"{step.recipe}.toml", list(step.options))
-    config = config_from_json(pods.config_of(step), where="config")
-    found = planned_training(recipe, config, step.topology, compiles=False)
+    found = _expected(step)
     assert not found.is_compiled and found.roofline is not None and found.roofline.links is not None
     sizes = {item.name: item.bytes / 2**30 for item in found.items}
     arguments = sum(sizes.get(name, 0) for name in ("parameters, trained", "parameters, frozen", "optimizer", "batch"))
@@ -52,6 +58,15 @@ def test_it_is_within_a_tenth_of_what_the_compiler_said(step):
     assert 1e3 * found.roofline.links == pytest.approx(links, rel=WITHIN)
     assert 1e3 * found.roofline.seconds == pytest.approx(least, rel=WITHIN)
     assert found.roofline.utilisation == pytest.approx(used, rel=WITHIN)
+
+
+@pytest.mark.parametrize("step", GPU_STEPS, ids=lambda step: step.name)
+def test_on_gpus_it_is_no_less_and_a_fifth_more_at_most(step):
+    *_, total, _, _, _, _, _, least, _ = COMPILED[step.name]
+    found = _expected(step)
+    assert found.roofline is not None
+    assert total < found.total / 2**30 < 1.2 * total
+    assert 1e3 * found.roofline.seconds == pytest.approx(least, rel=WITHIN)
 
 
 def _middle(mlp: FFNConfig | MoEConfig) -> ModelConfig:

@@ -1,11 +1,13 @@
 """Small dense models to upcycle."""
 
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from moe_jax import cli
 from moe_jax.loading import leaf_specs
 from moe_jax.model_dir import ModelDirectoryWriter
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
@@ -52,3 +54,25 @@ def dense_model(tmp_path_factory) -> Path:
     (folder / "tokenizer.json").write_text("{}")
     config = dense_config(gated=False, bias=True, dtype="bfloat16", tie_embeddings=True)
     return write_model(folder / "model", config, random_leaves(config), (folder / "tokenizer.json",))
+
+
+@pytest.fixture
+def failing_command(capsys, tmp_path):
+    """Runs a command that must fail: exit code 2, nothing written, and one line, which it returns."""
+
+    def check(*arguments) -> str:
+        capsys.readouterr()
+        before = sorted(tmp_path.rglob("*"))
+        assert cli.main(list(map(str, arguments))) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("moe-jax: error: ") and err.count("\n") == 1
+        return err
+
+    return check
+
+
+@pytest.fixture
+def failing(failing_command):
+    """The same for `upcycle`."""
+    return partial(failing_command, "upcycle")

@@ -13,7 +13,6 @@ from moe_jax.model_dir import ModelDirectory
 from moe_jax.upcycle import Start, UpcycleOptions, upcycled_config
 from moe_jax.upcycle.branches import Branches, LazyLeaves
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
-from tests.upcycle.test_start import failing as failing  # a fixture
 from tests.upcycle.test_start import lineage_of, run
 
 CONFIG = dense_config(num_layers=3, bias=True)

@@ -23,22 +23,6 @@ def run(*arguments) -> int:
     return cli.main(["upcycle", *map(str, arguments)])
 
 
-@pytest.fixture
-def failing(capsys, tmp_path):
-    """Runs a command that must fail: exit code 2, nothing written, and one message, which it returns."""
-
-    def check(*arguments) -> str:
-        capsys.readouterr()
-        before = sorted(path for path in tmp_path.rglob("*"))
-        assert run(*arguments) == 2
-        assert sorted(path for path in tmp_path.rglob("*")) == before
-        out, err = capsys.readouterr()
-        assert out == "" and err.startswith("moe-jax: error: ") and "Traceback" not in err
-        return err
-
-    return check
-
-
 @one_in(3, first=1)  # the small model below has every one
 @pytest.mark.parametrize("delta", DELTAS)
 def test_stories260k_starts_as_the_dense_model(delta, data_dir, tmp_path, capsys):

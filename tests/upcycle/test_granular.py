@@ -19,7 +19,6 @@ from moe_jax.upcycle import PESC, Start, UpcycleOptions, moe_leaves, parse_delta
 from moe_jax.upcycle.options import why_different
 from tests.numerics import logits_of
 from tests.upcycle.conftest import DTYPES, dense_config, random_leaves
-from tests.upcycle.test_start import failing as failing  # a fixture
 from tests.upcycle.test_start import lineage_of, run
 
 PREFIX = "layers/0/mlp/"

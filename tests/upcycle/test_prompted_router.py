@@ -14,7 +14,6 @@ from moe_jax.upcycle import prompted_router
 from moe_jax.upcycle.prompted_router import MOST_TOKENS, Prompt, router_kernels
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 from tests.upcycle.test_branches import tokenizer_file
-from tests.upcycle.test_start import failing as failing  # a fixture
 from tests.upcycle.test_start import lineage_of, run
 
 PROMPTS = [Prompt(np.array([1, 5, 7, 9]), 1), Prompt(np.array([1, 4, 4, 30, 31, 2]), 1), Prompt(np.array([6, 8]))]

@@ -33,22 +33,6 @@ def run(*arguments) -> int:
     return cli.main(["upcycle", *map(str, arguments)])
 
 
-@pytest.fixture
-def failing(capsys, tmp_path):
-    """Runs a command that must fail with one line and leave nothing behind; returns the line."""
-
-    def check(*arguments) -> str:
-        capsys.readouterr()
-        before = sorted(tmp_path.rglob("*"))
-        assert run(*arguments) == 2
-        assert sorted(tmp_path.rglob("*")) == before
-        out, err = capsys.readouterr()
-        assert out == "" and err.startswith("moe-jax: error: ") and err.count("\n") == 1
-        return err
-
-    return check
-
-
 def lineage_of(path) -> dict:
     return json.loads((path / "lineage.json").read_text())[-1]
 

@@ -161,24 +161,8 @@ def test_stories260k_with_coder_starts_as_the_dense_model(options, data_dir, tmp
     np.testing.assert_allclose(logits_of(load_model(moe), tokens), logits_of(load_model(dense), tokens), atol=allowed)
 
 
-@pytest.fixture
-def failing(capsys, tmp_path):
-    """Runs a command that must fail: exit code 2, nothing written, and one line, which it returns."""
-
-    def check(*arguments) -> str:
-        capsys.readouterr()
-        before = sorted(tmp_path.rglob("*"))
-        assert run(*arguments) == 2
-        assert sorted(tmp_path.rglob("*")) == before
-        out, err = capsys.readouterr()
-        assert out == "" and err.startswith("moe-jax: error: ") and err.count("\n") == 1
-        return err
-
-    return check
-
-
-def test_med_needs_an_explicit_word(dense_model, tmp_path, failing, capsys):
-    err = failing("upcycle", dense_model, tmp_path / "moe", "--universal", "med")
+def test_med_needs_an_explicit_word(dense_model, tmp_path, failing_command, capsys):
+    err = failing_command("upcycle", dense_model, tmp_path / "moe", "--universal", "med")
     assert "universal 'med' has weights that do not sum to 1" in err and "--no-step0-check" in err
     assert run("upcycle", dense_model, tmp_path / "moe", "--universal", "med", "--no-step0-check") == 0
     assert "not checked" in capsys.readouterr().out
@@ -205,9 +189,9 @@ def test_med_needs_an_explicit_word(dense_model, tmp_path, failing, capsys):
         (("--delta", "sparse:-0.5"), "rate=-0.5 must lie in [0, 1)"),
     ],
 )
-def test_bad_options_are_refused(command, options, message, dense_model, tmp_path, failing):
+def test_bad_options_are_refused(command, options, message, dense_model, tmp_path, failing_command):
     target = (tmp_path / "moe",) if command == "upcycle" else ()
-    assert message in failing(command, dense_model, *target, *options)
+    assert message in failing_command(command, dense_model, *target, *options)
 
 
 # ---- what comes after -------------------------------------------------------------------------------------------
@@ -231,7 +215,7 @@ fsdp = 8
 
 @long
 @pytest.mark.parametrize("options", [("--delta", "low-rank:4", "--extended")], ids=["extended"])
-def test_every_command_works_on_the_model(options, data_dir, tmp_path, capsys, failing):
+def test_every_command_works_on_the_model(options, data_dir, tmp_path, capsys, failing_command):
     source = data_dir / "weights" / "stories260K" / "hf"
     moe, text = tmp_path / "moe", tmp_path / "train.txt"
     text.write_text((data_dir / "text" / "tinyshakespeare" / "input.txt").read_text()[:20_000])
@@ -267,5 +251,5 @@ def test_every_command_works_on_the_model(options, data_dir, tmp_path, capsys, f
     noise = "layers/1/mlp/router/noise/kernel"
     assert np.abs(trained.read(noise)).max() > 0 and not untrained.read(noise).any()
 
-    err = failing("export", moe, tmp_path / "hf")
+    err = failing_command("export", moe, tmp_path / "hf")
     assert "has no Hugging Face format that would give the same logits" in err and "mlp.universal is 'coder'" in err
