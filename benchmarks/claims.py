@@ -1,0 +1,55 @@
+"""What the papers claim, tested on models that were really trained: the evidence behind the table of claims.
+
+    python benchmarks/claims.py DATA [--smollm MODEL] [--only STUDY ...] [--minutes N] [--repeat N]
+
+DATA is a folder with `weights/stories260K/hf`, `text/{tinyshakespeare,tinystories,wikitext2}` and `eval/gsm8k`; the
+code is the standard library of this Python. Without `--smollm`, the studies of SmolLM2-135M are left out.
+
+The plan (`evidence/studies/plan.py`) takes about ten hours on two cores. It can be stopped at any moment: every result
+is written to OUT/claims.json when it is there, and the same command goes on. Models that others start from are kept
+in WORK. `--repeat N` does N finished jobs again and says whether they gave the same bits; `--report-only` runs nothing
+and writes the tables and pictures of what there is.
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# One thread for every worker.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from evidence.results import RESULTS
+from evidence.studies.claims_file import ClaimsFile
+from evidence.studies.jobs import Place, do_jobs
+from evidence.studies.plan import studies
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("data", type=Path, metavar="DATA")
+    parser.add_argument("--smollm", type=Path, help="folder of SmolLM2-135M")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    work = Path(tempfile.gettempdir()) / "moe_jax_claims"
+    parser.add_argument("--work", type=Path, default=work, help="folder of kept models (default %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="STUDY", help="only these studies")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job after so many")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="jobs at a time (default %(default)s)")
+    options = parser.parse_args()
+    place = Place(options.data.resolve(), options.work.resolve(), options.smollm and options.smollm.resolve())
+    chosen = studies(place)
+    unknown = set(options.only or ()) - {study.name for study in chosen}
+    if unknown:
+        parser.error(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in chosen)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = ClaimsFile(options.out)
+    chosen = [study for study in chosen if not options.only or study.name in options.only]
+    done = do_jobs(chosen, results, place, workers=options.workers, minutes=options.minutes)
+    print("nothing is left to do" if done else "stopped; the same command goes on")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the papers' claims are tested with: models that are trained, tuned and compressed, one job at a time."""

@@ -1,0 +1,131 @@
+"""What a model of some scale reads: its tokenizer, the batches of a seed, and the tokens that are scored."""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from evidence.studies.jobs import Place
+from evidence.studies.scales import SMOLLM, STORIES, Scale
+from evidence.studies.texts import DOMAINS, MIXTURES, read_text
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.open_source import read_config, open_source
+from moe_jax.train.data import open_data
+from moe_jax.train.data_sections import DataSection, SourceSection
+from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+class Corpus:
+    """Attributes:
+    tokenizer_file: of the scale's models.
+    """
+
+    def __init__(self, place: Place, scale: Scale, config: ModelConfig, tokenizer_file: Path):
+        """Reads nothing yet.
+
+        Args:
+          place: of the data, and where texts are written that batches are made from.
+          scale: of the models.
+          config: of a model that reads the tokens.
+          tokenizer_file: of the model.
+        """
+        self.tokenizer_file = tokenizer_file
+        self._place, self._scale, self._config = place, scale, config
+        self._tokenizer = Tokenizer(tokenizer_file, config)
+
+    def batches(self, mixture: str, seed: int, steps: int) -> list[dict[str, np.ndarray]]:
+        """The batches of a seed, the same for every model of the scale; the texts of a mixture count alike."""
+        rows = range(self._scale.batch_size)
+        section = DataSection(
+            sources=self.sources(mixture),
+            seq_len=self._scale.seq_len,
+            # Short pieces in random order: with long ones a run ends on a few documents, and how near these are to
+            # the text that is scored decides its loss.
+            piece_kib=1,
+            prefetch=0,
+        )
+        data = open_data(
+            section, self._config, self.tokenizer_file, seed=seed, batch_size=len(rows), rows=rows
+        )
+        return [next(data) for _ in range(steps)]
+
+    def sources(self, mixture: str) -> tuple[SourceSection, ...]:
+        """The texts of a mixture as a recipe names them."""
+        return tuple(SourceSection(path=str(self._train_file(name)), weight=1.0) for name in MIXTURES[mixture])
+
+    def scored(self, split: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """Int32[n] of every text; `split` is `selection` or `test`."""
+        ids = {name: self._tokenizer.encode(getattr(read_text(name, self._place.data), split)) for name in names}
+        return {name: all_of[: self._scale.scored_tokens] for name, all_of in ids.items()}
+
+    def _train_file(self, name: str) -> Path:
+        """The text to train on as a file of its own. Two workers may write it: what they write is the same."""
+        text = read_text(name, self._place.data).train
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        file = self._place.work / "texts" / f"{name}-{digest}.txt"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, text)
+        return file
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a text file that is there whole or not at all."""
+    partial = file.with_name(f"{file.name}.{np.random.SeedSequence().entropy}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
+def given_model(place: Place, scale: Scale) -> ModelSource:
+    """The dense model of a scale that brings one.
+
+    Raises:
+      FileNotFoundError: if it is not there.
+    """
+    if scale == SMOLLM:
+        if place.smollm is None:
+            raise FileNotFoundError("SmolLM2-135M is not there; name its folder with --smollm")
+        return open_source(place.smollm)
+    assert scale == STORIES
+    return open_source(place.data / "weights" / "stories260K" / "hf")
+
+
+def middle_config() -> ModelConfig:
+    """The config of the dense model of the scale `middle`."""
+    return read_config(RECIPES / "middle.json")
+
+
+@cache
+def tokenizer_file(place: Place, scale: Scale) -> Path:
+    """The tokenizer of a scale; one is made of the texts to train on where the scale says of what size."""
+    if scale.vocab_size is None:
+        source = given_model(place, scale)
+        return find_tokenizer(source.tokenizer_files, source.path)
+    file = place.work / "tokenizers" / scale.name / "tokenizer.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, _byte_pairs(place, scale.vocab_size).to_str())
+    return file
+
+
+def _byte_pairs(place: Place, vocab_size: int) -> tokenizers.Tokenizer:
+    """Byte-level byte pairs; ids 1 and 2 are those of beginning and end."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # Texts count alike: a million characters of each.
+    texts = (read_text(name, place.data).train[:1_000_000] for name in DOMAINS)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

@@ -1,0 +1,181 @@
+"""Jobs, the studies that ask for them, and the loop that does them on all cores and keeps every result at once."""
+
+import concurrent.futures
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from evidence.results import Key, ResultsFile
+
+# Of a result, what differs between two runs of the same job.
+SECONDS = "seconds"
+
+
+class Place(NamedTuple):
+    """Where jobs find what they need.
+
+    Attributes:
+      data: the folder of texts and models that `claims.py` describes.
+      work: folder of what is kept between jobs: trained models, tokenizers, compiled programs.
+      smollm: model directory or Hugging Face folder of SmolLM2-135M; None: it is not there.
+    """
+
+    data: Path
+    work: Path
+    smollm: Path | None = None
+
+
+class Job(NamedTuple):
+    """One result.
+
+    Attributes:
+      path: where it stands in the results.
+      work: `work(place, **arguments)` gives the result, a dictionary of JSON values; a function of a module, since it
+        is called in another process.
+      arguments: of `work`.
+      makes: the model that it keeps, if any.
+    """
+
+    path: Key
+    work: Callable[..., dict[str, Any]]
+    arguments: Mapping[str, Any]
+    makes: Path | None = None
+
+
+class Study(Protocol):
+    """A part of the plan."""
+
+    name: str
+
+    def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
+        """Yields the jobs that can be done with what is there, the most telling first; also those already done."""
+        ...
+
+
+class NotFiniteError(Exception):
+    """A result that holds what is not a finite number."""
+
+
+class DiffersError(Exception):
+    """A model that was made again is not the one that the results are of."""
+
+
+def open_jobs(studies: Iterable[Study], results: ResultsFile, place: Place) -> Iterator[Job]:
+    """The jobs that can be done now and are not done, or whose model is not there any more."""
+    for study in studies:
+        for job in study.jobs(results, place):
+            if results.get(*job.path) is None or (job.makes is not None and not job.makes.exists()):
+                yield job
+
+
+def do_jobs(
+    studies: Sequence[Study], results: ResultsFile, place: Place, *, workers: int, minutes: float = math.inf
+) -> bool:
+    """Does what is open; every result is written as soon as it is there.
+
+    Args:
+      studies: in the order in which they are worked on.
+      results: read and written.
+      place: where jobs find what they need.
+      workers: jobs at a time; each has one thread, so that the results of a seed are the same, bit for bit, however
+        many there are.
+      minutes: after so many no further job is begun.
+
+    Returns:
+      Whether nothing is left to do.
+
+    Raises:
+      NotFiniteError: if a job gives a result that is not finite.
+    """
+    started, running, done = time.monotonic(), dict[concurrent.futures.Future, Job](), 0
+    with worker_pool(workers, place) as pool:
+        while True:
+            busy = {job.path for job in running.values()}
+            in_time = time.monotonic() - started < 60 * minutes
+            for job in open_jobs(studies, results, place) if in_time else ():
+                if len(running) >= workers:
+                    break
+                if job.path not in busy:
+                    running[pool.submit(timed, job, place)] = job
+                    busy.add(job.path)
+            if not running:
+                return in_time
+            finished, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in finished:
+                job = running.pop(future)
+                store(results, job, future.result())
+                done += 1
+                print(_line(job, future.result(), done, time.monotonic() - started), flush=True)
+
+
+def worker_pool(workers: int, place: Place) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes with one thread each, on a core of their own as far as there are enough."""
+    context = multiprocessing.get_context("spawn")
+    cores = context.Queue()
+    for index in range(workers):
+        cores.put(index)
+    return concurrent.futures.ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin, initargs=(cores, place.work)
+    )
+
+
+def timed(job: Job, place: Place) -> dict[str, Any]:
+    """The result of a job, with the seconds that it took."""
+    started = time.monotonic()
+    return job.work(place, **job.arguments) | {SECONDS: round(time.monotonic() - started, 1)}
+
+
+def checked(job: Job, result: dict[str, Any]) -> dict[str, Any]:
+    """The result.
+
+    Raises:
+      NotFiniteError: if a number in it is not finite.
+    """
+    for name, value in result.items():
+        for number in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise NotFiniteError(f"{' / '.join(job.path)}: {name} is {number}")
+    return result
+
+
+def store(results: ResultsFile, job: Job, result: dict[str, Any]) -> None:
+    """Writes a result, or compares it with the one that is there.
+
+    Raises:
+      NotFiniteError: if a number in it is not finite.
+      DiffersError: if there was another result.
+    """
+    there = results.get(*job.path)
+    if there is None:
+        results.put(*job.path, value=checked(job, result))
+    elif not same(there, result):
+        raise DiffersError(
+            f"{' / '.join(job.path)}: made again here, the result is another one, so that the models that are left "
+            "cannot be compared with those of the results; choose another --out"
+        )
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two results of a job are equal, bit for bit, but for the seconds."""
+    return {**one, SECONDS: 0} == {**other, SECONDS: 0}
+
+
+def _begin(cores: Any, work: Path) -> None:
+    """Prepares a worker, before JAX counts the cores that it may use."""
+    available = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {available[cores.get() % len(available)]})
+    import jax
+
+    # What one worker compiled, no other compiles again.
+    jax.config.update("jax_compilation_cache_dir", str(work / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _line(job: Job, result: dict[str, Any], done: int, seconds: float) -> str:
+    losses = result.get("losses")
+    said = f", mean loss {sum(losses.values()) / len(losses):.4f}" if losses else ""
+    return f"[{done} in {seconds / 60:.0f} min] {' / '.join(job.path)}: {result[SECONDS]:.0f} s{said}"

@@ -1,0 +1,143 @@
+"""The job that all studies of training have: a kept model takes a shape, is trained, and is scored."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from evidence.studies.corpus import Corpus, given_model, middle_config, tokenizer_file
+from evidence.studies.jobs import Place
+from evidence.studies.models import Leaves, grown, keep, model_of, read_leaves
+from evidence.studies.parameter_groups import groups_of
+from evidence.studies.rates import Rates
+from evidence.studies.scales import MIDDLE, SCALES, Scale
+from evidence.studies.shapes import BTX, PROMPTED, Shape, shape_of
+from evidence.studies.texts import DOMAINS, MIXTURES
+from evidence.studies.trainer import Trainer
+
+from moe_jax.loading import abstract_model
+from moe_jax.model_dir import ModelDirectory
+from moe_jax.models import ModelConfig
+from moe_jax.peft import trainable_paths
+
+DENSE = "dense"
+SELECTION, TEST = "selection", "test"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+      scale: name of one of `SCALES`.
+      shape: what the model becomes before it is trained (`shapes.shape_of`).
+      steps: of training; 0: only scored.
+      seed: of new leaves, the order of the text, and dropout.
+      rates: the highest learning rate of every group.
+      start: name of the model that it begins with: the scale's dense one, or one that was kept.
+      mixture: of texts that it is trained on and scored with.
+      split: what part is scored, `selection` or `test`.
+      keep: name under which the trained model is kept; empty: it is not.
+    """
+
+    scale: str
+    shape: str
+    steps: int
+    seed: int
+    rates: Rates
+    start: str = DENSE
+    mixture: str = "domains"
+    split: str = TEST
+    keep: str = ""
+
+
+def train_run(place: Place, run: Run) -> dict[str, Any]:
+    """Trains and scores.
+
+    Returns:
+      losses: of every domain, nats per token. start_losses: before training.
+      train_loss: mean of the last steps. trained: parameters that are trained. params: all of them.
+      auxiliary: what the auxiliary losses add, first and last step.
+      diverged: only and always there if the loss was not finite; then the losses are not.
+    """
+    scale = SCALES[run.scale]
+    base = load_kept(place, run.scale, run.start)
+    shape = shape_of(run.shape)
+    config = shape.config(base.config)
+    leaves = grown(config, base, run.seed, start=shape.start, **_parts(place, run, shape, config, base))
+    corpus = _corpus(place, scale, base.config)
+    trainer = _trainer(config, max(run.steps, 1), scale.warmup_steps)
+    model = model_of(leaves)
+    scored = corpus.scored(run.split, MIXTURES[run.mixture])
+
+    def losses(model: Any) -> dict[str, float]:
+        return {name: trainer.score(model, ids, scale.seq_len) for name, ids in scored.items()}
+
+    found: dict[str, Any] = {
+        "start_losses": losses(model),
+        "trained": trainer.trained_params,
+        "params": sum(leaf.size for leaf in leaves.leaves.values()),
+    }
+    if not run.steps:
+        return found | {"losses": found["start_losses"]}
+    batches = corpus.batches(run.mixture, run.seed, run.steps)
+    with shape.patched():
+        trained = trainer.run(model, batches, seed=run.seed, rates=dict(run.rates))
+    found |= {"losses": losses(trained.model), "train_loss": trained.loss, "auxiliary": list(trained.auxiliary)}
+    if not all(map(np.isfinite, [trained.loss, *found["losses"].values()])):
+        return {"diverged": True}
+    if run.keep:
+        keep(trained.model, kept_path(place, run.scale, run.keep), [corpus.tokenizer_file])
+    return found
+
+
+def kept_path(place: Place, scale: str, name: str) -> Path:
+    """The model directory of a kept model, whether it is there or not."""
+    return place.work / "models" / scale / name
+
+
+@lru_cache(maxsize=64)
+def trained_groups(place: Place, scale: str, start: str, shape: str) -> tuple[str, ...]:
+    """The groups of parameters that are trained once a model has taken a shape; needs no weights."""
+    model = abstract_model(shape_of(shape).config(start_config(place, scale, start)))
+    return groups_of(trainable_paths(model))
+
+
+def start_config(place: Place, scale: str, name: str) -> ModelConfig:
+    """The config of a model that runs begin with."""
+    if name != DENSE:
+        return ModelDirectory(kept_path(place, scale, name)).config
+    return middle_config() if scale == MIDDLE.name else given_model(place, SCALES[scale]).config
+
+
+@lru_cache(maxsize=4)
+def load_kept(place: Place, scale: str, name: str) -> Leaves:
+    """A model that was kept; the dense ones of scales that bring them are read where they are.
+
+    Raises:
+      FileNotFoundError: if it is not there.
+    """
+    if name == DENSE and scale != MIDDLE.name:
+        return read_leaves(given_model(place, SCALES[scale]))
+    return read_leaves(ModelDirectory(kept_path(place, scale, name)))
+
+
+@lru_cache(maxsize=2)
+def _trainer(config: ModelConfig, steps: int, warmup_steps: int) -> Trainer:
+    return Trainer(config, steps=steps, warmup_steps=min(warmup_steps, steps - 1))
+
+
+@lru_cache(maxsize=4)
+def _corpus(place: Place, scale: Scale, config: ModelConfig) -> Corpus:
+    return Corpus(place, scale, config, tokenizer_file(place, scale))
+
+
+def _parts(place: Place, run: Run, shape: Shape, config: ModelConfig, base: Leaves) -> Mapping[str, Any]:
+    """What experts and routers are made of beside the base."""
+    if shape.parts == BTX:
+        return {"branches": [load_kept(place, run.scale, f"{name}-s{run.seed}") for name in DOMAINS]}
+    if shape.parts == PROMPTED:
+        return {"routers": {}}
+    return {}

@@ -1,0 +1,106 @@
+"""Studies of training: the rates of every family are chosen first, then every seed is trained and scored."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from evidence.results import Key, ResultsFile
+from evidence.studies.jobs import Job, Place
+from evidence.studies.rates import Rates, rates_of, search, text_of
+from evidence.studies.scales import Scale
+from evidence.studies.training_job import DENSE, SELECTION, TEST, Run, kept_path, train_run, trained_groups
+
+# Of the runs that rates are chosen with; no run that is reported has it.
+RATE_SEED = 1000
+# Half decades: full models learn best near 1e-3, what begins at nothing needs more.
+_FIRST = {"base": -6, "experts": -6, "router": -6, "deltas": -5, "adapters": -4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A model that others begin with, trained by one long job.
+
+    Attributes:
+      scale, name: under which it is kept.
+      work, arguments: of the job.
+    """
+
+    scale: str
+    name: str
+    work: Callable[..., dict[str, Any]]
+    arguments: Mapping[str, Any]
+
+    @property
+    def path(self) -> Key:
+        return "models", self.scale, self.name
+
+    def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
+        """The one job."""
+        yield Job(self.path, self.work, self.arguments, kept_path(place, self.scale, self.name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainings:
+    """Runs that begin with the same models, read the same text and are as long.
+
+    Attributes:
+      name: key in the results.
+      scale: of the models.
+      shapes: name of a shape -> name of the shape whose rates it takes; the most telling first.
+      steps: of a run that is reported.
+      search_steps: of one that rates are chosen with.
+      seeds: of the runs that are reported.
+      start: the model that they begin with; `{seed}` in it stands for the seed, of rates the first.
+      after: where the results of the jobs that make these models stand; empty: they are there.
+      mixture: of texts that they are trained on.
+      keep: shapes whose trained models are kept, under their name with the seed.
+    """
+
+    name: str
+    scale: Scale
+    shapes: Mapping[str, str]
+    steps: int
+    search_steps: int
+    seeds: tuple[int, ...]
+    start: str = DENSE
+    after: tuple[Key, ...] = ()
+    mixture: str = "domains"
+    keep: frozenset[str] = frozenset()
+
+    def path(self, shape: str, seed: int) -> Key:
+        """Where a result stands."""
+        return self.name, self.scale.name, f"{self.steps} steps", shape, str(seed)
+
+    def rates(self, results: ResultsFile, place: Place, shape: str) -> tuple[list[Job], Rates | None]:
+        """What must still be tried to choose the rates of a shape; or the choice."""
+        root = "rates", self.name, self.scale.name, f"{self.search_steps} steps", shape
+        tried: dict[Rates, float] = {}
+        for text, found in (results.get(*root) or {}).items():
+            losses = found.get("losses")
+            tried[rates_of(text)] = sum(losses.values()) / len(losses) if losses else float("inf")
+        groups = trained_groups(place, self.scale.name, self.start.format(seed=self.seeds[0]), shape)
+        missing, chosen = search(groups, _FIRST, tried)
+        return [Job((*root, text_of(rates)), train_run, {"run": self._trial(shape, rates)}) for rates in missing], chosen
+
+    def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
+        """Rates of a shape before its runs."""
+        if any(results.get(*path) is None for path in self.after):
+            return
+        for shape, like in self.shapes.items():
+            trials, chosen = self.rates(results, place, like)
+            yield from trials
+            if chosen is None:
+                continue
+            for seed in self.seeds:
+                keep = f"{shape}-s{seed}" if shape in self.keep else ""
+                run = dataclasses.replace(self._run(shape, seed, chosen), keep=keep)
+                makes = kept_path(place, self.scale.name, keep) if keep else None
+                yield Job(self.path(shape, seed), train_run, {"run": run}, makes)
+
+    def _run(self, shape: str, seed: int, rates: Rates) -> Run:
+        start = self.start.format(seed=seed)
+        return Run(self.scale.name, shape, self.steps, seed, rates, start, self.mixture, TEST)
+
+    def _trial(self, shape: str, rates: Rates) -> Run:
+        start = self.start.format(seed=self.seeds[0])
+        return Run(self.scale.name, shape, self.search_steps, RATE_SEED, rates, start, self.mixture, SELECTION)

@@ -1,0 +1,83 @@
+"""Effects over seeds, with intervals, and what they say about a claim (SciPy)."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from scipy import stats
+
+AGREES, DISAGREES, UNDECIDED = "agrees", "disagrees", "cannot decide"
+_CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """A difference of means over paired seeds.
+
+    Attributes:
+      mean: of the differences.
+      low, high: ends of its 95 % interval (Student's t).
+      count: seeds.
+    """
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        if not math.isfinite(self.low):
+            return f"{self.mean:+.4f} ({self.count} seed{'s' * (self.count > 1)})"
+        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+
+
+def effect(differences: Sequence[float]) -> Effect | None:
+    """The mean of differences and its interval, infinite for a single one; None of none."""
+    count = len(differences)
+    if not count:
+        return None
+    mean = sum(differences) / count
+    if count == 1:
+        return Effect(mean, -math.inf, math.inf, count)
+    error = stats.sem(differences)
+    if error == 0:
+        return Effect(mean, mean, mean, count)
+    low, high = stats.t.interval(_CONFIDENCE, count - 1, loc=mean, scale=error)
+    return Effect(mean, float(low), float(high), count)
+
+
+def paired(these: Mapping[str, float], those: Mapping[str, float]) -> list[float]:
+    """What these have more than those, seed by seed: start and order of the text are then no part of the spread."""
+    return [value - those[seed] for seed, value in these.items() if seed in those]
+
+
+def better(found: Effect, least: float) -> str:
+    """Whether something is lower than something else, by what matters.
+
+    Args:
+      found: its loss less the other's.
+      least: the smallest effect of interest, above 0.
+
+    Returns:
+      `agrees` if the interval lies below 0 and the mean at `-least` or below; `disagrees` if the interval lies above
+      `-least`: what there may be of an advantage does not matter.
+    """
+    if found.high < 0 and found.mean <= -least:
+        return AGREES
+    return DISAGREES if found.low > -least else UNDECIDED
+
+
+def equal(found: Effect, least: float) -> str:
+    """Whether two things are as good as each other: `agrees` if the interval lies within `least` of 0 on both sides,
+    `disagrees` if it lies outside on one."""
+    if -least < found.low and found.high < least:
+        return AGREES
+    return DISAGREES if found.low >= least or found.high <= -least else UNDECIDED
+
+
+def no_worse(found: Effect, least: float) -> str:
+    """Whether something is not worse than something else by what matters: `agrees` if the interval lies below
+    `least`, `disagrees` if it lies above."""
+    if found.high < least:
+        return AGREES
+    return DISAGREES if found.low >= least else UNDECIDED
