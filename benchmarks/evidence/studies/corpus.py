@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
 from evidence.studies.jobs import Place
 from evidence.studies.scales import SMOLLM, STORIES, Scale
 from evidence.studies.texts import DOMAINS, MIXTURES, read_text
-from tokenizers import decoders, models, pre_tokenizers, trainers
-
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig
-from moe_jax.open_source import read_config, open_source
+from moe_jax.open_source import open_source, read_config
 from moe_jax.train.data import open_data
 from moe_jax.train.data_sections import DataSection, SourceSection
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer

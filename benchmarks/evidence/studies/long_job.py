@@ -1,4 +1,4 @@
-"""Jobs of half an hour and more: models that are trained by a recipe of their own, and go on where they were stopped."""
+"""Jobs of half an hour and more: models that are trained by a recipe, and go on where they were stopped."""
 
 import dataclasses
 import shutil
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import rich.console
+
 from evidence.studies.corpus import RECIPES, Corpus, given_model, middle_config, tokenizer_file
 from evidence.studies.jobs import Place
 from evidence.studies.models import grown, keep, model_of, read_leaves
@@ -14,7 +15,6 @@ from evidence.studies.shapes import shape_of
 from evidence.studies.texts import DOMAINS
 from evidence.studies.trainer import Trainer
 from evidence.studies.training_job import DENSE, TEST, kept_path
-
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig
 from moe_jax.train.recipe import Recipe, load_recipe

@@ -44,8 +44,8 @@ def _perft(ranks: tuple[int, ...]) -> dict[str, str]:
     """Every variant at every rank, with rates of its own."""
     names = []
     for rank in ranks:
-        names += [f"PERFT-R 2/8 r={rank}", f"PERFT-E r={rank}", f"PERFT-S r={rank}", f"LoRA q,v r={rank}"]
-        names += [f"PERFT-D {count} r={rank}" for count in (4, 2)]
+        names += [f"PERFT-R 2/8 r={rank}", f"PERFT-E r={rank}", f"PERFT-S r={2 * rank}", f"LoRA q,v r={rank}"]
+        names += [f"PERFT-S r={rank}", *(f"PERFT-D {count} r={rank}" for count in (4, 2))]
         names += [f"PERFT-R {sizes} r={rank}" for sizes in ("1/1", "1/4", "2/4", "8/8")]
     names += ["PERFT-R 2/8 r=8, weights of the base's router", "LoRA router r=8", AS_IT_IS]
     return {name: name for name in names}
@@ -57,7 +57,7 @@ def studies(place: Place) -> list[Study]:
                       keep=frozenset((EVERY_LAYER,)))  # fmt: skip
     middle_dense = Kept(MIDDLE.name, "dense", train_middle, {})
     small = [
-        Trainings("pilot", STORIES, {AS_IT_IS: AS_IT_IS, VANILLA: VANILLA}, 1000, 250, SEEDS),
+        Trainings("pilot", STORIES, {AS_IT_IS: AS_IT_IS, VANILLA: VANILLA}, 250, 250, SEEDS),
         middle_dense,
         bases,
         Trainings("perft", STORIES, _perft((8, 2, 32)), 150, 150, SEEDS, f"{EVERY_LAYER}-s{{seed}}",

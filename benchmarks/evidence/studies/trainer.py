@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from evidence.studies.parameter_groups import GROUPS, group_of, groups_of
 from flax import nnx
 
+from evidence.studies.parameter_groups import GROUPS, group_of, groups_of
 from moe_jax.loading import abstract_model
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder

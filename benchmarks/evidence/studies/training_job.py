@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from evidence.studies.corpus import Corpus, given_model, middle_config, tokenizer_file
 from evidence.studies.jobs import Place
 from evidence.studies.models import Leaves, grown, keep, model_of, read_leaves
@@ -16,7 +17,6 @@ from evidence.studies.scales import MIDDLE, SCALES, Scale
 from evidence.studies.shapes import BTX, PROMPTED, Shape, shape_of
 from evidence.studies.texts import DOMAINS, MIXTURES
 from evidence.studies.trainer import Trainer
-
 from moe_jax.loading import abstract_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig

@@ -80,7 +80,8 @@ class Trainings:
             tried[rates_of(text)] = sum(losses.values()) / len(losses) if losses else float("inf")
         groups = trained_groups(place, self.scale.name, self.start.format(seed=self.seeds[0]), shape)
         missing, chosen = search(groups, _FIRST, tried)
-        return [Job((*root, text_of(rates)), train_run, {"run": self._trial(shape, rates)}) for rates in missing], chosen
+        trials = [Job((*root, text_of(rates)), train_run, {"run": self._trial(shape, rates)}) for rates in missing]
+        return trials, chosen
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """Rates of a shape before its runs."""

@@ -1,0 +1,53 @@
+"""Pictures of the studies, from the results alone."""
+
+import re
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from evidence.results import ResultsFile
+from evidence.studies.rates import rates_of
+from evidence.studies.summary import losses_of, spread
+
+_D = re.compile(r"PERFT-(?:D (\d+)|S) r=(\d+)")
+
+
+def draw_dense_adapters(results: ResultsFile, scale: str, file: Path) -> None:
+    """PERFT-D's loss over M r: at fixed rates (one seed, selection text), and at the best rate (all seeds, test)."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharex=True, layout="constrained")
+    by_rate: dict[float, dict[int, list[float]]] = {}
+    for shapes in (results.get("rates", "perft", scale) or {}).values():
+        for shape, tried in shapes.items():
+            if match := _D.fullmatch(shape):
+                for text, found in tried.items():
+                    if "losses" in found:
+                        ((_, rate),) = rates_of(text)
+                        mean = statistics.fmean(found["losses"].values())
+                        by_rate.setdefault(rate, {}).setdefault(_width(match), []).append(mean)
+    for rate, losses in sorted(by_rate.items()):
+        widths = sorted(losses)
+        left.plot(widths, [statistics.fmean(losses[width]) for width in widths], marker="o", label=f"{rate:g}")
+    left.set(title="at fixed learning rates", ylabel="loss of the selection text, nats per token")
+    left.legend(title="learning rate")
+    best: dict[int, list[dict[str, float]]] = {}
+    for shapes in (results.get("perft", scale) or {}).values():
+        for shape in shapes:
+            if match := _D.fullmatch(shape):
+                best.setdefault(_width(match), []).append(losses_of(results, "perft", scale, shape))
+    for width, found in sorted(best.items()):
+        for losses in found:
+            right.errorbar(width, statistics.fmean(losses.values()), spread(losses), marker="o", color="C0", capsize=3)
+    right.set(title="at the best rate of each", ylabel="loss of the test text, nats per token")
+    for axes in (left, right):
+        axes.set(xlabel="M · r", xscale="log")
+        axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def _width(match: re.Match) -> int:
+    return int(match[1] or 1) * int(match[2])

@@ -1,0 +1,90 @@
+"""CLAIMS as tables in Markdown: what was trained, and what it says about what papers say."""
+
+import statistics
+from collections.abc import Iterator
+
+from evidence.results import ResultsFile
+from evidence.studies.claims import CLAIMS
+from evidence.studies.rates import rates_of
+from evidence.studies.scales import SCALES
+from evidence.studies.summary import mean_losses, spread
+from evidence.studies.verdicts import effect, paired
+from evidence.tables import markdown
+
+# Shape that the others of a study are held against.
+_REFERENCES = {"deltas": "vanilla", "pesc": "LoRA 16", "perft": "as it is", "beginnings": "vanilla",
+               "pilot": "as it is"}  # fmt: skip
+
+
+def report(results: ResultsFile) -> str:
+    """The whole report: the table of claims first, then every study."""
+    parts = ["# Claims", "", "## Verdicts", "", claims_table(results)]
+    for study in _REFERENCES:
+        for scale in results.get(study) or {}:
+            parts += ["", f"## {study}, {scale}", "", *study_tables(results, study, scale)]
+    rates = rates_table(results)
+    if rates:
+        parts += ["", "## Learning rates", "", rates]
+    return "\n".join(parts) + "\n"
+
+
+def claims_table(results: ResultsFile) -> str:
+    """A row for every claim and scale that there are results for."""
+    rows = []
+    for claim in CLAIMS:
+        for scale in SCALES:
+            found = claim.effect(results, scale)
+            if found is not None:
+                verdict = claim.verdict(found, claim.least) if found.count > 2 else "not enough seeds"
+                rows.append((claim.paper, claim.says, scale, str(found), str(found.count), f"{claim.least:g}", verdict))
+    head = ("paper", "claim", "scale", "effect, nats per token [95 %]", "seeds", "least of interest", "verdict")
+    return markdown(head, rows)
+
+
+def study_tables(results: ResultsFile, study: str, scale: str) -> Iterator[str]:
+    """A table for every length of runs."""
+    for steps, shapes in results.get(study, scale).items():
+        reference = mean_losses(shapes.get(_REFERENCES[study], {}))
+        rows = []
+        for shape, found in shapes.items():
+            losses = mean_losses(found)
+            if not losses:
+                rows.append((shape, "", "diverged", "", "", *("" for _ in range(len(texts_of(shapes))))))
+                continue
+            first = next(iter(found.values()))
+            against = effect(paired(losses, reference))
+            rows.append((
+                shape,
+                f"{first['trained']:,}",
+                f"{statistics.fmean(losses.values()):.4f} ± {spread(losses):.4f}",
+                str(len(losses)),
+                str(against) if against and shape != _REFERENCES[study] else "",
+                *(f"{statistics.fmean(run['losses'][text] for run in found.values()):.4f}" for text in first["losses"]),
+            ))  # fmt: skip
+        head = ("model", "trained", "mean loss", "seeds", f"against {_REFERENCES[study]}", *texts_of(shapes))
+        yield f"{steps}:\n\n{markdown(head, rows)}\n"
+
+
+def texts_of(shapes: dict) -> list[str]:
+    """Names of the texts that runs are scored with."""
+    return list(next(run["losses"] for found in shapes.values() for run in found.values() if "losses" in run))
+
+
+def rates_table(results: ResultsFile) -> str:
+    """Of every shape that rates were chosen for, the best that were tried, and how many were."""
+    rows = []
+    for study, scales in (results.get("rates") or {}).items():
+        for scale, lengths in scales.items():
+            for steps, shapes in lengths.items():
+                for shape, tried in shapes.items():
+                    means = {
+                        text: statistics.fmean(found["losses"].values())
+                        for text, found in tried.items()
+                        if "losses" in found
+                    }
+                    if means:
+                        best = min(means, key=means.__getitem__)
+                        assert rates_of(best)
+                        rows.append((study, scale, shape, steps, best, f"{means[best]:.4f}", str(len(tried))))
+    head = ("study", "scale", "model", "tried for", "best rates", "selection loss", "tried")
+    return markdown(head, rows) if rows else ""

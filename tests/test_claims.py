@@ -1,0 +1,225 @@
+"""The harness of `benchmarks/claims.py`: what it does next, how it chooses, and what it says."""
+
+import dataclasses
+import math
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moe_jax
+from moe_jax.loading import abstract_model, model_leaves
+from moe_jax.nn.perft import Perft
+from moe_jax.peft import trainable_paths
+from moe_jax.sharding import path_name
+from moe_jax.train.program import draw_model
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from evidence.results import Figures  # noqa: E402
+from evidence.stamp import Stamp  # noqa: E402
+from evidence.studies import training_job, verdicts  # noqa: E402
+from evidence.studies.claims import CLAIMS  # noqa: E402
+from evidence.studies.jobs import SECONDS, DiffersError, Job, NotFiniteError, Place, open_jobs, store  # noqa: E402
+from evidence.studies.models import Leaves, grown, model_of  # noqa: E402
+from evidence.studies.parameter_groups import group_of, groups_of  # noqa: E402
+from evidence.studies.plan import SEEDS, studies  # noqa: E402
+from evidence.studies.rates import as_rates, rate, rates_of, search, text_of  # noqa: E402
+from evidence.studies.shapes import shape_of  # noqa: E402
+from evidence.studies.trainer import Trainer  # noqa: E402
+from evidence.studies.trainings import RATE_SEED, Trainings  # noqa: E402
+
+PLACE = Place(ROOT, ROOT, ROOT)
+STAMP = Stamp(commit="1" * 40, date="2026-11-23", machine="x86_64 with 2 threads", versions={"python": "3.11.7"})
+
+
+@pytest.fixture
+def results(tmp_path):
+    return Figures("claims", tmp_path, writes=True, stamp=lambda: STAMP)
+
+
+@given(
+    st.lists(st.integers(-9, -1), min_size=1, max_size=3),
+    st.lists(st.integers(-9, -1), min_size=3, max_size=3),
+)
+def test_rates_are_moved_until_none_is_better(best, first):
+    groups = ("base", "deltas", "router")[: len(best)]
+    start = dict(zip(groups, first, strict=False))
+
+    def loss(rates):
+        return sum(abs(math.log10(value) - half / 2) for (_, value), half in zip(rates, best, strict=True))
+
+    tried: dict = {}
+    for _ in range(100):
+        missing, chosen = search(groups, start, tried)
+        if chosen is not None:
+            break
+        assert missing and not set(missing) & set(tried)
+        tried |= {rates: loss(rates) for rates in missing}
+    # Every group has a minimum of its own, so that the choice is the best of all. The first group is moved last.
+    assert chosen == as_rates(dict(zip(groups, best, strict=True)))
+    for move in (-1, 1):
+        beside = as_rates(dict(zip(groups, [best[0] + move, *best[1:]], strict=True)))
+        assert beside in tried
+    assert rates_of(text_of(chosen)) == chosen
+
+
+def test_half_decades():
+    assert [rate(k) for k in (-6, -5, -4, -1, 0)] == [1e-3, 3e-3, 1e-2, 0.3, 1.0]
+
+
+def test_a_diverged_rate_is_never_chosen():
+    tried = {as_rates({"base": k}): math.inf if k > -6 else float(-k) for k in range(-10, 0)}
+    assert search(["base"], {"base": -6}, tried) == ([], as_rates({"base": -6}))
+
+
+@given(st.lists(st.floats(-0.1, 0.1), min_size=3, max_size=6), st.floats(0.001, 0.05))
+def test_verdicts_follow_from_the_interval(differences, least):
+    found = verdicts.effect(differences)
+    assert found.low <= found.mean <= found.high
+    if verdicts.better(found, least) == verdicts.AGREES:
+        assert found.high < 0 and verdicts.no_worse(found, least) == verdicts.AGREES
+    if verdicts.equal(found, least) == verdicts.AGREES:
+        assert verdicts.better(found, least) != verdicts.AGREES
+        assert verdicts.no_worse(found, least) == verdicts.AGREES
+    assert (verdicts.no_worse(found, least) == verdicts.DISAGREES) == (found.low >= least)
+    assert (verdicts.better(found, least) == verdicts.DISAGREES) == (found.low > -least)
+
+
+def test_one_seed_decides_nothing():
+    found = verdicts.effect([-0.5])
+    assert {verdict(found, 0.01) for verdict in (verdicts.better, verdicts.equal, verdicts.no_worse)} == {
+        verdicts.UNDECIDED
+    }
+    assert verdicts.effect([]) is None
+
+
+def test_every_claim_is_about_what_the_plan_trains():
+    trained = {
+        (study.name, shape) for study in studies(PLACE) if isinstance(study, Trainings) for shape in study.shapes
+    }
+    for claim in CLAIMS:
+        assert {(claim.study, claim.these), (claim.study, claim.those)} <= trained, claim
+
+
+def test_rates_come_before_runs_and_runs_once(results, monkeypatch):
+    monkeypatch.setattr("evidence.studies.trainings.trained_groups", lambda *_: ("base",))
+    study = Trainings("pilot", training_job.SCALES["stories260K"], {"as it is": "as it is"}, 10, 5, SEEDS)
+    place, seen = PLACE, []
+    while job := next(open_jobs([study], results, place), None):
+        run = job.arguments["run"]
+        seen.append(run)
+        rates = dict(run.rates)
+        store(results, job, {"losses": {"code": abs(rates["base"] - 3e-3)}, SECONDS: 1.0})
+    trials = [run for run in seen if run.split == "selection"]
+    assert {run.seed for run in trials} == {RATE_SEED} and {run.steps for run in trials} == {5}
+    reported = seen[len(trials) :]
+    assert [(run.seed, run.split, run.steps) for run in reported] == [(seed, "test", 10) for seed in SEEDS]
+    assert all(run.rates == (("base", 3e-3),) for run in reported)
+
+
+def test_a_result_is_finite_and_the_same_when_it_is_made_again(results, tmp_path):
+    model = tmp_path / "model"
+    job = Job(("pilot", "a"), dict, {}, makes=model)
+
+    class Study:
+        name = "pilot"
+
+        def jobs(self, results, place):
+            yield job
+
+    with pytest.raises(NotFiniteError, match="pilot / a: loss is nan"):
+        store(results, job, {"loss": math.nan})
+    store(results, job, {"loss": 1.0, SECONDS: 2.0})
+    # The model is gone, so that it is made again: the same figures, in another time.
+    assert list(open_jobs([Study()], results, PLACE)) == [job]
+    store(results, job, {"loss": 1.0, SECONDS: 3.0})
+    with pytest.raises(DiffersError, match="choose another --out"):
+        store(results, job, {"loss": 1.5, SECONDS: 3.0})
+    model.mkdir()
+    assert not list(open_jobs([Study()], results, PLACE))
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ("as it is", ("base",)),
+        ("vanilla", ("base", "router", "experts")),
+        ("LM r=4", ("base", "router", "deltas")),
+        ("LM r=4, frozen base", ("base", "router", "deltas")),
+        ("LM r=4, extended", ("base", "router", "deltas")),
+        ("SM 0.9", ("base", "router", "deltas")),
+        ("PESC 8 LoRA 8", ("adapters", "router")),
+        ("QLoRA 16", ("adapters",)),
+        ("LoRA 16", ("adapters",)),
+        ("granularity 2", ("base", "router", "experts")),
+    ],
+)
+def test_shapes_and_what_is_trained_of_them(shape, groups):
+    dense = moe_jax.tiny_model().config
+    model = abstract_model(shape_of(shape).config(dense))
+    trained = trainable_paths(model)
+    assert groups_of(trained) == groups
+    if shape.startswith("LM"):
+        bases = {path for path, _ in _leaves(nnx.state(model)) if "/experts/base/" in path}
+        assert bases and bool(bases & trained) == ("frozen" not in shape)
+
+
+def test_as_public_code_has_it_no_gradient_of_the_task_reaches_the_router_of_perft():
+    before = Perft.__call__
+    wrong, right = "PERFT-R 2/8 r=8, weights of the base's router", "PERFT-R 2/8 r=8"
+    moved = {}
+    for name in (wrong, right):
+        base = _drawn(moe_jax.tiny_model(experts=4).config)
+        shape = shape_of(name)
+        config = _without_balance(shape.config(base.config))
+        with shape.patched():
+            moved[name] = _moved(config, base, {"router": 1e-2, "adapters": 1e-2})
+    assert Perft.__call__ is before
+    assert moved == {wrong: {"adapters"}, right: {"adapters", "router"}}
+
+
+def test_every_group_learns_at_its_own_rate():
+    base = _drawn(moe_jax.tiny_model().config)
+    config = shape_of("LM r=4").config(base.config)
+    assert _moved(config, base, {"deltas": 1e-2}) == {"deltas"}
+    assert _moved(config, base, {"deltas": 1e-2, "base": 1e-3}) == {"deltas", "base"}
+
+
+def _moved(config, base, rates):
+    """The groups with parameters that a few steps change."""
+    model = model_of(grown(config, base, seed=0))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 16), dtype=np.int32)
+    ones = np.ones((2, 16), np.int32)
+    places = np.tile(np.arange(16, dtype=np.int32), (2, 1))
+    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": ones.astype(np.float32)}
+    batch |= {"segment_ids": ones, "positions": places}
+    trained = Trainer(config, steps=3, warmup_steps=1).run(model, [batch] * 3, seed=0, rates=rates)
+    before, after = (dict(_leaves(nnx.state(of))) for of in (model, trained.model))
+    return {group_of(path) for path in before if not np.array_equal(before[path], after[path])}
+
+
+def _without_balance(config):
+    """Without losses of routers, so that only the task moves anything."""
+    layers = [dataclasses.replace(layer, mlp=_unbalanced(layer.mlp)) for layer in config.layers]
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+def _unbalanced(moe):
+    perft = dataclasses.replace(moe.perft, balance_coef=0.0)
+    return dataclasses.replace(moe, balance_coef=0.0, perft=perft)
+
+
+def _drawn(config):
+    return Leaves(config, {path: np.asarray(leaf) for path, leaf in model_leaves(draw_model(config, 0))})
+
+
+def _leaves(state):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        yield path_name(path), leaf
