@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,8 +92,7 @@ def measure_speed(figures: Figures, smollm2: Path, work: Path, rounds: int) -> N
         programs["training step"] = (our_training(ours, tokens), their_training(theirs, tokens))
         for kind, (run, run_theirs) in programs.items():
             seconds = in_turns({"ours": run, "theirs": run_theirs}, rounds)
-            alone = [of_products(products, make, rounds, training=kind != "forward") for make in (in_xla, in_torch)]
-            allowed = [alone[1][i] / alone[0][i] for i in (0, 1)]
+            allowed = allowed_by_products(products, rounds, training=kind != "forward")
             reached = [pick(seconds["theirs"]) / pick(seconds["ours"]) for pick in (statistics.median, min)]
             share = [a / b for a, b in zip(reached, allowed, strict=True)]
             rows.append([f"{name}, {kind}", *map(tokens_per_second, seconds.values()), reached, allowed, share])
@@ -122,19 +122,26 @@ def in_turns(programs: dict[str, Callable[[], object]], rounds: int) -> Seconds:
     return seconds
 
 
-def of_products(
-    products: dict[Product, int], make: Callable[..., Callable[[], object]], rounds: int, *, training: bool
-) -> tuple[float, float]:
-    """Seconds of all products, each made alone: by the medians and by the best rounds."""
-    median = best = 0.0
+def allowed_by_products(products: dict[Product, int], rounds: int, *, training: bool) -> list[float]:
+    """How many times as long PyTorch takes for all products, each made alone, as XLA; by medians and by best rounds.
+
+    The two take turns at every product: what slows the machine down for a while then slows both.
+    """
+    totals = {make: [0.0, 0.0] for make in (in_xla, in_torch)}
     for product, times in products.items():
         # Small ones are over before a clock is read.
         repeats = max(1, int(2e9 // product.flops))
-        run = make(product, training=training)
-        (seconds,) = in_turns({"": lambda run=run, repeats=repeats: [run() for _ in range(repeats)]}, rounds).values()
-        median += statistics.median(seconds) / repeats * times
-        best += min(seconds) / repeats * times
-    return median, best
+        runs = {make: make(product, training=training) for make in totals}
+        programs = {make.__name__: partial(_repeated, run, repeats) for make, run in runs.items()}
+        for total, seconds in zip(totals.values(), in_turns(programs, rounds).values(), strict=True):
+            for place, pick in enumerate((statistics.median, min)):
+                total[place] += pick(seconds) / repeats * times
+    return [torch_seconds / xla_seconds for xla_seconds, torch_seconds in zip(*totals.values(), strict=True)]
+
+
+def _repeated(run: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        run()
 
 
 def our_model(folder: Path, *, stacked: bool = True) -> Decoder:
