@@ -42,14 +42,17 @@ class Claim:
 def _deltas() -> list[Claim]:
     shapes = [f"LM r={rank}" for rank in (1, 4, 16, 64)] + [f"SM {share}" for share in ("0.9", "0.99", "0.999")]
     return [
-        Claim("DeRS", "Upcycled models beat the dense model trained as long", "deltas", "vanilla", "as it is"),
-        *(Claim("DeRS", f"{shape}: as good as whole copies", "deltas", shape, "vanilla", no_worse) for shape in shapes),
+        Claim("DeRS", "Upcycled models beat the dense model trained as long", "upcycling", "vanilla", "as it is"),
         *(
-            Claim("DeRS", f"{shape}: the base can stay frozen", "deltas", f"{shape}, frozen base", shape, no_worse)
+            Claim("DeRS", f"{shape}: as good as whole copies", "upcycling", shape, "vanilla", no_worse)
             for shape in shapes
         ),
-        Claim("DeRS", "A universal FFN beside the experts helps", "deltas", "LM r=4, universal", "LM r=4"),
-        Claim("DeRS", "The universal FFN can be one more delta", "deltas", "LM r=4, extended", "LM r=4, universal",
+        *(
+            Claim("DeRS", f"{shape}: the base can stay frozen", "upcycling", f"{shape}, frozen base", shape, no_worse)
+            for shape in shapes
+        ),
+        Claim("DeRS", "A universal FFN beside the experts helps", "upcycling", "LM r=4, universal", "LM r=4"),
+        Claim("DeRS", "The universal FFN can be one more delta", "upcycling", "LM r=4, extended", "LM r=4, universal",
               no_worse),
     ]  # fmt: skip
 
@@ -86,10 +89,10 @@ def _perft() -> list[Claim]:
 
 def _beginnings() -> list[Claim]:
     return [
-        Claim("Drop-Upcycling", "Neurons drawn anew (half) help", "beginnings", "drop 0.5", "vanilla"),
-        Claim("He et al. 2024", "Granular experts (2) help", "beginnings", "granularity 2", "vanilla"),
-        Claim("He et al. 2024", "Noise of 1 % on copies helps", "beginnings", "noise 0.01", "vanilla"),
-        Claim("He et al. 2024", "Noise of 10 % on copies helps", "beginnings", "noise 0.1", "vanilla"),
+        Claim("Drop-Upcycling", "Neurons drawn anew (half) help", "upcycling", "drop 0.5", "vanilla"),
+        Claim("He et al. 2024", "Granular experts (2) help", "upcycling", "granularity 2", "vanilla"),
+        Claim("He et al. 2024", "Noise of 1 % on copies helps", "upcycling", "noise 0.01", "vanilla"),
+        Claim("He et al. 2024", "Noise of 10 % on copies helps", "upcycling", "noise 0.1", "vanilla"),
     ]
 
 

@@ -2,7 +2,9 @@
 
 import re
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -20,14 +22,13 @@ def draw_dense_adapters(results: ResultsFile, scale: str, file: Path) -> None:
     """PERFT-D's loss over M r: at fixed rates (one seed, selection text), and at the best rate (all seeds, test)."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharex=True, layout="constrained")
     by_rate: dict[float, dict[int, list[float]]] = {}
-    for shapes in (results.get("rates", "perft", scale) or {}).values():
-        for shape, tried in shapes.items():
-            if match := _D.fullmatch(shape):
-                for text, found in tried.items():
-                    if "losses" in found:
-                        ((_, rate),) = rates_of(text)
-                        mean = statistics.fmean(found["losses"].values())
-                        by_rate.setdefault(rate, {}).setdefault(_width(match), []).append(mean)
+    for shape, tried in _tried(results, scale):
+        if match := _D.fullmatch(shape):
+            for text, found in tried.items():
+                if "losses" in found:
+                    ((_, rate),) = rates_of(text)
+                    mean = statistics.fmean(found["losses"].values())
+                    by_rate.setdefault(rate, {}).setdefault(_width(match), []).append(mean)
     for rate, losses in sorted(by_rate.items()):
         widths = sorted(losses)
         left.plot(widths, [statistics.fmean(losses[width]) for width in widths], marker="o", label=f"{rate:g}")
@@ -47,6 +48,13 @@ def draw_dense_adapters(results: ResultsFile, scale: str, file: Path) -> None:
         axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
     plt.close(figure)
+
+
+def _tried(results: ResultsFile, scale: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Shapes with the rates that were tried for them."""
+    for lengths in (results.get("rates", scale) or {}).values():
+        for shapes in lengths.values():
+            yield from shapes.items()
 
 
 def _width(match: re.Match) -> int:

@@ -9,7 +9,7 @@ SEEDS = (0, 1, 2)
 AS_IT_IS, VANILLA, EVERY_LAYER, FOUR = "as it is", "vanilla", "vanilla, every layer", "vanilla, 4 experts"
 
 # Of the learning rates of these shapes, others take theirs: they are of the same family, and about as large.
-_DELTAS = {
+_UPCYCLED = {
     AS_IT_IS: AS_IT_IS,
     VANILLA: VANILLA,
     "LM r=4": "LM r=4",
@@ -28,9 +28,6 @@ _DELTAS = {
     "LM r=64, frozen base": "LM r=16, frozen base",
     "SM 0.99, frozen base": "SM 0.9, frozen base",
     "SM 0.999, frozen base": "SM 0.9, frozen base",
-}
-_BEGINNINGS = {
-    VANILLA: VANILLA,
     "noise 0.01": VANILLA,
     "noise 0.1": VANILLA,
     "drop 0.5": VANILLA,
@@ -58,15 +55,14 @@ def studies(place: Place) -> list[Study]:
     middle_dense = Kept(MIDDLE.name, "dense", train_middle, {})
     small = [
         Trainings("pilot", STORIES, {AS_IT_IS: AS_IT_IS, VANILLA: VANILLA}, 250, 250, SEEDS),
-        middle_dense,
+        Trainings("upcycling", STORIES, _UPCYCLED, 1000, 250, SEEDS, keep=frozenset((VANILLA,))),
         bases,
         Trainings("perft", STORIES, _perft((8, 2, 32)), 150, 150, SEEDS, f"{EVERY_LAYER}-s{{seed}}",
                   after=tuple(bases.path(EVERY_LAYER, seed) for seed in SEEDS)),
-        Trainings("deltas", STORIES, _DELTAS, 1000, 250, SEEDS, keep=frozenset((VANILLA,))),
         Trainings("pesc", STORIES, _PESC, 300, 150, SEEDS),
-        Trainings("beginnings", STORIES, _BEGINNINGS, 1000, 250, SEEDS),
+        middle_dense,
     ]  # fmt: skip
     if place.smollm is None:
         return small
     moe = Kept(SMOLLM.name, FOUR, train_smollm_moe, {"shape": FOUR})
-    return [moe, *small]
+    return [*small, moe]

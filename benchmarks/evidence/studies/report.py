@@ -12,8 +12,7 @@ from evidence.studies.verdicts import effect, paired
 from evidence.tables import markdown
 
 # Shape that the others of a study are held against.
-_REFERENCES = {"deltas": "vanilla", "pesc": "LoRA 16", "perft": "as it is", "beginnings": "vanilla",
-               "pilot": "as it is"}  # fmt: skip
+_REFERENCES = {"upcycling": "vanilla", "pesc": "LoRA 16", "perft": "as it is", "pilot": "as it is"}  # fmt: skip
 
 
 def report(results: ResultsFile) -> str:
@@ -73,8 +72,8 @@ def texts_of(shapes: dict) -> list[str]:
 def rates_table(results: ResultsFile) -> str:
     """Of every shape that rates were chosen for, the best that were tried, and how many were."""
     rows = []
-    for study, scales in (results.get("rates") or {}).items():
-        for scale, lengths in scales.items():
+    for scale, starts in (results.get("rates") or {}).items():
+        for start, lengths in starts.items():
             for steps, shapes in lengths.items():
                 for shape, tried in shapes.items():
                     means = {
@@ -85,6 +84,6 @@ def rates_table(results: ResultsFile) -> str:
                     if means:
                         best = min(means, key=means.__getitem__)
                         assert rates_of(best)
-                        rows.append((study, scale, shape, steps, best, f"{means[best]:.4f}", str(len(tried))))
-    head = ("study", "scale", "model", "tried for", "best rates", "selection loss", "tried")
+                        rows.append((scale, start, shape, steps, best, f"{means[best]:.4f}", str(len(tried))))
+    head = ("scale", "start and text", "model", "tried for", "best rates", "selection loss", "tried")
     return markdown(head, rows) if rows else ""

@@ -39,6 +39,11 @@ class Kept:
         yield Job(self.path, self.work, self.arguments, kept_path(place, self.scale, self.name))
 
 
+def rates_root(scale: str, start: str, mixture: str, steps: int, shape: str) -> Key:
+    """Where the results of the rates that were tried stand; studies that train alike share them."""
+    return "rates", scale, f"{start} on {mixture}", f"{steps} steps", shape
+
+
 @dataclasses.dataclass(frozen=True)
 class Trainings:
     """Runs that begin with the same models, read the same text and are as long.
@@ -73,7 +78,7 @@ class Trainings:
 
     def rates(self, results: ResultsFile, place: Place, shape: str) -> tuple[list[Job], Rates | None]:
         """What must still be tried to choose the rates of a shape; or the choice."""
-        root = "rates", self.name, self.scale.name, f"{self.search_steps} steps", shape
+        root = rates_root(self.scale.name, self.start, self.mixture, self.search_steps, shape)
         tried: dict[Rates, float] = {}
         for text, found in (results.get(*root) or {}).items():
             losses = found.get("losses")
