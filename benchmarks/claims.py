@@ -22,8 +22,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from evidence.results import RESULTS
 from evidence.studies.claims_file import ClaimsFile
-from evidence.studies.jobs import Place, do_jobs
+from evidence.studies.jobs import Place, do_jobs, repeat_jobs
 from evidence.studies.plan import studies
+from evidence.studies.report import write_report
 
 
 def main() -> None:
@@ -38,6 +39,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="STUDY", help="only these studies")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job after so many")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="jobs at a time (default %(default)s)")
+    parser.add_argument("--repeat", type=int, metavar="N", help="do N finished jobs again, and compare the bits")
+    parser.add_argument("--report-only", action="store_true", help="run nothing, write tables and pictures")
     options = parser.parse_args()
     place = Place(options.data.resolve(), options.work.resolve(), options.smollm and options.smollm.resolve())
     chosen = studies(place)
@@ -47,8 +50,13 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     results = ClaimsFile(options.out)
     chosen = [study for study in chosen if not options.only or study.name in options.only]
-    done = do_jobs(chosen, results, place, workers=options.workers, minutes=options.minutes)
-    print("nothing is left to do" if done else "stopped; the same command goes on")
+    if options.repeat:
+        count, differ = repeat_jobs(chosen, results, place, workers=options.workers, count=options.repeat)
+        print(f"{count} jobs done again, {len(differ)} with another result", *map(" / ".join, differ), sep="\n")
+    elif not options.report_only:
+        done = do_jobs(chosen, results, place, workers=options.workers, minutes=options.minutes)
+        print("nothing is left to do" if done else "stopped; the same command goes on")
+    print(write_report(results, options.out))
 
 
 if __name__ == "__main__":

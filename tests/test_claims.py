@@ -2,8 +2,11 @@
 
 import dataclasses
 import math
+import os
 import pathlib
+import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -223,3 +226,49 @@ def _drawn(config):
 def _leaves(state):
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         yield path_name(path), leaf
+
+
+def _sleep(place):
+    (place.work / str(os.getpid())).touch()
+    time.sleep(600)
+    return {}
+
+
+class _Sleeping:
+    name = "pilot"
+
+    def jobs(self, results, place):
+        yield Job(("pilot", "a"), _sleep, {})
+
+
+_PROGRAM = """
+import pathlib, sys
+sys.path[:0] = [{root!r}, {benchmarks!r}]
+from evidence.results import Figures
+from evidence.studies.jobs import Place, do_jobs
+from tests.test_claims import _Sleeping
+if __name__ == "__main__":
+    work = pathlib.Path(sys.argv[1])
+    do_jobs([_Sleeping()], Figures("claims", work, writes=True), Place(work, work), workers=1)
+"""
+
+
+def test_a_killed_program_leaves_no_worker(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM.format(root=str(ROOT), benchmarks=str(ROOT / "benchmarks")))
+    work = tmp_path / "work"
+    work.mkdir()
+    parent = subprocess.Popen([sys.executable, str(program), str(work)])
+    worker = wait_until(lambda: next((int(file.name) for file in work.iterdir() if file.name.isdigit()), None))
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not pathlib.Path(f"/proc/{worker}").exists())
+
+
+def wait_until(found, seconds=60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := found():
+            return value
+        time.sleep(0.05)
+    raise AssertionError("waited for too long")

@@ -4,6 +4,7 @@ import concurrent.futures
 import math
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -112,6 +113,34 @@ def do_jobs(
                 print(_line(job, future.result(), done, time.monotonic() - started), flush=True)
 
 
+def repeat_jobs(
+    studies: Sequence[Study], results: ResultsFile, place: Place, *, workers: int, count: int
+) -> tuple[int, list[Key]]:
+    """Does finished jobs again, spread evenly over the plan, and keeps how many gave the same bits.
+
+    Args:
+      studies: of the jobs.
+      results: of the jobs; under `repeated`, what came of it.
+      place: as of the jobs.
+      workers: jobs at a time.
+      count: of jobs, at most.
+
+    Returns:
+      How many jobs were done again, and which of them gave another result.
+    """
+    done = [job for study in studies for job in study.jobs(results, place) if results.get(*job.path) and not job.makes]
+    chosen = done[:: max(1, -(-len(done) // count))]
+    with worker_pool(workers, place) as pool:
+        again = [pool.submit(timed, job, place) for job in chosen]
+        differ = [
+            job.path
+            for job, future in zip(chosen, again, strict=True)
+            if not same(results.get(*job.path), future.result())
+        ]
+    results.put("repeated", value={"jobs": len(chosen), "different": [" / ".join(path) for path in differ]})
+    return len(chosen), differ
+
+
 def worker_pool(workers: int, place: Place) -> concurrent.futures.ProcessPoolExecutor:
     """Processes with one thread each, on a core of their own as far as there are enough."""
     context = multiprocessing.get_context("spawn")
@@ -166,6 +195,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _begin(cores: Any, work: Path) -> None:
     """Prepares a worker, before JAX counts the cores that it may use."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     available = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {available[cores.get() % len(available)]})
     import jax
@@ -173,6 +203,14 @@ def _begin(cores: Any, work: Path) -> None:
     # What one worker compiled, no other compiles again.
     jax.config.update("jax_compilation_cache_dir", str(work / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _end_with_parent() -> None:
+    """Otherwise a worker goes on with its job, and keeps its core, when the program that wants the result is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _line(job: Job, result: dict[str, Any], done: int, seconds: float) -> str:

@@ -2,9 +2,12 @@
 
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 from evidence.results import ResultsFile
 from evidence.studies.claims import CLAIMS
+from evidence.studies.claims_file import NAME
+from evidence.studies.figures import draw_dense_adapters
 from evidence.studies.rates import rates_of
 from evidence.studies.scales import SCALES
 from evidence.studies.summary import mean_losses, spread
@@ -13,6 +16,15 @@ from evidence.tables import markdown
 
 # Shape that the others of a study are held against.
 _REFERENCES = {"upcycling": "vanilla", "pesc": "LoRA 16", "perft": "as it is", "pilot": "as it is"}  # fmt: skip
+
+
+def write_report(results: ResultsFile, out: Path) -> str:
+    """Writes `claims.md` and the pictures; returns the Markdown."""
+    text = report(results)
+    (out / f"{NAME}.md").write_text(text)
+    for scale in results.get("perft") or {}:
+        draw_dense_adapters(results, scale, out / f"{NAME}_dense_adapters_{scale}.png")
+    return text
 
 
 def report(results: ResultsFile) -> str:
