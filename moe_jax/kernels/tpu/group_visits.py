@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -76,15 +77,12 @@ def visits_of_shares(
     if shares == 1:
         return group_visits(group_sizes, rows, block)
     ends, own = jnp.cumsum(group_sizes), -(-rows // block) // shares * block
-    every, counts = [], []
-    for start in range(0, shares * own, own):
-        first, end = (jnp.clip(edges - start, 0, own) for edges in (ends - group_sizes, ends))
-        visits, count = group_visits(end - first, own, block)
-        idle = visits.end == 0
-        first, end = (jnp.where(idle, 0, edges + start) for edges in (visits.first, visits.end))
-        every.append(Visits(visits.block + start // block, visits.group, first, end))
-        counts.append(count)
-    return Visits(*(jnp.concatenate(parts) for parts in zip(*every, strict=True))), jnp.max(jnp.stack(counts))
+    start = jnp.arange(shares, dtype=jnp.int32)[:, None] * own
+    first, end = (jnp.clip(edges[None, :] - start, 0, own) for edges in (ends - group_sizes, ends))
+    visits, counts = jax.vmap(lambda sizes: group_visits(sizes, own, block))(end - first)
+    first, end = (jnp.where(visits.end == 0, 0, edges + start) for edges in (visits.first, visits.end))
+    every = Visits(visits.block + start // block, visits.group, first, end)
+    return Visits(*(values.reshape(-1) for values in every)), jnp.max(counts)
 
 
 class OfShare:

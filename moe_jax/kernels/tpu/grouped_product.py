@@ -1,10 +1,14 @@
 """Grouped product with kernels that are made in fast memory: `out[m] = rows[m] @ (base + delta of the group of m)`.
 
-For a block of columns of the kernels, the base is read once; for each expert in turn what is stored of it is read once,
-a *panel* of its kernel is made (summed in float32, rounded to the dtype of the rows) and kept while blocks of its rows
-pass by. No kernel is ever in HBM. With few rows, every byte that is stored is read once, and nothing else; with many,
-rows are read once for every panel, whose width is chosen so that this costs least. Long kernels may be cut into parts
-of their rows, with a call for each, which adds its terms to the sums of the call before.
+A *panel* is a block of columns of a kernel: of each expert in turn what is stored of it is read, its panel is made
+(summed with that of the base in float32, rounded to the dtype of the rows) and multiplied with its rows. No kernel is
+ever in HBM. With few rows, every byte that is stored is read once, and nothing else. With many, `product_blocks`
+chooses what stays in fast memory and is read once while the rest passes by, several times:
+
+- panels, as wide as fit: all rows pass by each of them;
+- a share of the rows, as large as fits: all panels pass by each of them, narrow ones;
+- the sums of a share of the rows: terms pass by, with panels that are wide and a few rows deep. They are rounded and
+  written after the last one.
 
 The transposed product, with the gradient of the output in the place of the rows, takes panels of rows of the kernels.
 
@@ -23,12 +27,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.tpu.chip import ANY_CORE, RESERVED, Core
+from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, round_up
 from moe_jax.kernels.tpu.fused_tile import FusedTile, Operand, Piece
 from moe_jax.kernels.tpu.gated_activation import activated
 from moe_jax.kernels.tpu.group_visits import OfShare, Visits, visits_of_shares
 from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
-from moe_jax.kernels.tpu.product_blocks import Made, Plan, plan_blocks
+from moe_jax.kernels.tpu.product_blocks import Made, Plan, Stays, plan_blocks
 
 
 class Kernels(NamedTuple):
@@ -121,90 +125,107 @@ def _product(
         operands = tuple(tile.operands(arrays, rows.dtype))
         stored = base is None and tile.is_whole and operands[0].array.dtype == rows.dtype
         every.append(Made(tile, base, operands, stored))
-    adds = activation is None
-    plan = plan_blocks(rows.shape[0], shape, rows.dtype, every, core, transposed=transposed, adds=adds)
-    visits, count = visits_of_shares(group_sizes, rows.shape[0], plan.rows, plan.shares)
-    of_share = visits.block.shape[0] // plan.shares
-    padded = jnp.pad(rows, ((0, max(0, plan.rows - rows.shape[0])), (0, 0)))
-    panel = (plan.width, plan.depth) if transposed else (plan.depth, plan.width)
-    length, width = (shape[1], shape[0]) if transposed else shape
-
-    # The axis that is divided between cores comes first: that of the shares, or of panels where there is one share.
-    by_rows = plan.shares > 1
-    name = "grouped_product" if activation is None else "gated_product"
+    plan = plan_blocks(
+        rows.shape[0], shape, rows.dtype, every, core, transposed=transposed, adds=activation is None
+    )
+    sizes, sums = plan.sizes, plan.sizes.stays is Stays.SUMS
+    visits, count = visits_of_shares(group_sizes, rows.shape[0], sizes.rows, sizes.shares)
+    places = _Places(plan, visits.block.shape[0] // sizes.shares)
+    padded = jnp.pad(rows, ((0, max(0, sizes.rows - rows.shape[0])), (0, 0)))
+    width = shape[0] if transposed else shape[1]
+    # Sums are written strip by strip.
+    height = round_up(padded.shape[0], plan.strip) if sums else padded.shape[0]
+    panel = (sizes.width, sizes.depth) if transposed else (sizes.depth, sizes.width)
     layout = tuple(_Layout(made.tile, made.base is not None, len(made.operands), made.stored) for made in every)
 
-    def panel_of(outer: Any, inner: Any) -> Any:
-        return inner if by_rows else outer
+    # Indices of blocks: of a step of the grid, with the visits after it.
+    def of_rows(*at: Any) -> tuple:
+        return at[-1].block[places.visit(*at)], places.depth(*at)
 
-    def visit_of(outer: Any, v: Any) -> Any:
-        return outer * of_share + v if by_rows else v
+    def of_out(*at: Any) -> tuple:
+        return at[-1].block[places.visit(*at)], places.panel(*at)
 
-    def of_out(outer: Any, inner: Any, v: Any, visits: Any) -> tuple:
-        return visits.block[visit_of(outer, v)], panel_of(outer, inner)
+    def of_kernel(*at: Any) -> tuple:
+        n, k = places.panel(*at), places.depth(*at)
+        return (n, k) if transposed else (k, n)
 
-    def of_cut(cut: int, sums: Array | None) -> Array:
-        """The sums with the terms of a cut."""
+    def of_operand(operand: Operand) -> pl.BlockSpec:
+        def index(*at: Any) -> tuple:
+            return at[-1].group[places.visit(*at)], *operand.index_of_block(*of_kernel(*at))
 
-        def at(outer: Any, inner: Any) -> tuple:
-            n = panel_of(outer, inner)
-            return (n, cut) if transposed else (cut, n)
+        return pl.BlockSpec((None, *operand.block_of(*panel)), index)
 
-        def of_rows(outer: Any, inner: Any, v: Any, visits: Any) -> tuple:
-            return visits.block[visit_of(outer, v)], cut
+    # A block that is used for long: a second one, in which the next arrives meanwhile, has to pay.
+    blocks_of_rows = 1 if sizes.stays is Stays.ROWS else 2
+    specs = [pl.BlockSpec((sizes.rows, sizes.depth), of_rows, pipeline_mode=pl.Buffered(blocks_of_rows))]
+    inputs = [padded]
+    for made in every:
+        if made.base is not None:
+            specs.append(pl.BlockSpec(panel, of_kernel, pipeline_mode=pl.Buffered(sizes.bases)))
+            inputs.append(made.base)
+        specs += [of_operand(operand) for operand in made.operands]
+        inputs += [operand.array for operand in made.operands]
+    scratch: list[Any] = [pltpu.VMEM(panel, rows.dtype) for made in every if not made.stored]
+    if sums:
+        scratch += [
+            pltpu.VMEM((sizes.rows, sizes.width), jnp.float32),
+            pltpu.VMEM((plan.strip, sizes.width), rows.dtype),
+            pltpu.SemaphoreType.DMA,
+        ]
+    name = "grouped_product" if activation is None else "gated_product"
+    product = pl.pallas_call(
+        partial(_kernel, layout=layout, places=places, activation=activation, transposed=transposed),
+        out_shape=jax.ShapeDtypeStruct((height, width), rows.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=places.grid(count),
+            in_specs=specs,
+            out_specs=pl.BlockSpec(memory_space=pl.ANY) if sums else pl.BlockSpec((sizes.rows, sizes.width), of_out),
+            scratch_shapes=scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=plan.vmem + RESERVED,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * len(every) * rows.shape[0] * shape[0] * shape[1],
+            bytes_accessed=plan.traffic,
+            transcendentals=0 if activation is None else rows.shape[0] * width,
+        ),
+        interpret=interpret,
+        name=f"{name}_transposed" if transposed else name,
+    )(visits, *inputs)
+    return product[: rows.shape[0]]
 
-        def of_base(outer: Any, inner: Any, v: Any, visits: Any) -> tuple:
-            return at(outer, inner)
 
-        def of_operand(operand: Operand) -> pl.BlockSpec:
-            def index(outer: Any, inner: Any, v: Any, visits: Any) -> tuple:
-                return visits.group[visit_of(outer, v)], *operand.index_of_block(*at(outer, inner))
+class _Places(NamedTuple):
+    """What a step of the grid is for. Its first axis is the one that is divided between cores, shares or panels.
 
-            return pl.BlockSpec((None, *operand.block_of(*panel)), index)
+    Attributes:
+      plan: sizes of blocks.
+      of_share: visits in the list of a share.
+    """
 
-        specs, inputs = [pl.BlockSpec((plan.rows, plan.depth), of_rows)], [padded]
-        for made in every:
-            if made.base is not None:
-                # A block of the base is used for long: a second one, in which the next arrives meanwhile, has to pay.
-                specs.append(pl.BlockSpec(panel, of_base, pipeline_mode=pl.Buffered(plan.bases)))
-                inputs.append(made.base)
-            specs += [of_operand(operand) for operand in made.operands]
-            inputs += [operand.array for operand in made.operands]
-        if sums is not None:
-            specs.append(pl.BlockSpec((plan.rows, plan.width), of_out))
-            inputs.append(sums)
-        own = min(plan.depth, length - cut * plan.depth)
-        dtype = rows.dtype if cut == plan.cuts - 1 else jnp.float32
-        return pl.pallas_call(
-            partial(
-                _kernel, layout=layout, plan=plan, activation=activation, transposed=transposed,
-                depth=own, continues=sums is not None,
-            ),
-            out_shape=jax.ShapeDtypeStruct((padded.shape[0], width), dtype),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
-                grid=(plan.shares, plan.panels, count) if by_rows else (plan.panels, 1, count),
-                in_specs=specs,
-                out_specs=pl.BlockSpec((plan.rows, plan.width), of_out),
-                scratch_shapes=[pltpu.VMEM(panel, rows.dtype) for made in every if not made.stored],
-            ),
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem + RESERVED
-            ),
-            cost_estimate=pl.CostEstimate(
-                flops=2 * len(every) * rows.shape[0] * own * width,
-                bytes_accessed=plan.traffic // plan.cuts,
-                transcendentals=0 if activation is None else rows.shape[0] * width,
-            ),
-            interpret=interpret,
-            name=f"{name}_transposed" if transposed else name,
-        )(visits, *inputs)  # fmt: skip
+    plan: Plan
+    of_share: int
 
-    sums = None
-    for cut in range(plan.cuts):
-        sums = of_cut(cut, sums)
-    assert sums is not None
-    return sums[: rows.shape[0]]
+    def grid(self, visits: Any) -> tuple:
+        split, shares, panels = self.plan.sizes.split, self.plan.sizes.shares, self.plan.panels
+        ahead = (shares, 1, panels) if split == 1 else (split, shares, panels // split)
+        return *ahead, self.plan.depths, visits
+
+    def share(self, *at: Any) -> Any:
+        return at[0 if self.plan.sizes.split == 1 else 1]
+
+    def panel(self, *at: Any) -> Any:
+        split = self.plan.sizes.split
+        return at[2] if split == 1 else at[0] * (self.plan.panels // split) + at[2]
+
+    def depth(self, *at: Any) -> Any:
+        return at[3]
+
+    def visit(self, *at: Any) -> Any:
+        return self.share(*at) * self.of_share + at[4]
 
 
 # ---- the kernel -------------------------------------------------------------------------------------------------
@@ -224,21 +245,16 @@ def _kernel(
     rows_ref: Any,
     *refs: Any,
     layout: Sequence[_Layout],
-    plan: Plan,
+    places: _Places,
     activation: str | None,
     transposed: bool,
-    depth: int,
-    continues: bool,
 ) -> None:
-    inputs, others = iter(refs), [*refs[sum(one.has_base + one.operands for one in layout) :]]
-    sums_ref: Any = others.pop(0) if continues else None
-    out_ref, *scratch = others
-    v, panels = pl.program_id(2), []
-    if plan.shares > 1:
-        start = pl.program_id(0) * (visits.block.shape[0] // plan.shares)
-        own_visits: Any = (OfShare(values, start) for values in visits)
-        visits = Visits(*own_visits)
-    width = plan.width
+    inputs, plan = iter(refs), places.plan
+    out_ref, *scratch = refs[sum(one.has_base + one.operands for one in layout) :]
+    at_step = [pl.program_id(axis) for axis in range(5)]
+    share, n, k, v, last = places.share(*at_step), places.panel(*at_step), *at_step[3:], pl.num_programs(4) - 1
+    own_visits: Any = (OfShare(values, share * places.of_share) for values in visits)
+    visits, panels, sizes = Visits(*own_visits), [], plan.sizes
     for one in layout:
         base_ref = next(inputs) if one.has_base else None
         operand_refs = [next(inputs) for _ in range(one.operands)]
@@ -247,11 +263,13 @@ def _kernel(
 
             @pl.when(jnp.logical_and(visits.end[v] > 0, changed(visits.group, v)))
             def _make(panel_ref=panels[-1], base_ref=base_ref, operand_refs=operand_refs, tile=one.tile) -> None:
-                _make_panel(panel_ref, base_ref, operand_refs, tile, (width, depth) if transposed else (depth, width))
+                _make_panel(panel_ref, base_ref, operand_refs, tile)
 
-    @pl.when(changed(visits.block, v))
+    sums_ref: Any = scratch[0] if scratch else out_ref
+
+    @pl.when(jnp.logical_and(k == 0, changed(visits.block, v)))
     def _clear() -> None:
-        out_ref[...] = jnp.zeros_like(out_ref)
+        sums_ref[...] = jnp.zeros_like(sums_ref)
 
     def multiply(at: Any, inside: Array) -> None:
         own = pl.ds(at, plan.strip)
@@ -260,24 +278,50 @@ def _kernel(
             columns = pl.ds(start, width)
             products = []
             for panel_ref in panels:
-                # What lies beyond the last terms is nothing.
-                weights = panel_ref[columns, :depth] if transposed else panel_ref[:depth, columns]
-                products.append(dot(rows_ref[own, :depth], weights, (1, 1 if transposed else 0)))
+                weights = panel_ref[columns, :] if transposed else panel_ref[:, columns]
+                products.append(dot(rows_ref[own, :], weights, (1, 1 if transposed else 0)))
             product = products[0] if activation is None else activated(products[0], activation) * products[1]
-            if sums_ref is not None:
-                product = sums_ref[own, columns] + product
-            kept = out_ref[own, columns].astype(jnp.float32)
-            out_ref[own, columns] = jnp.where(inside, product, kept).astype(out_ref.dtype)
+            kept = sums_ref[own, columns].astype(jnp.float32)
+            # All terms are there, or a part of them.
+            product = kept + product if scratch else product
+            sums_ref[own, columns] = jnp.where(inside, product, kept).astype(sums_ref.dtype)
 
-        in_pieces(plan.width, COLUMNS, piece)
+        in_pieces(sizes.width, COLUMNS, piece)
 
-    over_strips(visits, v, plan.rows, plan.strip, multiply)
+    over_strips(visits, v, sizes.rows, plan.strip, multiply)
+    if scratch:
+        _, strip_ref, semaphore = scratch
+        columns = pl.ds(pl.multiple_of(n * sizes.width, LANES), sizes.width)
+        part_ref = out_ref if plan.panels == 1 else out_ref.at[:, columns]
+
+        @pl.when(jnp.logical_and(k == plan.depths - 1, v == last))
+        def _write() -> None:
+            _write_sums(sums_ref, strip_ref, semaphore, part_ref, share * sizes.rows)
 
 
-def _make_panel(
-    panel_ref: Any, base_ref: Any, operand_refs: Sequence[Any], tile: FusedTile, shape: tuple[int, int]
-) -> None:
-    height, width = shape
+def _write_sums(sums_ref: Any, strip_ref: Any, semaphore: Any, out_ref: Any, row: Any) -> None:
+    """Rounds the sums and writes those of rows that there are, strip by strip, from that row of the output on."""
+    strip, width = strip_ref.shape
+
+    def one(index: Any, _: None) -> None:
+        at = pl.multiple_of(index * strip, strip)
+
+        def piece(start: Any, width: int) -> None:
+            columns = pl.ds(start, width)
+            strip_ref[:, columns] = sums_ref[pl.ds(at, strip), columns].astype(strip_ref.dtype)
+
+        in_pieces(width, COLUMNS, piece)
+        there = out_ref.at[pl.ds(pl.multiple_of(row + at, strip), strip), :]
+        copy = pltpu.make_async_copy(strip_ref, there, semaphore)
+        copy.start()
+        copy.wait()
+
+    rows = jnp.minimum(sums_ref.shape[0], out_ref.shape[0] - row)
+    lax.fori_loop(0, lax.div(rows, strip), one, None)
+
+
+def _make_panel(panel_ref: Any, base_ref: Any, operand_refs: Sequence[Any], tile: FusedTile) -> None:
+    height, width = panel_ref.shape
 
     def of_rows(row: Any, rows: int) -> None:
         def piece(column: Any, columns: int) -> None:

@@ -1,7 +1,8 @@
 """Sizes of the blocks of a grouped product: the ones that move the fewest bytes and fit into fast memory."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,10 +12,12 @@ from moe_jax.kernels.tpu.chip import LANES, RESERVED, Core, block_bytes, round_u
 from moe_jax.kernels.tpu.fused_tile import FusedTile, Operand
 from moe_jax.kernels.tpu.pieces import COLUMNS
 
-# Blocks of rows, from the longest.
+# Blocks of rows that pass by, from the longest.
 ROW_BLOCKS = (512, 256, 128)
-# That a kernel is cut into along the sums of a product: sums that go to memory in between.
-MOST_CUTS = 4
+# Sides of blocks of a kernel that pass by, from the longest.
+SIDES = (512, 256, 128)
+# Panels of which the sums stay in fast memory while their terms pass by.
+MOST_SUMMED = 4
 
 
 class Made(NamedTuple):
@@ -33,30 +36,53 @@ class Made(NamedTuple):
     stored: bool
 
 
-class Plan(NamedTuple):
-    """Sizes of blocks.
+class Stays(Enum):
+    """What stays in fast memory while the rest passes by."""
+
+    PANEL = auto()
+    ROWS = auto()
+    SUMS = auto()
+
+
+class Sizes(NamedTuple):
+    """Sizes of blocks, and what is divided between cores.
 
     Attributes:
+      stays: a panel, and all blocks of rows of a share pass by; or a share of the rows, which is one block, and panels
+        pass by; or its sums, and blocks of their terms pass by.
       rows: of a block of rows.
-      strip: rows that are multiplied at a time; those of a block that no group has are left out strip by strip.
+      shares: of the rows, one after another, or side by side on several cores.
+      split: parts of the panels, one for each core, of which each then takes all shares; 1: cores divide the shares.
       width: columns of a panel, or rows of it in the transposed product.
-      panels: number of panels of a kernel.
-      depth: terms of a sum in a call, or what is left of them in the last one.
-      cuts: calls, one after another, of which each adds its terms to the sums of the one before, in float32.
-      shares: of the rows, one for each core; 1: cores have panels of their own instead.
+      depth: terms of a sum that are brought at a time.
       bases: blocks of the base in fast memory.
+    """
+
+    stays: Stays
+    rows: int
+    shares: int
+    split: int
+    width: int
+    depth: int
+    bases: int = 2
+
+
+class Plan(NamedTuple):
+    """What the kernel has to know.
+
+    Attributes:
+      sizes: of blocks.
+      strip: rows that are multiplied at a time; those of a block that no group has are left out strip by strip.
+      panels: number of panels of a kernel.
+      depths: number of blocks of terms of a sum.
       vmem: bytes of fast memory.
       traffic: bytes that are read and written, if every group has rows.
     """
 
-    rows: int
+    sizes: Sizes
     strip: int
-    width: int
     panels: int
-    depth: int
-    cuts: int
-    shares: int
-    bases: int
+    depths: int
     vmem: int
     traffic: int
 
@@ -73,9 +99,13 @@ def plan_blocks(
 ) -> Plan:
     """Chooses the blocks that move the fewest bytes; those during which nothing else can happen are counted twice.
 
-    Cores have as many panels each, or as many rows: then each of them reads the base. Rows are read once for every
-    panel. Where they are much longer than what is made of them, as in a `down` projection, wider panels of a part of
-    the rows' length may take less, though sums are then written and read in float32.
+    Either panels stay in fast memory and rows pass by, once for every panel; or a share of the rows stays, or of their
+    sums, and kernels pass by: the base once for every share, an expert once for every share in which it has rows. Of
+    one panel there lie in fast memory the base, what is made of it and codes, of rows only themselves: where kernels
+    are too large to be read in few panels, fewer shares of rows are. The sums stay where rows are much longer than
+    what is made of them, as in a `down` projection.
+
+    Cores have as many panels each, or as many shares.
 
     Args:
       rows: M.
@@ -84,54 +114,121 @@ def plan_blocks(
       kernels: that the rows are multiplied with; all of that shape, and for as many groups.
       core: what they have to fit.
       transposed: see `grouped_product`.
-      adds: what is written is the sum, so that it can be computed in several calls.
+      adds: what is written is the sum, so that its terms can be added up one part after another.
 
     Raises:
       ValueError: if not even the smallest blocks fit.
     """
-    itemsize, step = jnp.dtype(dtype).itemsize, max(made.tile.step for made in kernels)
-    length, width = (shape[1], shape[0]) if transposed else shape
-    # Panels of rows, or parts of them, begin where pieces do, and with whole rows of what is stored.
-    unit, deep = (step, LANES) if transposed else (LANES, step)
-    most, best = -(-width // unit), None
-    experts = kernels[0].operands[0].array.shape[0]
-    for block in ROW_BLOCKS:
-        block = min(block, round_up(rows, 32 // itemsize))
-        strip = min(block, core.rows)
-        shared = {1, core.cores if -(-rows // block) % core.cores == 0 else 1}
-        cuts = range(1, min(MOST_CUTS, -(-length // deep)) + 1) if adds else (1,)
-        for bases, shares, cut, panels in itertools.product((2, 1), sorted(shared), cuts, range(1, most + 1)):
-            depth = length if cut == 1 else round_up(-(-length // cut), deep)
-            columns = width if panels == 1 else round_up(-(-width // panels), unit)
-            if block % strip or depth * (cut - 1) >= length:
-                continue
-            panel = (columns, depth) if transposed else (depth, columns)
-            of_base = sum(block_bytes(panel, made.base.dtype) for made in kernels if made.base is not None)
-            of_expert = sum(
-                block_bytes(operand.block_of(*panel), operand.array.dtype)
-                for made in kernels
-                for operand in made.operands
-            )
-            panels_made = sum(not made.stored for made in kernels) * block_bytes(panel, dtype)
-            in_rows, out = (block_bytes((block, size), dtype) for size in (depth, columns))
-            if cut > 1:
-                out = 2 * block_bytes((block, columns), jnp.dtype(jnp.float32))
-            vmem = bases * of_base + 2 * (of_expert + in_rows + out) + panels_made
-            # Pieces of float32: those that are made, and those that are multiplied.
-            vmem += (4 + 2 * len(kernels)) * 4 * COLUMNS * max(step, strip)
-            if vmem + RESERVED > core.vmem:
-                continue
-            count = -(-width // columns)
-            of_kernels = shares * of_base + (experts + shares - 1) * of_expert
-            moved = count * (rows * length * itemsize + cut * of_kernels) + (cut - 1) * 2 * 4 * rows * width
-            traffic = moved + rows * width * itemsize
-            # Cores have the same to do, if they can.
-            uneven = shares == 1 and count % core.cores > 0
-            waits = shares * cut * (of_base * (1 if bases == 2 else count) + of_expert)
-            # Sums take memory, too: cuts that hardly save anything are not worth it.
-            score = uneven, (moved + waits) * (1.05 if cut > 1 else 1.0), -block
-            if best is None or score < best[0]:
-                best = score, Plan(block, strip, columns, count, depth, cut, shares, bases, vmem, traffic)
+    chooser = Chooser(rows, shape, jnp.dtype(dtype), kernels, core, transposed)
+    best = None
+    for plan in (*chooser.passing(), *chooser.staying(adds)):
+        score = chooser.uneven(plan), plan.traffic + chooser.waits(plan), -plan.sizes.rows
+        if best is None or score < best[0]:
+            best = score, plan
     if best is None:
         raise ValueError(f"no block of kernels {shape} fits into {core.vmem} bytes of fast memory")
     return best[1]
+
+
+class Chooser:
+    """The plans that fit; see `plan_blocks`."""
+
+    def __init__(
+        self,
+        rows: int,
+        shape: tuple[int, int],
+        dtype: jnp.dtype,
+        kernels: Sequence[Made],
+        core: Core,
+        transposed: bool,
+    ):
+        self.rows, self.dtype, self.kernels, self.core, self.transposed = rows, dtype, kernels, core, transposed
+        self.length, self.width = (shape[1], shape[0]) if transposed else shape
+        self.step = max(made.tile.step for made in kernels)
+        # Panels of rows, or parts of them, begin where pieces do, and with whole rows of what is stored.
+        self.unit, self.deep = (self.step, LANES) if transposed else (LANES, self.step)
+        self.most_rows = round_up(rows, 32 // dtype.itemsize)
+
+    def passing(self) -> Iterator[Plan]:
+        """Rows pass by, all of them for every panel."""
+        cores = self.core.cores
+        for longest, bases in itertools.product(ROW_BLOCKS, (2, 1)):
+            block = min(longest, self.most_rows)
+            shares = {1, cores if -(-self.rows // block) % cores == 0 else 1}
+            for share, panels in itertools.product(sorted(shares), range(1, -(-self.width // self.unit) + 1)):
+                width = self.width if panels == 1 else round_up(-(-self.width // panels), self.unit)
+                split = cores if share == 1 and -(-self.width // width) % cores == 0 else 1
+                plan = self.plan(Sizes(Stays.PANEL, block, share, split, width, self.length, bases))
+                if plan is not None:
+                    yield plan
+
+    def staying(self, adds: bool) -> Iterator[Plan]:
+        """Kernels pass by, in as few shares of the rows as fit."""
+        strip = min(self.core.rows, self.most_rows)
+        sides = [side for side in SIDES if side % self.unit == 0 and side < self.width]
+        blocks = [(Stays.ROWS, side, self.length) for side in sides]
+        if adds:
+            widths = {self.width // panels for panels in range(1, MOST_SUMMED + 1) if self.width % panels == 0}
+            widths = sorted((w for w in widths if w == self.width or w % self.unit == 0), reverse=True)
+            depths = [side for side in SIDES if side % self.deep == 0 and self.length % side == 0]
+            blocks += [(Stays.SUMS, width, depth) for width in widths for depth in depths if depth < self.length]
+        for (stays, width, depth), split in itertools.product(blocks, sorted({1, self.core.cores})):
+            # Shorter sides leave a part of the matrix unit without work.
+            if min(width, depth) < self.core.rows or -(-self.width // width) % split:
+                continue
+            each = self.core.cores // split
+            for shares in range(each, -(-self.rows // strip) + 1, each):
+                block = round_up(-(-self.rows // shares), strip)
+                if -(-self.rows // block) != shares:
+                    continue
+                plan = self.plan(Sizes(stays, block, shares, split, width, depth))
+                if plan is not None:
+                    yield plan
+                    break
+
+    def plan(self, sizes: Sizes) -> Plan | None:
+        """What the blocks take and move; None: they do not fit."""
+        strip, wide = min(sizes.rows, self.core.rows), jnp.dtype(jnp.float32)
+        if sizes.rows % strip:
+            return None
+        panels, depths = -(-self.width // sizes.width), -(-self.length // sizes.depth)
+        of_base, of_expert, made = self.blocks_of_kernels(sizes)
+        in_rows, out = (block_bytes((sizes.rows, side), self.dtype) for side in (sizes.depth, sizes.width))
+        vmem = sizes.bases * of_base + 2 * of_expert + made + (1 if sizes.stays is Stays.ROWS else 2) * in_rows
+        if sizes.stays is Stays.SUMS:
+            vmem += block_bytes((sizes.rows, sizes.width), wide) + block_bytes((strip, sizes.width), self.dtype)
+        else:
+            vmem += 2 * out
+        # Pieces of float32: those that are made, and those that are multiplied.
+        vmem += (4 + 2 * len(self.kernels)) * 4 * COLUMNS * max(self.step, strip)
+        if vmem + RESERVED > self.core.vmem:
+            return None
+        experts = self.kernels[0].operands[0].array.shape[0]
+        # Rows that stay are read by every core that has panels of its own, others once for every panel.
+        readings = sizes.split if sizes.stays is Stays.ROWS else panels
+        moved = readings * self.rows * self.length + self.rows * self.width
+        traffic = moved * self.dtype.itemsize
+        traffic += panels * depths * (sizes.shares * of_base + (experts + sizes.shares - 1) * of_expert)
+        return Plan(sizes, strip, panels, depths, vmem, traffic)
+
+    def blocks_of_kernels(self, sizes: Sizes) -> tuple[int, int, int]:
+        """Bytes of a block of the base, of what is stored of an expert, and of what is made of these."""
+        panel = (sizes.width, sizes.depth) if self.transposed else (sizes.depth, sizes.width)
+        of_base = sum(block_bytes(panel, made.base.dtype) for made in self.kernels if made.base is not None)
+        operands = [operand for made in self.kernels for operand in made.operands]
+        of_expert = sum(block_bytes(operand.block_of(*panel), operand.array.dtype) for operand in operands)
+        return of_base, of_expert, sum(not made.stored for made in self.kernels) * block_bytes(panel, self.dtype)
+
+    def uneven(self, plan: Plan) -> bool:
+        """Whether a core has more to do than another."""
+        return plan.sizes.split == 1 and plan.sizes.shares % self.core.cores > 0
+
+    def waits(self, plan: Plan) -> int:
+        """Bytes that are moved while nothing else can happen."""
+        sizes, itemsize = plan.sizes, self.dtype.itemsize
+        if sizes.stays is Stays.ROWS:  # A share arrives.
+            return sizes.split * self.rows * self.length * itemsize
+        if sizes.stays is Stays.SUMS:  # Those of a share leave.
+            return self.rows * self.width * itemsize
+        of_base, of_expert, _ = self.blocks_of_kernels(sizes)
+        return sizes.shares * (of_base * (1 if sizes.bases == 2 else plan.panels) + of_expert)

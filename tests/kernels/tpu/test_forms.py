@@ -19,6 +19,7 @@ from moe_jax.functional.nf4 import SCALE_LEVELS, quantize_nf4
 from moe_jax.functional.packing import codes_shape, scales_shape
 from moe_jax.kernels.tpu import grouped_product
 from moe_jax.kernels.tpu.nf4_tile import NF4Tile, scale_levels
+from tests.kernels.tpu.conftest import ORDERS
 from tests.numerics import assert_close
 from tests.tiers import EVERY
 
@@ -116,6 +117,22 @@ def test_product_and_gradients(form, with_base, split):
         assert_close(*(program(form, with_base, split, reference)[1](*data) for reference in (False, True)))
 
     check()
+
+
+@ORDERS
+@pytest.mark.parametrize("form", [Quantized(bits=2, group_size=128), Quantized(bits=3, group_size=64), NF4()])
+def test_product_and_gradients_in_every_order(form, order, monkeypatch):
+    monkeypatch.setattr(grouped_product, "plan_blocks", order.plan)
+    monkeypatch.setattr(f"{__name__}.SHAPE", (512, 512))
+    rng, with_base = np.random.default_rng(0), not isinstance(form, NF4)
+    arrays = leaves(form, rng) | ({BASE: random(rng, *SHAPE)} if with_base else {})
+    trained = {name: a for name, a in arrays.items() if name == BASE or form.is_trained(name, a)}
+    fixed = {name: array for name, array in arrays.items() if name not in trained}
+    programs = [program.__wrapped__(form, with_base, None, reference)[1] for reference in (False, True)]
+    for sizes in ([10, 0, 35], [0, 53, 0]):
+        data = random(rng, 53, SHAPE[0]) / 16, trained, fixed, jnp.asarray(sizes, jnp.int32)
+        target = random(rng, 53, SHAPE[1]) / 16
+        assert_close(*(run(*data, target) for run in programs))
 
 
 @functools.cache

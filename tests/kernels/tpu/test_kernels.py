@@ -15,8 +15,9 @@ from moe_jax.kernels.tpu import grouped_outer, grouped_product, low_rank_gradien
 from moe_jax.kernels.tpu.chip import MIB, Core
 from moe_jax.kernels.tpu.fused_tile import Operand
 from moe_jax.kernels.tpu.low_rank_tile import LowRankTile
+from moe_jax.kernels.tpu.product_blocks import Stays
 from moe_jax.kernels.tpu.stored_tile import StoredTile
-from tests.kernels.tpu.conftest import SMALL
+from tests.kernels.tpu.conftest import ORDERS, SMALL
 from tests.numerics import assert_close
 
 pytestmark = pytest.mark.usefixtures("strict_numerics", "small_blocks")
@@ -105,70 +106,107 @@ def test_gated_product(activation, stored):
     check()
 
 
-@pytest.mark.parametrize("shares", [1, 2])
-@pytest.mark.parametrize(("stored", "cuts"), [(False, 1), (False, 3), (True, 2)])
+SKEWED = [10, 0, 35, 6], [5, 0, 3, 0], [0, 0, 0, ROWS], [0, 0, 0, 0]
+"""A share of the rows begins inside a group, and has no rows; all or none are of a group."""
+
+
+@ORDERS
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_product_of_cut_kernels_and_shared_rows(transposed, stored, cuts, shares, monkeypatch):
-    """The last cut is shorter than the others; a share has no rows, and another begins inside a group."""
-    shape = (136, 600) if transposed else (600, 136)
-    depth = {1: 600, 2: 384 if transposed else 512, 3: 256}[cuts]
-
-    def plan(*arguments, **options):
-        made = product_blocks.plan_blocks(*arguments, **options)
-        return made._replace(depth=depth, cuts=cuts, shares=shares)
-
-    monkeypatch.setattr(grouped_product, "plan_blocks", plan)
+def test_product_in_every_order(transposed, stored, order, monkeypatch):
+    monkeypatch.setattr(grouped_product, "plan_blocks", order.plan)
+    length, width = (136, 600 if order.split == 1 else 512) if order.stays is not Stays.SUMS else (768, 512)
+    shape = (width, length) if transposed else (length, width)
     tile, rng = StoredTile() if stored else LowRankTile(), np.random.default_rng(0)
     base = random(rng, *shape) / 16
     arrays = {"a": random(rng, GROUPS, shape[0], RANK) / 16, "b": random(rng, GROUPS, RANK, shape[1])}
     kernels = dense(base, arrays)
     if stored:
         base, arrays = None, {"kernel": kernels}
-    rows = random(rng, ROWS, 600) / 16
+    rows = random(rng, ROWS, length) / 16
     run = functools.partial(grouped_product.grouped_product, tile=tile, shape=shape, transposed=transposed, **SMALL)
     run = jax.jit(run)
-    for sizes in ([10, 0, 35, 6], [5, 0, 3, 0], [0, 0, 0, ROWS]):
+    for sizes in SKEWED:
         sizes = jnp.asarray(sizes, jnp.int32)
         assert_close(run(rows, base, arrays, sizes), grouped_product.reference(rows, kernels, sizes, transposed))
 
 
+@ORDERS
 @pytest.mark.parametrize("stored", [False, True])
-def test_gated_product_of_shared_rows(stored, monkeypatch):
-    def plan(*arguments, **options):
-        return product_blocks.plan_blocks(*arguments, **options)._replace(shares=2)
-
-    monkeypatch.setattr(grouped_product, "plan_blocks", plan)
+def test_gated_product_in_every_order(stored, order, monkeypatch):
+    monkeypatch.setattr(grouped_product, "plan_blocks", order.plan)
+    monkeypatch.setattr(f"{__name__}.SHAPE", (24, 512))
     rng = np.random.default_rng(0)
     sides = [(random(rng, *SHAPE), factors(rng)) for _ in range(2)]
     kernels = [dense(*side) for side in sides]
     if stored:
         sides = [(None, {"kernel": kernel}) for kernel in kernels]
-    rows, sizes = random(rng, ROWS, SHAPE[0]), jnp.asarray([10, 0, 35, 6], jnp.int32)
-    gate, up = (grouped_product.reference(rows, kernel, sizes) for kernel in kernels)
     run = gated.__wrapped__("silu", stored)
-    assert_close(run(rows, *sides, sizes), hidden(up, gate, "silu"))
+    rows = random(rng, ROWS, SHAPE[0])
+    for sizes in SKEWED:
+        sizes = jnp.asarray(sizes, jnp.int32)
+        gate, up = (grouped_product.reference(rows, kernel, sizes) for kernel in kernels)
+        assert_close(run(rows, *sides, sizes), hidden(up, gate, "silu"))
 
 
-def test_blocks_of_a_core_with_little_memory(monkeypatch):
-    """Of a v5p: long rows are cut rather than read for many narrow panels, and rows of small experts are read once."""
+@ORDERS
+def test_what_lies_beyond_is_not_used_in_any_order(order, monkeypatch):
+    """Rows of no group may be anything, as is what a block brings that reaches beyond the rows."""
+    monkeypatch.setattr(grouped_product, "plan_blocks", order.plan)
+    shape = (512, 512)
+    rng, sizes = np.random.default_rng(0), jnp.asarray([20, 0, 13, 0], jnp.int32)
+    kernels, rows = random(rng, GROUPS, *shape), random(rng, ROWS, shape[0]).at[33:].set(jnp.nan)
+    got = grouped_product.grouped_product(rows, None, {"kernel": kernels}, sizes, StoredTile(), shape, **SMALL)
+    assert_close(got[:33], grouped_product.reference(rows[:33], kernels, sizes))
+    np.testing.assert_array_equal(got[33:], 0)
+
+
+V5P, V6E = Core(64 * MIB, 2, 128), Core(128 * MIB, 1, 256)
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Plans products of full experts in bfloat16, with blocks of true sizes."""
     monkeypatch.setattr(product_blocks, "ROW_BLOCKS", (512, 256, 128))
-    core, dtype = Core(64 * MIB, 2, 128), jnp.dtype(jnp.bfloat16)
 
-    def plan(shape, experts, rows, **options):
-        kernels: Any = jax.ShapeDtypeStruct((experts, *shape), dtype)
-        made = product_blocks.Made(StoredTile(), None, (Operand(kernels, rows=0, columns=1),), True)
-        found = product_blocks.plan_blocks(rows, shape, dtype, [made], core, **options)
-        assert found.shares == 2 or found.panels % 2 == 0
+    def of(core, shape, experts, rows, sides=(512, 256, 128), gated=False, **options):
+        monkeypatch.setattr(product_blocks, "SIDES", sides)
+        kernels: Any = jax.ShapeDtypeStruct((experts, *shape), jnp.bfloat16)
+        made = [product_blocks.Made(StoredTile(), None, (Operand(kernels, rows=0, columns=1),), True)] * (1 + gated)
+        found = product_blocks.plan_blocks(rows, shape, jnp.bfloat16, made, core, adds=not gated, **options)
+        assert found.vmem < core.vmem
+        assert core.cores in (1, found.sizes.split) or found.sizes.shares % core.cores == 0
         return found
 
-    long, whole = (plan((14336, 4096), 8, 16384, adds=adds) for adds in (True, False))
-    assert long.cuts > whole.cuts == 1 and long.traffic < 0.8 * whole.traffic
-    small = plan((2048, 1024), 64, 65536)
-    assert (small.panels, small.shares, small.cuts) == (1, 2, 1)
+    return of
+
+
+@pytest.mark.parametrize(
+    ("core", "shape", "gated", "transposed", "stays"),
+    [
+        (V5P, (4096, 14336), True, False, Stays.ROWS),
+        (V5P, (14336, 4096), False, False, Stays.SUMS),
+        (V5P, (4096, 14336), False, True, Stays.SUMS),
+        (V5P, (14336, 4096), False, True, Stays.ROWS),
+        (V6E, (14336, 4096), False, False, Stays.SUMS),
+    ],
+)
+def test_of_large_experts_rows_or_sums_stay(core, shape, gated, transposed, stays, plan):
+    """Those of Mixtral: panels of them are many."""
+    found = plan(core, shape, 8, 16384, gated=gated, transposed=transposed)
+    assert found.sizes.stays is stays
+    assert found.traffic < 0.85 * plan(core, shape, 8, 16384, sides=(), gated=gated, transposed=transposed).traffic
+
+
+def test_small_experts_and_few_rows_are_read_once(plan):
+    small = plan(V5P, (2048, 1024), 64, 65536)
+    assert (small.sizes.stays, small.panels, small.sizes.shares) == (Stays.PANEL, 1, 2)
     once = 2 * (65536 * (2048 + 1024) + 64 * 2048 * 1024)
     assert once <= small.traffic < 1.02 * once
     # A few rows are one block, which cores cannot share.
-    assert plan((2048, 1024), 64, 16).shares == 1
+    few = plan(V5P, (4096, 14336), 8, 16)
+    once = 2 * (16 * (4096 + 14336) + 8 * 4096 * 14336)
+    assert few.sizes.shares == 1 and once <= few.traffic < 1.001 * once
 
 
 def test_gated_products_in_bfloat16_are_rounded_once():
