@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from functools import cache
 
 import jax
 import numpy as np
@@ -195,6 +196,11 @@ def test_every_group_learns_at_its_own_rate():
     assert _moved(config, base, {"deltas": 1e-2, "base": 1e-3}) == {"deltas", "base"}
 
 
+@cache
+def _trainer(config):
+    return Trainer(config, steps=3, warmup_steps=1)
+
+
 def _moved(config, base, rates):
     """The groups with parameters that a few steps change."""
     model = model_of(grown(config, base, seed=0))
@@ -203,7 +209,7 @@ def _moved(config, base, rates):
     places = np.tile(np.arange(16, dtype=np.int32), (2, 1))
     batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": ones.astype(np.float32)}
     batch |= {"segment_ids": ones, "positions": places}
-    trained = Trainer(config, steps=3, warmup_steps=1).run(model, [batch] * 3, seed=0, rates=rates)
+    trained = _trainer(config).run(model, [batch] * 3, seed=0, rates=rates)
     before, after = (dict(_leaves(nnx.state(of))) for of in (model, trained.model))
     return {group_of(path) for path in before if not np.array_equal(before[path], after[path])}
 
