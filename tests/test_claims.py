@@ -184,7 +184,7 @@ def test_as_public_code_has_it_no_gradient_of_the_task_reaches_the_router_of_per
         shape = shape_of(name)
         config = _without_balance(shape.config(base.config))
         with shape.patched():
-            moved[name] = _moved(config, base, {"router": 1e-2, "adapters": 1e-2})
+            moved[name] = _moved(name, config, base, {"router": 1e-2, "adapters": 1e-2})
     assert Perft.__call__ is before
     assert moved == {wrong: {"adapters"}, right: {"adapters", "router"}}
 
@@ -192,16 +192,16 @@ def test_as_public_code_has_it_no_gradient_of_the_task_reaches_the_router_of_per
 def test_every_group_learns_at_its_own_rate():
     base = _drawn(moe_jax.tiny_model().config)
     config = shape_of("LM r=4").config(base.config)
-    assert _moved(config, base, {"deltas": 1e-2}) == {"deltas"}
-    assert _moved(config, base, {"deltas": 1e-2, "base": 1e-3}) == {"deltas", "base"}
+    assert _moved("LM r=4", config, base, {"deltas": 1e-2}) == {"deltas"}
+    assert _moved("LM r=4", config, base, {"deltas": 1e-2, "base": 1e-3}) == {"deltas", "base"}
 
 
 @cache
-def _trainer(config):
+def _trainer(name, config):
     return Trainer(config, steps=3, warmup_steps=1)
 
 
-def _moved(config, base, rates):
+def _moved(name, config, base, rates):
     """The groups with parameters that a few steps change."""
     model = model_of(grown(config, base, seed=0))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 16), dtype=np.int32)
@@ -209,7 +209,7 @@ def _moved(config, base, rates):
     places = np.tile(np.arange(16, dtype=np.int32), (2, 1))
     batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": ones.astype(np.float32)}
     batch |= {"segment_ids": ones, "positions": places}
-    trained = _trainer(config).run(model, [batch] * 3, seed=0, rates=rates)
+    trained = _trainer(name, config).run(model, [batch] * 3, seed=0, rates=rates)
     before, after = (dict(_leaves(nnx.state(of))) for of in (model, trained.model))
     return {group_of(path) for path in before if not np.array_equal(before[path], after[path])}
 

@@ -62,13 +62,19 @@ def train_run(place: Place, run: Run) -> dict[str, Any]:
       auxiliary: what the auxiliary losses add, first and last step.
       diverged: only and always there if the loss was not finite; then the losses are not.
     """
+    shape = shape_of(run.shape)
+    # Scored as it is trained.
+    with shape.patched():
+        return _train(place, run, shape)
+
+
+def _train(place: Place, run: Run, shape: Shape) -> dict[str, Any]:
     scale = SCALES[run.scale]
     base = load_kept(place, run.scale, run.start)
-    shape = shape_of(run.shape)
     config = shape.config(base.config)
     leaves = grown(config, base, run.seed, start=shape.start, **_parts(place, run, shape, config, base))
     corpus = _corpus(place, scale, base.config)
-    trainer = _trainer(config, max(run.steps, 1), scale.warmup_steps)
+    trainer = _trainer(run.shape, config, max(run.steps, 1), scale.warmup_steps)
     model = model_of(leaves)
     scored = corpus.scored(run.split, MIXTURES[run.mixture])
 
@@ -83,8 +89,7 @@ def train_run(place: Place, run: Run) -> dict[str, Any]:
     if not run.steps:
         return found | {"losses": found["start_losses"]}
     batches = corpus.batches(run.mixture, run.seed, run.steps)
-    with shape.patched():
-        trained = trainer.run(model, batches, seed=run.seed, rates=dict(run.rates))
+    trained = trainer.run(model, batches, seed=run.seed, rates=dict(run.rates))
     found |= {"losses": losses(trained.model), "train_loss": trained.loss, "auxiliary": list(trained.auxiliary)}
     if not all(map(np.isfinite, [trained.loss, *found["losses"].values()])):
         return {"diverged": True}
@@ -125,7 +130,9 @@ def load_kept(place: Place, scale: str, name: str) -> Leaves:
 
 
 @lru_cache(maxsize=2)
-def _trainer(config: ModelConfig, steps: int, warmup_steps: int) -> Trainer:
+def _trainer(shape: str, config: ModelConfig, steps: int, warmup_steps: int) -> Trainer:
+    """Compiled once for a shape: those of the same config can be patched differently."""
+    del shape
     return Trainer(config, steps=steps, warmup_steps=min(warmup_steps, steps - 1))
 
 
