@@ -33,11 +33,12 @@ from evidence.studies.claims import CLAIMS  # noqa: E402
 from evidence.studies.jobs import SECONDS, DiffersError, Job, NotFiniteError, Place, open_jobs, store  # noqa: E402
 from evidence.studies.models import Leaves, grown, model_of  # noqa: E402
 from evidence.studies.parameter_groups import group_of, groups_of  # noqa: E402
-from evidence.studies.plan import SEEDS, studies  # noqa: E402
+from evidence.studies.plan import studies  # noqa: E402
 from evidence.studies.rates import as_rates, rate, rates_of, search, text_of  # noqa: E402
+from evidence.studies.scales import RATE_SEED, SEEDS  # noqa: E402
 from evidence.studies.shapes import shape_of  # noqa: E402
 from evidence.studies.trainer import Trainer  # noqa: E402
-from evidence.studies.trainings import RATE_SEED, Trainings  # noqa: E402
+from evidence.studies.trainings import Trainings  # noqa: E402
 
 PLACE = Place(ROOT, ROOT, ROOT)
 STAMP = Stamp(commit="1" * 40, date="2026-11-23", machine="x86_64 with 2 threads", versions={"python": "3.11.7"})

@@ -93,6 +93,10 @@ def _beginnings() -> list[Claim]:
         Claim("He et al. 2024", "Granular experts (2) help", "upcycling", "granularity 2", "vanilla"),
         Claim("He et al. 2024", "Noise of 1 % on copies helps", "upcycling", "noise 0.01", "vanilla"),
         Claim("He et al. 2024", "Noise of 10 % on copies helps", "upcycling", "noise 0.1", "vanilla"),
+        Claim("mergekit", "Routers from texts of the domains help", "upcycling",
+              "vanilla, 3 experts, routers from texts", "vanilla, 3 experts"),
+        Claim("Branch-Train-MiX", "Experts from models of one domain each beat copies of one that read as much",
+              "mixed branches", "experts from models", "vanilla, 3 experts"),
     ]
 
 

@@ -20,6 +20,9 @@ from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
+# Characters of a text to train on that are enough to take stretches from.
+_ENCODED = 40_000
+
 
 class Corpus:
     """Attributes:
@@ -63,6 +66,10 @@ class Corpus:
         """Int32[n] of every text; `split` is `selection` or `test`."""
         ids = {name: self._tokenizer.encode(getattr(read_text(name, self._place.data), split)) for name in names}
         return {name: all_of[: self._scale.scored_tokens] for name, all_of in ids.items()}
+
+    def encode(self, name: str) -> np.ndarray:
+        """Int32[n], the beginning of a text that is trained on."""
+        return self._tokenizer.encode(read_text(name, self._place.data).train[:_ENCODED])
 
     def _train_file(self, name: str) -> Path:
         """The text to train on as a file of its own. Two workers may write it: what they write is the same."""

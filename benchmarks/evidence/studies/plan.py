@@ -1,12 +1,18 @@
 """The plan: what is trained, tuned and compressed at which scale, how long and how often."""
 
+import dataclasses
+from collections.abc import Sequence
+
 from evidence.studies.jobs import Place, Study
 from evidence.studies.long_job import train_middle, train_smollm_moe
-from evidence.studies.scales import MIDDLE, SMOLLM, STORIES
+from evidence.studies.scales import MIDDLE, SEEDS, SMOLLM, STORIES, Scale
+from evidence.studies.texts import DOMAINS
+from evidence.studies.training_job import DENSE
 from evidence.studies.trainings import Kept, Trainings
 
-SEEDS = (0, 1, 2)
-AS_IT_IS, VANILLA, EVERY_LAYER, FOUR = "as it is", "vanilla", "vanilla, every layer", "vanilla, 4 experts"
+AS_IT_IS, VANILLA, EVERY_LAYER = "as it is", "vanilla", "vanilla, every layer"
+THREE, FOUR = "vanilla, 3 experts", "vanilla, 4 experts"
+PROMPTED, BRANCHES, DRAWN = f"{THREE}, routers from texts", "experts from models", "vanilla, from random weights"
 
 # Of the learning rates of these shapes, others take theirs: they are of the same family, and about as large.
 _UPCYCLED = {
@@ -32,7 +38,10 @@ _UPCYCLED = {
     "noise 0.1": VANILLA,
     "drop 0.5": VANILLA,
     "granularity 2": VANILLA,
+    THREE: VANILLA,
+    PROMPTED: VANILLA,
 }
+_MIDDLE = (AS_IT_IS, VANILLA, "LM r=4", "LM r=16", "LM r=64", "SM 0.9", "LM r=16, frozen base", "drop 0.5")
 # Beside LoRA of rank 8 alone, PESC trains as much as LoRA of rank 16, or a little less.
 _PESC = {name: name for name in ("LoRA 16", "PESC 8 LoRA 8", "QLoRA 16", "PESC 8 QLoRA 8", "LoRA 8", "PESC 8 frozen")}
 
@@ -50,19 +59,64 @@ def _perft(ranks: tuple[int, ...]) -> dict[str, str]:
 
 def studies(place: Place) -> list[Study]:
     """All of the plan that can be done with what there is, in the order in which it is worked on."""
-    bases = Trainings("bases", STORIES, {EVERY_LAYER: EVERY_LAYER}, 500, 250, SEEDS, mixture="earlier",
-                      keep=frozenset((EVERY_LAYER,)))  # fmt: skip
-    middle_dense = Kept(MIDDLE.name, "dense", train_middle, {})
-    small = [
+    return [*_small(), *_middle(), *([] if place.smollm is None else _smollm())]
+
+
+def _small() -> list[Study]:
+    """Of stories260K."""
+    bases = Trainings(
+        "bases", STORIES, {EVERY_LAYER: EVERY_LAYER}, 500, 250, SEEDS, mixture="earlier", keep=frozenset((EVERY_LAYER,))
+    )
+    return [
         Trainings("pilot", STORIES, {AS_IT_IS: AS_IT_IS, VANILLA: VANILLA}, 250, 250, SEEDS),
         Trainings("upcycling", STORIES, _UPCYCLED, 1000, 250, SEEDS, keep=frozenset((VANILLA,))),
         bases,
-        Trainings("perft", STORIES, _perft((8, 2, 32)), 150, 150, SEEDS, f"{EVERY_LAYER}-s{{seed}}",
-                  after=tuple(bases.path(EVERY_LAYER, seed) for seed in SEEDS)),
+        _after([bases], Trainings("perft", STORIES, _perft((8, 2, 32)), 150, 150, SEEDS, f"{EVERY_LAYER}-s{{seed}}")),
         Trainings("pesc", STORIES, _PESC, 300, 150, SEEDS),
-        middle_dense,
-    ]  # fmt: skip
-    if place.smollm is None:
-        return small
+        *_branches(STORIES, steps=500, together=1000),
+    ]
+
+
+def _middle() -> list[Study]:
+    """Of a dense model of our own."""
+    dense = Kept(MIDDLE.name, DENSE, train_middle, {})
+    upcycled = {shape: like for shape, like in _UPCYCLED.items() if shape in _MIDDLE}
+    drawn = Trainings("from random weights", MIDDLE, {DRAWN: DRAWN}, 1500, 250, SEEDS, keep=frozenset((DRAWN,)))
+    vanilla = Trainings("upcycling", MIDDLE, upcycled, 500, 125, SEEDS, keep=frozenset((VANILLA,)), after=(dense.path,))
+    return [dense, vanilla, dataclasses.replace(drawn, after=(dense.path,))]
+
+
+def _smollm() -> list[Study]:
+    """Of SmolLM2-135M, which knows something."""
     moe = Kept(SMOLLM.name, FOUR, train_smollm_moe, {"shape": FOUR})
-    return [*small, moe]
+    pesc = {name: name for name in ("LoRA 16", "PESC 8 LoRA 8", "QLoRA 16", "PESC 8 QLoRA 8")}
+    perft = {name: name for name in ("PERFT-R 2/4 r=8", "PERFT-E r=8", "PERFT-S r=16", "LoRA q,v r=8")}
+    return [
+        moe,
+        Trainings("pesc", SMOLLM, pesc, 100, 50, SEEDS),
+        Trainings("perft", SMOLLM, perft, 100, 50, SEEDS, FOUR, after=(moe.path,), mixture="shakespeare"),
+    ]
+
+
+def _after(made_by: Sequence[Trainings], study: Trainings) -> Trainings:
+    """A study that begins with the models of others, of the same seeds."""
+    paths = tuple(other.path(shape, seed) for other in made_by for shape in other.keep for seed in SEEDS)
+    return dataclasses.replace(study, after=paths)
+
+
+def _branches(scale: Scale, *, steps: int, together: int) -> list[Study]:
+    """Branch-Train-MiX: one model for every domain becomes an expert; against copies of one that read as much."""
+    kept = frozenset((AS_IT_IS,))
+    alone = [
+        Trainings("branches", scale, {AS_IT_IS: AS_IT_IS}, steps, 250, SEEDS, mixture=name, keep=kept,
+                  keep_as=f"{name}-s{{seed}}", within=name)
+        for name in DOMAINS
+    ]  # fmt: skip
+    one = Trainings("branches", scale, {AS_IT_IS: AS_IT_IS}, len(DOMAINS) * steps, 250, SEEDS, keep=kept,
+                    keep_as="together-s{seed}", within="together")  # fmt: skip
+    return [
+        *alone,
+        one,
+        _after(alone, Trainings("mixed branches", scale, {BRANCHES: BRANCHES}, together, 250, SEEDS)),
+        _after([one], Trainings("mixed branches", scale, {THREE: THREE}, together, 250, SEEDS, "together-s{seed}")),
+    ]

@@ -29,3 +29,6 @@ STORIES = Scale("stories260K", seq_len=128, batch_size=8, warmup_steps=20, score
 MIDDLE = Scale("middle", seq_len=128, batch_size=8, warmup_steps=20, scored_tokens=16_384, vocab_size=2048)
 SMOLLM = Scale("SmolLM2-135M", seq_len=128, batch_size=2, warmup_steps=5, scored_tokens=4_096)
 SCALES = {scale.name: scale for scale in (STORIES, MIDDLE, SMOLLM)}
+# Of the runs that are reported; rates are chosen with another one.
+SEEDS = (0, 1, 2)
+RATE_SEED = 1000

@@ -19,7 +19,7 @@ from moe_jax.upcycle.rest import Rest, with_rest
 from moe_jax.upcycle.start import PLAIN
 
 EXPERTS, TOP_K = 8, 2
-BTX, PROMPTED = "btx", "prompted"
+BTX, PROMPTED, DRAWN = "btx", "prompted", "drawn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Shape:
     """Attributes:
     config: what it makes of the config of the model that it begins with.
     start: what is done to copies of FFNs.
-    parts: `BTX`: experts are from models of one domain each; `PROMPTED`: routers are made of texts.
+    parts: `BTX`: experts are from models of one domain each; `PROMPTED`: routers are made of texts; `DRAWN`: all
+      weights are new.
     patched: a context in which it is trained.
     """
 
@@ -115,6 +116,7 @@ _SHAPES: dict[str, Callable[..., Shape]] = {
     "vanilla": lambda: _upcycled(),
     "vanilla, every layer": lambda: _upcycled(every=1),
     "vanilla, 4 experts": lambda: _upcycled(experts=4),
+    "vanilla, from random weights": lambda: _upcycled(parts=DRAWN),
     "vanilla, 3 experts": lambda: _upcycled(experts=3),
     "experts from models": lambda: _upcycled(experts=3, parts=BTX, start=Start(models=3)),
     "vanilla, 3 experts, routers from texts": lambda: _upcycled(experts=3, parts=PROMPTED),

@@ -1,7 +1,6 @@
 """The job that all studies of training have: a kept model takes a shape, is trained, and is scored."""
 
 import dataclasses
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,16 @@ from evidence.studies.jobs import Place
 from evidence.studies.models import Leaves, grown, keep, model_of, read_leaves
 from evidence.studies.parameter_groups import groups_of
 from evidence.studies.rates import Rates
-from evidence.studies.scales import MIDDLE, SCALES, Scale
-from evidence.studies.shapes import BTX, PROMPTED, Shape, shape_of
+from evidence.studies.scales import MIDDLE, SCALES, SEEDS, Scale
+from evidence.studies.shapes import BTX, DRAWN, PROMPTED, Shape, shape_of
 from evidence.studies.texts import DOMAINS, MIXTURES
 from evidence.studies.trainer import Trainer
-from moe_jax.loading import abstract_model
+from moe_jax.loading import abstract_model, model_leaves
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig
 from moe_jax.peft import trainable_paths
+from moe_jax.train.program import draw_model
+from moe_jax.upcycle.prompted_router import MOST_TOKENS, Prompt, router_kernels
 
 DENSE = "dense"
 SELECTION, TEST = "selection", "test"
@@ -72,8 +73,8 @@ def _train(place: Place, run: Run, shape: Shape) -> dict[str, Any]:
     scale = SCALES[run.scale]
     base = load_kept(place, run.scale, run.start)
     config = shape.config(base.config)
-    leaves = grown(config, base, run.seed, start=shape.start, **_parts(place, run, shape, config, base))
     corpus = _corpus(place, scale, base.config)
+    leaves = _first(place, run, shape, config, base, corpus)
     trainer = _trainer(run.shape, config, max(run.steps, 1), scale.warmup_steps)
     model = model_of(leaves)
     scored = corpus.scored(run.split, MIXTURES[run.mixture])
@@ -141,10 +142,17 @@ def _corpus(place: Place, scale: Scale, config: ModelConfig) -> Corpus:
     return Corpus(place, scale, config, tokenizer_file(place, scale))
 
 
-def _parts(place: Place, run: Run, shape: Shape, config: ModelConfig, base: Leaves) -> Mapping[str, Any]:
-    """What experts and routers are made of beside the base."""
+def _first(place: Place, run: Run, shape: Shape, config: ModelConfig, base: Leaves, corpus: Corpus) -> Leaves:
+    """The model before it is trained."""
+    if shape.parts == DRAWN:
+        return Leaves(config, {path: np.asarray(leaf) for path, leaf in model_leaves(draw_model(config, run.seed))})
+    branches, routers = [], None
     if shape.parts == BTX:
-        return {"branches": [load_kept(place, run.scale, f"{name}-s{run.seed}") for name in DOMAINS]}
+        # Learning rates are chosen with the models of the first seed.
+        seed = run.seed if run.seed in SEEDS else SEEDS[0]
+        branches = [load_kept(place, run.scale, f"{name}-s{seed}") for name in DOMAINS]
     if shape.parts == PROMPTED:
-        return {"routers": {}}
-    return {}
+        # Of every domain another stretch for every seed.
+        tokens = (corpus.encode(name)[run.seed % 10 * MOST_TOKENS :][:MOST_TOKENS] for name in DOMAINS)
+        routers = router_kernels(base, [Prompt(ids) for ids in tokens], config.moe_layers)
+    return grown(config, base, run.seed, start=shape.start, branches=branches, routers=routers)

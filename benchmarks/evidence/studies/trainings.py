@@ -7,11 +7,9 @@ from typing import Any
 from evidence.results import Key, ResultsFile
 from evidence.studies.jobs import Job, Place
 from evidence.studies.rates import Rates, rates_of, search, text_of
-from evidence.studies.scales import Scale
+from evidence.studies.scales import RATE_SEED, Scale
 from evidence.studies.training_job import DENSE, SELECTION, TEST, Run, kept_path, train_run, trained_groups
 
-# Of the runs that rates are chosen with; no run that is reported has it.
-RATE_SEED = 1000
 # Half decades: full models learn best near 1e-3, what begins at nothing needs more.
 _FIRST = {"base": -6, "experts": -6, "router": -6, "deltas": -5, "adapters": -4}
 
@@ -58,7 +56,9 @@ class Trainings:
       start: the model that they begin with; `{seed}` in it stands for the seed, of rates the first.
       after: where the results of the jobs that make these models stand; empty: they are there.
       mixture: of texts that they are trained on.
-      keep: shapes whose trained models are kept, under their name with the seed.
+      keep: shapes whose trained models are kept.
+      keep_as: under which name, `{shape}` and `{seed}` standing for what they say.
+      within: what tells results from those of the same study, scale, steps and shape.
     """
 
     name: str
@@ -71,10 +71,12 @@ class Trainings:
     after: tuple[Key, ...] = ()
     mixture: str = "domains"
     keep: frozenset[str] = frozenset()
+    keep_as: str = "{shape}-s{seed}"
+    within: str = ""
 
     def path(self, shape: str, seed: int) -> Key:
         """Where a result stands."""
-        return self.name, self.scale.name, f"{self.steps} steps", shape, str(seed)
+        return self.name, self.scale.name, f"{self.steps} steps{self.within and ', ' + self.within}", shape, str(seed)
 
     def rates(self, results: ResultsFile, place: Place, shape: str) -> tuple[list[Job], Rates | None]:
         """What must still be tried to choose the rates of a shape; or the choice."""
@@ -98,7 +100,7 @@ class Trainings:
             if chosen is None:
                 continue
             for seed in self.seeds:
-                keep = f"{shape}-s{seed}" if shape in self.keep else ""
+                keep = self.keep_as.format(shape=shape, seed=seed) if shape in self.keep else ""
                 run = dataclasses.replace(self._run(shape, seed, chosen), keep=keep)
                 makes = kept_path(place, self.scale.name, keep) if keep else None
                 yield Job(self.path(shape, seed), train_run, {"run": run}, makes)
