@@ -7,17 +7,25 @@ from pathlib import Path
 import barycenters.report
 import ders.report
 import ders.results
+import evidence.studies.report
 import resmoe.report
 import resmoe.results
 import tuning.report
 import tuning.results
 from evidence import layouts
 from evidence.results import RESULTS, Figures, ResultsFile
+from evidence.studies.claims_file import ClaimsFile
 from evidence.tables import Table, tables_of
 
 # What a training step runs through.
 _MODEL = ("moe_jax/functional", "moe_jax/experts", "moe_jax/nn", "moe_jax/models")
 _TRAINING = (*_MODEL, "moe_jax/upcycle", "train")
+
+# What decides the results of studies; plans, tables and pictures do not.
+_STUDIES = (
+    *("corpus", "long_job", "models", "parameter_groups", "rates", "scales", "shapes", "texts", "trainer"),
+    *("training_job", "trainings"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +174,18 @@ SECTIONS = (
         ),
         layouts.HOT_PATH,
         layouts.HOT_PATH_AGAINST,
+    ),
+    Section(
+        "claims",
+        "python benchmarks/claims.py DATA --smollm MODEL",
+        (
+            *("benchmarks/claims.py", *_TRAINING, "moe_jax/peft", "moe_jax/compress"),
+            *(f"benchmarks/evidence/studies/{name}.py" for name in _STUDIES),
+            "benchmarks/evidence/recipes",
+        ),
+        ClaimsFile,
+        evidence.studies.report.blocks,
+        evidence.studies.report.report,
     ),
     _reported(
         "ders_quality",

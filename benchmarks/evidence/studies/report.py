@@ -39,6 +39,15 @@ def report(results: ResultsFile) -> str:
     return "\n".join(parts) + "\n"
 
 
+def blocks(results: ResultsFile) -> dict[str, str]:
+    """The tables of BENCHMARKS.md, by the names of their blocks."""
+    found = {"verdicts": claims_table(results)}
+    for study in _REFERENCES:
+        for scale in results.get(study) or {}:
+            found[f"{study}, {scale}"] = "\n".join(study_tables(results, study, scale)).strip()
+    return found
+
+
 def claims_table(results: ResultsFile) -> str:
     """A row for every claim and scale that there are results for."""
     rows = []
