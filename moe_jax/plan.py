@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from moe_jax.counting import count_bytes
-from moe_jax.errors import nearest, raise_if_any, shown
+from moe_jax.errors import raise_if_any
 from moe_jax.experts.mesh import spec_on_mesh
 from moe_jax.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
-from moe_jax.sharding import AXES, leaf_spec, parts, path_name, undivided
+from moe_jax.sharding import AXES, leaf_spec, parts, path_name, undivided, unknown_axes
 from moe_jax.train.flops import train_flops_per_token
 from moe_jax.train.optimizer import make_optimizer
 from moe_jax.train.optimizer_state import Placed, state_specs
@@ -167,7 +167,7 @@ def training_memory(
     Raises:
       InputError: for unknown axes or sizes, or a dimension that its axes do not divide; all are listed.
     """
-    problems = [f"unknown mesh axis {shown(name)}{nearest(name, AXES)}" for name in mesh if name not in AXES]
+    problems = unknown_axes(mesh)
     problems += [f"{name}={size} must be at least 1" for name, size in mesh.items() if size < 1]
     raise_if_any(problems, f"mesh (axes are {', '.join(AXES)})")
     itemsize = jnp.dtype(param_dtype).itemsize

@@ -7,27 +7,23 @@ backward pass, and an estimate.
 
 import dataclasses
 import math
-import re
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from moe_jax.data_sheets import CHIPS, Chip, chip_of_kind
-from moe_jax.errors import InputError, check_member, shown
+from moe_jax.errors import InputError
 from moe_jax.experts.mesh import spec_on_mesh
 from moe_jax.memory import resident_memory, total_memory
 from moe_jax.models import ModelConfig
+from moe_jax.planned_devices import PlannedDevices, planned_devices
 from moe_jax.planned_strategies import TOKENS
-from moe_jax.sharding import AXES, path_name
-from moe_jax.train import gpu_topology
+from moe_jax.sharding import AXES, mesh_sizes, path_name
 from moe_jax.train.compile_only import (
     DoesNotFit,
     bytes_of,
     compiled_step,
-    described_devices,
-    has_tpu_compiler,
     is_tight,
 )
 from moe_jax.train.data_sections import DataSection
@@ -48,10 +44,6 @@ from moe_jax.train.step_roofline import StepRoofline
 from moe_jax.train.step_time import StepBytes, StepTime, measured_rates, optimizer_operations, rates_of_chip, step_time
 from moe_jax.train.timed_step import timed_step
 
-# The smallest slices that the TPU compiler knows; a step for fewer chips uses some of them.
-_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-_OF_SLICE = 4
-_GPUS_OF_HOST = 8
 # Of the steps in `benchmarks/pods.py`: 50 to 110 MiB.
 _USUAL_PROGRAM = 100 << 20
 
@@ -128,26 +120,6 @@ class PlannedTraining:
     roofline: StepRoofline | None = None
 
 
-class _Target(NamedTuple):
-    """Devices to plan for.
-
-    Attributes:
-      name: as it is printed.
-      devices: for the mesh; None: no compiler for them is here.
-      count: how many.
-      chip: in the table of data sheets; None: it is not there.
-      missing: the compiler that is not here; empty: the step is not to be compiled.
-      per_host: devices of a host, where others are reached over the network.
-    """
-
-    name: str
-    devices: list[Any] | None
-    count: int
-    chip: Chip | None
-    missing: str = ""
-    per_host: int | None = None
-
-
 def planned_training(
     recipe: Recipe, config: ModelConfig, platform: str | None = None, *, compiles: bool = True
 ) -> PlannedTraining:
@@ -164,7 +136,7 @@ def planned_training(
     Raises:
       InputError: an unknown platform, or a recipe that does not go with the model or the devices.
     """
-    target = _target(recipe, platform, compiles=compiles)
+    target = planned_devices(recipe.mesh, platform, compiles=compiles)
     if target.devices is None:
         return _expected(recipe, config, target)
     program = make_program(recipe, config, target.devices)
@@ -342,10 +314,10 @@ def _process() -> list[Item]:
     return [Item(name="process", bytes=resident, note="Python, its libraries and the compiled step, as measured here")]
 
 
-def _expected(recipe: Recipe, config: ModelConfig, target: _Target) -> PlannedTraining:
+def _expected(recipe: Recipe, config: ModelConfig, target: PlannedDevices) -> PlannedTraining:
     """Without compiling."""
     assert target.chip is not None
-    mesh = _mesh_sizes(recipe.mesh, target.count)
+    mesh = mesh_sizes(dataclasses.asdict(recipe.mesh), target.count)
     one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
     program = make_program(one, config, jax.devices("cpu")[:1])
     abstract: Any = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -368,7 +340,7 @@ def _expected(recipe: Recipe, config: ModelConfig, target: _Target) -> PlannedTr
 def _planned(
     recipe: Recipe,
     config: ModelConfig,
-    target: _Target,
+    target: PlannedDevices,
     items: list[Item],
     memory: int | None,
     exact: _Held,
@@ -401,7 +373,7 @@ def _planned(
     return PlannedTraining(
         platform=target.name,
         devices=target.count,
-        mesh=_mesh_sizes(recipe.mesh, target.count),
+        mesh=mesh_sizes(dataclasses.asdict(recipe.mesh), target.count),
         items=tuple(items),
         total=total,
         memory=memory,
@@ -414,48 +386,3 @@ def _planned(
         steps=recipe.train.steps,
         run_seconds=None if time is None else time.seconds * recipe.train.steps,
     )
-
-
-def _target(recipe: Recipe, platform: str | None, *, compiles: bool) -> _Target:
-    if platform in (None, "cpu"):
-        devices = jax.devices() if platform is None else jax.devices("cpu")
-        kind = devices[0].device_kind
-        name = "this machine's CPU" if devices[0].platform == "cpu" else f"this machine: {kind}"
-        return _Target(name, list(devices), len(devices), chip_of_kind(kind))
-    assert platform is not None
-    name, colon, shape = platform.partition(":")
-    check_member("--platform", name, tuple(CHIPS))
-    chip = CHIPS[name]
-    if colon and (chip.platform == "cpu" or not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", shape)):
-        raise InputError(f"--platform {shown(platform)}: expected a topology such as v5e:4x4, v5p:2x2x4 or h100:2x8")
-    least = math.prod(size for size in dataclasses.astuple(recipe.mesh) if size != -1)
-    count = math.prod(int(size) for size in shape.split("x")) if colon else least
-    per_host = _per_host(shape, count) if chip.platform == "gpu" else None
-    if not compiles and chip.platform != "cpu":
-        return _Target(platform, None, count, chip, "", per_host)
-    if chip.platform == "gpu":
-        if name not in gpu_topology.GPUS or not gpu_topology.has_plugin():
-            return _Target(platform, None, count, chip, "XLA:GPU (moe-jax[gpu])", per_host)
-        return _Target(platform, described_devices(platform if colon else f"{name}:{count}"), count, chip)
-    if not has_tpu_compiler():
-        return _Target(platform, None, count, chip, "the TPU compiler (moe-jax[tpu])")
-    if colon:
-        return _Target(platform, described_devices(platform), count, chip)
-    if name not in _SLICES or count > _OF_SLICE:
-        raise InputError(f"--platform {name}: the mesh needs {count} chips; name the slice, as in {name}:4x4 or 2x2x4")
-    return _Target(platform, described_devices(_SLICES[name])[:count], count, chip)
-
-
-def _per_host(shape: str, count: int) -> int:
-    """GPUs of a host: of `4x8` there are 8, and otherwise as many as one has, or fewer in all."""
-    return int(shape.split("x")[-1]) if "x" in shape else min(count, _GPUS_OF_HOST)
-
-
-def _mesh_sizes(section: MeshSection, count: int) -> dict[str, int]:
-    """Axes of a mesh of so many devices; see `sharding.make_mesh`."""
-    sizes = dataclasses.asdict(section)
-    known = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {name: count // known if size == -1 else size for name, size in sizes.items()}
-    if math.prod(sizes.values()) != count:
-        raise InputError(f"mesh {dataclasses.asdict(section)} does not fit {count} devices")
-    return sizes

@@ -8,7 +8,7 @@ and the loss are written by hand.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +61,35 @@ LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
 )
 
 
+def mesh_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
+    """The sizes of all axes of a mesh.
+
+    Args:
+      axes: size of every axis; absent ones are 1, and one may be -1, "the rest of the devices".
+      count: of devices.
+
+    Raises:
+      InputError: unknown axes, or sizes whose product is not the number of devices.
+    """
+    raise_if_any(unknown_axes(axes), f"mesh (axes are {', '.join(AXES)})")
+    sizes = {name: axes.get(name, 1) for name in AXES}
+    wild = [name for name, size in sizes.items() if size == -1]
+    bad = [f"{name}={size}" for name, size in sizes.items() if size != -1 and size < 1]
+    if bad or len(wild) > 1:
+        raise InputError(f"mesh {dict(axes)}: sizes are positive, and at most one is -1 (the rest of the devices)")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if wild and count % known == 0:
+        sizes[wild[0]] = count // known
+    if math.prod(sizes.values()) != count:
+        raise InputError(f"mesh {dict(axes)} does not fit {count} devices; the product of its sizes must be that")
+    return sizes
+
+
+def unknown_axes(axes: Iterable[str]) -> list[str]:
+    """A problem for every axis that is none of `AXES`."""
+    return [f"unknown mesh axis {shown(name)}{nearest(name, AXES)}" for name in axes if name not in AXES]
+
+
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """Makes the mesh `data x fsdp x expert x sequence x tensor`.
 
@@ -72,20 +101,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
       InputError: unknown axes, or sizes whose product is not the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    unknown = [f"unknown mesh axis {shown(name)}{nearest(name, AXES)}" for name in axes if name not in AXES]
-    raise_if_any(unknown, f"mesh (axes are {', '.join(AXES)})")
-    sizes = {name: axes.get(name, 1) for name in AXES}
-    wild = [name for name, size in sizes.items() if size == -1]
-    bad = [f"{name}={size}" for name, size in sizes.items() if size != -1 and size < 1]
-    if bad or len(wild) > 1:
-        raise InputError(f"mesh {dict(axes)}: sizes are positive, and at most one is -1 (the rest of the devices)")
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if wild and len(devices) % known == 0:
-        sizes[wild[0]] = len(devices) // known
-    if math.prod(sizes.values()) != len(devices):
-        raise InputError(
-            f"mesh {dict(axes)} does not fit {len(devices)} devices; the product of its sizes must be that"
-        )
+    sizes = mesh_sizes(axes, len(devices))
     # A mesh axis of 8 on a torus of 4 x 4 x 4 chips is laid over parts of two of its sides.
     placed = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))

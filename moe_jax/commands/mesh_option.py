@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from moe_jax.errors import InputError, nearest, shown
+from moe_jax.errors import InputError, raise_if_any, shown
 
 if TYPE_CHECKING:
     from moe_jax.train.recipe import MeshSection
@@ -31,12 +31,10 @@ def mesh_section(mesh: Mapping[str, int]) -> "MeshSection":
     Raises:
       InputError: for unknown axes, or sizes below 1.
     """
-    from moe_jax.sharding import AXES
+    from moe_jax.sharding import AXES, unknown_axes
     from moe_jax.train.recipe import MeshSection
 
-    for axis, size in mesh.items():
-        if axis not in AXES:
-            raise InputError(f"--mesh: unknown axis {shown(axis)}{nearest(axis, AXES)}; axes are {', '.join(AXES)}")
-        if size < 1:
-            raise InputError(f"--mesh: {axis}={size} must be at least 1")
+    problems = unknown_axes(mesh)
+    problems += [f"{axis}={size} must be at least 1" for axis, size in mesh.items() if size < 1]
+    raise_if_any(problems, f"--mesh (axes are {', '.join(AXES)})")
     return MeshSection(**{axis: mesh.get(axis, 1) for axis in AXES})

@@ -153,7 +153,7 @@ def test_a_recipe_is_tried_on_another_mesh(tmp_path, capsys):
     ("words", "message"),
     [
         (["--mesh", "fsdp=8"], "--mesh with --train: only with --platform"),
-        (["--mesh", "fdsp=8", "--platform", "v5p"], "unknown axis 'fdsp' (did you mean 'fsdp'?)"),
+        (["--mesh", "fdsp=8", "--platform", "v5p"], "unknown mesh axis 'fdsp' (did you mean 'fsdp'?)"),
         (["--mesh", "fsdp=0", "--platform", "v5p"], "fsdp=0 must be at least 1"),
         (["--mesh", "fsdp=3", "--platform", "v5p"], "make it a multiple of 3"),
         (["--mesh", "fsdp=8", "--platform", "v5p:2x2x1"], "does not fit 4 devices"),
