@@ -41,7 +41,7 @@ _UPCYCLED = {
     THREE: VANILLA,
     PROMPTED: VANILLA,
 }
-_MIDDLE = (AS_IT_IS, VANILLA, "LM r=4", "LM r=16", "LM r=64", "SM 0.9", "LM r=16, frozen base", "drop 0.5")
+_MIDDLE = (AS_IT_IS, VANILLA, "LM r=16", "SM 0.9", "LM r=16, frozen base")
 # Beside LoRA of rank 8 alone, PESC trains as much as LoRA of rank 16, or a little less.
 _PESC = {name: name for name in ("LoRA 16", "PESC 8 LoRA 8", "QLoRA 16", "PESC 8 QLoRA 8", "LoRA 8", "PESC 8 frozen")}
 
@@ -81,8 +81,8 @@ def _middle() -> list[Study]:
     """Of a dense model of our own."""
     dense = Kept(MIDDLE.name, DENSE, train_middle, {})
     upcycled = {shape: like for shape, like in _UPCYCLED.items() if shape in _MIDDLE}
-    drawn = Trainings("from random weights", MIDDLE, {DRAWN: DRAWN}, 1500, 250, SEEDS, keep=frozenset((DRAWN,)))
-    vanilla = Trainings("upcycling", MIDDLE, upcycled, 500, 125, SEEDS, keep=frozenset((VANILLA,)), after=(dense.path,))
+    drawn = Trainings("from random weights", MIDDLE, {DRAWN: DRAWN}, 1000, 150, SEEDS, keep=frozenset((DRAWN,)))
+    vanilla = Trainings("upcycling", MIDDLE, upcycled, 300, 150, SEEDS, keep=frozenset((VANILLA,)), after=(dense.path,))
     return [dense, vanilla, dataclasses.replace(drawn, after=(dense.path,))]
 
 
