@@ -28,7 +28,7 @@ from moe_jax.experts.mesh import current_mesh, token_axes
 from moe_jax.experts.parallel import biases_once, num_experts, parts_of
 from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 from moe_jax.functional.ffn import hidden
-from moe_jax.functional.linear import linear, linear_of_float32
+from moe_jax.functional.linear import Product, linear, product_of_float32
 from moe_jax.functional.low_rank_hidden import Projection, low_rank_hidden, of_hidden, of_projection
 from moe_jax.functional.routing import Routing
 
@@ -36,7 +36,7 @@ from moe_jax.functional.routing import Routing
 def factored_ffn(
     x: Float[Array, "T d"],
     routing: Routing,
-    bases: Mapping[str, Callable[[Array], Array] | None],
+    bases: Mapping[str, Callable[..., Array] | None],
     deltas: Mapping[str, Kernels],
     biases: Mapping[str, Float[Array, "E o"]],
     activation: str,
@@ -47,8 +47,8 @@ def factored_ffn(
     Args:
       x: tokens.
       routing: chosen experts and weights.
-      bases: functions that multiply with the base kernel `up`, `down`, and `gate` if the FFN is gated; None for each if
-        there is no base.
+      bases: functions that multiply with the base kernel `up`, `down`, and `gate` if the FFN is gated, and add the
+        product `more` to that; None for each if there is no base.
       deltas: the deltas, by the same names.
       biases: by the same names; may be empty.
       activation: of the FFN.
@@ -62,6 +62,10 @@ def factored_ffn(
     else:
         local = partial(_by_expert, activation=activation, way=way)
     mesh = current_mesh()
+    if mesh is None and way == "side-by-side" and base_down is not None:
+        h, product, bias = _before_down(deltas, x, routing, of_base, biases, _Place(), activation)
+        y = base_down(h, more=product)
+        return y if bias is None else y + bias
     if mesh is None:
         h, y = local(deltas, x, routing, of_base, biases, _Place())
     else:
@@ -186,6 +190,21 @@ def _side_by_side(
     activation: str,
 ) -> tuple[Float[Array, "T f"], Float[Array, "T d"]]:
     """All factors as two matrices for each kernel; arguments and results are those of `_by_expert`."""
+    summed, product, bias = _before_down(deltas, x, routing, of_base, biases, place, activation)
+    y = linear(*product)
+    return summed, y if bias is None else y + bias
+
+
+def _before_down(
+    deltas: Mapping[str, Kernels],
+    x: Float[Array, "T d"],
+    routing: Routing,
+    of_base: Mapping[str, Float[Array, "T f"]],
+    biases: Mapping[str, Float[Array, "E o"]],
+    place: _Place,
+    activation: str,
+) -> tuple[Float[Array, "T f"], Product, Float[Array, "T d"] | None]:
+    """What `_side_by_side` ends with: sums of hidden states, the product with the deltas of `down`, and its bias."""
     experts = num_experts(deltas["up"])
     is_chosen = jax.nn.one_hot(routing.experts, experts, dtype=x.dtype)
     factors = {name: _beside(delta, x.dtype) for name, delta in deltas.items()}
@@ -209,10 +228,8 @@ def _side_by_side(
         h = low_rank_hidden(projection("gate"), projection("up"), a, routing, experts, activation)
     # The sum over the choices comes before the second product, which then is one of T rows; and so does what the
     # devices of a mesh add up, which is narrower there.
-    y = linear_of_float32(place.total(h.inner), b, x.dtype)
-    if "down" in biases:
-        y = y + weighted_sum(bias_of("down"), routing.weights)
-    return h.summed, y
+    bias = weighted_sum(linear(is_chosen, biases["down"]), routing.weights) if "down" in biases else None
+    return h.summed, product_of_float32(place.total(h.inner), b, x.dtype), bias
 
 
 def _beside(delta: Kernels, dtype: DTypeLike) -> tuple[Float[Array, "i n"], Float[Array, "n o"]]:

@@ -12,6 +12,7 @@ from moe_jax.experts.forms.matrix import Matrix, Split, ffn_matrices
 from moe_jax.experts.variables import Leaves
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.keys import fold_in
+from moe_jax.functional.linear import Product
 
 BIAS = "bias"
 
@@ -50,9 +51,20 @@ class Linear(Leaves):
         if bias:
             self.bias = nnx.Param(jnp.zeros(shape[1], dtype))
 
-    def __call__(self, x: Float[Array, "... i"], key: Array | None = None) -> Float[Array, "... o"]:
-        """Applies the map. `key` is the random key for LoRA's dropout in training; None: no dropout."""
-        y = self.form.apply(x, self._kernel(), self.matrix, key)
+    def __call__(
+        self, x: Float[Array, "... i"], key: Array | None = None, more: Product | None = None
+    ) -> Float[Array, "... o"]:
+        """Applies the map.
+
+        Args:
+          x: activations.
+          key: random key for LoRA's dropout in training; None: no dropout.
+          more: a product that is added; None: there is none.
+        """
+        if more is None:
+            y = self.form.apply(x, self._kernel(), self.matrix, key)
+        else:
+            y = self.form.apply_and_add(x, self._kernel(), self.matrix, key, more)
         return y + _as_row(self.bias[...].astype(x.dtype), y.ndim) if self.has_bias else y
 
     def materialise(self) -> Float[Array, "i o"]:

@@ -16,7 +16,7 @@ from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
 from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.grouped import grouped_matmul
-from moe_jax.functional.linear import linear
+from moe_jax.functional.linear import Product, linear, sum_of_products
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.stored_tile import StoredTile
 
@@ -59,6 +59,12 @@ class Full(KernelForm):
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
         """See `KernelForm`."""
         return linear(x, arrays["kernel"])
+
+    def apply_and_add(
+        self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None, more: Product
+    ) -> Array:
+        """See `KernelForm`."""
+        return sum_of_products(Product(x, arrays["kernel"].astype(x.dtype)), more)
 
     def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile:
         """See `KernelForm`."""

@@ -25,7 +25,7 @@ from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.platforms import Cost, Platform
 from moe_jax.functional.block_synthesis import InTriton
-from moe_jax.functional.linear import linear
+from moe_jax.functional.linear import Product, linear
 from moe_jax.functional.synthesis import synthesised_matmul
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 
@@ -286,6 +286,17 @@ class KernelForm(ExpertForm):
           key: random key for dropout in training; None: no dropout.
         """
         return linear(x, self.materialise(None, arrays, matrix))
+
+    def apply_and_add(
+        self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None, more: Product
+    ) -> Array:
+        """`x W` and another product, of the same dtype.
+
+        Args:
+          x, arrays, matrix, key: see `apply`.
+          more: what is added.
+        """
+        return self.apply(x, arrays, matrix, key) + linear(*more)
 
     @abc.abstractmethod
     def specs(self, split: Split) -> dict[str, P]:
