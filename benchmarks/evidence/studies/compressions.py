@@ -1,0 +1,127 @@
+"""Studies of compression: which kept models are compressed by what, and where the results stand."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from evidence.results import Key, ResultsFile
+from evidence.studies.compression_job import Compression, compress_model, describe_model
+from evidence.studies.jobs import Job, Place
+from evidence.studies.noise_job import DeltaNoise, measure_noise
+from evidence.studies.probes import Probes
+from evidence.studies.scales import Scale
+from evidence.studies.training_job import kept_path
+from evidence.studies.variants import VARIANTS, Chosen
+
+UNCOMPRESSED = "uncompressed"
+_SEED = "-s{seed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfKeptModels:
+    """A study of models that other studies keep, one for every seed; a model is waited for.
+
+    Attributes:
+      name: key in the results.
+      scale: of the models.
+      model: name under which they are kept; `{seed}` in it stands for the seed.
+      seeds: of the models, and of what is random.
+      after: where the results of the jobs that make these models stand; with `{seed}` likewise.
+    """
+
+    name: str
+    scale: Scale
+    model: str
+    seeds: tuple[int, ...]
+    after: Key
+
+    def model_of(self, seed: int) -> str:
+        """The name under which the model of a seed is kept."""
+        return self.model.format(seed=seed)
+
+    def seeds_there(self, results: ResultsFile, place: Place) -> list[int]:
+        """Those whose models are complete."""
+        return [
+            seed
+            for seed in self.seeds
+            if results.get(*(key.format(seed=seed) for key in self.after)) is not None
+            and kept_path(place, self.scale.name, self.model_of(seed)).exists()
+        ]
+
+    def _path(self, what: str, value: str, seed: int) -> Key:
+        return self.name, self.scale.name, self.model.replace(_SEED, ""), what, value, str(seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressions(_OfKeptModels):
+    """Kept models, compressed in every way and scored.
+
+    Attributes:
+      variants: names of variants, and the values of each; the most telling first.
+      probes: what compressed models are asked beside the loss; None: nothing.
+      serve: whether one compressed model of every variant, of the first seed, is also scored as it is.
+      matched: whether errors are also computed with the neurons matched anew.
+    """
+
+    variants: Chosen
+    probes: Probes | None = None
+    serve: bool = True
+    matched: bool = True
+
+    def path(self, variant: str, value: float, seed: int) -> Key:
+        """Where the result of a compressed model stands."""
+        return self._path(variant, f"{value:g}", seed)
+
+    def whole_path(self, seed: int) -> Key:
+        """Where that of the model itself stands."""
+        return self._path(UNCOMPRESSED, "", seed)
+
+    def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
+        """The models as they are; then the first value of every variant, and then the others."""
+        seeds = self.seeds_there(results, place)
+        for seed in seeds:
+            arguments = {"scale": self.scale.name, "model": self.model_of(seed), "probes": self.probes}
+            yield Job(self.whole_path(seed), describe_model, arguments)
+        points = [(name, value, value == values[0]) for name, values in self.variants.items() for value in values]
+        for name, value, is_first in sorted(points, key=lambda point: not point[2]):
+            for seed in seeds:
+                asked = self._asked(name, value, seed, served=self.serve and is_first and seed == self.seeds[0])
+                yield Job(self.path(name, value, seed), compress_model, {"asked": asked})
+
+    def _asked(self, name: str, value: float, seed: int, *, served: bool) -> Compression:
+        variant = VARIANTS[name]
+        return Compression(
+            self.scale.name,
+            self.model_of(seed),
+            variant.method,
+            variant.options_of(value, seed),
+            dense=variant.dense,
+            calibrated=variant.calibrated,
+            served=served,
+            matched=self.matched,
+            probes=self.probes,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSizes(_OfKeptModels):
+    """Deltas of kept models are multiplied by factors; then entries are dropped.
+
+    Attributes:
+      factors: of the deltas, the most telling first.
+      rates: shares of entries that are dropped.
+    """
+
+    factors: tuple[float, ...] = (1.0, 2.0, 0.5, 0.25)
+    rates: tuple[float, ...] = (0.5, 0.9, 0.99)
+
+    def path(self, factor: float, seed: int) -> Key:
+        """Where a result stands."""
+        return self._path("deltas times", f"{factor:g}", seed)
+
+    def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
+        """One for every factor and seed."""
+        seeds = self.seeds_there(results, place)
+        for factor in self.factors:
+            for seed in seeds:
+                asked = DeltaNoise(self.scale.name, self.model_of(seed), factor, self.rates, seed)
+                yield Job(self.path(factor, seed), measure_noise, {"asked": asked})
