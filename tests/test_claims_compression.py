@@ -13,6 +13,7 @@ import moe_jax  # noqa: E402
 from evidence.studies import compression_job, noise_job, probes  # noqa: E402
 from evidence.studies.claims_file import ClaimsFile  # noqa: E402
 from evidence.studies.compression_job import NO_DELTAS, Compression, compress_model, describe_model  # noqa: E402
+from evidence.studies.compression_plan import of_middle, of_smollm, of_stories  # noqa: E402
 from evidence.studies.compressions import Compressions, DeltaSizes  # noqa: E402
 from evidence.studies.full_experts import all_full_experts, designs  # noqa: E402
 from evidence.studies.jobs import Place, same  # noqa: E402
@@ -187,13 +188,14 @@ def test_every_variant_is_a_method():
     assert METHODS.keys() == {variant.method for variant in VARIANTS.values()} - {NO_DELTAS}
     assert len(REFIT_PAIRS) == 3
     assert not any("dense" in name for name in chosen("DeRS", dense=False))
-    assert chosen("DeRS", most=1)["bits over the mean"] == (2,)
+    assert chosen("DeRS", most=1)["quantised deltas over the mean"] == (2,)
 
 
 def test_studies_wait_for_their_models(place: Place, tmp_path: pathlib.Path):
     results = ClaimsFile(tmp_path)
     made = ("models", "{seed}")
-    study = Compressions("compression", STORIES, "tiny-s{seed}", (0, 1), made, {"SP": (0.25, 0.5), "MEO": (0.25,)})
+    study = Compressions("compression", STORIES, "tiny-s{seed}", (0, 1), made, {"SP": (0.25, 0.5), "MEO": (0.25,)},
+                         serve=frozenset(("SP", "MEO")))  # fmt: skip
     sizes = DeltaSizes("noise", STORIES, "tiny-s{seed}", (0, 1), made, factors=(1.0,))
     assert not list(study.jobs(results, place)) and not list(sizes.jobs(results, place))
     # Of seed 1 there is a result, but no model.
@@ -201,8 +203,8 @@ def test_studies_wait_for_their_models(place: Place, tmp_path: pathlib.Path):
         results.put("models", seed, value={"losses": {}})
     jobs = list(study.jobs(results, place))
     whole, *points = [job.path[3:] for job in jobs]
-    assert whole == ("uncompressed", "", "0")
-    assert points == [("SP", "0.25", "0"), ("MEO", "0.25", "0"), ("SP", "0.5", "0")]
+    assert whole == ("uncompressed", "0")
+    assert points == [("SP, keep 0.25", "0"), ("MEO, keep 0.25", "0"), ("SP, keep 0.5", "0")]
     assert [job.arguments["asked"].served for job in jobs[1:]] == [True, True, False]
     assert [job.path for job in jobs][1:3] == [study.path("SP", 0.25, 0), study.path("MEO", 0.25, 0)]
     assert [job.path for job in sizes.jobs(results, place)] == [sizes.path(1.0, 0)]
@@ -216,3 +218,21 @@ def test_the_picture_of_noise_is_drawn_from_results(tmp_path: pathlib.Path):
     results.put(*study.path(1.0, 0), value=found)
     assert plot_noise(results, [study], file)
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plan_is_of_variants():
+    after = ("made", "{seed}")
+    planned = [
+        *of_stories("vanilla-s{seed}", (0, 1), after),
+        *of_middle("vanilla-s{seed}", (0,), after, upcycled=True),
+        *of_middle("drawn-s{seed}", (0,), after, upcycled=False),
+        *of_smollm("vanilla, 4 experts", after),
+    ]
+    for study in planned:
+        if isinstance(study, Compressions):
+            assert study.variants.keys() | study.serve <= VARIANTS.keys()
+            for name, values in study.variants.items():
+                assert set(values) <= set(VARIANTS[name].values), name
+    of_random = next(study for study in planned if isinstance(study, Compressions) and study.model == "drawn-s{seed}")
+    assert not any(VARIANTS[name].dense for name in of_random.variants)
+    assert [type(study) for study in planned].count(DeltaSizes) == 3

@@ -14,7 +14,15 @@ import numpy as np
 
 from evidence.studies.bfloat16 import rounded
 from evidence.studies.corpus import Corpus, given_model, tokenizer_file
-from evidence.studies.full_experts import Kernels, all_full_experts, count_of, designs, widths_of, with_experts
+from evidence.studies.full_experts import (
+    Kernels,
+    all_full_experts,
+    count_of,
+    designs,
+    experts_of,
+    widths_of,
+    with_experts,
+)
 from evidence.studies.jobs import Place
 from evidence.studies.likeness import cosines, least_error_per_neuron, squared_norm
 from evidence.studies.models import Leaves, model_of, read_leaves
@@ -78,7 +86,7 @@ def compress_model(place: Place, asked: Compression) -> dict[str, Any]:
       What the probes give.
     """
     source, whole = kept_model(place, asked.scale, asked.model)
-    before = _experts(place, asked.scale, asked.model)
+    before = experts_of(whole)
     if asked.method == NO_DELTAS:
         after = _bases(before, dense_source(place, asked.scale) if asked.dense else None)
         found: dict[str, Any] = {}
@@ -107,7 +115,7 @@ def describe_model(place: Place, scale: str, model: str, probes: Probes | None =
       What the probes give.
     """
     _, whole = kept_model(place, scale, model)
-    by_layer = _experts(place, scale, model)
+    by_layer = experts_of(whole)
     pairs = [cosines(designs(experts)) for experts in by_layer.values()]
     found = {
         "losses": losses(place, scale, model_of(whole)),
@@ -142,11 +150,6 @@ def scored_texts(place: Place, scale: str, split: str) -> dict[str, np.ndarray]:
     """Int32[n] of every domain, as much of it as is scored."""
     config = start_config(place, scale, DENSE)
     return Corpus(place, SCALES[scale], config, tokenizer_file(place, SCALES[scale])).scored(split, DOMAINS)
-
-
-@lru_cache(maxsize=2)
-def _experts(place: Place, scale: str, name: str) -> dict[int, Kernels]:
-    return all_full_experts(kept_model(place, scale, name)[0])
 
 
 @lru_cache(maxsize=2)

@@ -10,7 +10,7 @@ from evidence.studies.noise_job import DeltaNoise, measure_noise
 from evidence.studies.probes import Probes
 from evidence.studies.scales import Scale
 from evidence.studies.training_job import kept_path
-from evidence.studies.variants import VARIANTS, Chosen
+from evidence.studies.variants import VARIANTS, Chosen, label
 
 UNCOMPRESSED = "uncompressed"
 _SEED = "-s{seed}"
@@ -47,8 +47,8 @@ class _OfKeptModels:
             and kept_path(place, self.scale.name, self.model_of(seed)).exists()
         ]
 
-    def _path(self, what: str, value: str, seed: int) -> Key:
-        return self.name, self.scale.name, self.model.replace(_SEED, ""), what, value, str(seed)
+    def _path(self, what: str, seed: int) -> Key:
+        return self.name, self.scale.name, self.model.replace(_SEED, ""), what, str(seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +58,22 @@ class Compressions(_OfKeptModels):
     Attributes:
       variants: names of variants, and the values of each; the most telling first.
       probes: what compressed models are asked beside the loss; None: nothing.
-      serve: whether one compressed model of every variant, of the first seed, is also scored as it is.
+      serve: variants of which one compressed model, of the first value and seed, is also scored as it is.
       matched: whether errors are also computed with the neurons matched anew.
     """
 
     variants: Chosen
     probes: Probes | None = None
-    serve: bool = True
+    serve: frozenset[str] = frozenset()
     matched: bool = True
 
     def path(self, variant: str, value: float, seed: int) -> Key:
         """Where the result of a compressed model stands."""
-        return self._path(variant, f"{value:g}", seed)
+        return self._path(label(variant, value), seed)
 
     def whole_path(self, seed: int) -> Key:
         """Where that of the model itself stands."""
-        return self._path(UNCOMPRESSED, "", seed)
+        return self._path(UNCOMPRESSED, seed)
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """The models as they are; then the first value of every variant, and then the others."""
@@ -84,7 +84,8 @@ class Compressions(_OfKeptModels):
         points = [(name, value, value == values[0]) for name, values in self.variants.items() for value in values]
         for name, value, is_first in sorted(points, key=lambda point: not point[2]):
             for seed in seeds:
-                asked = self._asked(name, value, seed, served=self.serve and is_first and seed == self.seeds[0])
+                served = is_first and name in self.serve and seed == self.seeds[0]
+                asked = self._asked(name, value, seed, served=served)
                 yield Job(self.path(name, value, seed), compress_model, {"asked": asked})
 
     def _asked(self, name: str, value: float, seed: int, *, served: bool) -> Compression:
@@ -116,7 +117,7 @@ class DeltaSizes(_OfKeptModels):
 
     def path(self, factor: float, seed: int) -> Key:
         """Where a result stands."""
-        return self._path("deltas times", f"{factor:g}", seed)
+        return self._path(f"deltas × {factor:g}", seed)
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """One for every factor and seed."""

@@ -44,10 +44,18 @@ def widths_of(source: ModelSource) -> dict[int, int]:
     return {layer: source.config.moe(layer).expert.dim for layer in source.config.moe_layers}
 
 
+def experts_of(model: Leaves) -> dict[int, Kernels]:
+    """The experts of a model of full ones, not copied, by layer."""
+    return {
+        layer: {name: model.leaves[_path(layer, name)] for name in SourceLayer(model, layer).shapes}
+        for layer in model.config.moe_layers
+    }
+
+
 def with_experts(model: Leaves, experts: Mapping[int, Kernels]) -> Leaves:
     """The model, of full experts, with others of the same shapes."""
     own = {
-        f"layers/{layer}/mlp/experts/{name}/kernel": kernels
+        _path(layer, name): kernels
         for layer, by_name in experts.items()
         for name, kernels in by_name.items()
     }
@@ -65,3 +73,7 @@ def designs(experts: Kernels) -> Float[np.ndarray, "E f w"]:
     """The experts of a layer as design matrices, whose rows are neurons (methods.md 5)."""
     parts = [part if name == "down" else part.transpose(0, 2, 1) for name, part in experts.items()]
     return np.concatenate(parts, axis=2)
+
+
+def _path(layer: int, name: str) -> str:
+    return f"layers/{layer}/mlp/experts/{name}/kernel"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from evidence.studies.compression_job import dense_source, kept_model, losses
-from evidence.studies.full_experts import Kernels, all_full_experts, with_experts
+from evidence.studies.full_experts import Kernels, all_full_experts, experts_of, with_experts
 from evidence.studies.jobs import Place
 from evidence.studies.models import Leaves, model_of
 from moe_jax.compress import compress, make_method
@@ -45,7 +45,7 @@ def measure_noise(place: Place, asked: DeltaNoise) -> dict[str, Any]:
     """
     _, whole = kept_model(place, asked.scale, asked.model)
     dense = dense_source(place, asked.scale)
-    kept = all_full_experts(whole)
+    kept = experts_of(whole)
     bases = {layer: _base(dense, layer, experts) for layer, experts in kept.items()}
     scaled = {
         layer: {name: bases[layer][name] + np.float32(asked.factor) * (kernels - bases[layer][name])

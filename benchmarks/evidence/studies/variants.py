@@ -55,9 +55,9 @@ def _ders(base: str) -> dict[str, Variant]:
     dense = base == DENSE_BASE
     random, largest = ({"keep": keep} for keep in ("random", "magnitude"))
     return {
-        f"bits {base}": Variant(DERS, "ders-quantize", {}, "bits", DERS_BITS, dense=dense),
-        f"drop {base}": Variant(DERS, "ders-sparsify", random, "drop", DROPS, dense=dense, random=True),
-        f"drop, largest kept, {base}": Variant(DERS, "ders-sparsify", largest, "drop", DROPS, dense=dense),
+        f"quantised deltas {base}": Variant(DERS, "ders-quantize", {}, "bits", DERS_BITS, dense=dense),
+        f"random drops {base}": Variant(DERS, "ders-sparsify", random, "drop", DROPS, dense=dense, random=True),
+        f"largest kept {base}": Variant(DERS, "ders-sparsify", largest, "drop", DROPS, dense=dense),
         f"no deltas {base}": Variant(DERS, NO_DELTAS, {}, "", (0,), dense=dense),
     }
 
@@ -101,6 +101,12 @@ VARIANTS: dict[str, Variant] = {
 }
 # Pairs that differ in the refit alone: the one with it, and the one without.
 REFIT_PAIRS = tuple((name, f"{name}, no refit") for name in VARIANTS if f"{name}, no refit" in VARIANTS)
+
+def label(name: str, value: float) -> str:
+    """A variant and the value of its swept option: `ResMoE UP, keep 0.25`."""
+    swept = VARIANTS[name].swept
+    return f"{name}, {swept.replace('_', ' ')} {value:g}" if swept else name
+
 
 Chosen = Mapping[str, tuple[float, ...]]
 """Names of variants, and the values of each."""

@@ -1,0 +1,71 @@
+"""The part of the plan that compresses: which of the kept models, how, and what they are asked."""
+
+from evidence.results import Key
+from evidence.studies.compressions import Compressions, DeltaSizes
+from evidence.studies.jobs import Study
+from evidence.studies.probes import Probes
+from evidence.studies.scales import MIDDLE, SMOLLM, STORIES
+from evidence.studies.variants import BASELINE, DENSE_BASE, DERS, MEAN_BASE, PLAIN, REFITTED, RESMOE, VARIANTS, chosen
+
+COMPRESSION, NOISE = "compression", "noise of deltas"
+
+# Forms of stored experts that differ from each other: of each, the model as it is served is scored too.
+_SERVED = frozenset((f"quantised deltas {DENSE_BASE}", "plain quantisation", REFITTED, "M-SMoE"))
+# Chosen so that a compressed SmolLM2-MoE is made and asked in some three minutes of one core, all of them in 70
+# minutes of two.
+_SMOLLM = {
+    "plain quantisation": (4, 8, 3, 2),
+    f"quantised deltas {DENSE_BASE}": (2, 8, 4, 1),
+    REFITTED: (0.25, 0.1, 0.5),
+    "UP": (0.25, 0.5),
+    "SVD": (0.25, 0.5),
+    "SP": (0.25, 0.5),
+    "M-SMoE": (0.25, 0.5),
+    "ResMoE quantized": (4, 2),
+    "ResMoE SVD": (0.25,),
+    "MEO": (0.25,),
+    "Git Re-Basin": (0.25,),
+    "MLP Fusion": (0.25, 0.5),
+    f"quantised deltas {MEAN_BASE}": (2, 4, 1),
+    f"no deltas {DENSE_BASE}": (0,),
+    f"no deltas {MEAN_BASE}": (0,),
+    f"random drops {DENSE_BASE}": (0.9, 0.6, 0.99),
+    f"random drops {MEAN_BASE}": (0.9,),
+    f"largest kept {DENSE_BASE}": (0.9, 0.99),
+    f"{REFITTED}, no refit": (0.25,),
+    "average + UP": (0.25,),
+    "ResMoE, budget": (4.25,),
+}
+
+
+def of_stories(model: str, seeds: tuple[int, ...], after: Key) -> list[Study]:
+    """Every variant at every value.
+
+    Args:
+      model: name under which models are kept, `{seed}` standing for the seed.
+      seeds: of the models.
+      after: where the result stands of the job that keeps the model of a seed; likewise.
+    """
+    variants = chosen(DERS, PLAIN, RESMOE, BASELINE)
+    return [
+        Compressions(COMPRESSION, STORIES, model, seeds, after, variants, serve=frozenset(VARIANTS)),
+        DeltaSizes(NOISE, STORIES, model, seeds, after),
+    ]
+
+
+def of_middle(model: str, seeds: tuple[int, ...], after: Key, *, upcycled: bool) -> list[Study]:
+    """The first values of every variant; of models from random weights, without what is taken from a dense one."""
+    variants = chosen(DERS, dense=upcycled, most=4) | chosen(PLAIN, RESMOE, BASELINE, most=3)
+    compressions = Compressions(COMPRESSION, MIDDLE, model, seeds, after, variants, serve=_SERVED)
+    return [compressions, *([DeltaSizes(NOISE, MIDDLE, model, seeds, after)] if upcycled else [])]
+
+
+def of_smollm(model: str, after: Key) -> list[Study]:
+    """Of the one model that there is."""
+    probes = Probes(questions=200, prompts=8)
+    return [
+        Compressions(
+            COMPRESSION, SMOLLM, model, (0,), after, _SMOLLM, probes=probes, serve=_SERVED, matched=False
+        ),
+        DeltaSizes(NOISE, SMOLLM, model, (0,), after),
+    ]
