@@ -1,10 +1,10 @@
 """The claims of the papers that can be tested here, each with the smallest effect that would matter."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from evidence.results import ResultsFile
-from evidence.studies.summary import losses_of
+from evidence.studies.summary import COMPRESSION, Measured
 from evidence.studies.verdicts import Effect, better, effect, equal, no_worse, paired
 
 Verdict = Callable[[Effect, float], str]
@@ -19,85 +19,127 @@ class Claim:
     Attributes:
       paper: who says it.
       says: the claim, in a sentence.
-      study: whose results decide it.
-      these, those: shapes that are compared; the effect is the loss of these less that of those.
+      these, those: what is compared; the effect is the loss of these less that of those.
       verdict: what the effect says.
       least: the smallest effect of interest, nats per token; named before anything was measured.
     """
 
     paper: str
     says: str
-    study: str
-    these: str
-    those: str
+    these: Measured
+    those: Measured
     verdict: Verdict = better
     least: float = LEAST
 
-    def effect(self, results: ResultsFile, scale: str) -> Effect | None:
-        """Of one scale; None where there are no results of both."""
-        these, those = (losses_of(results, self.study, scale, shape) for shape in (self.these, self.those))
-        return effect(paired(these, those))
+    def effects(self, results: ResultsFile) -> Iterator[tuple[str, Effect]]:
+        """Of every setting that there are results of both in."""
+        these, those = self.these.losses(results), self.those.losses(results)
+        for setting, losses in these.items():
+            found = effect(paired(losses, those.get(setting, {})))
+            if found is not None:
+                yield setting, found
+
+
+def _claims(study: str, paper: str, *rows: tuple) -> list[Claim]:
+    """Claims about shapes of one study: what is said, the two shapes, and the verdict if it is not `better`."""
+    return [
+        Claim(paper, says, Measured(study, these), Measured(study, those), *verdict)
+        for says, these, those, *verdict in rows
+    ]
 
 
 def _deltas() -> list[Claim]:
     shapes = [f"LM r={rank}" for rank in (1, 4, 16, 64)] + [f"SM {share}" for share in ("0.9", "0.99", "0.999")]
-    return [
-        Claim("DeRS", "Upcycled models beat the dense model trained as long", "upcycling", "vanilla", "as it is"),
-        *(
-            Claim("DeRS", f"{shape}: as good as whole copies", "upcycling", shape, "vanilla", no_worse)
-            for shape in shapes
-        ),
-        *(
-            Claim("DeRS", f"{shape}: the base can stay frozen", "upcycling", f"{shape}, frozen base", shape, no_worse)
-            for shape in shapes
-        ),
-        Claim("DeRS", "A universal FFN beside the experts helps", "upcycling", "LM r=4, universal", "LM r=4"),
-        Claim("DeRS", "The universal FFN can be one more delta", "upcycling", "LM r=4, extended", "LM r=4, universal",
-              no_worse),
-    ]  # fmt: skip
+    return _claims(
+        "upcycling",
+        "DeRS",
+        ("Upcycled models beat the dense model trained as long", "vanilla", "as it is"),
+        *((f"{shape}: as good as whole copies", shape, "vanilla", no_worse) for shape in shapes),
+        *((f"{shape}: the base can stay frozen", f"{shape}, frozen base", shape, no_worse) for shape in shapes),
+        ("A universal FFN beside the experts helps", "LM r=4, universal", "LM r=4"),
+        ("The universal FFN can be one more delta", "LM r=4, extended", "LM r=4, universal", no_worse),
+    )
 
 
 def _pesc() -> list[Claim]:
-    return [
-        Claim("PESC", "Over many domains better than LoRA that trains as much", "pesc", "PESC 8 LoRA 8", "LoRA 16"),
-        Claim("PESC", "The same over NF4", "pesc", "PESC 8 QLoRA 8", "QLoRA 16"),
-    ]
+    return _claims(
+        "pesc",
+        "PESC",
+        ("Over many domains better than LoRA that trains as much", "PESC 8 LoRA 8", "LoRA 16"),
+        ("The same over NF4", "PESC 8 QLoRA 8", "QLoRA 16"),
+    )
 
 
 def _perft() -> list[Claim]:
-    found = []
-    for rank in (2, 8, 32):
-        # With two of eight adapters for a token, and two experts, R and E of a rank have as many active parameters as
-        # S of twice the rank, but for R's router.
-        routed, embedded, single = f"PERFT-R 2/8 r={rank}", f"PERFT-E r={rank}", f"PERFT-S r={2 * rank}"
-        found += [
-            Claim("PERFT", f"R above S of equal active parameters, rank {rank}", "perft", routed, single),
-            Claim("PERFT", f"E above S of equal active parameters, rank {rank}", "perft", embedded, single),
-            Claim("PERFT", f"R above E, rank {rank}", "perft", routed, embedded),
-            Claim("PERFT", f"R above LoRA on q and v, rank {rank}", "perft", routed, f"LoRA q,v r={rank}"),
+    rows = []
+    # With two of their adapters for a token, and two experts, R and E of a rank have as many active parameters as S of
+    # twice the rank, but for R's router.
+    for sizes, rank in (("2/8", 2), ("2/8", 8), ("2/8", 32), ("2/4", 8)):
+        routed, embedded, single = f"PERFT-R {sizes} r={rank}", f"PERFT-E r={rank}", f"PERFT-S r={2 * rank}"
+        rows += [
+            (f"R ({sizes}) above S of equal active parameters, rank {rank}", routed, single),
+            (f"R ({sizes}) above E, rank {rank}", routed, embedded),
+            (f"R ({sizes}) above LoRA on q and v, rank {rank}", routed, f"LoRA q,v r={rank}"),
         ]
-    found += [
-        Claim("control", "D of M adapters of rank r is S of rank M r", "perft", "PERFT-D 4 r=8", "PERFT-S r=32", equal),
-        Claim("control", "D of M adapters of rank r is S of rank M r", "perft", "PERFT-D 4 r=2", "PERFT-S r=8", equal),
-        Claim("PERFT", "Sparse routing is above all adapters at once, rank 8", "perft", "PERFT-R 2/8 r=8",
-              "PERFT-R 8/8 r=8"),
-        Claim("ours", "The weights of the base's router on R, as in public code, cost", "perft", "PERFT-R 2/8 r=8",
-              "PERFT-R 2/8 r=8, weights of the base's router"),
-    ]  # fmt: skip
-    return found
+        if sizes == "2/8" or rank == 8:
+            rows.append((f"E above S of equal active parameters, rank {rank}", embedded, single))
+    rows.append(("R that chooses two of eight above all eight, rank 8", "PERFT-R 2/8 r=8", "PERFT-R 8/8 r=8"))
+    ours = _claims(
+        "perft",
+        "ours",
+        *(
+            (f"Control: D of 4 adapters of rank {rank} is S of rank {4 * rank}", f"PERFT-D 4 r={rank}",
+             f"PERFT-S r={4 * rank}", equal)
+            for rank in (2, 8)
+        ),
+        ("The base router's weights on R, as in public code, cost", "PERFT-R 2/8 r=8",
+         "PERFT-R 2/8 r=8, weights of the base's router"),
+    )  # fmt: skip
+    return [*_claims("perft", "PERFT", *dict.fromkeys(rows)), *ours]
 
 
 def _beginnings() -> list[Claim]:
+    texts = "vanilla, 3 experts, routers from texts"
     return [
-        Claim("Drop-Upcycling", "Neurons drawn anew (half) help", "upcycling", "drop 0.5", "vanilla"),
-        Claim("He et al. 2024", "Granular experts (2) help", "upcycling", "granularity 2", "vanilla"),
-        Claim("He et al. 2024", "Noise of 1 % on copies helps", "upcycling", "noise 0.01", "vanilla"),
-        Claim("He et al. 2024", "Noise of 10 % on copies helps", "upcycling", "noise 0.1", "vanilla"),
-        Claim("mergekit", "Routers from texts of the domains help", "upcycling",
-              "vanilla, 3 experts, routers from texts", "vanilla, 3 experts"),
-        Claim("Branch-Train-MiX", "Experts from models of one domain each beat copies of one that read as much",
-              "mixed branches", "experts from models", "vanilla, 3 experts"),
-    ]
+        *_claims("upcycling", "Drop-Upcycling", ("Half of the neurons drawn anew help", "drop 0.5", "vanilla")),
+        *_claims(
+            "upcycling",
+            "He et al. 2024",
+            ("Granular experts (2) help", "granularity 2", "vanilla"),
+            ("Noise of 1 % on copies helps", "noise 0.01", "vanilla"),
+            ("Noise of 10 % on copies helps", "noise 0.1", "vanilla"),
+        ),
+        *_claims("upcycling", "mergekit", ("Routers from texts of the domains help", texts, "vanilla, 3 experts")),
+        *_claims(
+            "mixed branches",
+            "Branch-Train-MiX",
+            ("Experts from models of one domain each beat copies of one that read as much", "experts from models",
+             "vanilla, 3 experts"),
+        ),
+    ]  # fmt: skip
 
 
-CLAIMS: Sequence[Claim] = (*_deltas(), *_pesc(), *_perft(), *_beginnings())
+def _compressed() -> list[Claim]:
+    def about(paper: str, says: str, these: tuple, those: tuple, verdict: Verdict = better) -> Claim:
+        return Claim(paper, says, Measured(COMPRESSION, *these), Measured(COMPRESSION, *those), verdict)
+
+    whole, resmoe, kept = ("uncompressed", ""), "ResMoE UP", "at a kept share of a quarter"
+    baselines = ("UP", "SP", "SVD", "M-SMoE", "MEO", "Git Re-Basin", "MLP Fusion")
+    dense, mean = "over the dense model", "over the mean"
+    return [
+        *(about("ResMoE", f"Better than {name} {kept}", (resmoe, "0.25"), (name, "0.25")) for name in baselines),
+        about("ResMoE", f"Better than around the average of unmatched experts, {kept}", (resmoe, "0.25"),
+              ("average + UP", "0.25")),
+        about("ResMoE", f"Pruned residuals better than low-rank ones, {kept}", (resmoe, "0.25"),
+              ("ResMoE SVD", "0.25")),
+        about("ours", f"Refitting the centre helps, {kept}", (resmoe, "0.25"), (f"{resmoe}, no refit", "0.25")),
+        about("ours", "At 4.25 bits per weight better than plain rounding to 4 bits", ("ResMoE, budget", "4.25"),
+              ("plain quantisation", "4")),
+        *(about("DeRS", f"Deltas in {bits} bits {base} cost nothing", (f"quantised deltas {base}", bits), whole,
+                no_worse) for bits in ("4", "2", "1") for base in (dense, mean)),
+        *(about("DeRS", f"{100 * float(share):g} % of the deltas {dense} dropped at random cost nothing",
+                (f"random drops {dense}", share), whole, no_worse) for share in ("0.6", "0.9", "0.99")),
+    ]  # fmt: skip
+
+
+CLAIMS: Sequence[Claim] = (*_deltas(), *_pesc(), *_perft(), *_beginnings(), *_compressed())

@@ -9,7 +9,6 @@ from evidence.studies.claims import CLAIMS
 from evidence.studies.claims_file import NAME
 from evidence.studies.figures import draw_dense_adapters
 from evidence.studies.rates import rates_of
-from evidence.studies.scales import SCALES
 from evidence.studies.summary import mean_losses, spread
 from evidence.studies.verdicts import effect, paired
 from evidence.tables import markdown
@@ -49,15 +48,13 @@ def blocks(results: ResultsFile) -> dict[str, str]:
 
 
 def claims_table(results: ResultsFile) -> str:
-    """A row for every claim and scale that there are results for."""
+    """A row for every claim and setting that there are results of."""
     rows = []
     for claim in CLAIMS:
-        for scale in SCALES:
-            found = claim.effect(results, scale)
-            if found is not None:
-                verdict = claim.verdict(found, claim.least) if found.count > 2 else "not enough seeds"
-                rows.append((claim.paper, claim.says, scale, str(found), str(found.count), f"{claim.least:g}", verdict))
-    head = ("paper", "claim", "scale", "effect, nats per token [95 %]", "seeds", "least of interest", "verdict")
+        for setting, found in claim.effects(results):
+            verdict = claim.verdict(found, claim.least) if found.count > 2 else "not enough seeds"
+            rows.append((claim.paper, claim.says, setting, str(found), str(found.count), f"{claim.least:g}", verdict))
+    head = ("paper", "claim", "setting", "effect, nats per token [95 %]", "seeds", "least of interest", "verdict")
     return markdown(head, rows)
 
 

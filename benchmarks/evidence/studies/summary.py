@@ -2,10 +2,12 @@
 
 import statistics
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from evidence.results import ResultsFile
+from evidence.studies.scales import SCALES
 
+COMPRESSION = "compression"
 BySeed = Mapping[str, dict[str, Any]]
 
 
@@ -24,6 +26,32 @@ def mean_losses(found: BySeed) -> dict[str, float]:
 def losses_of(results: ResultsFile, study: str, scale: str, shape: str) -> dict[str, float]:
     """Test losses of a shape by seed."""
     return mean_losses(runs(results, study, scale, shape))
+
+
+class Measured(NamedTuple):
+    """A thing that claims are about.
+
+    Attributes:
+      study: whose results are meant.
+      what: a shape, or a variant of compression.
+      value: of the variant's swept option, as it stands in the results.
+    """
+
+    study: str
+    what: str
+    value: str = ""
+
+    def losses(self, results: ResultsFile) -> dict[str, dict[str, float]]:
+        """Test losses by seed, of every setting that there are results of: a scale, or one of its kept models."""
+        if self.study != COMPRESSION:
+            by_scale = {scale: losses_of(results, self.study, scale, self.what) for scale in SCALES}
+            return {scale: losses for scale, losses in by_scale.items() if losses}
+        return {
+            f"{scale}, {model}": mean_losses(found)
+            for scale, models in (results.get(COMPRESSION) or {}).items()
+            for model in models
+            if (found := results.get(COMPRESSION, scale, model, self.what, self.value))
+        }
 
 
 def spread(values: Mapping[str, float]) -> float:
