@@ -30,6 +30,7 @@ from evidence.results import Figures  # noqa: E402
 from evidence.stamp import Stamp  # noqa: E402
 from evidence.studies import training_job, verdicts  # noqa: E402
 from evidence.studies.claims import CLAIMS  # noqa: E402
+from evidence.studies.compressions import UNCOMPRESSED, Compressions  # noqa: E402
 from evidence.studies.jobs import SECONDS, DiffersError, Job, NotFiniteError, Place, open_jobs, store  # noqa: E402
 from evidence.studies.models import Leaves, grown, model_of  # noqa: E402
 from evidence.studies.parameter_groups import group_of, groups_of  # noqa: E402
@@ -37,6 +38,7 @@ from evidence.studies.plan import studies  # noqa: E402
 from evidence.studies.rates import as_rates, rate, rates_of, search, text_of  # noqa: E402
 from evidence.studies.scales import RATE_SEED, SEEDS  # noqa: E402
 from evidence.studies.shapes import shape_of  # noqa: E402
+from evidence.studies.summary import COMPRESSION, Measured  # noqa: E402
 from evidence.studies.trainer import Trainer  # noqa: E402
 from evidence.studies.trainings import Trainings  # noqa: E402
 
@@ -105,12 +107,16 @@ def test_one_seed_decides_nothing():
     assert verdicts.effect([]) is None
 
 
-def test_every_claim_is_about_what_the_plan_trains():
-    trained = {
-        (study.name, shape) for study in studies(PLACE) if isinstance(study, Trainings) for shape in study.shapes
-    }
+def test_every_claim_is_about_what_the_plan_measures():
+    measured = set()
+    for study in studies(PLACE):
+        if isinstance(study, Trainings):
+            measured |= {Measured(study.name, shape) for shape in study.shapes}
+        if isinstance(study, Compressions):
+            measured.add(Measured(COMPRESSION, UNCOMPRESSED))
+            measured |= {Measured(COMPRESSION, name, f"{v:g}") for name, vs in study.variants.items() for v in vs}
     for claim in CLAIMS:
-        assert {claim.these[:2], claim.those[:2]} <= trained, claim
+        assert {claim.these, claim.those} <= measured, claim
 
 
 def test_rates_come_before_runs_and_runs_once(results, monkeypatch):

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from evidence.results import Key
+from evidence.studies import compression_plan
 from evidence.studies.jobs import Place, Study
 from evidence.studies.long_job import train_middle, train_smollm_moe
 from evidence.studies.scales import MIDDLE, SEEDS, SMOLLM, STORIES, Scale
@@ -67,14 +69,16 @@ def _small() -> list[Study]:
     bases = Trainings(
         "bases", STORIES, {EVERY_LAYER: EVERY_LAYER}, 500, 250, SEEDS, mixture="earlier", keep=frozenset((EVERY_LAYER,))
     )
+    upcycled = Trainings("upcycling", STORIES, _UPCYCLED, 500, 250, SEEDS, keep=frozenset((VANILLA,)))
     return [
         Trainings("pilot", STORIES, {AS_IT_IS: AS_IT_IS, VANILLA: VANILLA}, 250, 250, SEEDS),
         # In the pilot, vanilla was better than dense by seven times the spread of their difference over seeds.
-        Trainings("upcycling", STORIES, _UPCYCLED, 500, 250, SEEDS, keep=frozenset((VANILLA,))),
+        upcycled,
         bases,
         _after([bases], Trainings("perft", STORIES, _perft((8, 2, 32)), 150, 150, SEEDS, f"{EVERY_LAYER}-s{{seed}}")),
         Trainings("pesc", STORIES, _PESC, 300, 150, SEEDS),
         *_branches(STORIES, steps=300, together=500),
+        *compression_plan.of_stories(*_kept_of(upcycled, VANILLA)),
     ]
 
 
@@ -82,9 +86,18 @@ def _middle() -> list[Study]:
     """Of a dense model of our own."""
     dense = Kept(MIDDLE.name, DENSE, train_middle, {})
     upcycled = {shape: like for shape, like in _UPCYCLED.items() if shape in _MIDDLE}
-    drawn = Trainings("from random weights", MIDDLE, {DRAWN: DRAWN}, 1000, 150, SEEDS, keep=frozenset((DRAWN,)))
     vanilla = Trainings("upcycling", MIDDLE, upcycled, 300, 150, SEEDS, keep=frozenset((VANILLA,)), after=(dense.path,))
-    return [dense, vanilla, dataclasses.replace(drawn, after=(dense.path,))]
+    # Nothing of the dense model but its config and its tokenizer.
+    drawn = Trainings(
+        "from random weights", MIDDLE, {DRAWN: DRAWN}, 1000, 150, SEEDS, keep=frozenset((DRAWN,)), after=(dense.path,)
+    )
+    return [
+        dense,
+        vanilla,
+        drawn,
+        *compression_plan.of_middle(*_kept_of(vanilla, VANILLA), upcycled=True),
+        *compression_plan.of_middle(*_kept_of(drawn, DRAWN), upcycled=False),
+    ]
 
 
 def _smollm() -> list[Study]:
@@ -96,7 +109,13 @@ def _smollm() -> list[Study]:
         moe,
         Trainings("pesc", SMOLLM, pesc, 100, 50, SEEDS),
         Trainings("perft", SMOLLM, perft, 100, 50, SEEDS, FOUR, after=(moe.path,), mixture="shakespeare"),
+        *compression_plan.of_smollm(FOUR, moe.path),
     ]
+
+
+def _kept_of(study: Trainings, shape: str) -> tuple[str, tuple[int, ...], Key]:
+    """The models of a shape that a study keeps: their name, seeds, and where their results stand."""
+    return study.keep_as.format(shape=shape, seed="{seed}"), study.seeds, (*study.path(shape, 0)[:-1], "{seed}")
 
 
 def _after(made_by: Sequence[Trainings], study: Trainings) -> Trainings:
