@@ -74,11 +74,11 @@ def _small() -> list[Study]:
         Trainings("pilot", STORIES, {AS_IT_IS: AS_IT_IS, VANILLA: VANILLA}, 250, 250, SEEDS),
         # In the pilot, vanilla was better than dense by seven times the spread of their difference over seeds.
         upcycled,
+        Trainings("pesc", STORIES, _PESC, 300, 150, SEEDS),
+        *compression_plan.of_stories(*_kept_of(upcycled, VANILLA)),
         bases,
         _after([bases], Trainings("perft", STORIES, _perft((8, 2, 32)), 150, 150, SEEDS, f"{EVERY_LAYER}-s{{seed}}")),
-        Trainings("pesc", STORIES, _PESC, 300, 150, SEEDS),
         *_branches(STORIES, steps=300, together=500),
-        *compression_plan.of_stories(*_kept_of(upcycled, VANILLA)),
     ]
 
 
