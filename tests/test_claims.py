@@ -30,6 +30,7 @@ from evidence.results import Figures  # noqa: E402
 from evidence.stamp import Stamp  # noqa: E402
 from evidence.studies import training_job, verdicts  # noqa: E402
 from evidence.studies.claims import CLAIMS  # noqa: E402
+from evidence.studies.compression_plan import COMPRESSION  # noqa: E402
 from evidence.studies.compressions import UNCOMPRESSED, Compressions  # noqa: E402
 from evidence.studies.jobs import SECONDS, DiffersError, Job, NotFiniteError, Place, open_jobs, store  # noqa: E402
 from evidence.studies.models import Leaves, grown, model_of  # noqa: E402
@@ -38,9 +39,10 @@ from evidence.studies.plan import studies  # noqa: E402
 from evidence.studies.rates import as_rates, rate, rates_of, search, text_of  # noqa: E402
 from evidence.studies.scales import RATE_SEED, SEEDS  # noqa: E402
 from evidence.studies.shapes import shape_of  # noqa: E402
-from evidence.studies.summary import COMPRESSION, Measured  # noqa: E402
+from evidence.studies.summary import Measured  # noqa: E402
 from evidence.studies.trainer import Trainer  # noqa: E402
 from evidence.studies.trainings import Trainings  # noqa: E402
+from evidence.studies.variants import label  # noqa: E402
 
 PLACE = Place(ROOT, ROOT, ROOT)
 STAMP = Stamp(commit="1" * 40, date="2026-11-23", machine="x86_64 with 2 threads", versions={"python": "3.11.7"})
@@ -114,7 +116,7 @@ def test_every_claim_is_about_what_the_plan_measures():
             measured |= {Measured(study.name, shape) for shape in study.shapes}
         if isinstance(study, Compressions):
             measured.add(Measured(COMPRESSION, UNCOMPRESSED))
-            measured |= {Measured(COMPRESSION, name, f"{v:g}") for name, vs in study.variants.items() for v in vs}
+            measured |= {Measured(COMPRESSION, label(name, v)) for name, vs in study.variants.items() for v in vs}
     for claim in CLAIMS:
         assert {claim.these, claim.those} <= measured, claim
 

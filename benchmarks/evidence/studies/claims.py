@@ -4,7 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from evidence.results import ResultsFile
-from evidence.studies.summary import COMPRESSION, Measured
+from evidence.studies.compression_plan import COMPRESSION
+from evidence.studies.compressions import UNCOMPRESSED
+from evidence.studies.summary import Measured
+from evidence.studies.variants import DENSE_BASE, MEAN_BASE, label
 from evidence.studies.verdicts import Effect, better, effect, equal, no_worse, paired
 
 Verdict = Callable[[Effect, float], str]
@@ -120,26 +123,34 @@ def _beginnings() -> list[Claim]:
 
 
 def _compressed() -> list[Claim]:
-    def about(paper: str, says: str, these: tuple, those: tuple, verdict: Verdict = better) -> Claim:
-        return Claim(paper, says, Measured(COMPRESSION, *these), Measured(COMPRESSION, *those), verdict)
-
-    whole, resmoe, kept = ("uncompressed", ""), "ResMoE UP", "at a kept share of a quarter"
+    resmoe, whole, kept = _quarter("ResMoE UP"), Measured(COMPRESSION, UNCOMPRESSED), "at a kept share of a quarter"
     baselines = ("UP", "SP", "SVD", "M-SMoE", "MEO", "Git Re-Basin", "MLP Fusion")
-    dense, mean = "over the dense model", "over the mean"
-    return [
-        *(about("ResMoE", f"Better than {name} {kept}", (resmoe, "0.25"), (name, "0.25")) for name in baselines),
-        about("ResMoE", f"Better than around the average of unmatched experts, {kept}", (resmoe, "0.25"),
-              ("average + UP", "0.25")),
-        about("ResMoE", f"Pruned residuals better than low-rank ones, {kept}", (resmoe, "0.25"),
-              ("ResMoE SVD", "0.25")),
-        about("ours", f"Refitting the centre helps, {kept}", (resmoe, "0.25"), (f"{resmoe}, no refit", "0.25")),
-        about("ours", "At 4.25 bits per weight better than plain rounding to 4 bits", ("ResMoE, budget", "4.25"),
-              ("plain quantisation", "4")),
-        *(about("DeRS", f"Deltas in {bits} bits {base} cost nothing", (f"quantised deltas {base}", bits), whole,
-                no_worse) for bits in ("4", "2", "1") for base in (dense, mean)),
-        *(about("DeRS", f"{100 * float(share):g} % of the deltas {dense} dropped at random cost nothing",
-                (f"random drops {dense}", share), whole, no_worse) for share in ("0.6", "0.9", "0.99")),
+    found = [Claim("ResMoE", f"Better than {name} {kept}", resmoe, _quarter(name)) for name in baselines]
+    found += [
+        Claim("ResMoE", f"Better than around the average of unmatched experts, {kept}", resmoe,
+              _quarter("average + UP")),
+        Claim("ResMoE", f"Pruned residuals better than low-rank ones, {kept}", resmoe, _quarter("ResMoE SVD")),
+        Claim("ours", f"Refitting the centre helps, {kept}", resmoe, _quarter("ResMoE UP, no refit")),
+        Claim("ours", "ResMoE at 4.25 bits per weight better than plain rounding to 4 bits",
+              _compression("ResMoE, budget", 4.25), _compression("plain quantisation", 4)),
     ]  # fmt: skip
+    for bits in (4, 2, 1):
+        for base in (DENSE_BASE, MEAN_BASE):
+            deltas = _compression(f"quantised deltas {base}", bits)
+            found.append(Claim("DeRS", f"Deltas {base} in {bits} bits cost nothing", deltas, whole, no_worse))
+    for share in (0.6, 0.9, 0.99):
+        dropped = _compression(f"random drops {DENSE_BASE}", share)
+        says = f"{100 * share:g} % of the deltas {DENSE_BASE} dropped at random cost nothing"
+        found.append(Claim("DeRS", says, dropped, whole, no_worse))
+    return found
+
+
+def _quarter(name: str) -> Measured:
+    return _compression(name, 0.25)
+
+
+def _compression(name: str, value: float) -> Measured:
+    return Measured(COMPRESSION, label(name, value))
 
 
 CLAIMS: Sequence[Claim] = (*_deltas(), *_pesc(), *_perft(), *_beginnings(), *_compressed())

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 
 from evidence.results import ResultsFile
 from evidence.studies.rates import rates_of
-from evidence.studies.summary import losses_of, spread
+from evidence.studies.summary import mean_losses, spread
 
 _D = re.compile(r"PERFT-(?:D (\d+)|S) r=(\d+)")
 
@@ -36,9 +36,9 @@ def draw_dense_adapters(results: ResultsFile, scale: str, file: Path) -> None:
     left.legend(title="learning rate")
     best: dict[int, list[dict[str, float]]] = {}
     for shapes in (results.get("perft", scale) or {}).values():
-        for shape in shapes:
+        for shape, found in shapes.items():
             if match := _D.fullmatch(shape):
-                best.setdefault(_width(match), []).append(losses_of(results, "perft", scale, shape))
+                best.setdefault(_width(match), []).append(mean_losses(found))
     for width, found in sorted(best.items()):
         for losses in found:
             right.errorbar(width, statistics.fmean(losses.values()), spread(losses), marker="o", color="C0", capsize=3)
