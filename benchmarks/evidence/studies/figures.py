@@ -10,12 +10,41 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
 
 from evidence.results import ResultsFile
+from evidence.studies.claims import CLAIMS, LEAST
 from evidence.studies.rates import rates_of
 from evidence.studies.summary import mean_losses, spread
+from evidence.studies.verdicts import AGREES, DISAGREES, UNDECIDED
 
 _D = re.compile(r"PERFT-(?:D (\d+)|S) r=(\d+)")
+
+
+_COLOURS = {AGREES: "C2", DISAGREES: "C3", UNDECIDED: "0.5"}
+
+
+def draw_claims(results: ResultsFile, file: Path) -> None:
+    """Every effect with its interval, in the colour of the verdict; claims without three seeds are left out."""
+    rows = [
+        (f"{claim.paper}: {claim.says} ({setting})", found, claim.verdict(found, claim.least))
+        for claim in CLAIMS
+        for setting, found in claim.effects(results)
+        if found.count > 2
+    ]
+    figure, axes = plt.subplots(figsize=(10, 1.2 + 0.22 * len(rows)), layout="constrained")
+    for place, (_, found, verdict) in enumerate(rows):
+        axes.plot([found.low, found.high], [place, place], color=_COLOURS[verdict], linewidth=2)
+        axes.plot(found.mean, place, marker="o", markersize=4, color=_COLOURS[verdict])
+    axes.axvline(0, color="0.3", linewidth=0.8)
+    axes.axvspan(-LEAST, LEAST, color="0.9", zorder=0)
+    axes.set(yticks=range(len(rows)), xlabel="effect, nats per token; grey: less than what matters")
+    axes.set_yticklabels([name for name, *_ in rows], fontsize=7)
+    axes.set_xscale("symlog", linthresh=2 * LEAST)
+    axes.invert_yaxis()
+    axes.legend(handles=[Line2D([], [], color=colour, label=name) for name, colour in _COLOURS.items()], fontsize=7)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
 
 
 def draw_dense_adapters(results: ResultsFile, scale: str, file: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from evidence.results import ResultsFile
 from evidence.studies.claims import CLAIMS
 from evidence.studies.claims_file import NAME
-from evidence.studies.figures import draw_dense_adapters
+from evidence.studies.figures import draw_claims, draw_dense_adapters
 from evidence.studies.rates import rates_of
 from evidence.studies.summary import mean_losses, spread
 from evidence.studies.verdicts import effect, paired
@@ -21,6 +21,8 @@ def write_report(results: ResultsFile, out: Path) -> str:
     """Writes `claims.md` and the pictures; returns the Markdown."""
     text = report(results)
     (out / f"{NAME}.md").write_text(text)
+    if any(found.count > 2 for claim in CLAIMS for _, found in claim.effects(results)):
+        draw_claims(results, out / f"{NAME}_effects.png")
     for scale in results.get("perft") or {}:
         draw_dense_adapters(results, scale, out / f"{NAME}_dense_adapters_{scale}.png")
     return text
