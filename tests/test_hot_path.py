@@ -40,6 +40,36 @@ def test_what_a_tpu_program_moves():
     assert traffic(TPU) == Traffic(copied + gathered + 300_000 + added + negated, 300_000, 4096)
 
 
+IN_PLACE = """
+HloModule m
+
+%fused (p0: bf16[64,128], p1: bf16[64,128]) -> bf16[64,128] {
+  %p0 = bf16[64,128]{1,0:S(1)} parameter(0)
+  %p1 = bf16[64,128]{1,0} parameter(1)
+  %first = bf16[16,128]{1,0} slice(%p1), slice={[0:16], [0:128]}
+  %second = bf16[16,128]{1,0} slice(%p1), slice={[16:32], [0:128]}
+  %sum = bf16[16,128]{1,0} add(%first, %second)
+  %zero = s32[] constant(0)
+  ROOT %update = bf16[64,128]{1,0:S(1)} dynamic-update-slice(%p0, %sum, %zero, %zero)
+}
+
+ENTRY %main (x: bf16[64,128], y: bf16[64,128], z: bf16[16,128], i: s32[]) -> bf16[64,128] {
+  %x = bf16[64,128]{1,0:S(1)} parameter(0)
+  %y = bf16[64,128]{1,0} parameter(1)
+  %z = bf16[16,128]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %near = bf16[64,128]{1,0:S(1)} fusion(%x, %y), kind=kLoop, calls=%fused
+  ROOT %far = bf16[64,128]{1,0} dynamic-update-slice(%y, %z, %i, %i)
+}
+"""
+
+
+def test_what_is_written_into_a_part_of_an_array():
+    """The sum is read from memory and stays in fast memory; what is as large as the array is not the array."""
+    part, index = 16 * 128 * 2, 4
+    assert traffic(IN_PLACE).moved == 2 * part + 2 * part + 2 * index
+
+
 GPU = """
 HloModule m
 

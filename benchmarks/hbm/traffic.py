@@ -3,8 +3,8 @@
 Counted are the operands and results of the instructions that the compiler did not fuse into others:
 
 - what lies in fast memory (`S(1)` in its layout) is not counted, a copy from there or to there on its own side;
-- a gather or slice reads as much as it writes, and not all of what it takes it from; what is written into a part of an
-  array reads what it writes, and the array stays where it is;
+- a gather or slice reads as much as it writes, and not all of what it takes it from; of an array of which a part is
+  written nothing else moves;
 - a loop moves what one turn does, times the number of turns; but each turn of one that calls kernels takes other rows:
   what it carries from turn to turn is read by a kernel once in all turns, and written once;
 - a Pallas kernel for TPU moves what its blocks say (`cost_estimate`): the base once, what is stored of every expert
@@ -112,16 +112,51 @@ def _moved(kind: str, shape: str, operands: list[str], line: str, inside: list[s
         source_is_slow = any(_bytes(operand) for operand in operands)
         return _bytes(destination) + (_bytes(destination, everywhere=True) if source_is_slow else 0)
     result = _bytes(shape)
-    if any("dynamic-update-slice(" in text for text in (line, *inside)):
-        # In place: the array is operand and result.
-        return 2 * sum(_bytes(operand) for operand in operands if _bytes(operand) < result)
     if kind in _PARTIAL:
         return result + _bytes(shape, everywhere=True) + sum(map(_bytes, operands[1:]))
-    read = 0
+    read, array = 0, None
+    if update := _update(shape, [line], operands) or _update(shape, inside):
+        written, array = update
+        result = written if result else 0
     for number, operand in enumerate(operands):
+        if number == array:
+            continue
         taken = _taken(number, inside)
         read += _bytes(operand) if taken is None else min(taken, _bytes(operand) and taken)
     return result + read
+
+
+def _update(shape: str, lines: list[str], operands: list[str] | None = None) -> tuple[int, int | None] | None:
+    """Bytes that are written into a part of an array of that shape, and which operand the array is, in place.
+
+    None: nothing is. The array is no operand where all its parts are written so.
+
+    Args:
+      shape: of the result.
+      lines: the instruction, or those of a fusion.
+      operands: shapes of those of the instruction; None: they are in the lines.
+    """
+    shapes, numbers, written, array = dict[str, str](), dict[str, int](), 0, None
+    for line in lines:
+        found = _INSTRUCTION.match(line)
+        if found is None:
+            continue
+        label, made, kind, rest = found.groups()
+        shapes[label], used = made, re.findall(_NAME, rest.partition(")")[0])
+        if kind == "parameter":
+            numbers[label] = int(rest.partition(")")[0])
+        elif kind == "bitcast" and used and used[0] in numbers:
+            numbers[label] = numbers[used[0]]
+        elif kind == "dynamic-update-slice" and _sizes(made) == _sizes(shape):
+            part = operands[1] if operands is not None else shapes[used[1]]
+            written += _bytes(part, everywhere=True)
+            array = 0 if operands is not None else numbers.get(used[0], array)
+    return (written, array) if written else None
+
+
+def _sizes(shape: str) -> list[tuple[str, str]]:
+    """Types and sizes of all arrays in a shape, wherever they lie."""
+    return [(dtype, sizes) for dtype, sizes, _ in _SHAPE.findall(shape)]
 
 
 def _taken(number: int, inside: list[str]) -> int | None:
