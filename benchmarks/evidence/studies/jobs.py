@@ -110,7 +110,8 @@ def do_jobs(
                 job = running.pop(future)
                 store(results, job, future.result())
                 done += 1
-                print(_line(job, future.result(), done, time.monotonic() - started), flush=True)
+                left = sum(1 for _ in open_jobs(studies, results, place))
+                print(_line(job, future.result(), done, left, time.monotonic() - started), flush=True)
 
 
 def repeat_jobs(
@@ -213,7 +214,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _line(job: Job, result: dict[str, Any], done: int, seconds: float) -> str:
+def _line(job: Job, result: dict[str, Any], done: int, left: int, seconds: float) -> str:
+    """What was done; how much more is left is known only once rates are chosen."""
     losses = result.get("losses")
     said = f", mean loss {sum(losses.values()) / len(losses):.4f}" if losses else ""
-    return f"[{done} in {seconds / 60:.0f} min] {' / '.join(job.path)}: {result[SECONDS]:.0f} s{said}"
+    name = " / ".join(job.path)
+    return f"[{done} done in {seconds / 60:.0f} min, {left} can be done now] {name}: {result[SECONDS]:.0f} s{said}"
