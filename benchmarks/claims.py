@@ -22,9 +22,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from evidence.results import RESULTS
 from evidence.studies.claims_file import ClaimsFile
-from evidence.studies.jobs import Place, do_jobs, repeat_jobs
+from evidence.studies.jobs import DiffersError, NotFiniteError, Place, do_jobs, repeat_jobs
 from evidence.studies.plan import studies
 from evidence.studies.report import write_report
+from moe_jax.errors import InputError
 
 
 def main() -> None:
@@ -42,11 +43,21 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, metavar="N", help="do N finished jobs again, and compare the bits")
     parser.add_argument("--report-only", action="store_true", help="run nothing, write tables and pictures")
     options = parser.parse_args()
+    try:
+        _run(options)
+    except (FileNotFoundError, InputError, NotFiniteError, DiffersError) as error:
+        parser.error(str(error))
+
+
+def _run(options: argparse.Namespace) -> None:
+    for folder in filter(None, (options.data, options.smollm)):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
     place = Place(options.data.resolve(), options.work.resolve(), options.smollm and options.smollm.resolve())
     chosen = studies(place)
-    unknown = set(options.only or ()) - {study.name for study in chosen}
-    if unknown:
-        parser.error(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in chosen)}")
+    names = dict.fromkeys(study.name for study in chosen)
+    if unknown := set(options.only or ()) - set(names):
+        raise InputError(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     options.out.mkdir(parents=True, exist_ok=True)
     results = ClaimsFile(options.out)
     chosen = [study for study in chosen if not options.only or study.name in options.only]

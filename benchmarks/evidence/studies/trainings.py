@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from evidence.results import Key, ResultsFile
 from evidence.studies.jobs import Job, Place
@@ -19,22 +19,24 @@ class Kept:
     """A model that others begin with, trained by one long job.
 
     Attributes:
-      scale, name: under which it is kept.
+      scale, model: under which it is kept.
       work, arguments: of the job.
     """
 
+    name: ClassVar[str] = "models"
+
     scale: str
-    name: str
+    model: str
     work: Callable[..., dict[str, Any]]
     arguments: Mapping[str, Any]
 
     @property
     def path(self) -> Key:
-        return "models", self.scale, self.name
+        return self.name, self.scale, self.model
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """The one job."""
-        yield Job(self.path, self.work, self.arguments, kept_path(place, self.scale, self.name))
+        yield Job(self.path, self.work, self.arguments, kept_path(place, self.scale, self.model))
 
 
 def rates_root(scale: str, start: str, mixture: str, steps: int, shape: str) -> Key:
