@@ -1,7 +1,6 @@
 """The file of all results that claims are decided by."""
 
 from pathlib import Path
-from typing import ClassVar
 
 from evidence.results import NoSettings, ResultsFile
 
@@ -10,8 +9,6 @@ NAME = "claims"
 
 class ClaimsFile(ResultsFile):
     """`OUT/claims.json`. What a result depends on (scale, steps, shape, rates, seed) is in its path."""
-
-    names_at: ClassVar[dict[str, int]] = {"rates": 1}
 
     def __init__(self, out: Path):
         """Opens the file in a folder, or begins it."""

@@ -95,11 +95,11 @@ def given_model(place: Place, scale: Scale) -> ModelSource:
     Raises:
       FileNotFoundError: if it is not there.
     """
-    if scale == SMOLLM:
+    if scale.name == SMOLLM.name:
         if place.smollm is None:
             raise FileNotFoundError("SmolLM2-135M is not there; name its folder with --smollm")
         return open_source(place.smollm)
-    assert scale == STORIES
+    assert scale.name == STORIES.name
     return open_source(place.data / "weights" / "stories260K" / "hf")
 
 
