@@ -12,18 +12,20 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 import moe_jax  # noqa: E402
 from evidence.studies import compression_job, noise_job, probes  # noqa: E402
 from evidence.studies.claims_file import ClaimsFile  # noqa: E402
-from evidence.studies.compression_job import NO_DELTAS, Compression, compress_model, describe_model  # noqa: E402
+from evidence.studies.compression_job import Compression, compress_model, describe_model  # noqa: E402
 from evidence.studies.compression_plan import of_middle, of_smollm, of_stories  # noqa: E402
+from evidence.studies.compression_tables import checks, compression_tables, noise_tables  # noqa: E402
 from evidence.studies.compressions import Compressions, DeltaSizes  # noqa: E402
 from evidence.studies.full_experts import all_full_experts, designs  # noqa: E402
 from evidence.studies.jobs import Place, same  # noqa: E402
 from evidence.studies.likeness import cosines, least_error_per_neuron  # noqa: E402
 from evidence.studies.models import Leaves, grown, keep, model_of, read_leaves  # noqa: E402
-from evidence.studies.noise_figure import plot_noise  # noqa: E402
+from evidence.studies.noise_figure import draw_noise  # noqa: E402
 from evidence.studies.noise_job import DeltaNoise, measure_noise  # noqa: E402
 from evidence.studies.scales import STORIES  # noqa: E402
+from evidence.studies.summary import Measured  # noqa: E402
 from evidence.studies.training_job import kept_path  # noqa: E402
-from evidence.studies.variants import REFIT_PAIRS, VARIANTS, chosen  # noqa: E402
+from evidence.studies.variants import NO_DELTAS, REFIT_PAIRS, VARIANTS, chosen, label  # noqa: E402
 from moe_jax.compress import METHODS, make_method  # noqa: E402
 from moe_jax.model_dir import ModelDirectory  # noqa: E402
 from moe_jax.upcycle import Start, UpcycleOptions, upcycled_config  # noqa: E402
@@ -210,13 +212,49 @@ def test_studies_wait_for_their_models(place: Place, tmp_path: pathlib.Path):
     assert [job.path for job in sizes.jobs(results, place)] == [sizes.path(1.0, 0)]
 
 
-def test_the_picture_of_noise_is_drawn_from_results(tmp_path: pathlib.Path):
+def compressed_run(loss: float, answers: str, *, error: float = 0.0, least: float = 0.0) -> dict[str, Any]:
+    return {
+        "losses": {"code": loss, "math": loss + 1},
+        "served_losses": {"code": loss, "math": loss + 1 + 1e-6},
+        "bits_per_weight": 4.5,
+        "error_per_neuron": [error, error],
+        "least_error_per_neuron": [least, least],
+        "answers": {"piqa": answers},
+        "agreement": {"until_first": 0.25, "by_position": 0.5},
+    }
+
+
+def test_tables_are_made_of_results(tmp_path: pathlib.Path):
+    results = ClaimsFile(tmp_path)
+    assert not compression_tables(results) and not noise_tables(results) and not checks(results)
+    study = Compressions("compression", STORIES, "tiny-s{seed}", (0, 1), ("models",), {"SP": (0.25,)})
+    for seed in (0, 1):
+        results.put(*study.whole_path(seed), value=compressed_run(2.0 + seed, "1100"))
+        worse = compressed_run(2.25 + seed, "1010" if seed else "0100", error=0.5, least=0.25)
+        results.put(*study.path("SP", 0.25, seed), value=worse)
+    (table,) = compression_tables(results).values()
+    assert "| uncompressed | 16 |  | 2.5000 | 3.5000 | 0 | 50.0 | 50.0 | 25.0 |" in table
+    assert "| SP, keep 0.25 | 4.50 | +0.2500 [+0.2500, +0.2500] | 2.7500 | 3.7500 | 0.5 | 37.5 (-12.5 [" in table
+    said = checks(results)
+    assert "4 were also scored as they are served: the losses differ by at most 1e-06 nats." in said
+    assert "times" not in said
+    results.put(*study.path("SP", 0.25, 0), value=compressed_run(2.25, "0100", error=0.5, least=0.75))
+    assert "but for SP, keep 0.25 (1.50 times)" in checks(results)
+    # What claims are about is what studies write.
+    sp = Measured("compression", label("SP", 0.25)).losses(results)
+    assert sp == {"stories260K, tiny": {"0": 2.75, "1": 3.75}}
+    assert Measured("compression", "uncompressed").losses(results) == {"stories260K, tiny": {"0": 2.5, "1": 3.5}}
+
+
+def test_noise_is_drawn_from_results(tmp_path: pathlib.Path):
     results, file = ClaimsFile(tmp_path), tmp_path / "noise.png"
-    study = DeltaSizes("noise", STORIES, "tiny-s{seed}", (0,), ("models",), factors=(1.0,), rates=(0.5, 0.9))
-    assert not plot_noise(results, [study], file) and not file.exists()
-    found = {"noise": {"0.5": 0.01, "0.9": 0.1}, "added": {"0.5": 0.0, "0.9": 0.2}}
-    results.put(*study.path(1.0, 0), value=found)
-    assert plot_noise(results, [study], file)
+    study = DeltaSizes("noise of deltas", STORIES, "tiny-s{seed}", (0, 1), ("models",))
+    for seed in (0, 1):
+        found = {"delta": 0.01, "noise": {"0.5": 0.01, "0.9": 0.09}, "added": {"0.5": 0.0, "0.9": 0.2 + 0.2 * seed}}
+        results.put(*study.path(1.0, seed), value=found)
+    (table,) = noise_tables(results).values()
+    assert "| deltas × 1 | 0.01 | 0.9 | 0.09 | +0.3000 ± 0.1414 |" in table
+    draw_noise(results, file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 

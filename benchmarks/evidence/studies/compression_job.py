@@ -31,6 +31,7 @@ from evidence.studies.scales import MIDDLE, SCALES
 from evidence.studies.texts import DOMAINS
 from evidence.studies.trainer import Trainer
 from evidence.studies.training_job import DENSE, TEST, kept_path, start_config
+from evidence.studies.variants import NO_DELTAS
 from moe_jax.cast_source import CastSource
 from moe_jax.compress import Calibration, Report, compress, make_method
 from moe_jax.loading import load_model
@@ -41,7 +42,6 @@ from moe_jax.nn import Decoder
 from moe_jax.sharding import make_mesh
 from moe_jax.train.expert_load import measure_router_statistics
 
-NO_DELTAS = "no deltas"
 # Of a report, layer by layer.
 _FIGURES = ("error_per_neuron", "relative_error", "delta_error", "cosine_mean", "objective")
 

@@ -5,9 +5,19 @@ from evidence.studies.compressions import Compressions, DeltaSizes
 from evidence.studies.jobs import Study
 from evidence.studies.probes import Probes
 from evidence.studies.scales import MIDDLE, SMOLLM, STORIES
-from evidence.studies.variants import BASELINE, DENSE_BASE, DERS, MEAN_BASE, PLAIN, REFITTED, RESMOE, VARIANTS, chosen
-
-COMPRESSION, NOISE = "compression", "noise of deltas"
+from evidence.studies.variants import (
+    BASELINE,
+    COMPRESSION,
+    DENSE_BASE,
+    DERS,
+    MEAN_BASE,
+    NOISE,
+    PLAIN,
+    REFITTED,
+    RESMOE,
+    VARIANTS,
+    chosen,
+)
 
 # Forms of stored experts that differ from each other: of each, the model as it is served is scored too.
 _SERVED = frozenset((f"quantised deltas {DENSE_BASE}", "plain quantisation", REFITTED, "M-SMoE"))

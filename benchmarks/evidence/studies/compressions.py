@@ -10,9 +10,8 @@ from evidence.studies.noise_job import DeltaNoise, measure_noise
 from evidence.studies.probes import Probes
 from evidence.studies.scales import Scale
 from evidence.studies.training_job import kept_path
-from evidence.studies.variants import VARIANTS, Chosen, label
+from evidence.studies.variants import UNCOMPRESSED, VARIANTS, Chosen, label
 
-UNCOMPRESSED = "uncompressed"
 _SEED = "-s{seed}"
 
 

@@ -1,6 +1,7 @@
 """What a language model that knows something is asked beside its loss: questions, and texts that it goes on with."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -63,6 +64,8 @@ def probed(place: Place, scale: str, leaves: Leaves, whole: Leaves, probes: Prob
 
 def answers(place: Place, model: Decoder, tokenizer: Tokenizer, questions: int) -> dict[str, str]:
     """Which of the first questions of every task are answered right, by the likelihood of the choices."""
+    # Its bars of progress would hide what the runner says.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     # Only here, because lm-eval takes seconds to import.
     from moe_jax.harness.language_model import HarnessModel
     from moe_jax.harness.task_files import sandboxed_templates

@@ -7,9 +7,12 @@ from pathlib import Path
 from evidence.results import ResultsFile
 from evidence.studies.claims import CLAIMS
 from evidence.studies.claims_file import NAME
+from evidence.studies.compression_tables import checks, compression_tables, noise_tables
 from evidence.studies.figures import draw_claims, draw_dense_adapters
+from evidence.studies.noise_figure import draw_noise
 from evidence.studies.rates import rates_of
 from evidence.studies.summary import mean_losses, spread
+from evidence.studies.variants import NOISE
 from evidence.studies.verdicts import effect, paired
 from evidence.tables import markdown
 
@@ -25,6 +28,8 @@ def write_report(results: ResultsFile, out: Path) -> str:
         draw_claims(results, out / f"{NAME}_effects.png")
     for scale in results.get("perft") or {}:
         draw_dense_adapters(results, scale, out / f"{NAME}_dense_adapters_{scale}.png")
+    if results.get(NOISE):
+        draw_noise(results, out / f"{NAME}_noise.png")
     return text
 
 
@@ -34,6 +39,10 @@ def report(results: ResultsFile) -> str:
     for study in _REFERENCES:
         for scale in results.get(study) or {}:
             parts += ["", f"## {study}, {scale}", "", *study_tables(results, study, scale)]
+    for heading, table in (compression_tables(results) | noise_tables(results)).items():
+        parts += ["", f"## {heading}", "", table]
+    if said := checks(results):
+        parts += ["", "## Compression, checks", "", said]
     rates = rates_table(results)
     if rates:
         parts += ["", "## Learning rates", "", rates]
@@ -46,7 +55,7 @@ def blocks(results: ResultsFile) -> dict[str, str]:
     for study in _REFERENCES:
         for scale in results.get(study) or {}:
             found[f"{study}, {scale}"] = "\n".join(study_tables(results, study, scale)).strip()
-    return found
+    return found | compression_tables(results) | noise_tables(results)
 
 
 def claims_table(results: ResultsFile) -> str:

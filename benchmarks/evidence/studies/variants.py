@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from evidence.studies.compression_job import NO_DELTAS
-
+# Keys of the studies in the results, and of a model as it is.
+COMPRESSION, NOISE = "compression", "noise of deltas"
+UNCOMPRESSED = "uncompressed"
+# In place of a method: every expert becomes the base.
+NO_DELTAS = "no deltas"
 # The share of the main table, and those of the curves.
 MAIN_KEEP = 0.25
 KEEPS = (MAIN_KEEP, 0.1, 0.5)
