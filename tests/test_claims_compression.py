@@ -1,16 +1,22 @@
 """Compression of kept models, as `benchmarks/claims.py` studies it, on a model of some thousand weights."""
 
+import dataclasses
+import json
 import pathlib
+import shutil
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
+
+from tests.train.conftest import BOS, EOS, byte_tokenizer
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import moe_jax  # noqa: E402
-from evidence.studies import compression_job, noise_job, probes  # noqa: E402
+from evidence.studies import bfloat16, compression_job, noise_job, probes  # noqa: E402
 from evidence.studies.claims_file import ClaimsFile  # noqa: E402
 from evidence.studies.compression_job import Compression, compress_model, describe_model  # noqa: E402
 from evidence.studies.compression_plan import of_middle, of_smollm, of_stories  # noqa: E402
@@ -27,7 +33,10 @@ from evidence.studies.summary import Measured  # noqa: E402
 from evidence.studies.training_job import kept_path  # noqa: E402
 from evidence.studies.variants import NO_DELTAS, REFIT_PAIRS, VARIANTS, chosen, label  # noqa: E402
 from moe_jax.compress import METHODS, make_method  # noqa: E402
+from moe_jax.harness.likelihood import Continuation, Likelihoods  # noqa: E402
 from moe_jax.model_dir import ModelDirectory  # noqa: E402
+from moe_jax.nn import Decoder  # noqa: E402
+from moe_jax.train.tokenizer import Tokenizer  # noqa: E402
 from moe_jax.upcycle import Start, UpcycleOptions, upcycled_config  # noqa: E402
 
 SCALE, MODEL = STORIES.name, "tiny-s0"
@@ -131,6 +140,21 @@ def test_a_kept_model_is_rounded_once(place: Place):
     assert {folder.name for folder in (place.work / "models" / SCALE).iterdir()} == {MODEL, f"{MODEL}.bfloat16"}
 
 
+def test_two_workers_may_round_a_model(place: Place, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    own = place._replace(work=tmp_path)
+    kept = kept_path(own, SCALE, MODEL)
+    shutil.copytree(kept_path(place, SCALE, MODEL), kept)
+    write = bfloat16._write
+
+    def slowly(model: ModelDirectory, folder: pathlib.Path) -> None:
+        write(model, folder)
+        write(model, kept.with_name(f"{MODEL}.bfloat16"))  # the other one was first
+
+    monkeypatch.setattr(bfloat16, "_write", slowly)
+    assert bfloat16.rounded(own, SCALE, MODEL).config.dtype == "bfloat16"
+    assert {folder.name for folder in kept.parent.iterdir()} == {MODEL, f"{MODEL}.bfloat16"}
+
+
 def test_noise_grows_with_deltas_and_rates(place: Place):
     small, large = (
         measure_noise(place, DeltaNoise(SCALE, MODEL, factor, (0.0, 0.5, 0.9), seed=0)) for factor in (0.5, 1.0)
@@ -158,6 +182,42 @@ def test_agreement_of_texts(place: Place):
         "same_until": [1],
         "same_positions": [3],
     }
+
+
+def test_questions_are_answered_by_likelihood(tmp_path: pathlib.Path):
+    pytest.importorskip("lm_eval")
+    asked = {
+        "piqa": ("piqa", "Solution", ["how?", "why?", "when?"], ["up", "go down", "go nowhere at all"]),
+        "arc_easy": ("ARC-Easy", "Answer", ["who?", "where?", "what?"], ["me", "there", "a word"]),
+    }
+    for folder, name, questions, choices in asked.values():
+        shown = "\n\n".join(f"{name}{number}: {choice}" for number, choice in enumerate(choices, 1))
+        said = [
+            {
+                "instruction": f"Please choose the correct answer to the question: {question}\n\n{shown}\n\n"
+                f"Answer format: {name.lower()}1/...",
+                "answer": f"{name.lower()}{number}",
+            }
+            for number, question in enumerate(questions, 1)
+        ]
+        file = tmp_path / "eval" / "llm_adapters" / folder / "test.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(said))
+    tiny = moe_jax.tiny_model(experts=4).decoder.config
+    config = dataclasses.replace(tiny, vocab_size=258, max_positions=128, bos_id=BOS, eos_ids=(EOS,))
+    drawn = read_leaves(moe_jax.Model(Decoder(config, rngs=nnx.Rngs(0))).source)
+    model = model_of(Leaves(config, {path: 8 * leaf if leaf.ndim > 1 else leaf for path, leaf in drawn.leaves.items()}))
+    tokenizer = Tokenizer(byte_tokenizer(tmp_path / "tokenizer.json"), config)
+    found = probes.answers(Place(tmp_path, tmp_path), model, tokenizer, 2)
+    score = Likelihoods(model, max_length=128, batch_size=4)
+    for task, (_, _, questions, choices) in asked.items():
+        right = ""
+        for number, question in enumerate(questions[:2]):
+            text = f"Question: {question}\nAnswer:".encode()
+            scores = score([Continuation(list(text), list(f" {choice}".encode())) for choice in choices])
+            right += str(int(np.argmax([one.log_likelihood for one in scores]) == number))
+        assert found[task] == right, task
+    assert set("".join(found.values())) == {"0", "1"}
 
 
 def test_neurons_are_matched():
