@@ -2,10 +2,9 @@
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from evidence.results import ResultsFile
-from evidence.studies.summary import BySeed, mean_losses, spread
+from evidence.studies.summary import BySeed, mean_losses
 from evidence.studies.variants import COMPRESSION, NOISE, UNCOMPRESSED, VARIANTS, label
 from evidence.studies.verdicts import effect, paired
 from evidence.tables import markdown
@@ -125,13 +124,9 @@ def _noise_rows(sizes: Mapping[str, BySeed]) -> Iterator[list[str]]:
                 _mean(run["delta"] for run in runs),
                 rate,
                 _mean(run["noise"][rate] for run in runs),
-                _with_spread({seed: run["added"][rate] for seed, run in by_seed.items()}),
+                str(effect([run["added"][rate] for run in runs])),
             ]
 
 
 def _mean(values: Iterable[float]) -> str:
     return f"{statistics.fmean(values):.3g}"
-
-
-def _with_spread(values: Mapping[str, Any]) -> str:
-    return f"{statistics.fmean(values.values()):+.4f} ± {spread(values):.4f}"
