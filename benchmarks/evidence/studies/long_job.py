@@ -66,8 +66,11 @@ def _trained(
     trained = train(recipe, config, source, resume=True, console=rich.console.Console(quiet=True))
     target = kept_path(place, scale, name)
     target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(trained, partial)
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(trained, target)
+    partial.rename(target)
     return {"steps": recipe.train.steps, "losses": score(ModelDirectory(target), corpus, scale)}
 
 

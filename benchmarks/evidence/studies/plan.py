@@ -16,32 +16,16 @@ AS_IT_IS, VANILLA, EVERY_LAYER = "as it is", "vanilla", "vanilla, every layer"
 THREE, FOUR = "vanilla, 3 experts", "vanilla, 4 experts"
 PROMPTED, BRANCHES, DRAWN = f"{THREE}, routers from texts", "experts from models", "vanilla, from random weights"
 
-# Of the learning rates of these shapes, others take theirs: they are of the same family, and about as large.
+_RANKS = tuple(f"LM r={rank}" for rank in (4, 16, 1, 64))
+_SHARES = tuple(f"SM {share}" for share in ("0.9", "0.99", "0.999"))
+_WITH_DELTAS = (*_RANKS, *_SHARES)
+# Shapes, the most telling first, and that whose learning rates they take: their own, or that of what they are a small
+# change of.
 _UPCYCLED = {
-    AS_IT_IS: AS_IT_IS,
-    VANILLA: VANILLA,
-    "LM r=4": "LM r=4",
-    "LM r=16": "LM r=16",
-    "SM 0.9": "SM 0.9",
-    "LM r=1": "LM r=4",
-    "LM r=64": "LM r=16",
-    "SM 0.99": "SM 0.9",
-    "SM 0.999": "SM 0.9",
-    "LM r=4, universal": "LM r=4",
-    "LM r=4, extended": "LM r=4",
-    "LM r=4, frozen base": "LM r=4, frozen base",
-    "LM r=16, frozen base": "LM r=16, frozen base",
-    "SM 0.9, frozen base": "SM 0.9, frozen base",
-    "LM r=1, frozen base": "LM r=4, frozen base",
-    "LM r=64, frozen base": "LM r=16, frozen base",
-    "SM 0.99, frozen base": "SM 0.9, frozen base",
-    "SM 0.999, frozen base": "SM 0.9, frozen base",
-    "noise 0.01": VANILLA,
-    "noise 0.1": VANILLA,
-    "drop 0.5": VANILLA,
-    "granularity 2": VANILLA,
-    THREE: VANILLA,
-    PROMPTED: VANILLA,
+    **{shape: shape for shape in (AS_IT_IS, VANILLA, *_WITH_DELTAS)},
+    **{f"LM r=4, {change}": "LM r=4" for change in ("universal", "extended")},
+    **{shape: VANILLA for shape in ("noise 0.01", "noise 0.1", "drop 0.5", "granularity 2", THREE, PROMPTED)},
+    **{f"{shape}, frozen base": f"{shape}, frozen base" for shape in _WITH_DELTAS},
 }
 _MIDDLE = (AS_IT_IS, VANILLA, "LM r=16", "SM 0.9", "LM r=16, frozen base")
 # Beside LoRA of rank 8 alone, PESC trains as much as LoRA of rank 16, or a little less.

@@ -59,6 +59,7 @@ def train_run(place: Place, run: Run) -> dict[str, Any]:
 
     Returns:
       losses: of every domain, nats per token. start_losses: before training.
+      rates: the highest learning rate of every group.
       train_loss: mean of the last steps. trained: parameters that are trained. params: all of them.
       auxiliary: what the auxiliary losses add, first and last step.
       diverged: only and always there if the loss was not finite; then the losses are not.
@@ -84,6 +85,7 @@ def _train(place: Place, run: Run, shape: Shape) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "start_losses": losses(model),
+        "rates": dict(run.rates),
         "trained": trainer.trained_params,
         "params": sum(leaf.size for leaf in leaves.leaves.values()),
     }
