@@ -5,12 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from evidence.results import ResultsFile
 from evidence.studies.summary import BySeed, mean_losses
-from evidence.studies.variants import COMPRESSION, NOISE, UNCOMPRESSED, VARIANTS, label
+from evidence.studies.variants import COMPRESSION, FAMILIES, NOISE, UNCOMPRESSED, VARIANTS, label
 from evidence.studies.verdicts import effect, paired
 from evidence.tables import markdown
 
 # bfloat16 rounds what a method measured in float32.
 _ROUNDING = 1e-3
+# Bits per weight: a little more than codes of 2, 3, 4, 5, 6 and 8 bits with their scales.
+BUDGETS = (2.3, 3.3, 4.3, 5.3, 6.3, 8.3)
 
 
 def compression_tables(results: ResultsFile) -> dict[str, str]:
@@ -21,6 +23,33 @@ def compression_tables(results: ResultsFile) -> dict[str, str]:
         for model, found in models.items()
         if UNCOMPRESSED in found
     }
+
+
+def frontier_tables(results: ResultsFile) -> dict[str, str]:
+    """Of every family the lowest loss that was found within so many bits per weight, by headings.
+
+    The one that is shown was picked by the very loss that is shown: families with more variants have more to pick from.
+    """
+    found = {}
+    for scale, models in (results.get(COMPRESSION) or {}).items():
+        for model, variants in models.items():
+            if whole := variants.get(UNCOMPRESSED):
+                rows = [
+                    [f"{most:g}", *(_lowest(variants, whole, family, most) for family in FAMILIES)] for most in BUDGETS
+                ]
+                head = ("bits per weight at most", *FAMILIES)
+                found[f"{COMPRESSION}, {scale}, {model}, lowest"] = markdown(head, rows)
+    return found
+
+
+def _lowest(variants: Mapping[str, BySeed], whole: BySeed, family: str, most: float) -> str:
+    candidates = []
+    for name, by_seed in _in_order(variants, family):
+        bits = [run["bits_per_weight"] for run in by_seed.values() if "bits_per_weight" in run]
+        added = effect(paired(mean_losses(by_seed), mean_losses(whole)))
+        if added is not None and bits and statistics.fmean(bits) <= most:
+            candidates.append((added.mean, f"{added.mean:+.4f}, {name} ({statistics.fmean(bits):.2f})"))
+    return min(candidates)[1] if candidates else "none"
 
 
 def noise_tables(results: ResultsFile) -> dict[str, str]:
@@ -84,10 +113,10 @@ def _of_model(found: Mapping[str, BySeed]) -> str:
     return markdown(head, rows)
 
 
-def _in_order(found: Mapping[str, BySeed]) -> Iterator[tuple[str, BySeed]]:
-    """As the variants stand there; of each, from few to many."""
+def _in_order(found: Mapping[str, BySeed], family: str | None = None) -> Iterator[tuple[str, BySeed]]:
+    """As the variants, or those of a family, stand there; of each, from few to many."""
     for name, variant in VARIANTS.items():
-        for value in sorted(variant.values):
+        for value in sorted(variant.values) if family in (None, variant.family) else ():
             if by_seed := found.get(label(name, value)):
                 yield label(name, value), by_seed
 

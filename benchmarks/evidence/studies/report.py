@@ -7,7 +7,7 @@ from pathlib import Path
 from evidence.results import ResultsFile
 from evidence.studies.claims import CLAIMS
 from evidence.studies.claims_file import NAME
-from evidence.studies.compression_tables import checks, compression_tables, noise_tables
+from evidence.studies.compression_tables import checks, compression_tables, frontier_tables, noise_tables
 from evidence.studies.figures import draw_claims, draw_dense_adapters
 from evidence.studies.noise_figure import draw_noise
 from evidence.studies.rates import rates_of
@@ -50,12 +50,12 @@ def report(results: ResultsFile) -> str:
 
 
 def blocks(results: ResultsFile) -> dict[str, str]:
-    """The tables of BENCHMARKS.md, by the names of their blocks."""
+    """The tables of BENCHMARKS.md, by the names of their blocks; of compressed models only the lowest losses."""
     found = {"verdicts": claims_table(results)}
     for study in _REFERENCES:
         for scale in results.get(study) or {}:
             found[f"{study}, {scale}"] = "\n".join(study_tables(results, study, scale)).strip()
-    return found | compression_tables(results) | noise_tables(results)
+    return found | frontier_tables(results) | noise_tables(results)
 
 
 def claims_table(results: ResultsFile) -> str:
