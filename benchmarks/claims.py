@@ -61,6 +61,8 @@ def _run(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     results = ClaimsFile(options.out)
     chosen = [study for study in chosen if not options.only or study.name in options.only]
+    if not options.report_only:
+        results.check_texts(place.data)
     if options.repeat:
         count, differ = repeat_jobs(chosen, results, place, workers=options.workers, count=options.repeat)
         print(f"{count} jobs done again, {len(differ)} with another result", *map(" / ".join, differ), sep="\n")

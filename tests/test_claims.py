@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -30,16 +31,30 @@ from evidence.results import Figures  # noqa: E402
 from evidence.stamp import Stamp  # noqa: E402
 from evidence.studies import training_job, verdicts  # noqa: E402
 from evidence.studies.claims import CLAIMS  # noqa: E402
+from evidence.studies.claims_file import ClaimsFile  # noqa: E402
 from evidence.studies.compression_plan import COMPRESSION  # noqa: E402
 from evidence.studies.compressions import UNCOMPRESSED, Compressions  # noqa: E402
-from evidence.studies.jobs import SECONDS, DiffersError, Job, NotFiniteError, Place, open_jobs, store  # noqa: E402
+from evidence.studies.jobs import (  # noqa: E402
+    DIVERGED,
+    SECONDS,
+    DiffersError,
+    Job,
+    NotFiniteError,
+    Place,
+    do_jobs,
+    new_folder,
+    open_jobs,
+    store,
+)
 from evidence.studies.models import Leaves, grown, model_of  # noqa: E402
 from evidence.studies.parameter_groups import group_of, groups_of  # noqa: E402
 from evidence.studies.plan import studies  # noqa: E402
 from evidence.studies.rates import as_rates, rate, rates_of, search, text_of  # noqa: E402
+from evidence.studies.report import report  # noqa: E402
 from evidence.studies.scales import RATE_SEED, SEEDS  # noqa: E402
 from evidence.studies.shapes import shape_of  # noqa: E402
 from evidence.studies.summary import Measured  # noqa: E402
+from evidence.studies.texts import Text  # noqa: E402
 from evidence.studies.trainer import Trainer  # noqa: E402
 from evidence.studies.trainings import Trainings  # noqa: E402
 from evidence.studies.variants import label  # noqa: E402
@@ -141,6 +156,10 @@ def test_a_result_is_finite_and_the_same_when_it_is_made_again(results, tmp_path
     model = tmp_path / "model"
     job = Job(("pilot", "a"), dict, {}, makes=model)
 
+    def made():
+        new_folder(model).mkdir()
+        (new_folder(model) / "model").touch()
+
     class Study:
         name = "pilot"
 
@@ -149,14 +168,69 @@ def test_a_result_is_finite_and_the_same_when_it_is_made_again(results, tmp_path
 
     with pytest.raises(NotFiniteError, match="pilot / a: loss is nan"):
         store(results, job, {"loss": math.nan})
+    assert results.get("pilot", "a") is None
+    made()
     store(results, job, {"loss": 1.0, SECONDS: 2.0})
-    # The model is gone, so that it is made again: the same figures, in another time.
+    assert (model / "model").exists() and not list(open_jobs([Study()], results, PLACE))
+    shutil.rmtree(model)
+    # The model is gone, so that it is made again: the same figures, in another time, and a new one.
     assert list(open_jobs([Study()], results, PLACE)) == [job]
-    store(results, job, {"loss": 1.0, SECONDS: 3.0})
+    made()
     with pytest.raises(DiffersError, match="choose another --out"):
         store(results, job, {"loss": 1.5, SECONDS: 3.0})
-    model.mkdir()
-    assert not list(open_jobs([Study()], results, PLACE))
+    assert not model.exists() and list(open_jobs([Study()], results, PLACE)) == [job]
+    store(results, job, {"loss": 1.0, "new": 1, SECONDS: 3.0})
+    assert (model / "model").exists() and not list(open_jobs([Study()], results, PLACE))
+    # A model of other results is not taken for that of these.
+    other = Figures("claims", tmp_path / "other", writes=True, stamp=lambda: STAMP)
+    other.put("pilot", "a", value={"loss": 2.0})
+    with pytest.raises(DiffersError, match="choose another --work"):
+        list(open_jobs([Study()], other, PLACE))
+    # What diverged keeps no model, and is not tried for ever.
+    other.put("pilot", "a", value={DIVERGED: True})
+    assert not list(open_jobs([Study()], other, PLACE))
+
+
+def test_a_job_that_fails_loses_nothing_of_those_beside_it(results, tmp_path):
+    class Study:
+        name = "pilot"
+
+        def jobs(self, results, place):
+            yield Job(("pilot", "fails"), _fail, {})
+            yield Job(("pilot", "works"), _work, {})
+
+    with pytest.raises(ValueError, match="no"):
+        do_jobs([Study()], results, Place(tmp_path, tmp_path), workers=2)
+    assert results.get("pilot", "works")["loss"] == 1.0 and results.get("pilot", "fails") is None
+
+
+def _fail(place):
+    raise ValueError("no")
+
+
+def _work(place):
+    time.sleep(0.5)
+    return {"loss": 1.0}
+
+
+def test_texts_are_those_of_the_results(tmp_path, monkeypatch):
+    texts = {"code": lambda data: Text("a", "b", "c")}
+    monkeypatch.setattr("evidence.studies.texts.TEXTS", texts)
+    results = ClaimsFile(tmp_path)
+    for _ in range(2):
+        results.check_texts(tmp_path)
+    texts["code"] = lambda data: Text("a", "b", "other")
+    with pytest.raises(DiffersError, match="the text code is another one"):
+        results.check_texts(tmp_path)
+
+
+def test_a_report_of_runs_that_diverged(results):
+    scored = {"losses": {"code": 1.0}, "trained": 1}
+    for shape, runs in {"vanilla": [scored, {DIVERGED: True}], "LM r=4": [{DIVERGED: True}]}.items():
+        for seed, run in enumerate(runs):
+            results.put("upcycling", "middle", "5 steps", shape, str(seed), value=run)
+    text = report(results)
+    assert "| vanilla | 1 | 1.0000 ± 0.0000 | 1, 1 diverged |" in text and "| LM r=4 |  |  | 1 diverged |" in text
 
 
 @pytest.mark.parametrize(

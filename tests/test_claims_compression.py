@@ -30,7 +30,7 @@ from evidence.studies.noise_figure import draw_noise  # noqa: E402
 from evidence.studies.noise_job import DeltaNoise, measure_noise  # noqa: E402
 from evidence.studies.scales import STORIES  # noqa: E402
 from evidence.studies.summary import Measured  # noqa: E402
-from evidence.studies.training_job import kept_path  # noqa: E402
+from evidence.studies.training_job import kept_folder, kept_path  # noqa: E402
 from evidence.studies.variants import NO_DELTAS, REFIT_PAIRS, VARIANTS, chosen, label  # noqa: E402
 from moe_jax.compress import METHODS, make_method  # noqa: E402
 from moe_jax.harness.likelihood import Continuation, Likelihoods  # noqa: E402
@@ -137,7 +137,7 @@ def test_a_kept_model_is_rounded_once(place: Place):
     before = read_leaves(ModelDirectory(kept_path(place, SCALE, MODEL))).leaves
     path = "layers/0/mlp/experts/gate/kernel"
     np.testing.assert_array_equal(leaves.leaves[path], before[path].astype(source.read(path).dtype).astype(np.float32))
-    assert {folder.name for folder in (place.work / "models" / SCALE).iterdir()} == {MODEL, f"{MODEL}.bfloat16"}
+    assert {folder.name for folder in kept_folder(place, SCALE, MODEL).iterdir()} == {"model", "bfloat16"}
 
 
 def test_two_workers_may_round_a_model(place: Place, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
@@ -148,11 +148,11 @@ def test_two_workers_may_round_a_model(place: Place, tmp_path: pathlib.Path, mon
 
     def slowly(model: ModelDirectory, folder: pathlib.Path) -> None:
         write(model, folder)
-        write(model, kept.with_name(f"{MODEL}.bfloat16"))  # the other one was first
+        write(model, kept.with_name("bfloat16"))  # the other one was first
 
     monkeypatch.setattr(bfloat16, "_write", slowly)
     assert bfloat16.rounded(own, SCALE, MODEL).config.dtype == "bfloat16"
-    assert {folder.name for folder in kept.parent.iterdir()} == {MODEL, f"{MODEL}.bfloat16"}
+    assert {folder.name for folder in kept.parent.iterdir()} == {"model", "bfloat16"}
 
 
 def test_noise_grows_with_deltas_and_rates(place: Place):

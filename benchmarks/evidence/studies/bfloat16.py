@@ -23,10 +23,10 @@ def rounded(place: Place, scale: str, name: str) -> ModelDirectory:
     model = ModelDirectory(kept_path(place, scale, name))
     if model.config.dtype == DTYPE:
         return model
-    copy = model.path.with_name(f"{name}.{DTYPE}")
+    copy = model.path.with_name(DTYPE)
     if not copy.exists():
         # Two workers may make it: the copies are equal, and the second is thrown away.
-        own = model.path.with_name(f"{name}.{DTYPE}.{os.getpid()}")
+        own = model.path.with_name(f"{DTYPE}.{os.getpid()}")
         shutil.rmtree(own, ignore_errors=True)
         _write(model, own)
         try:

@@ -44,7 +44,7 @@ _SMOLLM = {
     f"largest kept {DENSE_BASE}": (0.9, 0.99),
     f"{REFITTED}, no refit": (0.25,),
     "average + UP": (0.25,),
-    "ResMoE, budget": (4.25,),
+    "ResMoE, budget": (4.125,),
 }
 
 

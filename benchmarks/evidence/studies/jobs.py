@@ -1,9 +1,11 @@
 """Jobs, the studies that ask for them, and the loop that does them on all cores and keeps every result at once."""
 
 import concurrent.futures
+import json
 import math
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +16,8 @@ from evidence.results import Key, ResultsFile
 
 # Of a result, what differs between two runs of the same job.
 SECONDS = "seconds"
+# Of a result: there is no other, for the loss was not finite.
+DIVERGED = "diverged"
 
 
 class Place(NamedTuple):
@@ -38,7 +42,8 @@ class Job(NamedTuple):
       work: `work(place, **arguments)` gives the result, a dictionary of JSON values; a function of a module, since it
         is called in another process.
       arguments: of `work`.
-      makes: the model that it keeps, if any.
+      makes: the folder of the model that it keeps, if any. The job writes it as `new_folder` says, and it is moved when
+        its result is stored.
     """
 
     path: Key
@@ -57,6 +62,10 @@ class Study(Protocol):
         ...
 
 
+# Beside a kept model, the result of the job that made it.
+MADE = "made.json"
+
+
 class NotFiniteError(Exception):
     """A result that holds what is not a finite number."""
 
@@ -66,11 +75,31 @@ class DiffersError(Exception):
 
 
 def open_jobs(studies: Iterable[Study], results: ResultsFile, place: Place) -> Iterator[Job]:
-    """The jobs that can be done now and are not done, or whose model is not there any more."""
+    """The jobs that can be done now and are not done, or whose model is not there any more.
+
+    Raises:
+      DiffersError: if a kept model is not the one that the results are of.
+    """
     for study in studies:
         for job in study.jobs(results, place):
-            if results.get(*job.path) is None or (job.makes is not None and not job.makes.exists()):
+            there = results.get(*job.path)
+            if there is None or (job.makes is not None and not there.get(DIVERGED) and not _is_kept(job, there)):
                 yield job
+
+
+def new_folder(folder: Path) -> Path:
+    """Where a job writes the model that it makes."""
+    return folder.with_name(f"{folder.name}.new")
+
+
+def _is_kept(job: Job, result: dict[str, Any]) -> bool:
+    assert job.makes is not None
+    file = job.makes / MADE
+    if not file.exists():
+        return False
+    if not same(result, json.loads(file.read_text())):
+        raise DiffersError(f"{job.makes} was kept by another run than that of the results; choose another --work")
+    return True
 
 
 def do_jobs(
@@ -91,12 +120,15 @@ def do_jobs(
 
     Raises:
       NotFiniteError: if a job gives a result that is not finite.
+      DiffersError: if a model was made again, and is another one.
+      Exception: what a job raised. Those that run beside it are waited for.
     """
+    failed: Exception | None = None
     started, running, done = time.monotonic(), dict[concurrent.futures.Future, Job](), 0
     with worker_pool(workers, place) as pool:
         while True:
             busy = {job.path for job in running.values()}
-            in_time = time.monotonic() - started < 60 * minutes
+            in_time = time.monotonic() - started < 60 * minutes and failed is None
             for job in open_jobs(studies, results, place) if in_time else ():
                 if len(running) >= workers:
                     break
@@ -104,13 +136,19 @@ def do_jobs(
                     running[pool.submit(timed, job, place)] = job
                     busy.add(job.path)
             if not running:
+                if failed is not None:
+                    raise failed
                 return in_time
             finished, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in finished:
                 job = running.pop(future)
-                store(results, job, future.result())
+                try:
+                    store(results, job, future.result())
+                    left = sum(1 for _ in open_jobs(studies, results, place))
+                except Exception as error:
+                    failed = failed or error
+                    continue
                 done += 1
-                left = sum(1 for _ in open_jobs(studies, results, place))
                 print(_line(job, future.result(), done, left, time.monotonic() - started), flush=True)
 
 
@@ -129,7 +167,9 @@ def repeat_jobs(
     Returns:
       How many jobs were done again, and which of them gave another result.
     """
-    done = [job for study in studies for job in study.jobs(results, place) if results.get(*job.path) and not job.makes]
+    # Studies share the rates that were tried.
+    every = {job.path: job for study in studies for job in study.jobs(results, place)}
+    done = [job for job in every.values() if results.get(*job.path) and not job.makes]
     chosen = done[:: max(1, -(-len(done) // count))]
     with worker_pool(workers, place) as pool:
         again = [pool.submit(timed, job, place) for job in chosen]
@@ -166,10 +206,19 @@ def checked(job: Job, result: dict[str, Any]) -> dict[str, Any]:
       NotFiniteError: if a number in it is not finite.
     """
     for name, value in result.items():
-        for number in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(number, float) and not math.isfinite(number):
+        for number in _numbers(value):
+            if not math.isfinite(number):
                 raise NotFiniteError(f"{' / '.join(job.path)}: {name} is {number}")
     return result
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """All floats in a JSON value."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(part)
 
 
 def store(results: ResultsFile, job: Job, result: dict[str, Any]) -> None:
@@ -187,11 +236,16 @@ def store(results: ResultsFile, job: Job, result: dict[str, Any]) -> None:
             f"{' / '.join(job.path)}: made again here, the result is another one, so that the models that are left "
             "cannot be compared with those of the results; choose another --out"
         )
+    if job.makes is not None and not result.get(DIVERGED):
+        made = new_folder(job.makes)
+        (made / MADE).write_text(json.dumps(results.get(*job.path)))
+        shutil.rmtree(job.makes, ignore_errors=True)
+        made.rename(job.makes)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two results of a job are equal, bit for bit, but for the seconds."""
-    return {**one, SECONDS: 0} == {**other, SECONDS: 0}
+    """Whether all that both results of a job say is equal, bit for bit, but for the seconds."""
+    return all(other[name] == value for name, value in one.items() if name in other and name != SECONDS)
 
 
 def _begin(cores: Any, work: Path) -> None:

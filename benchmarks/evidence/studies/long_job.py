@@ -8,13 +8,13 @@ from typing import Any
 import rich.console
 
 from evidence.studies.corpus import RECIPES, Corpus, given_model, middle_config, tokenizer_file
-from evidence.studies.jobs import Place
+from evidence.studies.jobs import Place, new_folder
 from evidence.studies.models import grown, keep, model_of, read_leaves
 from evidence.studies.scales import MIDDLE, SCALES, SMOLLM
 from evidence.studies.shapes import shape_of
 from evidence.studies.texts import DOMAINS
 from evidence.studies.trainer import Trainer
-from evidence.studies.training_job import DENSE, TEST, kept_path
+from evidence.studies.training_job import DENSE, MODEL, TEST, kept_folder
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig
 from moe_jax.train.recipe import Recipe, load_recipe
@@ -37,7 +37,7 @@ def train_middle(place: Place) -> dict[str, Any]:
 def train_smollm_moe(place: Place, shape: str) -> dict[str, Any]:
     """SmolLM2-135M as an MoE, trained and kept under the name of its shape."""
     scale, source = SMOLLM, given_model(place, SMOLLM)
-    folder = kept_path(place, scale.name, f"{shape}, untrained")
+    folder = kept_folder(place, scale.name, f"{shape}, untrained") / MODEL
     config = shape_of(shape).config(source.config)
     if not folder.exists():
         keep(model_of(grown(config, read_leaves(source), seed=0)), folder, source.tokenizer_files)
@@ -64,13 +64,9 @@ def _trained(
         data=dataclasses.replace(recipe.data, sources=corpus.sources("domains")),
     )
     trained = train(recipe, config, source, resume=True, console=rich.console.Console(quiet=True))
-    target = kept_path(place, scale, name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(trained, partial)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    target = new_folder(kept_folder(place, scale, name)) / MODEL
+    shutil.rmtree(target.parent, ignore_errors=True)
+    shutil.copytree(trained, target)
     return {"steps": recipe.train.steps, "losses": score(ModelDirectory(target), corpus, scale)}
 
 

@@ -74,10 +74,12 @@ def study_tables(results: ResultsFile, study: str, scale: str) -> Iterator[str]:
     for steps, shapes in results.get(study, scale).items():
         reference = mean_losses(shapes.get(_REFERENCES[study], {}))
         rows = []
-        for shape, found in shapes.items():
-            losses = mean_losses(found)
-            if not losses:
-                rows.append((shape, "", "diverged", "", "", *("" for _ in range(len(texts_of(shapes))))))
+        texts = texts_of(shapes)
+        for shape, every in shapes.items():
+            found = {seed: run for seed, run in every.items() if "losses" in run}
+            losses, lost = mean_losses(found), len(every) - len(found)
+            if not found:
+                rows.append((shape, "", "", f"{lost} diverged", *("" for _ in range(1 + len(texts)))))
                 continue
             first = next(iter(found.values()))
             against = effect(paired(losses, reference))
@@ -85,17 +87,18 @@ def study_tables(results: ResultsFile, study: str, scale: str) -> Iterator[str]:
                 shape,
                 f"{first['trained']:,}",
                 f"{statistics.fmean(losses.values()):.4f} ± {spread(losses):.4f}",
-                str(len(losses)),
+                f"{len(losses)}" + (f", {lost} diverged" if lost else ""),
                 str(against) if against and shape != _REFERENCES[study] else "",
-                *(f"{statistics.fmean(run['losses'][text] for run in found.values()):.4f}" for text in first["losses"]),
+                *(f"{statistics.fmean(run['losses'][text] for run in found.values()):.4f}" for text in texts),
             ))  # fmt: skip
-        head = ("model", "trained", "mean loss", "seeds", f"against {_REFERENCES[study]}", *texts_of(shapes))
+        head = ("model", "trained", "mean loss", "seeds", f"against {_REFERENCES[study]}", *texts)
         yield f"{steps}:\n\n{markdown(head, rows)}\n"
 
 
 def texts_of(shapes: dict) -> list[str]:
-    """Names of the texts that runs are scored with."""
-    return list(next(run["losses"] for found in shapes.values() for run in found.values() if "losses" in run))
+    """Names of the texts that runs are scored with; none if all diverged."""
+    scored = (run["losses"] for found in shapes.values() for run in found.values() if "losses" in run)
+    return list(next(scored, ()))
 
 
 def rates_table(results: ResultsFile) -> str:

@@ -31,4 +31,5 @@ SMOLLM = Scale("SmolLM2-135M", seq_len=128, batch_size=2, warmup_steps=5, scored
 SCALES = {scale.name: scale for scale in (STORIES, MIDDLE, SMOLLM)}
 # Of the runs that are reported; rates are chosen with another one.
 SEEDS = (0, 1, 2)
+PILOT_SEEDS = (10, 11, 12)
 RATE_SEED = 1000

@@ -89,9 +89,6 @@ class Trainer:
           batches: as many as there are steps.
           seed: of what is random in a step (dropout).
           rates: the highest learning rate of every group.
-
-        Raises:
-          FloatingPointError: if the loss is not finite in the end.
         """
         graphdef, params, frozen = split_model(model, self._trainable)
         # The step donates its state, and a caller may go on from the same model.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from evidence.studies.corpus import Corpus, given_model, middle_config, tokenizer_file
-from evidence.studies.jobs import Place
+from evidence.studies.jobs import DIVERGED, Place, new_folder
 from evidence.studies.models import Leaves, grown, keep, model_of, read_leaves
 from evidence.studies.parameter_groups import groups_of
 from evidence.studies.rates import Rates
@@ -24,6 +24,7 @@ from moe_jax.train.program import draw_model
 from moe_jax.upcycle.prompted_router import MOST_TOKENS, Prompt, router_kernels
 
 DENSE = "dense"
+MODEL = "model"
 SELECTION, TEST = "selection", "test"
 
 
@@ -95,15 +96,21 @@ def _train(place: Place, run: Run, shape: Shape) -> dict[str, Any]:
     trained = trainer.run(model, batches, seed=run.seed, rates=dict(run.rates))
     found |= {"losses": losses(trained.model), "train_loss": trained.loss, "auxiliary": list(trained.auxiliary)}
     if not all(map(np.isfinite, [trained.loss, *found["losses"].values()])):
-        return {"diverged": True}
+        return {DIVERGED: True}
     if run.keep:
-        keep(trained.model, kept_path(place, run.scale, run.keep), [corpus.tokenizer_file])
+        folder = new_folder(kept_folder(place, run.scale, run.keep))
+        keep(trained.model, folder / MODEL, [corpus.tokenizer_file])
     return found
+
+
+def kept_folder(place: Place, scale: str, name: str) -> Path:
+    """The folder of a kept model, and of copies of it; whether it is there or not."""
+    return place.work / "models" / scale / name
 
 
 def kept_path(place: Place, scale: str, name: str) -> Path:
     """The model directory of a kept model, whether it is there or not."""
-    return place.work / "models" / scale / name
+    return kept_folder(place, scale, name) / MODEL
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ from evidence.results import Key, ResultsFile
 from evidence.studies.jobs import Job, Place
 from evidence.studies.rates import Rates, rates_of, search, text_of
 from evidence.studies.scales import RATE_SEED, Scale
-from evidence.studies.training_job import DENSE, SELECTION, TEST, Run, kept_path, train_run, trained_groups
+from evidence.studies.training_job import DENSE, SELECTION, TEST, Run, kept_folder, kept_path, train_run, trained_groups
 
 # Half decades: full models learn best near 1e-3, what begins at nothing needs more.
 _FIRST = {"base": -6, "experts": -6, "router": -6, "deltas": -5, "adapters": -4}
@@ -36,7 +36,7 @@ class Kept:
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """The one job."""
-        yield Job(self.path, self.work, self.arguments, kept_path(place, self.scale, self.model))
+        yield Job(self.path, self.work, self.arguments, kept_folder(place, self.scale, self.model))
 
 
 def rates_root(scale: str, start: str, mixture: str, steps: int, shape: str) -> Key:
@@ -56,10 +56,11 @@ class Trainings:
       search_steps: of one that rates are chosen with.
       seeds: of the runs that are reported.
       start: the model that they begin with; `{seed}` in it stands for the seed, of rates the first.
-      after: where the results of the jobs that make these models stand; empty: they are there.
+      after: of all models that others keep and that it needs, where their results stand, and their names.
       mixture: of texts that they are trained on.
       keep: shapes whose trained models are kept.
       keep_as: under which name, `{shape}` and `{seed}` standing for what they say.
+      split: what part of the texts is scored in the end.
       within: what tells results from those of the same study, scale, steps and shape.
     """
 
@@ -70,10 +71,11 @@ class Trainings:
     search_steps: int
     seeds: tuple[int, ...]
     start: str = DENSE
-    after: tuple[Key, ...] = ()
+    after: tuple[tuple[Key, str], ...] = ()
     mixture: str = "domains"
     keep: frozenset[str] = frozenset()
     keep_as: str = "{shape}-s{seed}"
+    split: str = TEST
     within: str = ""
 
     def path(self, shape: str, seed: int) -> Key:
@@ -94,8 +96,9 @@ class Trainings:
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """Rates of a shape before its runs."""
-        if any(results.get(*path) is None for path in self.after):
-            return
+        for path, name in self.after:
+            if results.get(*path) is None or not kept_path(place, self.scale.name, name).exists():
+                return
         for shape, like in self.shapes.items():
             trials, chosen = self.rates(results, place, like)
             yield from trials
@@ -104,12 +107,12 @@ class Trainings:
             for seed in self.seeds:
                 keep = self.keep_as.format(shape=shape, seed=seed) if shape in self.keep else ""
                 run = dataclasses.replace(self._run(shape, seed, chosen), keep=keep)
-                makes = kept_path(place, self.scale.name, keep) if keep else None
+                makes = kept_folder(place, self.scale.name, keep) if keep else None
                 yield Job(self.path(shape, seed), train_run, {"run": run}, makes)
 
     def _run(self, shape: str, seed: int, rates: Rates) -> Run:
         start = self.start.format(seed=seed)
-        return Run(self.scale.name, shape, self.steps, seed, rates, start, self.mixture, TEST)
+        return Run(self.scale.name, shape, self.steps, seed, rates, start, self.mixture, self.split)
 
     def _trial(self, shape: str, rates: Rates) -> Run:
         start = self.start.format(seed=self.seeds[0])
