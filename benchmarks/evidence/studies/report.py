@@ -10,7 +10,6 @@ from evidence.studies.claims_file import NAME
 from evidence.studies.compression_tables import checks, compression_tables, frontier_tables, noise_tables
 from evidence.studies.figures import draw_claims, draw_dense_adapters
 from evidence.studies.noise_figure import draw_noise
-from evidence.studies.rates import rates_of
 from evidence.studies.summary import mean_losses, spread
 from evidence.studies.variants import NOISE
 from evidence.studies.verdicts import effect, paired
@@ -115,7 +114,6 @@ def rates_table(results: ResultsFile) -> str:
                     }
                     if means:
                         best = min(means, key=means.__getitem__)
-                        assert rates_of(best)
                         rows.append((scale, start, shape, steps, best, f"{means[best]:.4f}", str(len(tried))))
     head = ("scale", "start and text", "model", "tried for", "best rates", "selection loss", "tried")
     return markdown(head, rows) if rows else ""
