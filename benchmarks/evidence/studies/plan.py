@@ -80,7 +80,7 @@ def _middle() -> list[Study]:
     vanilla = Trainings("upcycling", MIDDLE, upcycled, 300, 150, SEEDS, keep=frozenset((VANILLA,)), after=after)
     # Nothing of the dense model but its config and its tokenizer.
     drawn = Trainings(
-        "from random weights", MIDDLE, {DRAWN: DRAWN}, 1000, 150, SEEDS, keep=frozenset((DRAWN,)), after=(dense.path,)
+        "from random weights", MIDDLE, {DRAWN: DRAWN}, 1000, 150, SEEDS, keep=frozenset((DRAWN,)), after=after
     )
     return [
         dense,
