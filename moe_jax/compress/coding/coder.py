@@ -1,10 +1,13 @@
 """The numerical methods by which the leaves of compressed experts are made; see `experts.forms.protocol.Coder`."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
+import scipy.linalg
 from jaxtyping import Float
 
+from moe_jax.compress.coding.feedback import quantize_with_feedback, triangular_factor
 from moe_jax.compress.coding.quantizer import quantize
 from moe_jax.compress.coding.truncated_svd import truncated_svd
 from moe_jax.experts.forms.protocol import Encoded
@@ -29,3 +32,35 @@ class LeastError:
     def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
         """See `Coder`."""
         return Encoded(*map(np.asarray, quantize(values, bits=bits, group_size=group_size, fit=self.fit)))
+
+
+@dataclass(frozen=True, eq=False)
+class LeastOutputError:
+    """What changes the outputs of a kernel least, for inputs whose second moment H [i, i] is known: tr(E^T H E).
+
+    Attributes:
+      moment: H of the kernel's inputs, float32; any multiple of it does the same.
+      fit: see `LeastError`.
+    """
+
+    moment: Float[np.ndarray, "i i"]
+    fit: bool = True
+
+    def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Coder`. Rows of the matrix belong to inputs.
+
+        With H = R R^T, the error is the squared norm of R^T E: the best factors are those of R^T W, of which the first
+        is taken back by R^-T (SVD-LLM, arXiv 2403.07378, section 3.1).
+        """
+        u, s, v = truncated_svd(self._factor.T @ matrix, rank)
+        root = np.sqrt(s)
+        return scipy.linalg.solve_triangular(self._factor, u * root, trans="T", check_finite=False), v * root
+
+    def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
+        """See `Coder`. Each row makes up for the errors of those before it (`coding.feedback`)."""
+        made = quantize_with_feedback(values, self._factor, bits=bits, group_size=group_size, fit=self.fit)
+        return Encoded(*map(np.asarray, made))
+
+    @functools.cached_property
+    def _factor(self) -> Float[np.ndarray, "i i"]:
+        return triangular_factor(self.moment)

@@ -55,44 +55,49 @@ def quantize(
     counted = (rows_of_group < (rows if count is None else count))[:, :, None]
     groups = jnp.where(counted, groups, 0)
     whole = group_size is None
-
-    if bits == 1:
-        members = jnp.maximum(jnp.sum(counted, axis=1, keepdims=True), 1).astype(jnp.float32)
-        # A mean of means and not one sum: float32 would lose most of 10^8 terms.
-        means = jnp.sum(jnp.abs(groups), axis=1, keepdims=True) / members
-        scales = _stored(jnp.mean(means, axis=2, keepdims=True) if whole else means)
-    else:
-        largest = jnp.max(jnp.abs(groups), axis=(1, 2) if whole else 1, keepdims=True)
-        if fit:
-            scales = _least_error_scales(groups, counted, largest, bits, whole)
-        else:
-            scales = _stored(largest / (2**bits - 1))
-
-    codes = pack(_nearest_codes(groups, scales, bits).astype(jnp.int32).reshape(-1, width)[:rows], bits)
+    scales = best_scales(groups, counted.astype(jnp.float32), bits=bits, whole=whole, fit=fit)
+    codes = pack(nearest_codes(groups, scales, bits).astype(jnp.int32).reshape(-1, width)[:rows], bits)
     stored = scales[:, 0, :].astype(SCALE_DTYPE)
     return QuantizedKernel(codes, stored, dequantize(codes, stored, rows, bits, group_size, jnp.float32))
 
 
-def _least_error_scales(
-    groups: Float[Array, "g s o"], counted: Array, largest: Float[Array, "g 1 o"], bits: int, whole: bool
+def best_scales(
+    groups: Float[Array, "g s o"], weights: Float[Array, "g s 1"], *, bits: int, whole: bool, fit: bool
 ) -> Float[Array, "g 1 o"]:
-    """The best scale of every group that was found on either grid, as it is stored."""
+    """The scales of groups of entries, as they will be read: after rounding to bfloat16.
+
+    Args:
+      groups: entries that share scales; float32.
+      weights: of the squared errors of rows, not negative.
+      bits: of a code.
+      whole: all entries share one scale, [1, 1, 1].
+      fit: as of `quantize`.
+    """
 
     def total(terms: Float[Array, "g s o"]) -> Float[Array, "g 1 o"]:
-        sums = jnp.sum(jnp.where(counted, terms, 0), axis=1, keepdims=True)
+        sums = jnp.sum(jnp.broadcast_to(weights * terms, groups.shape), axis=1, keepdims=True)
         return jnp.sum(sums, axis=2, keepdims=True) if whole else sums
 
+    if bits == 1:
+        members = jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        # A mean of means and not one sum: float32 would lose most of 10^8 terms.
+        means = jnp.sum(weights * jnp.abs(groups), axis=1, keepdims=True) / members
+        return _stored(jnp.mean(means, axis=2, keepdims=True) if whole else means)
+    largest = jnp.max(jnp.where(weights > 0, jnp.abs(groups), 0), axis=(1, 2) if whole else 1, keepdims=True)
+    if not fit:
+        return _stored(largest / (2**bits - 1))
+
     def better(best: tuple[Array, Array], scales: Array) -> tuple[Array, Array]:
-        error = total((scaled_levels(_nearest_codes(groups, scales, bits), scales, bits) - groups) ** 2)
+        error = total((scaled_levels(nearest_codes(groups, scales, bits), scales, bits) - groups) ** 2)
         is_better = error < best[0]
         return jnp.where(is_better, error, best[0]), jnp.where(is_better, scales, best[1])
 
     def try_share(best: tuple[Array, Array], share: Array) -> tuple[tuple[Array, Array], None]:
         return better(best, _stored(largest * share)), None
 
-    def fit(best: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+    def refit(best: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
         scales = best[1]
-        levels = scaled_levels(_nearest_codes(groups, scales, bits), jnp.sign(scales), bits)
+        levels = scaled_levels(nearest_codes(groups, scales, bits), jnp.sign(scales), bits)
         squares = total(levels**2)
         fitted = jnp.where(squares > 0, total(groups * levels) / squares, 0)
         # Codes that were chosen for a scale correlate with what they stand for: the sign stays, and with it the grid.
@@ -101,11 +106,11 @@ def _least_error_scales(
     shares = [share / (2**bits - 1) for share in _ODD_SHARES] + [-share / (2**bits - 2) for share in _EVEN_SHARES]
     start = (jnp.full(largest.shape, jnp.inf, jnp.float32), largest)
     best, _ = lax.scan(try_share, start, jnp.asarray(shares, jnp.float32))
-    (_, scales), _ = lax.scan(fit, best, None, length=_FITTING_ROUNDS)
+    (_, scales), _ = lax.scan(refit, best, None, length=_FITTING_ROUNDS)
     return scales
 
 
-def _nearest_codes(groups: Float[Array, "g s o"], scales: Float[Array, "g 1 o"], bits: int) -> Float[Array, "g s o"]:
+def nearest_codes(groups: Float[Array, "g s o"], scales: Float[Array, "g 1 o"], bits: int) -> Float[Array, "g s o"]:
     """The code of the nearest level for every entry, and of two equally near ones the greater; as floats."""
     steps = jnp.where(scales == 0, 0, groups / jnp.where(scales == 0, 1, scales))
     return jnp.clip(jnp.floor((steps + 2**bits + (scales < 0)) / 2), 0, 2**bits - 1)
