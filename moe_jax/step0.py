@@ -5,7 +5,6 @@ whatever the size of the model. The layers are the modules that training runs; t
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,21 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.fresh import shapes_of
-from moe_jax.functional.relative_bias import bias_by_distance
-from moe_jax.models import LayerConfig, ModelConfig
-from moe_jax.nn.block import Block
-from moe_jax.nn.context import make_context
-from moe_jax.nn.embed import Embed
-from moe_jax.nn.head import Head
-from moe_jax.nn.stack import make_final_norm
-from moe_jax.sharding import path_name
+from moe_jax.models import ModelConfig
+from moe_jax.streamed_layers import EMBEDDING, TABLE, apply_layer, embed_tokens, finish, mlp_inputs, normalise
 
-EMBEDDING = "embed/embedding"
-TABLE = "relative_bias/table"
 PROBE_SHAPE = (2, 32)
 TOLERANCE = 1e-5
 TOLERANCE_PER_LAYER = 1e-6
@@ -143,9 +132,9 @@ class StreamedModel:
                 [self._layer(part, i, specs) for i in range(part.config.num_layers)] for part in self._parts
             ]
             if config.has_encoder:
-                self._norm = self._program("norm", lambda: jax.jit(partial(_norm, config)).lower(norm, self._x))
+                self._norm = self._program("norm", lambda: jax.jit(partial(normalise, config)).lower(norm, self._x))
             if with_logits:
-                self._finish = self._program("finish", lambda: jax.jit(partial(_finish, config)).lower(last, self._x))
+                self._finish = self._program("finish", lambda: jax.jit(partial(finish, config)).lower(last, self._x))
         self.memory = max(map(_memory, self._programs.values()))
 
     def _layer(self, part: _Part, index: int, specs: Specs) -> tuple[dict[str, str], jax.stages.Compiled]:
@@ -157,7 +146,7 @@ class StreamedModel:
         stored = {name: specs[path] for name, path in paths.items()}
         key = (layer, tuple((name, spec.dtype) for name, spec in sorted(stored.items())))
         source = None if layer.cross is None else self._x
-        apply = partial(_apply_layer, part.config, layer)
+        apply = partial(apply_layer, part.config, layer, watch=mlp_inputs)
         return paths, self._program(key, lambda: jax.jit(apply).lower(stored, self._x, source))
 
     def _program(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
@@ -196,67 +185,15 @@ class StreamedModel:
         for part, layers in zip(self._parts, self._layers, strict=True):
             if x is not None:
                 source = self._norm({name: read(name) for name in self._norm_leaves}, x)
-            x = _embed(part.config, {name: read(name) for name in self._embed_leaves}, part.tokens)
+            x = embed_tokens(part.config, {name: read(name) for name in self._embed_leaves}, part.tokens)
             for index, (paths, program) in enumerate(layers, start=part.start):
                 if index == stop:
                     return x
                 x, seen = program({name: read(path) for name, path in paths.items()}, x, source)
                 x.block_until_ready()
-                see(index, seen)
+                see(index, seen[0])
         assert x is not None
         return x
-
-
-def _embed(
-    config: ModelConfig, leaves: Mapping[str, np.ndarray], tokens: Int[np.ndarray, "B T"]
-) -> Float[Array, "B T d"]:
-    # Of the table only the rows of the tokens: it may be larger than a layer.
-    leaves = {**leaves, EMBEDDING: leaves[EMBEDDING][tokens.reshape(-1)]}
-    embed = _filled(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, leaves), "embed/")
-    return embed(jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape))
-
-
-def _apply_layer(
-    config: ModelConfig,
-    layer: LayerConfig,
-    leaves: Mapping[str, Array],
-    x: Float[Array, "B T d"],
-    source: Float[Array, "B S d"] | None,
-) -> tuple[Float[Array, "B T d"], Float[Array, "B T d"]]:
-    """What a layer gives, and what its FFN or MoE is given."""
-    config = dataclasses.replace(config, layers=(layer,))
-    bias, attention = None, layer.attention
-    if attention.relative_bias is not None:
-        bias = bias_by_distance(leaves[TABLE], attention.relative_bias, attention.mask)
-    context = make_context(config, x.shape[:2], encoder_output=source, relative_bias=bias)
-    block: Any = _filled(lambda rngs: Block(layer, config, rngs=rngs, dtype=jnp.dtype(config.dtype)), leaves)
-    # Where the FFN stands among norms and branches is the block's own matter: what it is given is noted on the way.
-    apply, seen = block.mlp, []
-
-    def apply_seen(x: Array, *rest: Any) -> Any:
-        seen.append(x)
-        return apply(x, *rest)
-
-    block.mlp = apply_seen
-    return block(x, context, None)[0], seen[0]
-
-
-def _norm(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
-    return _filled(lambda _: make_final_norm(config), leaves, "encoder_norm/")(x)
-
-
-def _finish(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
-    norm = _filled(lambda _: make_final_norm(config), leaves, "final_norm/")
-    head = _filled(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
-    return head(norm(x), leaves.get(EMBEDDING))
-
-
-def _filled(make: Callable[[nnx.Rngs], nnx.Module], leaves: Mapping[str, Array], prefix: str = "") -> nnx.Module:
-    """The module that `make` makes, with these leaves: prefix and path below the module -> array."""
-    graphdef, state = nnx.split(shapes_of(make))
-    return nnx.merge(
-        graphdef, jax.tree_util.tree_map_with_path(lambda path, _: leaves[prefix + path_name(path)], state)
-    )
 
 
 def _memory(program: jax.stages.Compiled) -> int:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from moe_jax.nn import Decoder
-from moe_jax.nn.router_stats import RouterStatistics, StackedStats, stats_per_layer
+from moe_jax.nn.router_stats import RouterStatistics, RouterSums, StackedStats, stats_per_layer
 from moe_jax.train.evaluation import check_seq_len, text_windows
 from moe_jax.train.placement import batch_shards, local_rows, place
 
@@ -67,32 +67,11 @@ def measure_router_statistics(
         return nnx.merge(graphdef, state)(batch["tokens"], segment_ids=batch["segment_ids"]).router
 
     compiled = jax.jit(router, out_shardings=NamedSharding(mesh, P()))
-    sums: dict[int, _Sums] = {}
+    sums: dict[int, RouterSums] = {}
     with jax.set_mesh(mesh):
         for batch in text_windows(ids, seq_len=min(seq_len, len(ids)), batch_size=size):
             tokens = int(batch["segment_ids"].sum())
             stats = compiled(state, place({key: array[rows] for key, array in batch.items()}, rows, mesh, size))
             for layer, found in stats_per_layer(model.config, stats).items():
-                means = (np.asarray(mean, np.float64) for mean in (found.load, found.probability, found.gram))
-                sums[layer] = _Sums(
-                    *(total + tokens * mean for total, mean in zip(sums.get(layer, _ZERO), means, strict=True))
-                )
-    return {layer: _statistics(total, len(ids)) for layer, total in sums.items()}
-
-
-class _Sums(NamedTuple):
-    """Over tokens, float64."""
-
-    load: np.ndarray
-    probability: np.ndarray
-    gram: np.ndarray
-
-
-_ZERO = _Sums(*(np.zeros(()) for _ in range(3)))
-
-
-def _statistics(sums: _Sums, tokens: int) -> RouterStatistics:
-    norms = np.sqrt(np.outer(np.diag(sums.gram), np.diag(sums.gram)))
-    # The cosine with logits that are always zero is undefined; such an expert counts as similar to no other.
-    similarity = np.divide(sums.gram, norms, out=np.zeros_like(norms), where=norms > 0)
-    return RouterStatistics(sums.load / tokens, sums.probability / tokens, similarity)
+                sums.setdefault(layer, RouterSums()).add(found, tokens)
+    return {layer: total.statistics() for layer, total in sums.items()}

@@ -115,8 +115,8 @@ def compress_models(task: Task, results: Results, origins: Iterable[Origin], nam
     for number, job in enumerate(jobs, start=1):
         whole, before = uncompressed(job.origin, job.seed)
         method = make_method(job.variant.method, {**job.variant.options, job.variant.swept: job.value})
-        statistics = calibration(job.origin, job.seed) if job.variant.calibrated else None
-        with compressed(task.model(job.origin, job.seed), method, statistics=statistics) as (model, report):
+        recorded = calibration(job.origin, job.seed) if job.variant.calibrated else None
+        with compressed(task.model(job.origin, job.seed), method, calibration=recorded) as (model, report):
             # What the experts became, put into the uncompressed model: one program scores the models of all methods.
             after = [designs(model, layer, before[0].shape[1]) for layer in model.config.moe_layers]
             result = _figures(report) | {

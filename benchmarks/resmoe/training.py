@@ -11,6 +11,7 @@ import jax
 import rich.console
 
 from moe_jax.compress import Calibration
+from moe_jax.compress.calibration.recorded import LayerCalibration
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
@@ -92,7 +93,8 @@ class Task:
             batch_size=16,
             mesh=mesh,
         )
-        return Calibration(self.train_text, statistics)
+        layers = {layer: LayerCalibration(found) for layer, found in statistics.items()}
+        return Calibration(self.train_text, layers)
 
     def train(self, origin: Origin, seed: int) -> None:
         """Trains one model; a run that was killed begins anew."""

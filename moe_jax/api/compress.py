@@ -11,11 +11,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
+from moe_jax.api.calibrate import calibrate as record_calibration
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
-from moe_jax.api.run import default_seq_len, read_ids
 from moe_jax.cast_source import CastSource
 from moe_jax.commands.choose_layers import parse_layers
-from moe_jax.compress import Calibration, Method, make_method
+from moe_jax.compress import Method, make_method
 from moe_jax.compress import compress as _compress
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base
@@ -27,9 +27,7 @@ from moe_jax.finite import check_finite
 from moe_jax.formatting import parse_bytes
 from moe_jax.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
-from moe_jax.remote.remote_path import as_path
-from moe_jax.sharding import make_mesh, path_name
-from moe_jax.train.expert_load import measure_router_statistics
+from moe_jax.sharding import path_name
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Kernels = ExpertBank | Mapping[str, Float[np.ndarray, "E i o"]]
@@ -44,6 +42,8 @@ def compress(
     extended: bool = False,
     layers: str | Sequence[int] | None = None,
     calibrate: str | os.PathLike[str] | None = None,
+    samples: int | None = None,
+    calibration_seed: int = 0,
     seq_len: int | None = None,
     batch_size: int = 8,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -68,9 +68,12 @@ def compress(
       extended: the universal FFN beside the experts becomes one more delta of the same base.
       layers: the layers to compress, as indices from 0 or as in `"top:24"`; None: all MoE layers. Of a model with an
         encoder its layers come first, or are named as in `"encoder:0,2,decoder:top:2"`.
-      calibrate: a text file on which the use of the experts is counted, for the methods that merge them; without it
-        they are taken to be used alike.
-      seq_len, batch_size: tokens that the model sees at a time on that text, and windows computed at once.
+      calibrate: a text file that the model is run on first. Methods that merge experts then know how these are used;
+        all others what the experts are given, and keep what changes their outputs least. Without it, all experts and
+        all inputs count alike.
+      samples, calibration_seed: how many windows are drawn of that text, by default 128, or as many as it has; and with
+        which seed.
+      seq_len, batch_size: tokens that the model sees at a time on it, and windows computed at once.
       dtype: of what is not in codes; None: as stored.
       options: of the method, such as `keep=0.25` or `bits=4`; `moe-jax compress --help` lists them.
 
@@ -87,16 +90,24 @@ def compress(
     if dtype is not None:
         source = CastSource(source, dtype)
     indices = parse_layers(layers, source.config) if isinstance(layers, str) else layers
-    statistics = None
+    calibration = None
     described: dict[str, Any] = {"base": None, "extended": extended, "layers": indices}
     if base is not None:
         described["base"] = str(open_model(base).path)
     if dtype is not None:
         described["dtype"] = dtype
     if calibrate is not None:
-        measured = model if isinstance(model, Model) else Model.of_source(source)
-        statistics = measure_use(measured, calibrate, seq_len=seq_len, batch_size=batch_size)
-        described |= {"calibrate": str(calibrate), "seq_len": seq_len}
+        calibration = record_calibration(
+            open_model(model),
+            calibrate,
+            samples=samples,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=calibration_seed,
+            mesh=model.mesh if isinstance(model, Model) else None,
+        )
+        described |= {"calibrate": str(calibrate), "seq_len": seq_len, "samples": samples}
+        described |= {"calibration_seed": calibration_seed}
     target = destination(out)
     _compress(
         source,
@@ -105,32 +116,10 @@ def compress(
         base=None if base is None else open_model(base),
         extended=extended,
         layers=indices,
-        statistics=statistics,
+        calibration=calibration,
         described=described | {"method": method, **dataclasses.asdict(made)},
     )
     return result(target, model)
-
-
-def measure_use(
-    model: Model, text: str | os.PathLike[str], *, seq_len: int | None = None, batch_size: int = 8
-) -> Calibration:
-    """What the routers of a model do on a text file.
-
-    Args:
-      model: with MoE layers.
-      text: the file.
-      seq_len: tokens that the model sees at a time; by default as for `evaluate`.
-      batch_size: windows computed at once. Does not change the result.
-
-    Raises:
-      FileNotFoundError, InputError: see `evaluate`.
-    """
-    model.config.check_no_encoder("counting how experts are used on a text")
-    ids = read_ids(model, text)
-    seq_len = default_seq_len(model.config) if seq_len is None else seq_len
-    mesh = make_mesh({}, jax.devices()[:1]) if model.mesh is None else model.mesh
-    statistics = measure_router_statistics(model.decoder, ids, seq_len=seq_len, batch_size=batch_size, mesh=mesh)
-    return Calibration(as_path(text), statistics)
 
 
 class CompressedExperts(NamedTuple):

@@ -7,12 +7,12 @@ bytes.
 import dataclasses
 import inspect
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import numpy as np
 import tyro
 
 from moe_jax.commands import optional
@@ -57,8 +57,15 @@ class _Job:
     """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are. Of a model with an
     encoder, encoder:SOME,decoder:SOME counts them in each stack."""
     calibrate: Annotated[Path | None, optional("FILE")] = None
-    """A text file on which the use of the experts is counted, for the methods that merge them; without it they are
-    taken to be used alike."""
+    """A text file that the model is run on first: methods that merge experts then know how these are used, all others
+    what the experts are given, and keep what changes their outputs least. Without it, all experts and all inputs count
+    alike."""
+    samples: Annotated[int | None, optional("INT", "128, or as many as there are")] = None
+    """With --calibrate: windows that are drawn of the text."""
+    calibration_seed: Annotated[int | None, optional("INT", "0")] = None
+    """With --calibrate: seed of the draw."""
+    calibration_dir: Annotated[Path | None, optional("DIR", "MODEL.calibration")] = None
+    """With --calibrate: where the recording is kept, for the same text to be used again."""
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, optional("float32|bfloat16|float16", "as stored")
     ] = None
@@ -97,6 +104,9 @@ GROUPS = {
     "what a method measures or begins with": (
         "base",
         "calibrate",
+        "samples",
+        "calibration_seed",
+        "calibration_dir",
         "extended",
     ),
     "trying several": (
@@ -110,6 +120,7 @@ GROUPS = {
 EXAMPLES = """
 moe-jax compress moe-dir small-dir --method resmoe --keep 0.25
 moe-jax compress moe-dir small-dir --method quantize --bits 4
+moe-jax compress moe-dir small-dir --method quantize --bits 3 --calibrate text.txt --samples 64
 moe-jax compress moe-dir small-dir --method resmoe --target-bytes 12GB
 # which method, by perplexity at equal bytes
 moe-jax compress moe-dir sweep-dir --sweep --text held-out.txt --method resmoe,quantize --keep 0.1,0.5 --bits 2,4
@@ -139,6 +150,7 @@ def run(options: _Job) -> None:
         method = one_method(options.method, given)
     join_processes()
     source = open_source(options.model, base=options.model_base)
+    stored = source
     if options.dtype is not None:
         source = CastSource(source, options.dtype)
     base = open_source(options.base) if options.base is not None else None
@@ -146,12 +158,13 @@ def run(options: _Job) -> None:
     # What would be found out anyway, but after a long calibration.
     first_decides(lambda: check_target(options.out, buckets=not options.sweep))
     choose_layers(source.config, layers)
-    shared = {"base": base, "extended": options.extended, "layers": layers, "statistics": _calibration(source, options)}
+    calibration = _calibration(stored, options)
+    shared = {"base": base, "extended": options.extended, "layers": layers, "calibration": calibration}
     described = {"base": options.base, "extended": options.extended, "layers": layers}
     if options.dtype is not None:
         described |= {"dtype": options.dtype}
     if options.calibrate is not None:
-        described |= {"calibrate": options.calibrate, "seq_len": options.seq_len}
+        described |= {name: getattr(options, name) for name in ("calibrate", "seq_len", "samples", "calibration_seed")}
     if options.sweep:
         described |= given | {"method": list(dict.fromkeys(name for name, _ in methods)), "seq_len": options.seq_len}
         read = [source, *([base] if base is not None else []), options.text]
@@ -192,33 +205,58 @@ def _check_use_of_text(options: _Job) -> None:
     unused = [name for name, value in sizes.items() if value is not None]
     if unused and not options.sweep and options.calibrate is None:
         raise InputError(f"{', '.join(unused)}: only with --sweep or --calibrate")
+    of_calibration = {"--samples": options.samples, "--calibration-seed": options.calibration_seed}
+    of_calibration["--calibration-dir"] = options.calibration_dir
+    unused = [name for name, value in of_calibration.items() if value is not None]
+    if unused and options.calibrate is None:
+        raise InputError(f"{', '.join(unused)}: only with --calibrate")
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(f"--batch-size {options.batch_size} must be at least 1")
 
 
 def _calibration(source: "ModelSource", options: _Job) -> "Calibration | None":
-    """What the routers do on the text of --calibrate.
+    """What the experts are given on the text of --calibrate.
 
-    The first process measures it, on its own devices, and the others hear: so it does not depend, in the last bits, on
-    how many processes there are.
+    The first process records it, on its own devices, and the others read what it wrote: so it does not depend, in the
+    last bits, on how many processes there are.
     """
     if options.calibrate is None:
         return None
     import jax
 
-    from moe_jax.api.compress import measure_use
-    from moe_jax.compress import Calibration
-    from moe_jax.nn.router_stats import RouterStatistics
+    from moe_jax.api.calibrate import calibrate, open_calibration
     from moe_jax.processes import first_decides
+    from moe_jax.sharding import make_mesh
+    from moe_jax.terminal import progress_bars
 
-    text = options.calibrate
+    text, folder = options.calibrate, _calibration_folder(options)
+    kept: list[Calibration] = []
 
-    def measure() -> dict[str, list[Any]]:
-        measured = measure_use(_over_devices(source, jax.local_devices()), text, **_windows(source, options))
-        return {str(i): [array.tolist() for array in found] for i, found in measured.layers.items()}
+    def make() -> str:
+        with progress_bars() as progress:
+            made = calibrate(
+                source,
+                text,
+                samples=options.samples,
+                seed=options.calibration_seed or 0,
+                place=None if folder is None else folder.joinpath,
+                mesh=make_mesh({"data": -1}, jax.local_devices()),
+                progress=progress,
+                **_windows(source, options),
+            )
+        kept.append(made)
+        return str(made.folder)
 
-    layers = first_decides(measure).items()
-    return Calibration(text, {int(i): RouterStatistics(*map(np.asarray, found)) for i, found in layers})
+    place = first_decides(make)
+    return kept[0] if kept else open_calibration(Path(place), text, source.config.moe_layers)
+
+
+def _calibration_folder(options: _Job) -> Path | None:
+    """Where recordings of the model are kept: beside it if that can be written; None: nowhere."""
+    if options.calibration_dir is not None:
+        return options.calibration_dir
+    beside = options.model.with_name(f"{options.model.name}.calibration")
+    return beside if options.model.is_dir() and os.access(beside.parent, os.W_OK) else None
 
 
 def _scorer(source: "ModelSource", options: _Job) -> "Score":

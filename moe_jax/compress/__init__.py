@@ -1,6 +1,6 @@
 """Trained MoE -> smaller MoE: DeRS compression, ResMoE and its baselines (methods.md 4 and 5)."""
 
-from moe_jax.compress.calibration.usage import Calibration as Calibration
+from moe_jax.compress.calibration.recorded import Calibration as Calibration
 from moe_jax.compress.job.report import LayerReport as LayerReport
 from moe_jax.compress.job.report import Report as Report
 from moe_jax.compress.job.report import Sweep as Sweep

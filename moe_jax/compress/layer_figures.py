@@ -18,6 +18,8 @@ class LayerFigures:
     Attributes:
       relative_error: ||W^ - W|| / ||W||, of all experts together.
       error_per_neuron: (1/E) sum_k ||W^_k - W_k||^2 / f, the error of a layer in methods.md 5.
+      output_error: of the outputs of all matrices on the calibration text, each for the inputs that it had: the root of
+        sum tr(E^T H E) / sum tr(W^T H W), E = W^ - W, H being the second moment of the inputs; None without a text.
       delta_error: ||W^ - W|| / ||W - base||; None also where every expert equals the base. It is 1 where nothing of
         the deltas is left, and sqrt(p / (1 - p)) for DARE, whose rescaled entries are right only on average.
       cosine_mean, cosine_min: between an expert and the base, mean and least over the experts.
@@ -32,6 +34,7 @@ class LayerFigures:
 
     relative_error: float
     error_per_neuron: float
+    output_error: float | None = None
     delta_error: float | None = None
     cosine_mean: float | None = None
     cosine_min: float | None = None
@@ -61,11 +64,18 @@ class Measure:
         """
         # Per expert: |W|^2, |base|^2, W.base, |W - base|^2, |W^ - W|^2.
         self._sums = np.zeros((num_experts, 5))
+        # Of all of them: tr(W^T H W), tr(E^T H E).
+        self._outputs = np.zeros(2)
         self._num_neurons = num_neurons
         self._has_base = True
 
     def add(
-        self, expert: int, kernel: np.ndarray, base: np.ndarray | None, approximation: np.ndarray | Array
+        self,
+        expert: int,
+        kernel: np.ndarray,
+        base: np.ndarray | None,
+        approximation: np.ndarray | Array,
+        moment: np.ndarray | None = None,
     ) -> None:
         """Adds one matrix of one expert.
 
@@ -74,12 +84,15 @@ class Measure:
           kernel: [in, out], before compression.
           base: [in, out], as it is stored now; None: there is none.
           approximation: [in, out], what is added to the base now. As it is stored, not rounded to the base's dtype.
+          moment: [in, in], second moment of the inputs; None: not known.
         """
         if base is None:
             self._has_base = False
             base = np.zeros((1, 1), np.float32)
         columns, unit = _column_sums(kernel, base, approximation)
         self._sums[expert] += np.asarray(columns, np.float64).sum(axis=1) * float(unit) ** 2
+        if moment is not None:
+            self._outputs += np.asarray(_output_sums(kernel, base, approximation, moment), np.float64)
 
     def figures(self, **others: Any) -> LayerFigures:
         """The figures of everything that was added, and `others`, which are passed on."""
@@ -88,6 +101,7 @@ class Measure:
             relative_error=_ratio(error.sum(), weight.sum()) or 0.0,
             error_per_neuron=float(error.mean()) / self._num_neurons,
             zero_experts=tuple(np.flatnonzero(weight == 0).tolist()),
+            output_error=_ratio(self._outputs[1], self._outputs[0]),
             **others,
         )
         if not self._has_base:
@@ -120,6 +134,19 @@ def _column_sums(
     delta = kernel - base
     terms = (kernel * kernel, base * base, kernel * base, delta * delta, (approximation - delta) ** 2)
     return jnp.stack([jnp.sum(term, axis=0) for term in terms]), unit
+
+
+@jax.jit
+def _output_sums(
+    kernel: Float[Array, "i o"],
+    base: Float[Array, "#i #o"],
+    approximation: Float[Array, "i o"],
+    moment: Float[Array, "i i"],
+) -> Float[Array, "2"]:
+    """tr(W^T H W) and tr(E^T H E)."""
+    kernel = kernel.astype(jnp.float32)
+    error = kernel - base.astype(jnp.float32) - approximation
+    return jnp.stack([jnp.sum(part * (moment @ part)) for part in (kernel, error)])
 
 
 def _ratio(error: float, norm: float) -> float | None:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from moe_jax.compress.calibration.recorded import LayerCalibration, LayerRows
 from moe_jax.errors import InputError
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.finite import cast, check_finite, largest_magnitude
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig
-from moe_jax.nn.router_stats import RouterStatistics
 
 Write = Callable[[str, np.ndarray], None]
 """Takes a leaf: its path below the layer's `mlp`, and the array."""
@@ -31,7 +31,7 @@ class SourceLayer:
       matrices: of an expert, by name.
       shapes: [in, out] of their kernels, by name.
       num_experts: experts, the universal FFN included if it counts as one.
-      statistics: of its router on a text; None: not known.
+      calibration: what its bank was given on a text; None: not known.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class SourceLayer:
         index: int,
         *,
         with_universal: bool = False,
-        statistics: RouterStatistics | None = None,
+        calibration: LayerCalibration | None = None,
     ):
         """Uses the config only; nothing is read yet.
 
@@ -48,18 +48,23 @@ class SourceLayer:
           source: the model.
           index: of one of its MoE layers.
           with_universal: the universal FFN beside the bank counts as its last expert.
-          statistics: of its router.
+          calibration: what its bank was given on a text.
         """
         self.index = index
         self.moe: MoEConfig = source.config.moe(index)
         self.matrices = ffn_matrices(self.moe.expert, source.config.d_model)
         self.shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
         self.num_experts = self.moe.bank_experts + with_universal
-        self.statistics = statistics
+        self.calibration = calibration
         self._source = source
         self._with_universal = with_universal
         self._stored = source.specs()
         self._last: tuple[str, np.ndarray] | None = None
+
+    @property
+    def rows(self) -> LayerRows | None:
+        """What its bank was given on the calibration text; None: not known."""
+        return None if self.calibration is None else self.calibration.rows
 
     @property
     def has_base(self) -> bool:

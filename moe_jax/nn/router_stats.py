@@ -30,6 +30,28 @@ class RouterStatistics(NamedTuple):
     similarity: Float[np.ndarray, "E E"]
 
 
+class RouterSums:
+    """Adds up what a router did with one batch after another; in float64, on the host."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._load, self._probability, self._gram = np.zeros(()), np.zeros(()), np.zeros(())
+
+    def add(self, stats: RouterStats, tokens: int) -> None:
+        """Adds a batch: its means, and over how many tokens they are."""
+        self._tokens += tokens
+        self._load = self._load + tokens * np.asarray(stats.load, np.float64)
+        self._probability = self._probability + tokens * np.asarray(stats.probability, np.float64)
+        self._gram = self._gram + tokens * np.asarray(stats.gram, np.float64)
+
+    def statistics(self) -> RouterStatistics:
+        """Of all batches."""
+        norms = np.sqrt(np.outer(np.diag(self._gram), np.diag(self._gram)))
+        # The cosine with logits that are always zero is undefined; such an expert counts as similar to no other.
+        similarity = np.divide(self._gram, norms, out=np.zeros_like(norms), where=norms > 0)
+        return RouterStatistics(self._load / self._tokens, self._probability / self._tokens, similarity)
+
+
 def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""]:
     """Sum over all routers of `balance_coef * balance + z_coef * z + cv_coef * cv` (methods.md 1), float32."""
     return _weighted([position.coefficients for position in _routers(config)], router)

@@ -34,6 +34,7 @@ from evidence.studies.training_job import DENSE, TEST, kept_path, start_config
 from evidence.studies.variants import NO_DELTAS
 from moe_jax.cast_source import CastSource
 from moe_jax.compress import Calibration, Report, compress, make_method
+from moe_jax.compress.calibration.recorded import LayerCalibration
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.model_source import ModelSource
@@ -168,7 +169,7 @@ def _compressed(place: Place, source: ModelSource, asked: Compression) -> Iterat
             folder,
             make_method(asked.method, dict(asked.options)),
             base=dense_source(place, asked.scale) if asked.dense else None,
-            statistics=_calibration(place, asked.scale, asked.model) if asked.calibrated else None,
+            calibration=_calibration(place, asked.scale, asked.model) if asked.calibrated else None,
             described={},
         )
         yield ModelDirectory(folder), report
@@ -184,7 +185,8 @@ def _calibration(place: Place, scale: str, model: str) -> Calibration:
         load_model(whole, mesh=mesh), ids, seq_len=SCALES[scale].seq_len, batch_size=16, mesh=mesh
     )
     # Only the lineage of a model that is thrown away names a file: it needs one that is there.
-    return Calibration(source.path / "config.json", statistics)
+    layers = {layer: LayerCalibration(found) for layer, found in statistics.items()}
+    return Calibration(source.path / "config.json", layers)
 
 
 def _bases(experts: Mapping[int, Kernels], dense: ModelSource | None) -> dict[int, Kernels]:

@@ -1,25 +1,9 @@
 """How the experts are used: on a text, or as far as the weights of the router say (methods.md 5)."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import NamedTuple
-
 import numpy as np
 
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.nn.router_stats import RouterStatistics
-
-
-class Calibration(NamedTuple):
-    """Statistics of all routers on a text, as `train.expert_load.measure_router_statistics` measures them.
-
-    Attributes:
-      text: the file.
-      layers: the statistics, by layer index.
-    """
-
-    text: Path
-    layers: Mapping[int, RouterStatistics]
 
 
 def statistics_of(layer: SourceLayer) -> RouterStatistics:
@@ -30,7 +14,7 @@ def statistics_of(layer: SourceLayer) -> RouterStatistics:
     Raises:
       InputError: if the router has weights that are not finite, or too large.
     """
-    known = layer.statistics
+    known = None if layer.calibration is None else layer.calibration.statistics
     if known is None:
         matrix = layer.leaf("router/out/kernel" if layer.moe.universal == "coder" else "router/kernel")
         columns = matrix.astype(np.float64)

@@ -2,12 +2,13 @@
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import scipy.linalg
 from jaxtyping import Float
 
-from moe_jax.compress.coding.feedback import quantize_with_feedback, triangular_factor
+from moe_jax.compress.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.compress.coding.quantizer import quantize
 from moe_jax.compress.coding.truncated_svd import truncated_svd
 from moe_jax.experts.forms.protocol import Encoded
@@ -20,6 +21,9 @@ class LeastError:
     Attributes:
       fit: grids and scales of codes are chosen so, and not for the largest absolute value.
     """
+
+    moment: ClassVar[None] = None
+    importances: ClassVar[None] = None
 
     fit: bool = True
 
@@ -41,10 +45,13 @@ class LeastOutputError:
     Attributes:
       moment: H of the kernel's inputs, float32; any multiple of it does the same.
       fit: see `LeastError`.
+      feedback: rows of codes make up for the errors of those before them (`coding.feedback`). Otherwise every entry is
+        rounded on its own, and H says only how much the errors of a row count when scales are chosen.
     """
 
     moment: Float[np.ndarray, "i i"]
     fit: bool = True
+    feedback: bool = True
 
     def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Coder`. Rows of the matrix belong to inputs.
@@ -57,9 +64,19 @@ class LeastOutputError:
         return scipy.linalg.solve_triangular(self._factor, u * root, trans="T", check_finite=False), v * root
 
     def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
-        """See `Coder`. Each row makes up for the errors of those before it (`coding.feedback`)."""
+        """See `Coder`."""
+        if not self.feedback:
+            weights = np.diagonal(self.moment) + DAMPING * np.mean(np.diagonal(self.moment))
+            return Encoded(
+                *map(np.asarray, quantize(values, bits=bits, group_size=group_size, fit=self.fit, weights=weights))
+            )
         made = quantize_with_feedback(values, self._factor, bits=bits, group_size=group_size, fit=self.fit)
         return Encoded(*map(np.asarray, made))
+
+    @property
+    def importances(self) -> Float[np.ndarray, " i"]:
+        """What an entry of each row counts for when entries are chosen: the root of H_ii (Wanda, arXiv 2306.11695)."""
+        return np.sqrt(np.diagonal(self.moment))
 
     @functools.cached_property
     def _factor(self) -> Float[np.ndarray, "i i"]:

@@ -6,6 +6,7 @@ Functions take one matrix of all experts. Where one threshold holds for the whol
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -107,6 +108,7 @@ def prune(
     count: int,
     *,
     refit: bool,
+    importances: Sequence[np.ndarray | None] | None = None,
 ) -> Refit:
     """Chooses the largest residuals of every expert; with `refit`, alternately masks and centre.
 
@@ -118,11 +120,13 @@ def prune(
       centre: the first one.
       count: entries that stay of each kernel.
       refit: without, the masks are those for the first centre, which stays.
+      importances: of every expert, what an entry of each row counts for: errors are multiplied by it before they are
+        compared, or squared. None: all entries count alike.
     """
-    found = _choose(kernels(), centre, count, refit=refit)
+    found = _choose(kernels(), centre, count, refit=refit, importances=importances)
     rounds = 1
     while refit and rounds < MOST_ROUNDS:
-        before, found = found, _choose(kernels(), found.centre, count, refit=True)
+        before, found = found, _choose(kernels(), found.centre, count, refit=True, importances=importances)
         rounds += 1
         if found.error > before.error * (1 - LEAST_GAIN):
             break
@@ -130,25 +134,35 @@ def prune(
 
 
 def _choose(
-    kernels: Iterable[Float[np.ndarray, "..."]], centre: Float[np.ndarray, "..."], count: int, *, refit: bool
+    kernels: Iterable[Float[np.ndarray, "..."]],
+    centre: Float[np.ndarray, "..."],
+    count: int,
+    *,
+    refit: bool,
+    importances: Sequence[np.ndarray | None] | None,
 ) -> Refit:
     """The best masks for a centre and, if asked for, the best centre for these masks."""
     masks, error = [], 0.0
-    total, number = np.zeros_like(centre), np.zeros(centre.shape, np.uint16)
-    for kernel in kernels:
-        residual = kernel - centre
-        mask = largest_mask(residual, count)
+    total, number = np.zeros_like(centre), np.zeros(centre.shape, np.uint16 if importances is None else np.float32)
+    for expert, kernel in enumerate(kernels):
+        residual, importance = kernel - centre, None if importances is None else importances[expert]
+        weigh = partial(_by_rows, importance)
+        mask = largest_mask(weigh(residual), count)
         masks.append(mask)
         residual[mask] = 0
-        total += residual
-        number += ~mask
-        error += squared(residual)
+        total += weigh(weigh(residual))
+        number += weigh(weigh(~mask))
+        error += squared(weigh(residual))
     if refit:
         moved = np.divide(total, number, out=np.zeros_like(total), where=number > 0)
         # Around its mean a set of numbers has less than around any other point: by the square of the distance, each.
         error -= float(np.sum(moved.astype(np.float64) ** 2 * number))
         centre = centre + moved
     return Refit(centre, masks, max(error, 0.0), 1)
+
+
+def _by_rows(factors: Float[np.ndarray, " i"] | None, array: np.ndarray) -> np.ndarray:
+    return array if factors is None else array * factors[:, None]
 
 
 def squared(array: Float[np.ndarray, "..."]) -> float:

@@ -36,6 +36,7 @@ def quantize(
     group_size: int | None,
     fit: bool = True,
     count: Int[Array, ""] | int | None = None,
+    weights: Float[Array, " i"] | None = None,
 ) -> QuantizedKernel:
     """Quantises. Codes are chosen for the scale as it is stored, after rounding to bfloat16.
 
@@ -47,6 +48,7 @@ def quantize(
       fit: choose grid and scale of every group for the least squared error. Otherwise the grid is the odd one, and its
         largest level is the largest absolute value of the group.
       count: rows that matter; what follows them has no influence on the scales. None: all.
+      weights: of the squared errors of rows, when scales are chosen; None: all alike.
     """
     rows, width = kernel.shape
     size = rows if group_size is None else group_size
@@ -55,7 +57,11 @@ def quantize(
     counted = (rows_of_group < (rows if count is None else count))[:, :, None]
     groups = jnp.where(counted, groups, 0)
     whole = group_size is None
-    scales = best_scales(groups, counted.astype(jnp.float32), bits=bits, whole=whole, fit=fit)
+    counts = counted.astype(jnp.float32)
+    if weights is not None:
+        largest = jnp.maximum(jnp.max(weights), jnp.finfo(jnp.float32).tiny)
+        counts = counts * jnp.pad(weights / largest, (0, -rows % size)).reshape(-1, size)[:, :, None]
+    scales = best_scales(groups, counts, bits=bits, whole=whole, fit=fit)
     codes = pack(nearest_codes(groups, scales, bits).astype(jnp.int32).reshape(-1, width)[:rows], bits)
     stored = scales[:, 0, :].astype(SCALE_DTYPE)
     return QuantizedKernel(codes, stored, dequantize(codes, stored, rows, bits, group_size, jnp.float32))

@@ -1,6 +1,7 @@
 """The experts of a layer written in the form of a bank: centre, residuals and biases (methods.md 5)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import numpy as np
 from jaxtyping import Int
@@ -11,10 +12,12 @@ from moe_jax.compress.alignment.design_matrix import (
     aligned_kernels,
     mean_kernel,
 )
+from moe_jax.compress.calibration.coders import ExpertCoder, expert_coders
 from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.pruning import prune
 from moe_jax.compress.layer_figures import Measure
 from moe_jax.compress.source_layer import SourceLayer, Write
+from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig
 from moe_jax.experts.forms import KernelForm
 
@@ -22,7 +25,13 @@ CODER = LeastError()
 
 
 def write_experts(
-    layer: SourceLayer, bank: BankConfig, permutations: Int[np.ndarray, "E f"], write: Write, *, refit: bool
+    layer: SourceLayer,
+    bank: BankConfig,
+    permutations: Int[np.ndarray, "E f"],
+    write: Write,
+    *,
+    refit: bool,
+    feedback: bool = True,
 ) -> Measure:
     """Writes the experts of a layer in the form of a bank, around a centre if it has a base.
 
@@ -32,6 +41,7 @@ def write_experts(
       permutations: the order of every expert's neurons.
       write: takes the leaves.
       refit: the centre is refitted to what a sparse bank leaves out.
+      feedback: see `LeastOutputError`; of a layer that was calibrated.
 
     Returns:
       The measure, to which the errors of all matrices were added.
@@ -44,10 +54,16 @@ def write_experts(
     form = bank.form
     assert isinstance(form, KernelForm)
     if form.couples_matrices:
+        if layer.rows is not None:
+            raise InputError(
+                f"layer {layer.index}: matrices that are factored together have no inputs in common, so that a "
+                "calibration cannot be used; choose --design separate, or leave --calibrate out"
+            )
         _write_jointly(layer, form, bank.has_base, permutations, write, measure)
     else:
         for name in layer.shapes:
-            _write_matrix(layer, form, bank.has_base, name, permutations, write, measure, refit=refit)
+            coders = partial(expert_coders, layer, name, permutations, feedback=feedback)
+            _write_matrix(layer, form, bank.has_base, name, permutations, write, measure, coders, refit=refit)
     for name in layer.shapes:
         biases = aligned_biases(layer, name, permutations)
         if biases is not None:
@@ -63,6 +79,7 @@ def _write_matrix(
     permutations: Int[np.ndarray, "E f"],
     write: Write,
     measure: Measure,
+    coders: Callable[[], Iterable[ExpertCoder]],
     *,
     refit: bool,
 ) -> None:
@@ -73,7 +90,8 @@ def _write_matrix(
     count, masks = form.kept_entries(matrix), None
     if count is not None:
         start = np.broadcast_to(centre, matrix.shape)
-        pruned = prune(lambda: kernels, start, count, refit=refit and has_base)
+        importances = None if layer.rows is None else [coder.importances for coder in coders()]
+        pruned = prune(lambda: kernels, start, count, refit=refit and has_base, importances=importances)
         masks = pruned.masks
         centre = pruned.centre if has_base else centre
     stored = layer.stored(name, centre)
@@ -81,11 +99,14 @@ def _write_matrix(
         write(f"experts/base/{name}/kernel", stored)
 
     stacked: dict[str, np.ndarray] = {}
-    for expert, kernel in enumerate(kernels):
+    for expert, (kernel, coder) in enumerate(zip(kernels, coders(), strict=True)):
         residual = kernel - stored.astype(np.float32)
-        leaves, approximation = form.encode(residual, matrix, dtype, CODER, None if masks is None else masks[expert])
+        if masks is None:
+            leaves, approximation = form.encode(residual, matrix, dtype, coder)
+        else:  # entries that were chosen by their inputs are coded one by one
+            leaves, approximation = form.encode(residual, matrix, dtype, CODER, masks[expert])
         _stack(stacked, leaves, expert, layer.num_experts)
-        measure.add(expert, kernel, stored if has_base else None, approximation)
+        measure.add(expert, kernel, stored if has_base else None, approximation, coder.moment)
     for leaf, array in stacked.items():
         write(f"experts/delta/{name}/{leaf}", array)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from moe_jax.compress.calibration.usage import Calibration
+from moe_jax.compress.calibration.recorded import Calibration
 from moe_jax.compress.job.analyses import AnalysisStore
 from moe_jax.compress.job.board import Board
 from moe_jax.compress.job.report import LayerReport, Report
@@ -47,7 +47,7 @@ def compress(
     base: ModelSource | None = None,
     extended: bool = False,
     layers: Iterable[int] | None = None,
-    statistics: Calibration | None = None,
+    calibration: Calibration | None = None,
     described: Mapping[str, Any],
     progress: Progress = no_progress,
     on_layer: OnLayer = lambda layer, figures, nbytes: None,
@@ -68,7 +68,7 @@ def compress(
       base: the dense model that the experts came from. Without it, a bank's own base, or the mean of the experts.
       extended: the universal FFN beside each bank becomes one more of its deltas.
       layers: the MoE layers to compress; None: all. The others stay as they are.
-      statistics: of the routers on a text; None: methods that use them take all experts to be used alike.
+      calibration: what the experts are given on a text. Without it, all inputs and all experts count alike.
       described: the options as the user gave them: for the lineage, and to know the job again.
       progress: called at the start and after every layer to compress, whichever process does it; in the first.
       on_layer: called there for every compressed layer in turn, also for those that a killed job had done.
@@ -95,10 +95,11 @@ def compress(
 
     def open_layer(i: int) -> SourceLayer:  # anew every time: it keeps what it read last
         universal = extended and source.config.moe(i).universal_beside
-        return SourceLayer(source, i, with_universal=universal, statistics=statistics and statistics.layers[i])
+        recorded = None if calibration is None else calibration.layers[i]
+        return SourceLayer(source, i, with_universal=universal, calibration=recorded)
 
     method.check([open_layer(i) for i in indices])
-    read = [source, *([base] if base is not None else []), *([statistics.text] if statistics is not None else [])]
+    read = [source, *([base] if base is not None else []), *([calibration.text] if calibration is not None else [])]
     # One process is enough to take the fingerprints, for which it reads a little of every leaf.
     entry = decided(lambda: new_lineage_entry("compress", described, read))
     job = {name: entry[name] for name in ("options", "sources")}

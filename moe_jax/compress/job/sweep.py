@@ -49,7 +49,7 @@ def sweep(
       described: the options as the user gave them.
       sources: the models and the text that were read.
       progress: called at the start and after every model.
-      **options: of `compress`: base, extended, layers, statistics.
+      **options: of `compress`: base, extended, layers, calibration.
 
     Raises:
       InputError: see `compress`, or the model itself has no finite score. Nothing is left behind.

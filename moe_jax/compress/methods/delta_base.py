@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from moe_jax.compress.alignment.design_matrix import mean_kernel
+from moe_jax.compress.calibration.coders import ExpertCoder, expert_coders
 from moe_jax.compress.layer_figures import LayerFigures, Measure
 from moe_jax.compress.source_layer import SourceLayer, Write, check_weights
 from moe_jax.convert.families import FAMILIES
@@ -16,8 +17,11 @@ from moe_jax.errors import InputError
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 
-Encode = Callable[[str, int, np.ndarray], tuple[Mapping[str, np.ndarray], np.ndarray | Array]]
-"""`encode(matrix, expert, delta)`: float32[in, out] -> the leaves that store it, and what they stand for, [in, out]."""
+Encode = Callable[[str, int, np.ndarray, ExpertCoder], tuple[Mapping[str, np.ndarray], np.ndarray | Array]]
+"""`encode(matrix, expert, delta, coder)`: float32[in, out] -> the leaves that store it, and what they stand for."""
+
+Coders = Callable[[SourceLayer, str], Iterable[ExpertCoder]]
+"""The coders of all experts of a layer, for a matrix."""
 
 DENSE = "dense model"
 OWN = "base of the bank"
@@ -70,7 +74,9 @@ def check_base(base: ModelConfig, model: ModelConfig, layers: Iterable[int]) -> 
             raise InputError(f"--base has another FFN than the experts in layer {i}: {ffn}, and not {moe.expert}")
 
 
-def compress_deltas(layer: SourceLayer, base: Base, encode: Encode, write: Write) -> LayerFigures:
+def compress_deltas(
+    layer: SourceLayer, base: Base, encode: Encode, write: Write, coders: Coders = expert_coders
+) -> LayerFigures:
     """Writes base, deltas and biases of a layer. Memory holds one matrix of all experts, and that of one in float32.
 
     Raises:
@@ -78,7 +84,7 @@ def compress_deltas(layer: SourceLayer, base: Base, encode: Encode, write: Write
     """
     measure = Measure(layer.num_experts, layer.moe.expert.dim)
     for name in layer.shapes:
-        _compress_matrix(layer, name, base.kernel(name), encode, write, measure)
+        _compress_matrix(layer, name, base.kernel(name), encode, write, measure, coders(layer, name))
         biases = layer.biases(name)
         if biases is not None:
             write(f"experts/{name}/bias", biases)
@@ -86,18 +92,24 @@ def compress_deltas(layer: SourceLayer, base: Base, encode: Encode, write: Write
 
 
 def _compress_matrix(
-    layer: SourceLayer, name: str, base: np.ndarray, encode: Encode, write: Write, measure: Measure
+    layer: SourceLayer,
+    name: str,
+    base: np.ndarray,
+    encode: Encode,
+    write: Write,
+    measure: Measure,
+    coders: Iterable[ExpertCoder],
 ) -> None:
     """A function of its own, so that nothing of one matrix is held while the next one is read."""
     write(f"experts/base/{name}/kernel", base)
     stacked: dict[str, np.ndarray] = {}
-    for expert, kernel in enumerate(layer.kernels(name)):
+    for expert, (kernel, coder) in enumerate(zip(layer.kernels(name), coders, strict=True)):
         delta = kernel.astype(np.float32, copy=False) - base.astype(np.float32, copy=False)
-        leaves, approximation = encode(name, expert, delta)
+        leaves, approximation = encode(name, expert, delta, coder)
         for leaf, array in leaves.items():
             if leaf not in stacked:
                 stacked[leaf] = np.empty((layer.num_experts, *array.shape), array.dtype)
             stacked[leaf][expert] = array
-        measure.add(expert, kernel, base, approximation)
+        measure.add(expert, kernel, base, approximation, coder.moment)
     for leaf, array in stacked.items():
         write(f"experts/delta/{name}/{leaf}", array)

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from moe_jax.compress.allocation.budget import same_scheme
-from moe_jax.compress.coding.coder import LeastError
+from moe_jax.compress.calibration.coders import ExpertCoder, expert_coders
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Quantized
 from moe_jax.compress.coding.storage import QUANTIZED
 from moe_jax.compress.layer_figures import LayerFigures
@@ -31,6 +32,8 @@ class Quantize(Method):
       scale: `mse`: of every group the grid of levels and the scale that give the least squared error; `absmax`: the
         largest level stands for the largest absolute value of the group. One bit has no choice: its scale, the mean
         absolute value, already has the least error.
+      feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
+        entry is rounded on its own, and the text says only how much each row counts.
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
@@ -39,6 +42,7 @@ class Quantize(Method):
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE
     scale: Literal["mse", "absmax"] = "mse"
+    feedback: bool = True
 
     def __post_init__(self) -> None:
         check_member("scale", self.scale, SCALES)
@@ -52,13 +56,16 @@ class Quantize(Method):
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         """See `Method`."""
-        form, coder = target.bank.form, LeastError(fit=self.scale == "mse")
+        form = target.bank.form
         assert isinstance(form, KernelForm)
 
-        def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        def encode(
+            name: str, expert: int, delta: np.ndarray, coder: ExpertCoder
+        ) -> tuple[dict[str, np.ndarray], np.ndarray]:
             return form.encode(delta, layer.matrices[name], layer.dtype(name), coder)
 
-        return compress_deltas(layer, base, encode, write)
+        coders = partial(expert_coders, fit=self.scale == "mse", feedback=self.feedback)
+        return compress_deltas(layer, base, encode, write, coders)
 
     @property
     def _scheme(self) -> Quantized:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
+from moe_jax.compress.calibration.coders import ExpertCoder
 from moe_jax.compress.coding.pruning import largest_mask
 from moe_jax.compress.coding.storage import SPARSE
 from moe_jax.compress.layer_figures import LayerFigures
@@ -39,7 +41,7 @@ class Sparsify(Method):
       drop: share p of the entries that are left out, in [0, 1); required.
       keep: which entries stay. `random`: each with probability 1-p, divided by 1-p (DARE). `exact`: as many in every
         kernel, drawn at random and divided by their share; both are right on average. `magnitude`: the largest ones
-        as they are, which is the least error.
+        as they are, which is the least error; of a layer that was calibrated, those of the inputs that count most.
       seed: of everything random.
     """
 
@@ -77,9 +79,11 @@ class Sparsify(Method):
         form = target.bank.form
         assert isinstance(form, Sparse)
 
-        def encode(name: str, expert: int, delta: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        def encode(
+            name: str, expert: int, delta: np.ndarray, coder: ExpertCoder
+        ) -> tuple[dict[str, np.ndarray], np.ndarray]:
             entries = form.kept_entries(layer.matrices[name])
-            chosen = self._choose(layer.index, name, expert, delta, entries)
+            chosen = self._choose(layer.index, name, expert, delta, entries, coder.importances)
             with np.errstate(over="ignore"):  # said in our own words below
                 values = (delta.reshape(-1)[chosen.positions] * chosen.factors).astype(layer.dtype(name))
             if not np.isfinite(values).all():
@@ -99,9 +103,18 @@ class Sparsify(Method):
         encoding = smallest_encoding(layer.shapes.values(), counts)
         return BankConfig(dataclasses.replace(form, encoding=encoding))
 
-    def _choose(self, layer: int, name: str, expert: int, delta: np.ndarray, entries: int) -> "_Chosen":
+    def _choose(
+        self,
+        layer: int,
+        name: str,
+        expert: int,
+        delta: np.ndarray,
+        entries: int,
+        importances: Float[np.ndarray, " i"] | None,
+    ) -> "_Chosen":
         if self.keep == "magnitude":
-            return _Chosen(np.flatnonzero(largest_mask(delta, entries)), np.float32(1))
+            magnitudes = delta if importances is None else delta * importances[:, None]
+            return _Chosen(np.flatnonzero(largest_mask(magnitudes, entries)), np.float32(1))
         random = self._stream(layer, _POSITIONS, name, expert)
         positions = draw_positions(random, delta.size, entries)
         if self.keep == "exact":

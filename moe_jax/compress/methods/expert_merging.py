@@ -134,7 +134,7 @@ class Merging(Method):
         return measure.figures(
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
             choice=describe_groups(groups),
-            uniform_usage=layer.statistics is None,
+            uniform_usage=layer.calibration is None,
             **found,
         )
 

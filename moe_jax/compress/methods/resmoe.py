@@ -64,6 +64,8 @@ class ResMoE(Method):
         and layers of one shape: so no storage is left empty, and equal layers stay equal.
       refit: the centre of pruned residuals is refitted to what was pruned.
       solver: of the alignment, see `barycenter`; `identity` takes the neurons as they are.
+      feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
+        entry is rounded on its own, and the text says only how much each row counts.
       target_bytes: instead of `keep`, a budget for the experts of all compressed layers, everything included.
       budget_bits: the same as average bits per weight of these experts; by default no budget.
     """
@@ -78,6 +80,7 @@ class ResMoE(Method):
     design: Literal["concat", "separate"] = "concat"
     refit: bool = True
     solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
+    feedback: bool = True
     target_bytes: int | None = None
     budget_bits: float | None = None
 
@@ -160,7 +163,7 @@ class ResMoE(Method):
         """See `Method`."""
         began = time.monotonic()
         permutations, objective = analysis["permutations"], float(analysis["objective"])
-        measure = write_experts(layer, target.bank, permutations, write, refit=self.refit)
+        measure = write_experts(layer, target.bank, permutations, write, refit=self.refit, feedback=self.feedback)
         return measure.figures(
             objective=objective,
             rounds=int(analysis["rounds"]),

@@ -22,8 +22,13 @@ from moe_jax.models import MoEConfig
 
 
 class WithoutCentre(Method):
-    """The experts themselves in a scheme; their neurons stay in order."""
+    """The experts themselves in a scheme; their neurons stay in order.
 
+    Attributes:
+      feedback: see `write_experts`.
+    """
+
+    feedback = True
     origin: ClassVar[str | None] = NO_BASE
 
     @property
@@ -55,7 +60,7 @@ class WithoutCentre(Method):
     ) -> LayerFigures:
         """See `Method`."""
         began = time.monotonic()
-        measure = write_experts(layer, target.bank, unaligned(layer), write, refit=False)
+        measure = write_experts(layer, target.bank, unaligned(layer), write, refit=False, feedback=self.feedback)
         return measure.figures(seconds=time.monotonic() - began, choice=target.bank.form.describe())
 
 
@@ -113,6 +118,8 @@ class PlainQuantize(WithoutCentre):
     Attributes:
       bits: of a code: 8, 4, 3, 2 or 1.
       group_size: entries along the input axis that share a scale; 0: the whole kernel.
+      feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
+        entry is rounded on its own, and the text says only how much each row counts.
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
@@ -120,6 +127,7 @@ class PlainQuantize(WithoutCentre):
 
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE
+    feedback: bool = True
 
     @property
     def scheme(self) -> Quantized:

@@ -43,9 +43,9 @@ def _drawn(gated: bool, banks: tuple[BankConfig, ...], moe: tuple) -> MemorySour
     return memory_moe(*banks, **(GATED if gated else PLAIN), **dict(moe))
 
 
-def compressed(source: MemorySource, method, index: int = 0, statistics=None):
+def compressed(source: MemorySource, method, index: int = 0, calibration=None):
     """A layer after compression, as a source, and its figures."""
-    layer = SourceLayer(source, index, statistics=statistics)
+    layer = SourceLayer(source, index, calibration=calibration)
     method.check([layer])
     analysis = method.analyse(layer)
     target = method.plan([layer], {index: analysis})[index]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.compress.calibration.usage import Calibration, statistics_of
+from moe_jax.compress.calibration.recorded import Calibration, LayerCalibration
+from moe_jax.compress.calibration.usage import statistics_of
 from moe_jax.compress.job.stream import compress
 from moe_jax.compress.methods.expert_merging import count_groups, group_experts
 from moe_jax.compress.methods.registry import METHODS
@@ -36,6 +37,7 @@ STATISTICS = RouterStatistics(
         ]
     ),
 )
+CALIBRATION = LayerCalibration(STATISTICS)
 GROUPS = [2, 0, 1, 0, 2, 2]
 
 
@@ -80,7 +82,7 @@ def test_groups_are_a_partition_with_one_dominant_expert_each(experts, keep, see
 @pytest.mark.parametrize("name", MERGING)
 def test_what_is_left_is_the_weighted_mean_of_the_aligned_experts(source, name):
     before = experts_of(SourceLayer(source, 0))
-    layer, figures, analysis = compressed(source, METHODS[name](keep=0.5), statistics=STATISTICS)
+    layer, figures, analysis = compressed(source, METHODS[name](keep=0.5), calibration=CALIBRATION)
     assert layer.moe.merged_experts == 3 and layer.moe.num_experts == E
     assert layer.leaf("groups").tolist() == GROUPS and layer.leaf("groups").dtype == np.int32
     weights = {"msmoe": STATISTICS.usage, "meo": STATISTICS.score, "git-rebasin": np.ones(E)}[name]
@@ -103,7 +105,7 @@ def test_what_is_left_is_the_weighted_mean_of_the_aligned_experts(source, name):
 def test_msmoe_aligns_to_the_dominant_expert(source):
     """No exchange of two neurons brings an expert nearer to it, and permuted copies are found."""
     before = experts_of(SourceLayer(source, 0))
-    _, _, analysis = compressed(source, METHODS["msmoe"](keep=0.5), statistics=STATISTICS)
+    _, _, analysis = compressed(source, METHODS["msmoe"](keep=0.5), calibration=CALIBRATION)
     orders = analysis["permutations"]
     for dominant in (1, 2, 4):
         assert orders[dominant].tolist() == list(range(F))
@@ -145,10 +147,10 @@ def test_without_a_text_the_router_says_who_is_alike(source):
 
 
 def test_merged_experts_can_be_merged_again(source):
-    once, _, _ = compressed(source, METHODS["meo"](keep=0.5), statistics=STATISTICS)
-    twice, _, _ = compressed(once._source, METHODS["meo"](keep=0.6), statistics=STATISTICS)
+    once, _, _ = compressed(source, METHODS["meo"](keep=0.5), calibration=CALIBRATION)
+    twice, _, _ = compressed(once._source, METHODS["meo"](keep=0.6), calibration=CALIBRATION)
     assert twice.moe.merged_experts == 2 and twice.moe.num_experts == E
-    found = statistics_of(SourceLayer(once._source, 0, statistics=STATISTICS))
+    found = statistics_of(SourceLayer(once._source, 0, calibration=CALIBRATION))
     np.testing.assert_allclose(found.usage, [0.5, 0.15, 0.35])  # of 1 3, of 2, of 0 4 5
     groups = np.array(group_experts(found, 2).of)
     assert twice.leaf("groups").tolist() == groups[GROUPS].tolist()
@@ -158,8 +160,8 @@ def test_merged_experts_can_be_merged_again(source):
 def test_a_job_takes_the_statistics_of_its_layers(name, source, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("All the world is a stage.")
-    calibration = Calibration(text, {0: STATISTICS})
-    report = compress(source, tmp_path / "out", METHODS[name](keep=0.5), statistics=calibration, described={})
+    calibration = Calibration(text, {0: CALIBRATION})
+    report = compress(source, tmp_path / "out", METHODS[name](keep=0.5), calibration=calibration, described={})
     assert not any("--calibrate" in line for line in report.warnings)
     out = ModelDirectory(tmp_path / "out")
     assert out.read("layers/0/mlp/groups").tolist() == GROUPS

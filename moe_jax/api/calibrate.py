@@ -1,0 +1,92 @@
+"""What the experts of a model are given on a text, recorded for the methods of compression."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from moe_jax.api.model import Model
+from moe_jax.api.run import default_seq_len, read_ids
+from moe_jax.compress.calibration.record import record
+from moe_jax.compress.calibration.recorded import Calibration, is_complete, read_layer
+from moe_jax.compress.calibration.windows import sample_windows
+from moe_jax.errors import InputError
+from moe_jax.model_source import ModelSource
+from moe_jax.remote.remote_path import as_path
+from moe_jax.sharding import make_mesh
+from moe_jax.terminal import Progress, no_progress
+from moe_jax.train.evaluation import check_seq_len
+
+Place = Callable[[str], Path]
+"""The folder of a recording, by the name that it has."""
+
+
+def calibrate(
+    source: ModelSource,
+    text: str | os.PathLike[str],
+    *,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    place: Place | None = None,
+    mesh: Mesh | None = None,
+    progress: Progress = no_progress,
+) -> Calibration:
+    """Runs a model over windows of a text, layer after layer, and keeps what its experts are given.
+
+    Args:
+      source: a model with MoE layers.
+      text: a text file.
+      samples: windows that are drawn of it; None: 128, or as many as it has.
+      seq_len: tokens of a window; by default as for `evaluate`.
+      batch_size: windows computed at once. Does not change the result but in the last bits.
+      seed: of the draw.
+      place: says where the recording is kept, and found again; None: in a temporary folder, as long as the result.
+      mesh: devices that share the work; None: the first one.
+      progress: called after every layer.
+
+    Raises:
+      FileNotFoundError: if there is no text.
+      InputError: if the model is dense, has an encoder or no tokenizer; the text is not UTF-8 or shorter than asked
+        for; activations are not finite; or there is no room on the disk.
+    """
+    if batch_size < 1:
+        raise InputError(f"{batch_size=} must be at least 1")
+    if seed < 0:
+        raise InputError(f"{seed=} must not be negative")
+    if not source.config.moe_layers:
+        raise InputError("the model is dense: it has no experts to calibrate")
+    source.config.check_no_encoder("a calibration")
+    length = default_seq_len(source.config) if seq_len is None else seq_len
+    check_seq_len(length)
+    windows = sample_windows(read_ids(Model.of_source(source), text), seq_len=length, samples=samples, seed=seed)
+    digest = hashlib.sha256(np.ascontiguousarray(windows).tobytes()).hexdigest()
+    key = {"model": source.fingerprint(), "windows": list(windows.shape), "tokens": digest}
+    name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
+    keep = tempfile.TemporaryDirectory(prefix="moe_jax_calibration_") if place is None else None
+    folder = Path(keep.name) / name if keep is not None else place(name)
+    if not is_complete(folder, key):
+        mesh = make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh
+        record(source, windows, folder, key, mesh=mesh, batch_size=batch_size, progress=progress)
+    return open_calibration(folder, text, source.config.moe_layers, keep=keep)
+
+
+def open_calibration(
+    folder: Path, text: str | os.PathLike[str], layers: tuple[int, ...], *, keep: Any = None
+) -> Calibration:
+    """A recording that is complete.
+
+    Args:
+      folder: of it.
+      text: that it was made from.
+      layers: the MoE layers of the model.
+      keep: what has to live as long.
+    """
+    return Calibration(as_path(text), {i: read_layer(folder, i) for i in layers}, folder, keep)

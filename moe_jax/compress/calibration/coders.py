@@ -1,0 +1,42 @@
+"""The coder of every expert's kernel: of a calibrated layer for least change of outputs, else of the kernel itself."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from jaxtyping import Int
+
+from moe_jax.compress.calibration.moments import moments
+from moe_jax.compress.coding.coder import LeastError, LeastOutputError
+from moe_jax.compress.source_layer import SourceLayer
+
+ExpertCoder = LeastError | LeastOutputError
+
+
+def expert_coders(
+    layer: SourceLayer,
+    name: str,
+    permutations: Int[np.ndarray, "E f"] | None = None,
+    *,
+    fit: bool = True,
+    feedback: bool = True,
+) -> Iterator[ExpertCoder]:
+    """Yields the coder of one expert after another.
+
+    Args:
+      layer: its experts.
+      name: of the matrix.
+      permutations: the order of every expert's neurons; None: as they are stored.
+      fit: see `LeastError`.
+      feedback: see `LeastOutputError`.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    if layer.rows is None:
+        yield from (LeastError(fit=fit) for _ in range(layer.num_experts))
+        return
+    for expert, moment in enumerate(moments(layer, name)):
+        if name == "down" and permutations is not None:
+            order = permutations[expert]
+            moment = moment[np.ix_(order, order)]
+        yield LeastOutputError(moment, fit=fit, feedback=feedback)

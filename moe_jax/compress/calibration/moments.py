@@ -1,0 +1,123 @@
+"""Second moments of what the matrices of every expert are given on the calibration text.
+
+A routed expert adds `w (h W_down)` to the output of a token: what an error of its matrices changes there grows with the
+square of the router weight w. So the moments of an expert are sums of `w^2 x x^T` over the tokens that are routed to
+it, x being its input for `gate` and `up`, and its hidden activations for `down`.
+
+An expert to which few tokens are routed would have a moment of low rank, by which most of its weights would not matter.
+So some tokens of the whole layer count for every expert, together as much as `BACKGROUND` tokens that are routed to it:
+a moment is shrunk towards that of the layer, the more the rarer the expert is used.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from moe_jax.compress.calibration.recorded import LayerRows
+from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.functional.ffn import hidden
+
+BACKGROUND = 64
+"""What the tokens of the whole layer count for, in tokens that are routed to an expert."""
+_BACKGROUND_ROWS = 512
+
+# Rows of one product.
+_CHUNK = 1024
+
+
+class _Rows(NamedTuple):
+    """Tokens that count for an expert.
+
+    Attributes:
+      index: of each among the tokens of the layer.
+      weights: by which they count, float32: squares of router weights.
+    """
+
+    index: np.ndarray
+    weights: np.ndarray
+
+
+def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]:
+    """The second moment of the inputs of a matrix, for one expert after another; float32, a sum over tokens.
+
+    Args:
+      layer: that was calibrated. Its experts' neurons are in the order in which they are stored.
+      name: of the matrix.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    rows = layer.rows
+    assert rows is not None
+    counted = (_rows_of(rows, expert) for expert in range(layer.num_experts))
+    if name != "down":
+        for own in counted:
+            yield _sum(rows, own, lambda x: x, rows.inputs.shape[1])
+        return
+    gates = layer.kernels("gate") if "gate" in layer.shapes else None
+    gate_biases, up_biases = layer.biases("gate") if gates is not None else None, layer.biases("up")
+    for expert, (own, up) in enumerate(zip(counted, layer.kernels("up"), strict=True)):
+        gate = None if gates is None else next(gates)
+        biases = [None if stacked is None else stacked[expert] for stacked in (gate_biases, up_biases)]
+        apply = partial(_hidden, gate, up, *biases, activation=layer.moe.expert.activation)
+        yield _sum(rows, own, apply, layer.moe.expert.dim)
+
+
+def tokens_per_expert(layer: SourceLayer) -> np.ndarray:
+    """How many tokens of the text are routed to every expert of the bank."""
+    assert layer.rows is not None
+    experts = layer.rows.experts
+    return np.bincount(experts[experts >= 0], minlength=layer.num_experts)
+
+
+def _rows_of(rows: LayerRows, expert: int) -> _Rows:
+    index, choice = np.nonzero(rows.experts == expert)
+    weights = rows.weights[index, choice].astype(np.float32) ** 2
+    background = np.linspace(0, len(rows.experts) - 1, min(_BACKGROUND_ROWS, len(rows.experts))).astype(int)
+    usual = float(np.mean(weights)) if len(weights) else 1.0
+    level = max(usual, np.finfo(np.float32).tiny) * BACKGROUND / len(background)
+    return _Rows(
+        np.concatenate([index, background]),
+        np.concatenate([weights, np.full(len(background), level, np.float32)]),
+    )
+
+
+def _sum(rows: LayerRows, own: _Rows, apply: Callable[[Array], Array], size: int) -> Float[np.ndarray, "i i"]:
+    """The sum of w a a^T over rows, a being what `apply` makes of an input."""
+    total = jnp.zeros((size, size), jnp.float32)
+    for start in range(0, len(own.index), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        x = np.asarray(rows.inputs[own.index[part]], np.float32)
+        weights = own.weights[part]
+        missing = _CHUNK - len(weights)  # rows of no weight, so that one program serves all experts
+        x, weights = np.pad(x, ((0, missing), (0, 0))), np.pad(weights, (0, missing))
+        total = _add(total, apply(x), weights)
+    return np.asarray(total)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _add(total: Float[Array, "i i"], a: Float[Array, "n i"], weights: Float[Array, " n"]) -> Float[Array, "i i"]:
+    scaled = a * jnp.sqrt(weights)[:, None]
+    return total + jnp.matmul(scaled.T, scaled, precision="highest")
+
+
+@partial(jax.jit, static_argnames="activation")
+def _hidden(
+    gate: Float[Array, "d f"] | None,
+    up: Float[Array, "d f"],
+    gate_bias: Float[Array, " f"] | None,
+    up_bias: Float[Array, " f"] | None,
+    x: Float[Array, "n d"],
+    *,
+    activation: str,
+) -> Float[Array, "n f"]:
+    def into(kernel: Array, bias: Array | None) -> Array:
+        y = x @ kernel.astype(jnp.float32)
+        return y if bias is None else y + bias.astype(jnp.float32)[None]
+
+    return hidden(into(up, up_bias), None if gate is None else into(gate, gate_bias), activation)

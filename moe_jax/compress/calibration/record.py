@@ -1,0 +1,191 @@
+"""The calibration pass: a model runs over a text layer after layer, and what its banks are given is kept on the disk.
+
+Memory holds one layer and one batch, whatever the sizes of model and text: the activations between two layers are a
+file. So one pass over the model's files is enough, and a pass that was killed goes on at the layer where it was.
+"""
+
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+from moe_jax.compress.calibration.recorded import complete, create_inputs, layer_file, write_layer
+from moe_jax.errors import InputError
+from moe_jax.experts.mesh import spec_on_mesh
+from moe_jax.formatting import show_bytes
+from moe_jax.model_source import ModelSource
+from moe_jax.nn.router_stats import RouterSums
+from moe_jax.sharding import batch_spec, leaf_spec
+from moe_jax.staging import replace_file
+from moe_jax.streamed_layers import TABLE, BankCall, apply_layer, bank_calls, embed_tokens
+from moe_jax.terminal import Progress, no_progress
+
+# Which layer comes next, of a pass that is not complete.
+_NEXT = "next"
+
+
+def record(
+    source: ModelSource,
+    windows: Int[np.ndarray, "N L"],
+    folder: Path,
+    key: Mapping[str, Any],
+    *,
+    mesh: Mesh,
+    batch_size: int = 8,
+    progress: Progress = no_progress,
+) -> None:
+    """Makes the recording of a model on a text, or goes on with it; activations are float32.
+
+    Args:
+      source: the model.
+      windows: of the text, as `sample_windows` draws them.
+      folder: where it is written; of this recording alone.
+      key: what it is a recording of; JSON.
+      mesh: devices that share the windows of a batch; the weights of a layer are placed as in training.
+      batch_size: windows at a time, rounded up to what the mesh divides. Does not change the result but in the last
+        bits.
+      progress: called after every layer.
+
+    Raises:
+      InputError: if the model has an encoder or no MoE layers, activations are not finite, or there is no room on the
+        disk.
+    """
+    config = source.config
+    config.check_no_encoder("a calibration")
+    if not config.moe_layers:
+        raise InputError("the model is dense: it has no experts to calibrate")
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_room(folder, windows.size, config.d_model, len(config.moe_layers))
+    rows, _ = batch_spec()
+    shards = int(np.prod([mesh.shape[axis] for axis in rows]))
+    size = -(-min(batch_size, len(windows)) // shards) * shards
+    batches = [slice(start, min(start + size, len(windows))) for start in range(0, len(windows), size)]
+    last = max(config.moe_layers)
+    shape = (*windows.shape, config.d_model)
+    begin = int((folder / _NEXT).read_text()) if (folder / _NEXT).is_file() else 0
+    if begin == 0:
+        states = _states(folder, 0, shape)
+        embedding = {path: source.read(path) for path in source.specs() if path.startswith("embed/")}
+        for batch in batches:
+            states[batch] = np.asarray(embed_tokens(config, embedding, windows[batch]))
+        del embedding
+        _go_on(folder, states, 0)
+    programs: dict[Any, Any] = {}
+    with jax.set_mesh(mesh):
+        for i in range(begin, last + 1):
+            progress("calibrating", i, last + 1)
+            before, after = _states(folder, i), _states(folder, i + 1, shape)
+            layer = _Layer(source, i, mesh, programs)
+            _run(layer, before, after, batches, size, folder)
+            if not np.isfinite(after[batches[-1]]).all():
+                raise InputError(f"calibration: what layer {i} gives is not finite")
+            _go_on(folder, after, i + 1)
+    progress("calibrating", last + 1, last + 1)
+    complete(folder, key)
+    for parity in (0, 1):
+        _states_file(folder, parity).unlink(missing_ok=True)
+    (folder / _NEXT).unlink(missing_ok=True)
+
+
+class _Layer:
+    """The weights of a layer on the mesh, and the program that applies it."""
+
+    def __init__(self, source: ModelSource, index: int, mesh: Mesh, programs: dict[Any, Any]):
+        config = source.config
+        self.index, self.moe = index, index in config.moe_layers
+        self._mesh = mesh
+        prefix, layer, specs = f"layers/{index}/", config.layers[index], source.specs()
+        paths = {path.removeprefix(prefix): path for path in specs if path.startswith(prefix)}
+        if layer.attention.relative_bias is not None:
+            paths[TABLE] = TABLE
+        key = (layer, tuple((name, specs[path].dtype) for name, path in sorted(paths.items())))
+        if key not in programs:
+            programs[key] = jax.jit(partial(_apply, config, layer))
+        self._program = programs[key]
+        self._leaves = {name: self._placed(path, source.read(path)) for name, path in paths.items()}
+
+    def __call__(self, x: Float[np.ndarray, "B L d"], valid: np.ndarray) -> tuple[Any, list[BankCall]]:
+        """See `streamed_layers.apply_layer`."""
+        rows, _ = batch_spec()
+        sharding = NamedSharding(self._mesh, P(rows))
+        return self._program(self._leaves, jax.device_put(x, sharding), jax.device_put(valid, sharding))
+
+    def _placed(self, path: str, leaf: np.ndarray) -> jax.Array:
+        spec = spec_on_mesh(leaf_spec(path), leaf.shape, self._mesh.shape)
+        return jax.device_put(leaf, NamedSharding(self._mesh, spec))
+
+
+def _apply(config: Any, layer: Any, leaves: Any, x: Any, valid: Any) -> tuple[Any, list[BankCall]]:
+    y, calls = apply_layer(config, layer, leaves, x, None, bank_calls, valid)
+    return y, [call._replace(tokens=call.tokens.astype(jnp.bfloat16)) for call in calls]
+
+
+def _run(
+    layer: _Layer,
+    before: Float[np.ndarray, "N L d"],
+    after: Float[np.ndarray, "N L d"],
+    batches: list[slice],
+    size: int,
+    folder: Path,
+) -> None:
+    """Applies a layer to all windows, and keeps what its bank was given."""
+    windows, length, width = before.shape
+    # Of a pass that was stopped, the layer may be complete while what comes after it is not.
+    recorded = layer_file(folder, layer.index).is_file()
+    inputs = create_inputs(folder, layer.index, (windows * length, width)) if layer.moe and not recorded else None
+    experts, weights, sums = [], [], RouterSums()
+    for batch in batches:
+        x = np.asarray(before[batch])
+        count = len(x)
+        valid = np.broadcast_to(np.arange(size) < count, (length, size)).T
+        y, calls = layer(np.concatenate([x, np.zeros((size - count, *x.shape[1:]), x.dtype)]), valid)
+        after[batch] = np.asarray(y)[:count]
+        for call in calls if inputs is not None else ():
+            tokens = count * length
+            inputs[batch.start * length : batch.start * length + tokens] = np.asarray(call.tokens)[:tokens].view(
+                np.uint16
+            )
+            experts.append(np.asarray(call.routing.experts)[:tokens])
+            weights.append(np.asarray(call.routing.weights)[:tokens])
+            sums.add(call.stats, tokens)
+    if inputs is not None:
+        inputs.flush()
+        write_layer(folder, layer.index, np.concatenate(experts), np.concatenate(weights), sums.statistics())
+
+
+def _check_room(folder: Path, tokens: int, d_model: int, layers: int) -> None:
+    """Raises `InputError` unless inputs of all layers and two times activations fit on the disk."""
+    needed = tokens * d_model * (2 * layers + 8) - sum(file.stat().st_size for file in folder.iterdir())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise InputError(
+            f"a calibration on {tokens} tokens takes {show_bytes(needed)} in {folder}, where {show_bytes(free)} are "
+            "free; ask for fewer samples, or make room"
+        )
+
+
+def _states_file(folder: Path, index: int) -> Path:
+    # Two files in turn: that of the layer before is whole until the next one is.
+    return folder / f"states{index % 2}.npy"
+
+
+def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
+    """What layer `index` is given: a file to read, or with a shape to fill."""
+    file = _states_file(folder, index)
+    if shape is None:
+        return np.lib.format.open_memmap(file, mode="r")
+    return np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=shape)
+
+
+def _go_on(folder: Path, states: np.memmap, index: int) -> None:
+    """Notes that all before layer `index` is done."""
+    states.flush()
+    replace_file(folder / _NEXT, str(index).encode())

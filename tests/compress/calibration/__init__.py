@@ -1,0 +1,1 @@
+"""What experts are given on a text."""
