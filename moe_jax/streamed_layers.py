@@ -73,7 +73,8 @@ def bank_calls(block: Any) -> list[Any]:
 
     def apply_moe(*arguments: Any) -> Any:
         y, stats = moe(*arguments)
-        calls.append(BankCall(*given.pop(), stats[0]))
+        tokens, routing = given.pop()
+        calls.append(BankCall(tokens, routing, stats[0]))
         return y, stats
 
     moe.experts, block.mlp = apply_experts, apply_moe
@@ -86,7 +87,7 @@ def embed_tokens(
     """The activations of tokens before the first layer; `leaves` by their paths, on the host."""
     # Of the table only the rows of the tokens: it may be larger than a layer.
     leaves = {**leaves, EMBEDDING: leaves[EMBEDDING][tokens.reshape(-1)]}
-    embed = filled(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, leaves), "embed/")
+    embed: Any = filled(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, leaves), "embed/")
     return embed(jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape))
 
 
@@ -122,7 +123,8 @@ def apply_layer(
 
 def normalise(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
     """The norm after an encoder."""
-    return filled(lambda _: make_final_norm(config), leaves, "encoder_norm/")(x)
+    norm: Any = filled(lambda _: make_final_norm(config), leaves, "encoder_norm/")
+    return norm(x)
 
 
 def finish(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from moe_jax.api.model import Model
 from moe_jax.api.run import default_seq_len, read_ids
-from moe_jax.compress.calibration.record import record
+from moe_jax.compress.calibration.drawn_windows import sample_windows
+from moe_jax.compress.calibration.layerwise_pass import record
 from moe_jax.compress.calibration.recorded import Calibration, is_complete, read_layer
-from moe_jax.compress.calibration.windows import sample_windows
 from moe_jax.errors import InputError
 from moe_jax.model_source import ModelSource
 from moe_jax.remote.remote_path import as_path
@@ -70,8 +70,11 @@ def calibrate(
     digest = hashlib.sha256(np.ascontiguousarray(windows).tobytes()).hexdigest()
     key = {"model": source.fingerprint(), "windows": list(windows.shape), "tokens": digest}
     name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
-    keep = tempfile.TemporaryDirectory(prefix="moe_jax_calibration_") if place is None else None
-    folder = Path(keep.name) / name if keep is not None else place(name)
+    keep = None
+    if place is None:
+        keep = tempfile.TemporaryDirectory(prefix="moe_jax_calibration_")
+        place = Path(keep.name).joinpath
+    folder = place(name)
     if not is_complete(folder, key):
         mesh = make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh
         record(source, windows, folder, key, mesh=mesh, batch_size=batch_size, progress=progress)

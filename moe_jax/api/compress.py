@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -44,6 +45,7 @@ def compress(
     calibrate: str | os.PathLike[str] | None = None,
     samples: int | None = None,
     calibration_seed: int = 0,
+    calibration_dir: str | os.PathLike[str] | None = None,
     seq_len: int | None = None,
     batch_size: int = 8,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -73,6 +75,7 @@ def compress(
         all inputs count alike.
       samples, calibration_seed: how many windows are drawn of that text, by default 128, or as many as it has; and with
         which seed.
+      calibration_dir: a folder in which what was found is kept, for the same text to be used again; None: nowhere.
       seq_len, batch_size: tokens that the model sees at a time on it, and windows computed at once.
       dtype: of what is not in codes; None: as stored.
       options: of the method, such as `keep=0.25` or `bits=4`; `moe-jax compress --help` lists them.
@@ -104,6 +107,7 @@ def compress(
             seq_len=seq_len,
             batch_size=batch_size,
             seed=calibration_seed,
+            place=None if calibration_dir is None else Path(calibration_dir).joinpath,
             mesh=model.mesh if isinstance(model, Model) else None,
         )
         described |= {"calibrate": str(calibrate), "seq_len": seq_len, "samples": samples}

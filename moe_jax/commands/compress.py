@@ -20,7 +20,7 @@ from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.commands.method_options import command_fields, given_options, one_method, swept_methods
 from moe_jax.compress import METHODS, compress, sweep
 from moe_jax.compress.job.stream import choose_layers
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, flag_of
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
@@ -205,9 +205,8 @@ def _check_use_of_text(options: _Job) -> None:
     unused = [name for name, value in sizes.items() if value is not None]
     if unused and not options.sweep and options.calibrate is None:
         raise InputError(f"{', '.join(unused)}: only with --sweep or --calibrate")
-    of_calibration = {"--samples": options.samples, "--calibration-seed": options.calibration_seed}
-    of_calibration["--calibration-dir"] = options.calibration_dir
-    unused = [name for name, value in of_calibration.items() if value is not None]
+    of_calibration = ("samples", "calibration_seed", "calibration_dir")
+    unused = [flag_of(name) for name in of_calibration if getattr(options, name) is not None]
     if unused and options.calibrate is None:
         raise InputError(f"{', '.join(unused)}: only with --calibrate")
     if options.batch_size is not None and options.batch_size < 1:

@@ -96,7 +96,7 @@ def _sum(rows: LayerRows, own: _Rows, apply: Callable[[Array], Array], size: int
         weights = own.weights[part]
         missing = _CHUNK - len(weights)  # rows of no weight, so that one program serves all experts
         x, weights = np.pad(x, ((0, missing), (0, 0))), np.pad(weights, (0, missing))
-        total = _add(total, apply(x), weights)
+        total = _add(total, apply(jnp.asarray(x)), jnp.asarray(weights))
     return np.asarray(total)
 
 

@@ -61,7 +61,7 @@ class LeastOutputError:
         """
         u, s, v = truncated_svd(self._factor.T @ matrix, rank)
         root = np.sqrt(s)
-        return scipy.linalg.solve_triangular(self._factor, u * root, trans="T", check_finite=False), v * root
+        return scipy.linalg.solve_triangular(self._factor, u * root, trans=1, check_finite=False), v * root
 
     def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
         """See `Coder`."""

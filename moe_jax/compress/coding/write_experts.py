@@ -12,7 +12,7 @@ from moe_jax.compress.alignment.design_matrix import (
     aligned_kernels,
     mean_kernel,
 )
-from moe_jax.compress.calibration.coders import ExpertCoder, expert_coders
+from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders
 from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.pruning import prune
 from moe_jax.compress.layer_figures import Measure

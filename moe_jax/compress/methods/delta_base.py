@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from moe_jax.compress.alignment.design_matrix import mean_kernel
-from moe_jax.compress.calibration.coders import ExpertCoder, expert_coders
+from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders
 from moe_jax.compress.layer_figures import LayerFigures, Measure
 from moe_jax.compress.source_layer import SourceLayer, Write, check_weights
 from moe_jax.convert.families import FAMILIES

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from moe_jax.compress.allocation.budget import same_scheme
-from moe_jax.compress.calibration.coders import ExpertCoder, expert_coders
+from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Quantized
 from moe_jax.compress.coding.storage import QUANTIZED
 from moe_jax.compress.layer_figures import LayerFigures

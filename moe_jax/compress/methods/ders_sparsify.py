@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compress.calibration.coders import ExpertCoder
+from moe_jax.compress.calibration.expert_coders import ExpertCoder
 from moe_jax.compress.coding.pruning import largest_mask
 from moe_jax.compress.coding.storage import SPARSE
 from moe_jax.compress.layer_figures import LayerFigures

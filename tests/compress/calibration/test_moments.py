@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from moe_jax.compress import compress, make_method
-from moe_jax.compress.calibration.coders import expert_coders
+from moe_jax.compress.calibration.expert_coders import expert_coders
 from moe_jax.compress.calibration.moments import BACKGROUND, moments, tokens_per_expert
 from moe_jax.compress.calibration.recorded import Calibration, LayerCalibration, LayerRows
 from moe_jax.compress.source_layer import SourceLayer

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from moe_jax.api.calibrate import calibrate
-from moe_jax.compress.calibration.record import record
+from moe_jax.compress.calibration.drawn_windows import DEFAULT_SAMPLES, sample_windows
+from moe_jax.compress.calibration.layerwise_pass import record
 from moe_jax.compress.calibration.recorded import read_layer
-from moe_jax.compress.calibration.windows import DEFAULT_SAMPLES, sample_windows
 from moe_jax.errors import InputError
 from moe_jax.functional.routing import route
 from moe_jax.model_dir import ModelDirectory

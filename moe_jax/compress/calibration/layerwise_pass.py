@@ -148,7 +148,9 @@ def _run(
         valid = np.broadcast_to(np.arange(size) < count, (length, size)).T
         y, calls = layer(np.concatenate([x, np.zeros((size - count, *x.shape[1:]), x.dtype)]), valid)
         after[batch] = np.asarray(y)[:count]
-        for call in calls if inputs is not None else ():
+        for call in calls:
+            if inputs is None:
+                break
             tokens = count * length
             inputs[batch.start * length : batch.start * length + tokens] = np.asarray(call.tokens)[:tokens].view(
                 np.uint16
