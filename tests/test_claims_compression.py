@@ -247,7 +247,9 @@ def test_every_variant_is_a_method():
             if variant.method != NO_DELTAS:
                 make_method(variant.method, dict(variant.options_of(value, 0)))
         assert len(set(variant.values)) == len(variant.values), name
-    assert METHODS.keys() == {variant.method for variant in VARIANTS.values()} - {NO_DELTAS}
+    # Those that need inputs are not in the study, which records how experts are used and nothing else.
+    studied = {name for name, method in METHODS.items() if not method.needs_calibration}
+    assert studied == {variant.method for variant in VARIANTS.values()} - {NO_DELTAS}
     assert len(REFIT_PAIRS) == 3
     assert not any("dense" in name for name in chosen("DeRS", dense=False))
     assert chosen("DeRS", most=1)["quantised deltas over the mean"] == (2,)

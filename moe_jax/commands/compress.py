@@ -143,7 +143,8 @@ def run(options: _Job) -> None:
     _check_use_of_text(options)
     given = given_options(options)
     if options.sweep:
-        methods = swept_methods(options.method.split(",") if options.method else (), given)
+        names = options.method.split(",") if options.method else ()
+        methods = swept_methods(names, given, calibrated=options.calibrate is not None)
     elif options.method is None:
         raise InputError("--method is missing; see moe-jax compress --help")
     else:

@@ -88,12 +88,15 @@ def one_method(name: str, given: Mapping[str, Any]) -> Method:
     return make_method(name, options)
 
 
-def swept_methods(names: Sequence[str], given: Mapping[str, Any]) -> list[tuple[str, Method]]:
+def swept_methods(
+    names: Sequence[str], given: Mapping[str, Any], *, calibrated: bool = False
+) -> list[tuple[str, Method]]:
     """All that a sweep tries, by name: every method takes those of the options that it can read.
 
     Args:
       names: of methods; none: those whose swept option is given, or else all.
       given: as `given_options` says.
+      calibrated: whether there is a text; without one, methods that need it are tried only if they are named.
 
     Raises:
       InputError: if no method can read an option, and as `one_method`.
@@ -102,10 +105,10 @@ def swept_methods(names: Sequence[str], given: Mapping[str, Any]) -> list[tuple[
         if name not in METHODS:
             make_method(name, {})  # says so
     if not names:
-        names = [
-            name for name in METHODS if (key := METHODS[name].swept[0]) in given and key not in _refused(name, given)
-        ]
-    names = names or list(METHODS)
+        usable = [name for name, method in METHODS.items() if calibrated or not method.needs_calibration]
+        swept = {name: METHODS[name].swept[0] for name in usable}
+        names = [name for name, key in swept.items() if key in given and key not in _refused(name, given)]
+        names = names or usable
     refused = {name: _refused(name, given) for name in names}
     for key in given:
         if all(key in refusals for refusals in refused.values()):

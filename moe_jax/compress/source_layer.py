@@ -112,6 +112,12 @@ class SourceLayer:
             biases = np.concatenate([biases, cast(f"universal/{name}/bias", universal[None], biases.dtype)])
         return check_weights(f"the {name} biases of layer {self.index}", biases)
 
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """All leaves of the MoE as they are stored, by their paths below `mlp`."""
+        prefix = self._path("")
+        return tuple(path.removeprefix(prefix) for path in self._stored if path.startswith(prefix))
+
     def leaf(self, below: str) -> np.ndarray:
         """A leaf beside the experts, by its path below `mlp`."""
         return check_weights(self._path(below), self._read(self._path(below)))

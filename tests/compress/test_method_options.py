@@ -23,6 +23,7 @@ class Shares:
     """
 
     swept: ClassVar = ("keep", (0.1, 0.2))
+    needs_calibration: ClassVar = False
     keep: float | None = None
     fit: bool = True
     room_bytes: int | None = None
@@ -37,6 +38,7 @@ class Places:
     """
 
     swept: ClassVar = ("count", (1, 2))
+    needs_calibration: ClassVar = False
     count: int
     keep: Literal["first", "last"] = "first"
 
@@ -78,6 +80,13 @@ def test_a_sweep_gives_every_method_what_it_can_read():
     assert swept_methods([], given(count="4", keep="last")) == [("places", Places(count=4, keep="last"))]
     assert [name for name, _ in swept_methods([], given())] == ["shares", "shares", "places", "places"]
     assert swept_methods(["shares"], given(no_fit=True, keep="1")) == [("shares", Shares(keep=1.0, fit=False))]
+
+
+def test_a_sweep_of_all_leaves_out_what_needs_a_text(monkeypatch):
+    monkeypatch.setattr(Places, "needs_calibration", True)
+    assert [name for name, _ in swept_methods([], given())] == ["shares", "shares"]
+    assert {name for name, _ in swept_methods([], given(), calibrated=True)} == {"shares", "places"}
+    assert [name for name, _ in swept_methods(["places"], given())] == ["places", "places"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ with the disk.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -37,7 +37,9 @@ RESIDUAL_FORMS = {"up": SPARSE, "svd": LOW_RANK, "quantized": QUANTIZED}
 
 FULL, NARROWED, MERGED = "full", "narrowed", "merged"
 """Forms of full kernels: as many as there are experts, with fewer neurons, and fewer of them."""
-FORMS = (*SPARSE, *LOW_RANK, *QUANTIZED, FULL, NARROWED, MERGED)
+REMOVED = "removed"
+"""Fewer experts as they are, and a router of fewer outputs."""
+FORMS = (*SPARSE, *LOW_RANK, *QUANTIZED, FULL, NARROWED, MERGED, REMOVED)
 
 COMPARISONS = ("csr32", "coo64")
 """Forms that are never written: CSR has int16 columns where these are enough, and int64 is what public code stores."""
@@ -124,18 +126,22 @@ def stored_bytes(
     counted = []
     for form in forms:
         of_shape: dict[MoEConfig, LayerBytes] = {}  # layers are mostly alike, and are counted once
+        outputs = 0
         for i in layers:
             moe = config.moe(i)
             if moe not in of_shape:
                 target = form_layer(form, moe, config.d_model, keep=keep, base=base, value_bits=value_bits)
                 of_shape[moe] = _compared(form, target, layer_bytes(target, config.d_model, kind))
+            if form == REMOVED:
+                left = max(1, round(keep * moe.num_experts))
+                outputs += _router_bytes(specs, i) * (moe.num_experts - left) // moe.num_experts
         experts = sum(of_shape[config.moe(i)].total for i in layers)
         counted.append(
             Stored(
                 form=form,
                 layer=of_shape[config.moe(layers[0])],
                 expert_bytes=experts,
-                model_bytes=whole - before + experts,
+                model_bytes=whole - before + experts - outputs,
                 share=experts / before,
                 bits_per_weight=8 * experts / weights,
                 written=form not in COMPARISONS,
@@ -173,6 +179,8 @@ def form_layer(
         return dataclasses.replace(moe, expert=narrow, bank=BankConfig(), universal_dim=universal_dim)
     if form == MERGED:
         return dataclasses.replace(moe, bank=BankConfig(), merged_experts=max(1, round(keep * moe.num_experts)))
+    if form == REMOVED:
+        return dataclasses.replace(moe, num_experts=max(1, round(keep * moe.num_experts)))
     if form in SPARSE:
         bank = _bank(Pruned(keep=keep, bits=value_bits, design="separate"), moe, d_model, base)
         encoding = form if form in ENCODINGS else "csr"
@@ -231,6 +239,13 @@ def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, ja
         lambda rngs: make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=rngs, dtype=dtype)
     )
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank))}
+
+
+def _router_bytes(specs: Mapping[str, jax.ShapeDtypeStruct], layer: int) -> int:
+    """Of what the router of a layer has for every expert."""
+    names = ("kernel", "selection_bias")
+    paths = (f"layers/{layer}/mlp/router/{name}" for name in names)
+    return count_bytes(specs[path] for path in paths if path in specs)
 
 
 def _bank(scheme: Scheme, moe: MoEConfig, d_model: int, base: Literal["shared", "none"]) -> BankConfig:

@@ -10,6 +10,7 @@ import numpy as np
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base
 from moe_jax.compress.source_layer import SourceLayer, Write
+from moe_jax.errors import InputError
 from moe_jax.models import MoEConfig
 
 Analysis = Mapping[str, np.ndarray]
@@ -29,11 +30,13 @@ class Method(abc.ABC):
       forms: those of `storage.FORMS` in which it can store the experts.
       origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
         `delta_base.Base`.
+      needs_calibration: whether it can do nothing without a text; a sweep of all methods leaves it out then.
     """
 
     swept: ClassVar[tuple[str, tuple[Any, ...]]]
     forms: ClassVar[tuple[str, ...]]
     origin: ClassVar[str | None] = None
+    needs_calibration: ClassVar[bool] = False
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Raises `InputError` if the options do not go with the layers to compress; from their configs alone."""
@@ -74,3 +77,9 @@ class Method(abc.ABC):
         Raises:
           InputError: if weights are not finite.
         """
+
+
+def check_calibrated(layers: Sequence[SourceLayer]) -> None:
+    """Raises `InputError` if it is not known what the experts of a layer are given on a text."""
+    if any(layer.rows is None for layer in layers):
+        raise InputError("this method looks at what the experts do on a text: give one with --calibrate TEXT")

@@ -7,6 +7,7 @@ from typing import Any
 from moe_jax.compress.methods.ders_quantize import Quantize
 from moe_jax.compress.methods.ders_sparsify import Sparsify
 from moe_jax.compress.methods.expert_merging import MEO, GitReBasin, MSMoE
+from moe_jax.compress.methods.expert_pruning import REAP
 from moe_jax.compress.methods.interface import Method
 from moe_jax.compress.methods.mlp_fusion import MLPFusion
 from moe_jax.compress.methods.resmoe import ResMoE
@@ -26,6 +27,7 @@ METHODS: dict[str, type[Method]] = {
     "git-rebasin": GitReBasin,
     "mlp-fusion": MLPFusion,
     "quantize": PlainQuantize,
+    "reap": REAP,
 }
 
 
