@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 import jax
 import numpy as np
 
+from moe_jax.convert.packed_experts import Codes, Packing, codes_of
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
-from moe_jax.finite import cast
+from moe_jax.finite import REMEDY, cast, check_finite
 from moe_jax.loading import check_leaves, leaf_specs
 from moe_jax.model_source import ModelSource
 from moe_jax.models import FFNConfig, ModelConfig, MoEConfig
@@ -53,6 +54,26 @@ class MergedModel:
         else:
             # A router among equal experts, where any will do; or the gate of a universal FFN whose weight is constant.
             yield None, self._zeros(path)
+
+    def codes(self, path: str, packing: Packing) -> Iterator[tuple[int, Codes]]:
+        """Yields (e, codes of leaf[e]) for every e, in the order of the bank: those that are stored, or else new ones.
+
+        Args:
+          path: of the kernels of experts.
+          packing: how they are written.
+
+        Raises:
+          InputError: if what is stored cannot be written so, or is not finite.
+        """
+        stored = codes_of(self._source, path, packing)
+        if stored is not None:
+            for codes, outputs in zip(stored, self._outputs(path), strict=True):
+                for output in outputs:
+                    yield output, codes
+            return
+        for expert, kernel in self._experts(path):
+            check_finite(f"{path}[{expert}]", kernel, REMEDY)
+            yield expert, packing.quantise(kernel.astype(np.float32), packing.bits, packing.group_size)
 
     def _experts(self, path: str) -> Iterator[tuple[int, np.ndarray]]:
         outputs, shape = self._outputs(path), self._shapes[path][1:]

@@ -13,11 +13,14 @@ import numpy as np
 
 from moe_jax.convert.checkpoint_files import SAFETENSORS_INDEX, SINGLE_SAFETENSORS
 from moe_jax.convert.safetensors_file import encode_header
-from moe_jax.convert.tensors import DTYPES
+from moe_jax.convert.tensors import DTYPES as PARAMETER_DTYPES
 from moe_jax.remote.remote_work import RemoteWork
 from moe_jax.remote.traffic import count
 from moe_jax.resume import Workplace
 from moe_jax.staging import write_durably
+
+# With those of packed codes, and of their shapes.
+DTYPES = PARAMETER_DTYPES | {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 
 
 class PlannedTensor(NamedTuple):
@@ -83,6 +86,10 @@ class ShardWriter(abc.ABC):
         """
         assert values.dtype == DTYPES[self._tensors[name].dtype] and values.flags.c_contiguous
         self._write(name, offset * values.itemsize, values.reshape(-1).view(np.uint8))
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of a tensor."""
+        return self._tensors[name].nbytes
 
     @abc.abstractmethod
     def _write(self, name: str, begin: int, content: np.ndarray) -> None:

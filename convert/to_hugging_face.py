@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.companions import list_companions, read_companion
-from moe_jax.convert.checkpoint_files import open_checkpoint
+from moe_jax.convert.checkpoint_files import CheckpointFiles, open_checkpoint
 from moe_jax.convert.checkpoint_source import WORKERS, row_chunks
 from moe_jax.convert.copying import DTYPES_BY_NAME, copy_transposed
 from moe_jax.convert.families import family_named
@@ -21,6 +21,7 @@ from moe_jax.convert.foreign_format import exported_config
 from moe_jax.convert.foreign_view import MergedModel
 from moe_jax.convert.hf_config import foreign_keys, read_hf_config, write_hf_config
 from moe_jax.convert.mapping_report import print_mapping
+from moe_jax.convert.packed_experts import Packing
 from moe_jax.convert.safetensors_writer import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.convert.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_table
 from moe_jax.convert.tensors import DTYPE_NAMES
@@ -32,12 +33,16 @@ from moe_jax.lineage import LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.loading import leaf_specs
 from moe_jax.local_paths import check_beside
 from moe_jax.model_source import ModelSource
+from moe_jax.models import ModelConfig
 from moe_jax.peft.base import is_tuned
 from moe_jax.remote.remote_path import BucketPath, as_path
 from moe_jax.remote.remote_work import RemoteWork
 from moe_jax.resume import Workplace, open_work, require_space
 from moe_jax.staging import check_target, refuse_existing, write_durably
 from moe_jax.terminal import ByteProgress, console_for_tables
+
+Pack = Callable[[ModelConfig], Packing]
+"""How the experts of a model are written in codes, by its config."""
 
 DENSE_LAYERS = ("replicate", "refuse")
 SHARD_SIZE, SHARD_SIZE_IN_BUCKETS = "5GB", "500MB"
@@ -51,6 +56,7 @@ def export(
     expert_layout: str = PER_EXPERT,
     dense_layers: str = "replicate",
     dtype: str | None = None,
+    packed: Pack | None = None,
     allow_nonfinite: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
@@ -67,6 +73,7 @@ def export(
       dense_layers: what to do with dense layers if a format needs an MoE in every layer: `replicate` their FFN as equal
         experts; or `refuse`, which takes another format that holds the model, or stops.
       dtype: `float32`, `bfloat16` or `float16` for all tensors; None keeps every one bit for bit.
+      packed: how experts are written in codes, of the config that is written; None: as they are.
       allow_nonfinite: go on where weights are not finite.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
@@ -111,9 +118,14 @@ def export(
     )
     tensors = {name: PlannedTensor(DTYPE_NAMES[dtype_], mapped.tensors[name])
                for name, dtype_ in _tensor_dtypes(mapped, specs).items()}  # fmt: skip
+    packing = None if packed is None else packed(source.config)
+    if packing is not None:
+        tensors = packing.planned(mapped, tensors, {path: spec.dtype for path, spec in specs.items()})
     print_changes(source.config, config, specs, console)
     if dry_run:
         print_mapping(mapped.pieces, mapped.tensors, specs, stored, console)
+        if packing is not None:
+            console.print(f"kernels of experts in {packing.bits} bits, {packing.group_size} inputs to a scale")
         return
 
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -125,6 +137,8 @@ def export(
         "dtype": dtype,
         "allow_nonfinite": allow_nonfinite,
     }
+    if packing is not None:
+        options |= {"bits": packing.bits, "group_size": packing.group_size}
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with ByteProgress(console, "exporting", total) as progress:
         with open_work(dst, job_of(lineage)) as work:
@@ -136,13 +150,18 @@ def export(
             if isinstance(folder, BucketPath):
                 list_companions(folder, [file.name for file in files])
             with shard_writer(work, tensors, max_bytes) as writer:
-                _write_layers(model, mapped, specs, writer, work, progress, allow_nonfinite=allow_nonfinite)
+                _write_layers(model, mapped, specs, writer, work, progress, packing, allow_nonfinite=allow_nonfinite)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
             write_durably(folder / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
             # Opens all files and compares them with the config, which is written last.
-            written = read_hf_config(keys, ignored=foreign_keys(config))
-            match_weights(open_checkpoint(folder), written, leaf_specs(written), str(folder))
+            found = open_checkpoint(folder)
+            if packing is None:
+                written = read_hf_config(keys, ignored=foreign_keys(config))
+                match_weights(found, written, leaf_specs(written), str(folder))
+            else:
+                _check_planned(found, tensors)
+                keys["quantization_config"] = packing.describe(mapped)
             work.check_alone()
             write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
@@ -156,6 +175,7 @@ def _write_layers(
     writer: ShardWriter,
     work: Workplace | RemoteWork,
     progress: ByteProgress,
+    packing: Packing | None,
     *,
     allow_nonfinite: bool,
 ) -> None:
@@ -165,16 +185,52 @@ def _write_layers(
         by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "rest", []).append(path)
     written = work.notes(by_layer)
     for layer, paths in by_layer.items():
-        pieces_of = [(piece, specs[path].dtype.itemsize) for path in paths for piece in mapped.pieces[path]]
-        size = sum(math.prod(piece.shape) * itemsize for piece, itemsize in pieces_of)
-        if layer in written or writer.are_kept(piece.tensor for piece, _ in pieces_of):
+        names = {name for path in paths for name in _tensors_of(path, mapped.pieces[path], packing)}
+        size = sum(writer.nbytes(name) for name in names)
+        if layer in written or writer.are_kept(names):
             progress.skip(size)
             continue
         for path in paths:
             pieces, dtype = mapped.pieces[path], specs[path].dtype
+            if packing is not None and packing.is_packed(path):
+                _write_packed(model, path, pieces, dtype, writer, progress, packing)
+                continue
             _write_leaf(model, path, pieces, dtype, writer, progress, allow_nonfinite=allow_nonfinite)
         if writer.sync():
             work.note(layer, {"bytes": size})
+
+
+def _tensors_of(path: str, pieces: Iterable[Piece], packing: Packing | None) -> Iterator[str]:
+    for piece in pieces:
+        if packing is not None and packing.is_packed(path):
+            yield from (f"{piece.tensor}_{part}" for part in ("packed", "scale", "shape"))
+        else:
+            yield piece.tensor
+
+
+def _write_packed(
+    model: MergedModel,
+    path: str,
+    pieces: list[Piece],
+    dtype: np.dtype,
+    writer: ShardWriter,
+    progress: ByteProgress,
+    packing: Packing,
+) -> None:
+    """Writes the kernels of the experts of one matrix in codes: in those that they have, or else in new ones."""
+    by_expert = {piece.expert: piece for piece in pieces}
+    for expert, codes in model.codes(path, packing):
+        for name, values in packing.tensors(by_expert.pop(expert), codes, dtype):
+            writer.write(name, 0, values)
+            progress.advance(values.nbytes)
+    assert not by_expert, (path, by_expert)
+
+
+def _check_planned(found: CheckpointFiles, tensors: Mapping[str, PlannedTensor]) -> None:
+    """Raises `InputError` unless files hold the tensors that were planned: somebody else has written into them."""
+    wrong = {name for name, entry in found.tensors.items() if tensors.get(name) != (entry.dtype, entry.shape)}
+    if wrong or found.tensors.keys() != tensors.keys():
+        raise InputError(f"{', '.join(sorted(wrong)[:3]) or 'a tensor'} is not what was written; export again")
 
 
 def _write_leaf(

@@ -15,10 +15,12 @@ from rich.console import Console
 
 from moe_jax.api.built_in_text import probe_text
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
+from moe_jax.api.packed import packed_experts
 from moe_jax.api.prompts import read_prompts
 from moe_jax.convert import export as _export
 from moe_jax.convert import export_peft as _export_peft
 from moe_jax.convert.from_hugging_face import convert as _convert
+from moe_jax.errors import InputError
 from moe_jax.peft.adapt import adapt as _adapt
 from moe_jax.peft.merge import merge as _merge
 from moe_jax.peft.options import adapted_config
@@ -78,7 +80,9 @@ def export(
     dense_layers: Literal["replicate", "refuse"] = "replicate",
     dtype: Dtype | None = None,
     allow_nonfinite: bool = False,
-    format: Literal["checkpoint", "peft"] = "checkpoint",
+    format: Literal["checkpoint", "compressed-tensors", "peft"] = "checkpoint",
+    bits: Literal[4, 8] | None = None,
+    group_size: int | None = None,
 ) -> Path:
     """Writes a model as a Hugging Face checkpoint. Deltas of experts are merged into full experts.
 
@@ -95,8 +99,11 @@ def export(
         format that holds the model, or stop.
       dtype: of all tensors; None: every one is kept bit for bit.
       allow_nonfinite: go on where weights are NaN or infinite.
-      format: a checkpoint of the whole model; or, of the path of an adapter directory, its LoRA for the PEFT library.
-        That has no other options but `allow_nonfinite`.
+      format: a checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; or, of
+        the path of an adapter directory, its LoRA for the PEFT library. That has no other options but
+        `allow_nonfinite`.
+      bits, group_size: of these codes. Experts that are such codes already keep them, others are rounded; None: what
+        the experts have, or 4 bits and 128 inputs to a scale.
 
     Returns:
       `out`.
@@ -108,9 +115,12 @@ def export(
     if format == "peft":
         _export_peft(open_model(model), as_path(out), allow_nonfinite=allow_nonfinite, console=Console(quiet=True))
         return as_path(out)
+    if format != "compressed-tensors" and (bits is not None or group_size is not None):
+        raise InputError("bits and group_size: only with format='compressed-tensors'")
     _export(
         open_model(model),
         as_path(out),
+        packed=packed_experts(bits, group_size) if format == "compressed-tensors" else None,
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
         dense_layers=dense_layers,

@@ -31,8 +31,14 @@ class Options(BaseFlag):
     dense_layers: Literal["replicate", "refuse"] = "replicate"
     """What to do with dense layers if a format needs an MoE in every layer: store equal experts; or take another format
     that holds the model, or stop."""
-    format: Literal["checkpoint", "peft"] = "checkpoint"
-    """A checkpoint of the whole model; or the LoRA of an adapter directory, for the PEFT library."""
+    format: Literal["checkpoint", "compressed-tensors", "peft"] = "checkpoint"
+    """A checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; or the LoRA of
+    an adapter directory, for the PEFT library."""
+    bits: Annotated[Literal[4, 8] | None, optional("4|8", "those that the experts have, or 4")] = None
+    """With --format compressed-tensors: of the codes. Experts that are such codes already keep them; others are
+    rounded."""
+    group_size: Annotated[int | None, optional("INT", "that of the experts, or 128")] = None
+    """With --format compressed-tensors: inputs that share a scale."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""
     allow_nonfinite: bool = False
@@ -44,6 +50,8 @@ class Options(BaseFlag):
 GROUPS = {
     "what is written": (
         "format",
+        "bits",
+        "group_size",
         "dtype",
         "expert_layout",
         "dense_layers",
@@ -52,6 +60,8 @@ GROUPS = {
 }
 EXAMPLES = """
 moe-jax export run/model hf-dir
+# experts in 4 bits, for vLLM
+moe-jax export moe-dir packed-dir --format compressed-tensors --bits 4
 # LoRA, for the PEFT library
 moe-jax export lora-run/model peft-dir --format peft
 """
@@ -69,9 +79,17 @@ def run(options: Options) -> None:
         _check_only_format(options)
         export_peft(options.open(options.src), options.dst, allow_nonfinite=options.allow_nonfinite)
         return
+    packed = None
+    if options.format == "compressed-tensors":
+        from moe_jax.api.packed import packed_experts
+
+        packed = packed_experts(options.bits, options.group_size)
+    elif options.bits is not None or options.group_size is not None:
+        raise InputError("--bits and --group-size: only with --format compressed-tensors")
     export(
         options.open(options.src),
         options.dst,
+        packed=packed,
         max_shard_size=options.max_shard_size,
         expert_layout=options.expert_layout,
         dense_layers=options.dense_layers,

@@ -19,6 +19,7 @@ def expert_coders(
     *,
     fit: bool = True,
     feedback: bool = True,
+    even: bool = False,
 ) -> Iterator[ExpertCoder]:
     """Yields the coder of one expert after another.
 
@@ -26,17 +27,17 @@ def expert_coders(
       layer: its experts.
       name: of the matrix.
       permutations: the order of every expert's neurons; None: as they are stored.
-      fit: see `LeastError`.
+      fit, even: see `LeastError`.
       feedback: see `LeastOutputError`.
 
     Raises:
       InputError: if a weight is not finite.
     """
     if layer.rows is None:
-        yield from (LeastError(fit=fit) for _ in range(layer.num_experts))
+        yield from (LeastError(fit=fit, even=even) for _ in range(layer.num_experts))
         return
     for expert, moment in enumerate(moments(layer, name)):
         if name == "down" and permutations is not None:
             order = permutations[expert]
             moment = moment[np.ix_(order, order)]
-        yield LeastOutputError(moment, fit=fit, feedback=feedback)
+        yield LeastOutputError(moment, fit=fit, feedback=feedback, even=even)

@@ -20,12 +20,14 @@ class LeastError:
 
     Attributes:
       fit: grids and scales of codes are chosen so, and not for the largest absolute value.
+      even: the grid is always the even one.
     """
 
     moment: ClassVar[None] = None
     importances: ClassVar[None] = None
 
     fit: bool = True
+    even: bool = False
 
     def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Coder`. The singular values go to both factors alike."""
@@ -35,7 +37,8 @@ class LeastError:
 
     def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
         """See `Coder`."""
-        return Encoded(*map(np.asarray, quantize(values, bits=bits, group_size=group_size, fit=self.fit)))
+        made = quantize(values, bits=bits, group_size=group_size, fit=self.fit, even=self.even)
+        return Encoded(*map(np.asarray, made))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +47,7 @@ class LeastOutputError:
 
     Attributes:
       moment: H of the kernel's inputs, float32; any multiple of it does the same.
-      fit: see `LeastError`.
+      fit, even: see `LeastError`.
       feedback: rows of codes make up for the errors of those before them (`coding.feedback`). Otherwise every entry is
         rounded on its own, and H says only how much the errors of a row count when scales are chosen.
     """
@@ -52,6 +55,7 @@ class LeastOutputError:
     moment: Float[np.ndarray, "i i"]
     fit: bool = True
     feedback: bool = True
+    even: bool = False
 
     def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Coder`. Rows of the matrix belong to inputs.
@@ -67,10 +71,13 @@ class LeastOutputError:
         """See `Coder`."""
         if not self.feedback:
             weights = np.diagonal(self.moment) + DAMPING * np.mean(np.diagonal(self.moment))
-            return Encoded(
-                *map(np.asarray, quantize(values, bits=bits, group_size=group_size, fit=self.fit, weights=weights))
+            made = quantize(
+                values, bits=bits, group_size=group_size, fit=self.fit, weights=weights, even=self.even
             )
-        made = quantize_with_feedback(values, self._factor, bits=bits, group_size=group_size, fit=self.fit)
+        else:
+            made = quantize_with_feedback(
+                values, self._factor, bits=bits, group_size=group_size, fit=self.fit, even=self.even
+            )
         return Encoded(*map(np.asarray, made))
 
     @property

@@ -51,7 +51,7 @@ def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i 
     raise InputError("a second moment is not positive semi-definite: the calibration is damaged; make it again")
 
 
-@partial(jax.jit, static_argnames=("bits", "group_size", "fit"))
+@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even"))
 def quantize_with_feedback(
     kernel: Float[Array, "i o"],
     factor: Float[Array, "i i"],
@@ -59,6 +59,7 @@ def quantize_with_feedback(
     bits: int,
     group_size: int | None,
     fit: bool = True,
+    even: bool = False,
 ) -> QuantizedKernel:
     """Quantises for the least change of the outputs.
 
@@ -67,7 +68,7 @@ def quantize_with_feedback(
       factor: R of the inputs' second moment, as `triangular_factor` gives it.
       bits: of a code.
       group_size: rows that share a scale; None: one scale for all entries, chosen for the kernel as it is.
-      fit: as of `quantize`.
+      fit, even: as of `quantize`.
     """
     rows, width = kernel.shape
     size = min(rows, 128) if group_size is None else group_size
@@ -79,7 +80,7 @@ def quantize_with_feedback(
     shares = jnp.pad(factor / diagonal, ((0, padding), (0, padding)))
     common = None
     if group_size is None:
-        common = best_scales(kernel[None], weights[None], bits=bits, whole=True, fit=fit)[0]
+        common = best_scales(kernel[None], weights[None], bits=bits, whole=True, fit=fit, even=even)[0]
 
     def code_group(errors: Float[Array, "i o"], start: Array) -> tuple[Float[Array, "i o"], tuple[Array, Array]]:
         shares_of_group = lax.dynamic_slice_in_dim(shares, start, size, axis=1)
@@ -88,7 +89,7 @@ def quantize_with_feedback(
         group_weights = lax.dynamic_slice_in_dim(weights, start, size)
         scales = common
         if scales is None:
-            scales = best_scales(targets[None], group_weights[None], bits=bits, whole=False, fit=fit)[0]
+            scales = best_scales(targets[None], group_weights[None], bits=bits, whole=False, fit=fit, even=even)[0]
         within = lax.dynamic_slice_in_dim(shares_of_group, start, size)
 
         def code_row(row_errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:

@@ -28,7 +28,7 @@ class QuantizedKernel(NamedTuple):
     approximation: Float[Array, "i o"]
 
 
-@partial(jax.jit, static_argnames=("bits", "group_size", "fit"))
+@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even"))
 def quantize(
     kernel: Float[Array, "i o"],
     *,
@@ -37,6 +37,7 @@ def quantize(
     fit: bool = True,
     count: Int[Array, ""] | int | None = None,
     weights: Float[Array, " i"] | None = None,
+    even: bool = False,
 ) -> QuantizedKernel:
     """Quantises. Codes are chosen for the scale as it is stored, after rounding to bfloat16.
 
@@ -49,6 +50,7 @@ def quantize(
         largest level is the largest absolute value of the group.
       count: rows that matter; what follows them has no influence on the scales. None: all.
       weights: of the squared errors of rows, when scales are chosen; None: all alike.
+      even: every group is on the even grid, which has a zero, with a fitted scale; not for one bit.
     """
     rows, width = kernel.shape
     size = rows if group_size is None else group_size
@@ -61,14 +63,20 @@ def quantize(
     if weights is not None:
         largest = jnp.maximum(jnp.max(weights), jnp.finfo(jnp.float32).tiny)
         counts = counts * jnp.pad(weights / largest, (0, -rows % size)).reshape(-1, size)[:, :, None]
-    scales = best_scales(groups, counts, bits=bits, whole=whole, fit=fit)
+    scales = best_scales(groups, counts, bits=bits, whole=whole, fit=fit, even=even)
     codes = pack(nearest_codes(groups, scales, bits).astype(jnp.int32).reshape(-1, width)[:rows], bits)
     stored = scales[:, 0, :].astype(SCALE_DTYPE)
     return QuantizedKernel(codes, stored, dequantize(codes, stored, rows, bits, group_size, jnp.float32))
 
 
 def best_scales(
-    groups: Float[Array, "g s o"], weights: Float[Array, "g s 1"], *, bits: int, whole: bool, fit: bool
+    groups: Float[Array, "g s o"],
+    weights: Float[Array, "g s 1"],
+    *,
+    bits: int,
+    whole: bool,
+    fit: bool,
+    even: bool = False,
 ) -> Float[Array, "g 1 o"]:
     """The scales of groups of entries, as they will be read: after rounding to bfloat16.
 
@@ -77,7 +85,7 @@ def best_scales(
       weights: of the squared errors of rows, not negative.
       bits: of a code.
       whole: all entries share one scale, [1, 1, 1].
-      fit: as of `quantize`.
+      fit, even: as of `quantize`.
     """
 
     def total(terms: Float[Array, "g s o"]) -> Float[Array, "g 1 o"]:
@@ -90,7 +98,7 @@ def best_scales(
         means = jnp.sum(weights * jnp.abs(groups), axis=1, keepdims=True) / members
         return _stored(jnp.mean(means, axis=2, keepdims=True) if whole else means)
     largest = jnp.max(jnp.where(weights > 0, jnp.abs(groups), 0), axis=(1, 2) if whole else 1, keepdims=True)
-    if not fit:
+    if not fit and not even:
         return _stored(largest / (2**bits - 1))
 
     def better(best: tuple[Array, Array], scales: Array) -> tuple[Array, Array]:
@@ -109,7 +117,8 @@ def best_scales(
         # Codes that were chosen for a scale correlate with what they stand for: the sign stays, and with it the grid.
         return better(best, _stored(jnp.sign(scales) * fitted)), None
 
-    shares = [share / (2**bits - 1) for share in _ODD_SHARES] + [-share / (2**bits - 2) for share in _EVEN_SHARES]
+    odd = [] if even else [share / (2**bits - 1) for share in _ODD_SHARES]
+    shares = odd + [-share / (2**bits - 2) for share in _EVEN_SHARES]
     start = (jnp.full(largest.shape, jnp.inf, jnp.float32), largest)
     best, _ = lax.scan(try_share, start, jnp.asarray(shares, jnp.float32))
     (_, scales), _ = lax.scan(refit, best, None, length=_FITTING_ROUNDS)

@@ -32,6 +32,7 @@ def write_experts(
     *,
     refit: bool,
     feedback: bool = True,
+    even: bool = False,
 ) -> Measure:
     """Writes the experts of a layer in the form of a bank, around a centre if it has a base.
 
@@ -42,6 +43,7 @@ def write_experts(
       write: takes the leaves.
       refit: the centre is refitted to what a sparse bank leaves out.
       feedback: see `LeastOutputError`; of a layer that was calibrated.
+      even: see `LeastError`.
 
     Returns:
       The measure, to which the errors of all matrices were added.
@@ -62,7 +64,7 @@ def write_experts(
         _write_jointly(layer, form, bank.has_base, permutations, write, measure)
     else:
         for name in layer.shapes:
-            coders = partial(expert_coders, layer, name, permutations, feedback=feedback)
+            coders = partial(expert_coders, layer, name, permutations, feedback=feedback, even=even)
             _write_matrix(layer, form, bank.has_base, name, permutations, write, measure, coders, refit=refit)
     for name in layer.shapes:
         biases = aligned_biases(layer, name, permutations)

@@ -18,7 +18,10 @@ from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import NO_BASE, Base
 from moe_jax.compress.methods.interface import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
+from moe_jax.errors import InputError, check_member
 from moe_jax.models import MoEConfig
+
+LEVELS = ("any", "even")
 
 
 class WithoutCentre(Method):
@@ -26,9 +29,11 @@ class WithoutCentre(Method):
 
     Attributes:
       feedback: see `write_experts`.
+      levels: `any`, or `even`: see `write_experts`.
     """
 
-    feedback = True
+    feedback: bool = True
+    levels: Literal["any", "even"] = "any"
     origin: ClassVar[str | None] = NO_BASE
 
     @property
@@ -60,7 +65,15 @@ class WithoutCentre(Method):
     ) -> LayerFigures:
         """See `Method`."""
         began = time.monotonic()
-        measure = write_experts(layer, target.bank, unaligned(layer), write, refit=False, feedback=self.feedback)
+        measure = write_experts(
+            layer,
+            target.bank,
+            unaligned(layer),
+            write,
+            refit=False,
+            feedback=self.feedback,
+            even=self.levels == "even",
+        )
         return measure.figures(seconds=time.monotonic() - began, choice=target.bank.form.describe())
 
 
@@ -120,6 +133,8 @@ class PlainQuantize(WithoutCentre):
       group_size: entries along the input axis that share a scale; 0: the whole kernel.
       feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
         entry is rounded on its own, and the text says only how much each row counts.
+      levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
+        only one that formats of other libraries have (`export --format compressed-tensors`).
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
@@ -128,6 +143,13 @@ class PlainQuantize(WithoutCentre):
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE
     feedback: bool = True
+    levels: Literal["any", "even"] = "any"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_member("levels", self.levels, LEVELS)
+        if self.bits == 1 and self.levels == "even":
+            raise InputError("levels=even: one bit has no zero; choose 2 bits or more")
 
     @property
     def scheme(self) -> Quantized:
