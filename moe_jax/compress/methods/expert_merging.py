@@ -92,6 +92,11 @@ class Merging(Method):
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
         """The weight of every expert in its group; only ratios matter."""
 
+    def group(self, layer: SourceLayer, statistics: RouterStatistics, count: int) -> Groups:
+        """Divides the experts into `count` groups."""
+        del layer
+        return group_experts(statistics, count)
+
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """See `Method`."""
         check_full(layers)
@@ -100,7 +105,7 @@ class Merging(Method):
         """See `Method`. Groups, weights in them, and aligned neurons."""
         began = time.monotonic()
         statistics = statistics_of(layer)
-        groups = group_experts(statistics, count_groups(layer.moe.routed_experts, self.keep))
+        groups = self.group(layer, statistics, count_groups(layer.moe.routed_experts, self.keep))
         aligned = self.align(layer, groups, tick)
         return {
             "groups": groups.of,

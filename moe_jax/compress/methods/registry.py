@@ -8,6 +8,7 @@ from moe_jax.compress.methods.ders_quantize import Quantize
 from moe_jax.compress.methods.ders_sparsify import Sparsify
 from moe_jax.compress.methods.expert_merging import MEO, GitReBasin, MSMoE
 from moe_jax.compress.methods.expert_pruning import REAP
+from moe_jax.compress.methods.hc_smoe import HCSMoE
 from moe_jax.compress.methods.interface import Method
 from moe_jax.compress.methods.mlp_fusion import MLPFusion
 from moe_jax.compress.methods.resmoe import ResMoE
@@ -28,6 +29,7 @@ METHODS: dict[str, type[Method]] = {
     "mlp-fusion": MLPFusion,
     "quantize": PlainQuantize,
     "reap": REAP,
+    "hc-smoe": HCSMoE,
 }
 
 
