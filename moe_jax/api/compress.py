@@ -64,7 +64,8 @@ def compress(
       out: where a model directory appears, which must not exist; None: the model stays in memory. A job that was killed
         goes on where it was when it is started again with the same options.
       method: `resmoe`, `ders-sparsify`, `ders-quantize`, or a baseline: `up`, `sp`, `svd`, `msmoe`, `meo`,
-        `git-rebasin`, `mlp-fusion`, `quantize`; with `calibrate` also `reap`, `hc-smoe`.
+        `git-rebasin`, `mlp-fusion`, `quantize`; with `calibrate` also `reap`, `hc-smoe`,
+        `d2-moe`.
       base: the dense model that the experts came from, for deltas from it, or the path of one; by default the base that
         a layer has already, or else the mean of its experts.
       extended: the universal FFN beside the experts becomes one more delta of the same base.

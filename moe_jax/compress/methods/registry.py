@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from moe_jax.compress.methods.d2_moe import D2MoE
 from moe_jax.compress.methods.ders_quantize import Quantize
 from moe_jax.compress.methods.ders_sparsify import Sparsify
 from moe_jax.compress.methods.expert_merging import MEO, GitReBasin, MSMoE
@@ -30,6 +31,7 @@ METHODS: dict[str, type[Method]] = {
     "quantize": PlainQuantize,
     "reap": REAP,
     "hc-smoe": HCSMoE,
+    "d2-moe": D2MoE,
 }
 
 
