@@ -103,11 +103,14 @@ def targets_of(config: ModelConfig) -> list[Target]:
     mapped = apply_table(
         family.table_of(base), specs, base.num_layers, FUSED, family.name, num_encoder_layers=base.num_encoder_layers
     )
+    stored = leaf_specs(config)
     found: dict[str, list[Part]] = {}
     about: dict[str, tuple[str, int, int | None]] = {}
     for i, layer in enumerate(config.layers):
         for name, lora in _loras(layer).items():
             path = f"layers/{i}/{name}"
+            if f"{path}/lora/a" not in stored:
+                raise InputError(f"the LoRA of {path} is beside a base that experts share; merge the adapter instead")
             pieces = mapped.pieces.get(f"{path}/kernel", [])
             tensors = {piece.tensor for piece in pieces}
             if len(tensors) != 1:

@@ -190,7 +190,8 @@ def may_be_cast(path: str, dtype: jnp.dtype) -> bool:
 
     Neither integers nor the scales of NF4 kernels, nor biases of selection, whose differences would be lost.
     """
-    return jnp.issubdtype(dtype, jnp.floating) and "/nf4/" not in path and not path.endswith("/selection_bias")
+    is_nf4 = "/nf4/" in path or "/coded_nf4/" in path
+    return jnp.issubdtype(dtype, jnp.floating) and not is_nf4 and not path.endswith("/selection_bias")
 
 
 def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array | np.ndarray]]:

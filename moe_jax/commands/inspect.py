@@ -203,7 +203,7 @@ def describe_experts(
 
 def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> dict[str, int]:
     """Number of parameters by leaf path; an NF4 kernel counts as the kernel that it was quantised from."""
-    if any("/nf4/" in path for path in specs):
+    if any("/nf4/" in path or "/coded_nf4/" in path for path in specs):
         from moe_jax.peft.parameter_sizes import parameter_sizes
 
         return parameter_sizes(config)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from moe_jax.train.recipe import Recipe
 
 _ADAPT = ("perft-r", "perft-e", "perft-d", "perft-s", "lora")
-_NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", "compress_layers", "dtype")
+_OF_CENTRE = ("centre_bits", "centre_group_size")
+_NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", *_OF_CENTRE, "compress_layers", "dtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,12 @@ class Options(UpcycleFlags, AdaptFlags):
     """With --compress: only this form, such as csr16 or svd; by default all."""
     bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2")] = None
     """With --compress: bits of quantised weights, and of the values of sparse ones, which are floats by default."""
+    centre_bits: Annotated[
+        Literal["8", "4", "3", "2", "nf4"] | None, tyro.conf.arg(metavar="8|4|3|2|nf4")
+    ] = None
+    """With --compress: bits of a code of the centre, which has the dtype of all parameters by default."""
+    centre_group_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """With --centre-bits: entries that share a scale, by default 128."""
     compress_layers: Annotated[str | None, tyro.conf.arg(metavar="all|top:N|0,3,8-11")] = None
     """With --compress: the MoE layers to compress; by default all. Of a model with an encoder also
     encoder:SOME,decoder:SOME, counted in each stack."""
@@ -141,6 +148,7 @@ GROUPS = {
         "residual",
         "storage",
         "bits",
+        *_OF_CENTRE,
         "compress_layers",
         "dtype",
     ),
@@ -284,6 +292,8 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
         residual=options.residual,
         storage=options.storage,
         bits=options.bits,
+        centre_bits=options.centre_bits,
+        centre_group_size=options.centre_group_size,
         layers=options.compress_layers,
         dtype=options.dtype,
     )

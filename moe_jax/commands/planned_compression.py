@@ -8,6 +8,7 @@ from rich.table import Table
 
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.commands.compression_tables import console
+from moe_jax.compress.coding.centre import codes_of_options
 from moe_jax.compress.coding.storage import FULL, RESIDUAL_FORMS, Stored, stored_bytes
 from moe_jax.compress.job.stream import choose_layers
 from moe_jax.compress.methods.delta_base import NO_BASE
@@ -70,6 +71,8 @@ def planned_compression(
     residual: str | None,
     storage: str | None,
     bits: int | None,
+    centre_bits: str | None,
+    centre_group_size: int | None,
     layers: str | None,
     dtype: str | None,
 ) -> PlannedCompression:
@@ -81,6 +84,9 @@ def planned_compression(
     check_member("method", method, tuple(METHODS))
     forms = METHODS[method].forms
     base = "none" if METHODS[method].origin == NO_BASE else "shared"
+    codes = codes_of_options(centre_bits, centre_group_size)
+    if codes is not None and "centre_bits" not in {field.name for field in dataclasses.fields(METHODS[method])}:
+        raise InputError(f"--centre-bits does not go with {method}, which has no centre")
     indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
     forms = _asked_for(method, forms, residual, storage, bits)
     if keep is None and not {FULL, *RESIDUAL_FORMS["quantized"]}.issuperset(forms):
@@ -90,7 +96,14 @@ def planned_compression(
     for form in forms:
         value_bits = bits if form in RESIDUAL_FORMS["up"] else None
         stored += stored_bytes(
-            config, indices, [form], keep=1.0 if keep is None else keep, base=base, value_bits=value_bits, dtype=dtype
+            config,
+            indices,
+            [form],
+            keep=1.0 if keep is None else keep,
+            base=base,
+            base_codes=codes,
+            value_bits=value_bits,
+            dtype=dtype,
         )
     return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))
 

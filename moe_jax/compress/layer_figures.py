@@ -94,6 +94,17 @@ class Measure:
         if moment is not None:
             self._outputs += np.asarray(_output_sums(kernel, base, approximation, moment), np.float64)
 
+    @property
+    def squared_error(self) -> float:
+        """sum of ||W^ - W||^2 over everything that was added."""
+        return float(self._sums[:, 4].sum())
+
+    def include(self, other: "Measure") -> None:
+        """Adds everything that was added to another measure of the same layer."""
+        self._sums += other._sums
+        self._outputs += other._outputs
+        self._has_base &= other._has_base
+
     def figures(self, **others: Any) -> LayerFigures:
         """The figures of everything that was added, and `others`, which are passed on."""
         weight, base, dot, delta, error = self._sums.T

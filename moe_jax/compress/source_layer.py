@@ -8,7 +8,7 @@ import numpy as np
 from moe_jax.compress.calibration.recorded import LayerCalibration, LayerRows
 from moe_jax.errors import InputError
 from moe_jax.experts.forms import ffn_matrices
-from moe_jax.experts.on_host import expert_kernels
+from moe_jax.experts.on_host import base_kernel, expert_kernels
 from moe_jax.finite import cast, check_finite, largest_magnitude
 from moe_jax.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig
@@ -79,19 +79,23 @@ class SourceLayer:
         return dataclasses.replace(self.moe, bank=bank, extended=True, universal_dim=None)
 
     def dtype(self, name: str) -> np.dtype:
-        """What the kernels of a matrix are stored in; of a bank with deltas, its base, or else the layer's norm."""
+        """What the kernels of a matrix are stored in; of a bank with deltas, its base, or else the layer's norm.
+
+        A base in codes has no dtype of its own.
+        """
         bank = self.moe.bank
         if not bank.form.over_base:
             leaf = self._path(f"experts/{name}/kernel")
-        elif bank.has_base:
+        elif bank.has_base and bank.base_codes is None:
             leaf = self._path(f"experts/base/{name}/kernel")
         else:
             leaf = f"layers/{self.index}/attention_norm/scale"  # every layer has it
         return np.dtype(self._stored[leaf].dtype)
 
     def base(self, name: str) -> np.ndarray:
-        """The bank's own base, [in, out]."""
-        return self.leaf(f"experts/base/{name}/kernel")
+        """The bank's own base, [in, out]; of codes, the float32 numbers that they stand for."""
+        kernel = base_kernel(self._read, self.moe.bank, self._path("experts"), self.matrices[name])
+        return check_weights(self._path(f"experts/base/{name}"), kernel)
 
     def kernels(self, name: str) -> Iterator[np.ndarray]:
         """One matrix of all experts, [in, out] each; the universal FFN comes last if it counts as one.

@@ -6,6 +6,7 @@ from moe_jax.experts.bank import ExpertBank as ExpertBank
 from moe_jax.experts.bank import set_exchange as set_exchange
 from moe_jax.experts.bank import set_strategy as set_strategy
 from moe_jax.experts.bank_config import BankConfig as BankConfig
+from moe_jax.experts.base_codes import BaseCodes as BaseCodes
 from moe_jax.experts.config import AdapterConfig as AdapterConfig
 from moe_jax.experts.config import FFNConfig as FFNConfig
 from moe_jax.experts.config import LoRAConfig as LoRAConfig

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from moe_jax.errors import InputError, check_member, shown
+from moe_jax.experts.base_codes import BaseCodes
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms import ExpertForm, Full, KernelForm, ffn_matrices
 from moe_jax.experts.forms.by_name import form_named, kinds_with
@@ -23,11 +24,13 @@ class BankConfig:
       base: `shared`: experts of a form over a base have one; `none`: they have their own part alone. Other forms ignore
         it.
       train_base: whether the base is trained.
+      base_codes: the codes in which the base is stored; None: it is stored in the dtype of the model.
     """
 
     form: ExpertForm
     base: Literal["shared", "none"]
     train_base: bool
+    base_codes: BaseCodes | None
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class BankConfig:
         kind: str | None = None,
         base: Literal["shared", "none"] = "shared",
         train_base: bool = True,
+        base_codes: BaseCodes | None = None,
         **options: Any,
     ):
         """Takes a form, or its kind and options: `kind="sparse", rate=0.9` stands for `Sparse(rate=0.9)`.
@@ -45,6 +49,7 @@ class BankConfig:
           kind: the name of a form.
           base: see above.
           train_base: see above.
+          base_codes: see above.
           options: of the form `kind`; None means that an option is not given.
 
         Raises:
@@ -60,11 +65,22 @@ class BankConfig:
         object.__setattr__(self, "form", form)
         object.__setattr__(self, "base", base)
         object.__setattr__(self, "train_base", train_base)
+        object.__setattr__(self, "base_codes", base_codes)
+        is_added_to = self.has_base and isinstance(form, KernelForm) and form.adds_to_base
+        if base_codes is not None and not is_added_to:
+            raise InputError(
+                f"base_codes go with a shared base that experts are added to, which {form.kind} experts with base "
+                f"{base!r} do not have"
+            )
 
     @property
     def kind(self) -> str:
         """The name of the form, for messages and tables."""
         return self.form.kind
+
+    def describe(self) -> str:
+        """The form in words, and before it the base if it is in codes: `4-bit centre, quantized, 2 bits`."""
+        return ("" if self.base_codes is None else f"{self.base_codes.adjective} centre, ") + self.form.describe()
 
     @property
     def has_base(self) -> bool:
@@ -78,7 +94,7 @@ class BankConfig:
 
     @property
     def has_linear_maps(self) -> bool:
-        """Whether the bank has kernels that can have LoRA or be stored as NF4.
+        """Whether the bank has kernels that can have LoRA or, unless they are in codes already, be stored as NF4.
 
         These are whole kernels, or the kernels of a base that is applied on its own.
         """
@@ -108,14 +124,16 @@ class BankConfig:
         values = dataclasses.asdict(self.form)
         fields = (field for field in dataclasses.fields(self.form) if values[field.name] != field.default)
         base = {} if self.base == "shared" else {"base": self.base}
+        base |= {} if self.base_codes is None else {"base": self.base_codes.describe()}
         return {"kind": self.kind, **base} | {field.name: values[field.name] for field in fields} | {
             "train_base": self.train_base
         }
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON-able table with the kind, `base`, `train_base` and the options of the form."""
+        """One JSON-able table with the kind, `base`, `train_base`, `base_codes` if any, and the options of the form."""
         options = dataclasses.asdict(self.form)
-        return {"kind": self.kind, "base": self.base, "train_base": self.train_base, **options}
+        codes = {} if self.base_codes is None else {"base_codes": dataclasses.asdict(self.base_codes)}
+        return {"kind": self.kind, "base": self.base, "train_base": self.train_base, **codes, **options}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], build: Callable[[type, Mapping[str, Any]], Any]) -> "BankConfig | None":
@@ -134,7 +152,7 @@ class BankConfig:
         always = ("kind", "base", "train_base")
         options: dict[str, Any] = {name: value for name, value in data.items() if value is not None or name in always}
         form, sharing = form_named(options.pop("kind", Full.kind)), {}
-        for name in ("base", "train_base"):
+        for name in ("base", "train_base", "base_codes"):
             if name in options:
                 sharing[name] = options.pop(name)
         if "places" in options and "encoding" not in options:
@@ -143,7 +161,7 @@ class BankConfig:
             if "encoding" in {field.name for field in dataclasses.fields(form)}:
                 options["encoding"] = encoding
         built, shared = build(form, options), build(_Sharing, sharing)
-        return None if built is None or shared is None else cls(built, **dataclasses.asdict(shared))
+        return None if built is None or shared is None else cls(built, **vars(shared))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +170,7 @@ class _Sharing:
 
     base: Literal["shared", "none"] = "shared"
     train_base: bool = True
+    base_codes: BaseCodes | None = None
 
 
 def _made(kind: str, options: Mapping[str, Any]) -> ExpertForm:

@@ -119,7 +119,7 @@ def _by_expert(
     rows = dispatch(x, order, top_k)
 
     def delta_product(rows: Array, name: str) -> Array:
-        form, matrix, arrays = deltas[name]
+        form, matrix, arrays, _ = deltas[name]
         y = form.grouped_delta(rows, arrays, order.group_sizes, matrix, way, place.parts.get(name))
         return y + row_biases(biases[name], order.group_sizes, rows.shape[0]) if name in biases else y
 

@@ -3,17 +3,23 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.matrix import BASE, ORIGIN, Matrix, Part
+from moe_jax.experts.forms.kernel_of_codes import Coded
+from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Matrix, Part, Window
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.functional.dispatch import row_biases
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.gated import GATE, UP, gated_product
+from moe_jax.functional.grouped import PRODUCT
 from moe_jax.kernels.deferred import Bound
 from moe_jax.kernels.tpu.fused_tile import FusedTile
+
+_BELOW_BASE = f"{BASE}/"
 
 
 class Kernels(NamedTuple):
@@ -22,12 +28,25 @@ class Kernels(NamedTuple):
     Attributes:
       form: the form of the kernels.
       matrix: the matrix.
-      arrays: by name, stacked over the experts; a base, if there is one, is the array `BASE`.
+      arrays: by name, stacked over the experts; a base, if there is one, is the array `BASE`, or if it is in codes the
+        arrays with names below it.
+      base: the form of a base in codes; None: there is no such base.
     """
 
     form: KernelForm
     matrix: Matrix
     arrays: dict[str, Array]
+    base: Coded | None = None
+
+    def is_trained(self, path: str) -> bool:
+        """Whether an array has a gradient."""
+        if self.base is not None and path.startswith(_BELOW_BASE):
+            return self.base.is_trained(path.removeprefix(_BELOW_BASE), self.arrays[path])
+        return path == BASE or self.form.is_trained(path, self.arrays[path])
+
+    def over(self, base: Coded, arrays: Arrays) -> "Kernels":
+        """The same over a base in codes, given the arrays of its kernel."""
+        return self._replace(base=base, arrays=self.arrays | {_BELOW_BASE + path: arrays[path] for path in arrays})
 
     def specs(self) -> dict[str, P]:
         """How the arrays are split inside `shard_map`."""
@@ -35,6 +54,8 @@ class Kernels(NamedTuple):
         specs = self.form.specs(split)
         if BASE in self.arrays:
             specs[BASE] = P("tensor", None) if split == "in" else P(None, "tensor")
+        if self.base is not None:
+            specs |= {_BELOW_BASE + path: spec for path, spec in self.base.specs_of_one(split).items()}
         return specs
 
     def stored_rounded_specs(self) -> dict[str, P]:
@@ -56,8 +77,30 @@ class Kernels(NamedTuple):
         part: Part | None,
     ) -> Float[Array, "M o"]:
         """Multiplies every row with the kernel of its expert, and adds its bias if there is one."""
-        y = self.form.grouped(rows, self.arrays, group_sizes, self.matrix, part)
+        y = self._product(rows, group_sizes, part)
         return y if bias is None else y + row_biases(bias, group_sizes, rows.shape[0])
+
+    def _product(self, rows: Float[Array, "M i"], group_sizes: Int[Array, " E"], part: Part | None) -> Array:
+        if self.base is None:
+            return self.form.grouped(rows, self.arrays, group_sizes, self.matrix, part)
+        base, matrix = self.base, self.matrix
+
+        def product(rows: Array, arrays: dict[str, Array], group_sizes: Array) -> Array:
+            own = {path: array for path, array in arrays.items() if not path.startswith(_BELOW_BASE)}
+            codes = {path.removeprefix(_BELOW_BASE): array for path, array in arrays.items() if path not in own}
+            window = Window.all(matrix.shape)
+            if part is not None:
+                window = Window(part.shape, matrix.shape, part.origin, 0, part.shape[1])
+            return self.form.grouped(rows, own | {BASE: base.tile(None, codes, window)}, group_sizes, matrix, part)
+
+        # Made again for the gradient: kept for that, the kernels of all layers would be in memory at once. The name is
+        # that of products, so that what is told to keep these keeps this one.
+        return checkpoint_name(jax.checkpoint(product)(rows, self.arrays, group_sizes), PRODUCT)
+
+
+def is_of_base(path: str) -> bool:
+    """Whether an array belongs to the base, and is not stacked over the experts."""
+    return path == BASE or path.startswith(_BELOW_BASE)
 
 
 def hidden_rows(
@@ -78,7 +121,7 @@ def hidden_rows(
       parts: the parts of the kernels that the arrays describe; empty: the whole kernels.
       activation: of the FFN.
     """
-    if GATE in kernels and not biases.keys() & {GATE, UP}:
+    if GATE in kernels and not biases.keys() & {GATE, UP} and kernels[UP].base is None:
         gate, up = (_Stored.of(kernels[name], parts.get(name), group_sizes) for name in (GATE, UP))
         if not isinstance(gate.tile, str) and not isinstance(up.tile, str):
             trained, fixed = {GATE: gate.trained, UP: up.trained}, {GATE: gate.fixed, UP: up.fixed}
@@ -116,7 +159,7 @@ class _Stored(NamedTuple):
 
     @classmethod
     def of(cls, kernels: Kernels, part: Part | None, group_sizes: Array) -> "_Stored":
-        form, matrix, arrays = kernels
+        form, matrix, arrays, _ = kernels
         static = _Static(form, matrix, None if part is None else part.shape)
         trained = {name: array for name, array in arrays.items() if name == BASE or form.is_trained(name, array)}
         fixed = {name: array for name, array in arrays.items() if name not in trained}

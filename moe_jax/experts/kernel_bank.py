@@ -37,8 +37,9 @@ class KernelBank(ExpertBank):
     the leaves of the experts' own parts lie below `delta`, and `base` holds kernels [in, out] unless the config has no
     base. Such experts are applied in one of two exact ways, chosen by `experts.strategy`: *factored*, with the products
     of the base computed once per token; or *synthesised*, with every kernel made tile by tile inside the grouped
-    product. Neither makes an array [E, in, out], forward or backward. A base that has LoRA or is stored as NF4 is
-    always factored.
+    product. Neither makes an array [E, in, out], forward or backward. A base that has LoRA or is one of NF4 kernels
+    (`FFNConfig.nf4`) is always factored. One in codes of its own (`BankConfig.base_codes`) is made once for each
+    synthesised product, and forgotten.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class KernelBank(ExpertBank):
         super().__init__(config, expert, num_experts)
         self._d_model = d_model
         if config.has_base:
-            self.base = nnx.Dict(ffn_linears(expert, d_model, bias=False, rngs=rngs, dtype=dtype))
+            codes = None if config.base_codes is None else config.base_codes.form
+            self.base = nnx.Dict(ffn_linears(expert, d_model, bias=False, codes=codes, rngs=rngs, dtype=dtype))
         stack = (num_experts,)
         fresh = {name: self._form(name).fresh(rngs, matrix, stack, dtype) for name, matrix in self._matrices.items()}
         own = self._own_form
@@ -70,7 +72,10 @@ class KernelBank(ExpertBank):
         if strategy == "synthesised":
             kernels = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in matrices}
             for name in kernels if self.config.has_base else ():
-                kernels[name].arrays[BASE] = self.base[name].materialise()
+                if self.config.base_codes is not None:
+                    kernels[name] = kernels[name].over(self.config.base_codes.form, self.base[name].arrays())
+                else:
+                    kernels[name].arrays[BASE] = self.base[name].materialise()
             return apply_experts(x, routing, kernels, self.stacked_biases(), activation, self.exchange)
         bases = {name: self._base_product(name, fold_in(key, matrix.index)) for name, matrix in matrices}
         deltas = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in matrices}

@@ -1,4 +1,4 @@
-"""Linear maps, whose kernel may be stored as NF4 and may have LoRA."""
+"""Linear maps, whose kernel may be stored in codes and may have LoRA."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.experts.config import FFNConfig, LoRAConfig
+from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.lora import whole_form
 from moe_jax.experts.forms.matrix import Matrix, Split, ffn_matrices
 from moe_jax.experts.variables import Leaves
@@ -18,7 +19,7 @@ BIAS = "bias"
 
 
 class Linear(Leaves):
-    """`x W + b`. The kernel [in, out] is plain or stored as NF4, and may have LoRA, `scale * (x A) B`, beside it."""
+    """`x W + b`. The kernel [in, out] is plain or stored in codes, and may have LoRA, `scale * (x A) B`, beside it."""
 
     kernel: nnx.Param
 
@@ -28,6 +29,7 @@ class Linear(Leaves):
         *,
         bias: bool = False,
         nf4: bool = False,
+        codes: Coded | None = None,
         lora: LoRAConfig | None = None,
         split: Split = "out",
         rngs: nnx.Rngs,
@@ -39,12 +41,13 @@ class Linear(Leaves):
           shape: [in, out].
           bias: whether the map has a bias.
           nf4: whether the kernel is stored as NF4.
+          codes: other codes in which it is stored; None: there are none.
           lora: options of LoRA; None: there is none.
           split: the axis of the kernel that `tensor` splits.
           rngs: random keys, stream `params`.
           dtype: dtype of the parameters.
         """
-        self.form = whole_form(nf4, lora)
+        self.form = whole_form(nf4, lora, codes)
         self.matrix = Matrix("", shape, split)
         super().__init__(self.form.fresh(rngs, self.matrix, (), dtype), self.form.is_trained)
         self.has_bias = bias
@@ -76,14 +79,27 @@ class Linear(Leaves):
 
 
 def ffn_linears(
-    config: FFNConfig, d_model: int, *, bias: bool, rngs: nnx.Rngs, dtype: jnp.dtype
+    config: FFNConfig,
+    d_model: int,
+    *,
+    bias: bool,
+    codes: Coded | None = None,
+    rngs: nnx.Rngs,
+    dtype: jnp.dtype,
 ) -> dict[str, Linear]:
-    """The linear maps of an FFN, by name; with a bias each if `bias` is true."""
+    """The linear maps of an FFN, by name; with a bias each if `bias` is true, and their kernels in `codes`."""
     linears = {}
     for name, matrix in ffn_matrices(config, d_model).items():
         lora = lora_for(config.lora, name)
         linears[name] = Linear(
-            matrix.shape, bias=bias, nf4=config.nf4, lora=lora, split=matrix.split, rngs=rngs, dtype=dtype
+            matrix.shape,
+            bias=bias,
+            nf4=config.nf4,
+            codes=codes,
+            lora=lora,
+            split=matrix.split,
+            rngs=rngs,
+            dtype=dtype,
         )
     return linears
 

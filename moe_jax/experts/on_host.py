@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from moe_jax.errors import InputError
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.matrix import Matrix, Window, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm
 
@@ -40,8 +41,8 @@ def expert_kernels(
       config: of the bank.
       bank: the path of the bank, such as "layers/3/mlp/experts".
       matrix: one of `ffn_matrices`.
-      dtype: of the kernels; None: that of the base, or float32 without a base. Whole kernels keep the dtype in which
-        they are stored.
+      dtype: of the kernels; None: that of the base, or float32 without a base or of one in codes. Whole kernels keep
+        the dtype in which they are stored.
       experts: indices of experts; None: all of them.
 
     Raises:
@@ -54,7 +55,7 @@ def expert_kernels(
         kernels = read(f"{bank}/{name}/kernel")
         yield from (kernels[expert] for expert in (range(len(kernels)) if experts is None else experts))
         return
-    base = read(f"{bank}/base/{name}/kernel") if config.has_base else None
+    base = base_kernel(read, config, bank, matrix) if config.has_base else None
     own = {leaf: read(f"{bank}/delta/{name}/{leaf}") for leaf in form.leaf_names(matrix)}
     shared = {leaf: read(f"{bank}/delta/{leaf}") for leaf in form.shared_leaves}
     dtype = np.dtype(dtype or (np.float32 if base is None else base.dtype))
@@ -62,6 +63,34 @@ def expert_kernels(
         for expert in range(next(iter((own | shared).values())).shape[0]) if experts is None else experts:
             leaves, common = ({leaf: array[expert] for leaf, array in part.items()} for part in (own, shared))
             yield np.asarray(_kernel(base, form.combine(matrix, leaves, common), form=form, matrix=matrix, dtype=dtype))
+
+
+def base_kernel(read: Reader, config: BankConfig, bank: str, matrix: Matrix) -> np.ndarray:
+    """The base of a matrix, [in, out]: as it is stored, or of codes the float32 numbers that they stand for.
+
+    Args:
+      read: reads a leaf by its path.
+      config: of the bank, which has a base.
+      bank: the path of the bank.
+      matrix: one of `ffn_matrices`.
+    """
+    paths = base_leaves(config, matrix)
+    leaves = {leaf: read(f"{bank}/{path}") for leaf, path in paths.items()}
+    if config.base_codes is None:
+        return leaves["kernel"]
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return np.asarray(_base_of_codes(leaves, config.base_codes.form, matrix))
+
+
+def base_leaves(config: BankConfig, matrix: Matrix) -> dict[str, str]:
+    """The leaves that store the base of a matrix, by their names: paths below the bank."""
+    names = ("kernel",) if config.base_codes is None else config.base_codes.form.leaf_names(matrix)
+    return {name: f"base/{matrix.name}/{name}" for name in names}
+
+
+@partial(jax.jit, static_argnames=("form", "matrix"))
+def _base_of_codes(leaves: dict[str, Array], form: Coded, matrix: Matrix) -> Float[Array, "i o"]:
+    return form.materialise(None, leaves, matrix)
 
 
 @partial(jax.jit, static_argnames=("form", "matrix", "dtype"))
@@ -97,6 +126,8 @@ def leaves_from_dense(
     form = config.form
     if not isinstance(form, KernelForm) or (form.over_base and not config.has_base):
         raise InputError(f"{config.kind} experts with base {config.base!r} are not made from a dense FFN")
+    if config.base_codes is not None:
+        raise InputError("a base in codes does not equal a dense FFN: it is made by moe-jax compress --centre-bits")
     for name, matrix in ffn_matrices(expert, kernels["up"].shape[0]).items():
         kernel, folder = kernels[name], f"delta/{name}" if form.over_base else name
         if form.over_base:

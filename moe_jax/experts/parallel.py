@@ -23,8 +23,9 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.exchange import Buffer, make_plan, rounds_needed, send, send_back
 from moe_jax.experts.exchange_choice import DEFAULT, Exchange
-from moe_jax.experts.forms.matrix import BASE, Matrix, Part
-from moe_jax.experts.hidden_rows import Kernels, hidden_rows
+from moe_jax.experts.forms.by_hand import part_here
+from moe_jax.experts.forms.matrix import Part
+from moe_jax.experts.hidden_rows import Kernels, hidden_rows, is_of_base
 from moe_jax.experts.mesh import current_mesh, spec_on_mesh, token_axes
 from moe_jax.experts.platforms import current_chip
 from moe_jax.experts.rounded_gather import gathered
@@ -149,7 +150,7 @@ def _arrays(kernels: Mapping[str, Kernels], *, trained: bool) -> dict[str, dict[
         name: {
             path: array
             for path, array in kernel.arrays.items()
-            if (path == BASE or kernel.form.is_trained(path, array)) == trained
+            if kernel.is_trained(path) == trained
         }
         for name, kernel in kernels.items()
     }
@@ -267,17 +268,9 @@ def _sorted_ffn(
 
 def num_experts(kernels: Kernels) -> int:
     """The number of experts in the arrays: all, or those of this device."""
-    return next(array for name, array in kernels.arrays.items() if name != BASE).shape[0]
+    return next(array for name, array in kernels.arrays.items() if not is_of_base(name)).shape[0]
 
 
 def parts_of(kernels: Mapping[str, Kernels]) -> dict[str, Part]:
     """The parts of the kernels that this device holds."""
-    return {name: _part(kernel.matrix) for name, kernel in kernels.items()}
-
-
-def _part(matrix: Matrix) -> Part:
-    shards, index = lax.axis_size("tensor"), lax.axis_index("tensor")
-    fan_in, fan_out = matrix.shape
-    if matrix.split == "in":
-        return Part((fan_in // shards, fan_out), jnp.stack([index * (fan_in // shards), 0]))
-    return Part((fan_in, fan_out // shards), jnp.stack([0, index * (fan_out // shards)]))
+    return {name: part_here(kernel.matrix) for name, kernel in kernels.items()}

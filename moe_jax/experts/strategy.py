@@ -101,7 +101,9 @@ def strategy_costs(
         return {"grouped": whole_form(expert.nf4, None).cost(matrices, load, platform, has_base=False)["synthesised"]}
     if not isinstance(config.form, KernelForm):
         return {}
-    costs = config.form.cost(matrices, load, platform, has_base=config.has_base)
+    # The kernels of a base in codes are not read as they are, but made: see `KernelForm.cost`.
+    codes = None if config.base_codes is None else config.base_codes.form
+    costs = config.form.cost(matrices, load, platform, has_base=config.has_base, codes=codes)
     if config.has_base and (expert.nf4 or expert.lora is not None):
         # Inside a kernel's tile, LoRA would become `W + A B`, without its dropout.
         costs.pop("synthesised")

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.errors import InputError
-from moe_jax.experts.forms import ffn_matrices
-from moe_jax.experts.on_host import expert_kernels
+from moe_jax.experts.forms import Matrix, ffn_matrices
+from moe_jax.experts.on_host import base_kernel, expert_kernels
 from moe_jax.model_source import ModelSource
-from moe_jax.models import ModelConfig, MoEConfig
+from moe_jax.models import BankConfig, ModelConfig, MoEConfig
 
 SHARED = "shared base"
 MEAN = "mean of the experts"
@@ -105,14 +105,18 @@ def _vectors(source: ModelSource, layer: int, name: str, has_base: bool) -> list
     experts = list(_experts(source, layer, name))
     if not has_base:
         return experts
-    return [source.read(f"layers/{layer}/mlp/experts/base/{name}/kernel"), *experts]
+    return [base_kernel(source.read, *_place(source, layer, name)), *experts]
 
 
 def _experts(source: ModelSource, layer: int, name: str) -> Iterator[np.ndarray]:
     # In float32, because rounding to the bfloat16 of a base would lose most of a small delta.
+    return expert_kernels(source.read, *_place(source, layer, name), dtype=np.dtype(np.float32))
+
+
+def _place(source: ModelSource, layer: int, name: str) -> tuple[BankConfig, str, Matrix]:
+    """The bank of a layer, its path, and one of its matrices."""
     moe = source.config.moe(layer)
-    bank, matrix = f"layers/{layer}/mlp/experts", ffn_matrices(moe.expert, source.config.d_model)[name]
-    return expert_kernels(source.read, moe.bank, bank, matrix, dtype=np.dtype(np.float32))
+    return moe.bank, f"layers/{layer}/mlp/experts", ffn_matrices(moe.expert, source.config.d_model)[name]
 
 
 def _cosines_to_base(gram: Float[np.ndarray, "n n"], has_base: bool) -> Float[np.ndarray, " E"]:

@@ -189,6 +189,8 @@ class MoEConfig:
                 f"{what} needs full kernels or a shared base that is applied on its own, and {self.bank.kind} experts "
                 f"with base {self.bank.base!r} have neither; use PERFT"
             )
+        if self.expert.nf4 and self.bank.base_codes is not None:
+            raise InputError("nf4 does not go with a base that is in codes already")
         if self.expert.lora is not None and self.bank.meets_sorted_rows and self.expert.lora.dropout:
             raise InputError("LoRA on full experts has no dropout: their inputs are sorted rows; set it to 0")
 

@@ -49,14 +49,14 @@ def is_tuned(config: ModelConfig) -> bool:
 def with_nf4(config: ModelConfig, nf4: bool) -> ModelConfig:
     """The config with the kernels of attention, FFNs, shared bases and full experts in NF4, or with none in NF4.
 
-    Embeddings, head, norms, routers, biases and adapters are never NF4.
+    Embeddings, head, norms, routers, biases and adapters are never NF4, and a base in codes of its own keeps these.
     """
 
     def layer_with(layer: LayerConfig) -> LayerConfig:
         mlp = layer.mlp
         if not isinstance(mlp, MoEConfig):
             mlp = dataclasses.replace(mlp, nf4=nf4)
-        elif mlp.bank.has_linear_maps:
+        elif mlp.bank.has_linear_maps and mlp.bank.base_codes is None:
             mlp = dataclasses.replace(mlp, expert=dataclasses.replace(mlp.expert, nf4=nf4))
         return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, nf4=nf4), mlp=mlp)
 

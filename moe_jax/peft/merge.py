@@ -2,6 +2,7 @@
 
 This applies to LoRA on attention, FFNs, bases of experts, full experts and routers. With an NF4 base, LoRA is added to
 the dequantised kernel, because that is the model that was trained; the result is not the unquantised base plus LoRA.
+The same holds of a base of experts in codes: with LoRA beside it, it becomes a plain one; without, it stays as it is.
 Adapters (PESC, PERFT) cannot be merged into a kernel.
 """
 
@@ -14,6 +15,8 @@ import numpy as np
 
 from moe_jax.errors import InputError, raise_if_any
 from moe_jax.experts.config import FFNConfig, LoRAConfig
+from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.on_host import base_kernel
 from moe_jax.finite import cast
 from moe_jax.functional.nf4 import dequantize_nf4
 from moe_jax.in_memory import Destination, open_writer
@@ -122,7 +125,10 @@ def unmergeable(config: ModelConfig) -> dict[str, str]:
 
 
 def merged_config(config: ModelConfig) -> ModelConfig:
-    """The config after merging: without LoRA, NF4 and `frozen_base`; adapters (PESC, PERFT) stay."""
+    """The config after merging: without LoRA, NF4, codes of a base that has LoRA, and `frozen_base`.
+
+    Adapters (PESC, PERFT) stay.
+    """
     return replace(config, layers=tuple(map(_merged_layer, config.layers)), frozen_base=False)
 
 
@@ -130,7 +136,9 @@ def _merged_layer(layer: LayerConfig) -> LayerConfig:
     layer = with_of_base(layer, False)
     attention, mlp = replace(layer.attention, nf4=False, lora=None), layer.mlp
     if isinstance(mlp, MoEConfig):
-        return replace(layer, attention=attention, mlp=replace(mlp, expert=_plain(mlp.expert), router_lora=None))
+        bank = mlp.bank if mlp.expert.lora is None else replace(mlp.bank, base_codes=None)
+        merged = replace(mlp, expert=_plain(mlp.expert), router_lora=None, bank=bank)
+        return replace(layer, attention=attention, mlp=merged)
     return replace(layer, attention=attention, mlp=_plain(mlp))
 
 
@@ -168,12 +176,17 @@ def _folded_kernel(source: ModelSource, path: str) -> np.ndarray:
 
 
 def _kernels(source: ModelSource, path: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Yields the kernels without LoRA, dequantised if they are NF4; float32."""
+    """Yields the kernels without LoRA, made of their codes if they are stored so; float32."""
     if path in source.specs():
         for kernel in source.read(path).reshape(-1, *shape[-2:]):
             yield kernel.astype(np.float32)
         return
     module = path.removesuffix("/kernel")
+    if f"{module}/nf4/codes" not in source.specs():
+        bank, _, name = module.rpartition("/base/")
+        moe = source.config.moe(int(path.split("/")[1]))
+        yield base_kernel(source.read, moe.bank, bank, ffn_matrices(moe.expert, source.config.d_model)[name])
+        return
     leaves = {name: source.read(f"{module}/nf4/{name}") for name in _NF4_LEAVES}
     if len(shape) == 2:
         leaves = {name: leaf[None] for name, leaf in leaves.items()}
@@ -184,13 +197,14 @@ def _kernels(source: ModelSource, path: str, shape: tuple[int, ...]) -> Iterator
 
 
 def _kernel_dtype(source: ModelSource, path: str) -> np.dtype:
-    """The dtype of the kernel; of an NF4 kernel, that of the base's kernel, or else of the model."""
+    """The dtype of the kernel; of one in codes, that of the base's kernel, or else of the model."""
     if path in source.specs():
         return np.dtype(source.specs()[path].dtype)
     if source.base is not None:
         of_base = base_leaf(source.config, path)
         assert of_base is not None, path
-        return np.dtype(source.base.specs()[of_base].dtype)
+        if of_base in source.base.specs():  # a base in codes is no kernel there either
+            return np.dtype(source.base.specs()[of_base].dtype)
     return np.dtype(leaf_specs(merged_config(source.config))[path].dtype)
 
 

@@ -12,10 +12,12 @@ def parameter_sizes(config: ModelConfig) -> dict[str, int]:
     """Leaf path -> number of parameters.
 
     Positions of sparse deltas and codes of quantised ones are not parameters. An NF4 kernel counts as the kernel that
-    it was quantised from, under that kernel's path; its scales are not counted.
+    it was quantised from, under that kernel's path; its scales are not counted. Of a base in codes, the scales are
+    parameters unless it is NF4.
     """
     specs = leaf_specs(with_nf4(config, False))
-    return {path: math.prod(spec.shape) for path, spec in specs.items() if is_parameter(spec)}
+    counted = {path: spec for path, spec in specs.items() if is_parameter(spec) and "/coded_nf4/" not in path}
+    return {path: math.prod(spec.shape) for path, spec in counted.items()}
 
 
 def active_size(config: ModelConfig, path: str, size: int) -> int:

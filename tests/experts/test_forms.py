@@ -16,7 +16,7 @@ from flax import nnx
 from moe_jax.commands.upcycle import UpcycleFlags
 from moe_jax.draws import stream
 from moe_jax.errors import InputError
-from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig, FFNConfig, make_bank
+from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig, BaseCodes, FFNConfig, make_bank
 from moe_jax.experts.forms import Full, JointLowRank, KernelForm, LowRank, Quantized, Sparse, ffn_matrices
 from moe_jax.experts.forms.by_name import delta_options, form_of_option, registered
 from moe_jax.experts.forms.fresh import shapes_of
@@ -40,11 +40,15 @@ FORMS = [
 ]
 BANKS = [BankConfig(form) for form in FORMS]
 BANKS += [BankConfig(form, base="none") for form in FORMS[1:]]
+BANKS += [BankConfig(LowRank(rank=2), base_codes=BaseCodes(code="3", group_size=8))]
+BANKS += [BankConfig(Sparse(rate=0.8), base_codes=BaseCodes(code="nf4"))]
 BANKS += [BankConfig(AdapterExperts(adapter=AdapterConfig(rank=2, activation="gelu")), train_base=False)]
 
 
 def describe(value):
-    return value.form.describe() + f", {value.base}" if isinstance(value, BankConfig) else str(value)
+    if not isinstance(value, BankConfig):
+        return str(value)
+    return f"{value.form.describe()}, {value.base if value.base_codes is None else value.base_codes.describe()}"
 
 
 def test_all_registered_forms_are_tried():

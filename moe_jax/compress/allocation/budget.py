@@ -9,10 +9,12 @@ from typing import Literal
 import numpy as np
 
 from moe_jax.compress.allocation.knapsack import Candidate, allocate
+from moe_jax.compress.coding.centre import centre_bytes
 from moe_jax.compress.coding.schemes import Design, LowRank, Pruned, Quantized, Scheme
 from moe_jax.compress.coding.storage import disk_bytes
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
+from moe_jax.experts import BaseCodes
 from moe_jax.experts.forms.quantized import BITS
 from moe_jax.models import FFNConfig, MoEConfig
 
@@ -28,6 +30,7 @@ def same_scheme(
     analyses: Mapping[int, Mapping[str, np.ndarray]],
     *,
     base: Literal["shared", "none"],
+    codes: BaseCodes | None = None,
 ) -> dict[int, MoEConfig]:
     """What layers become, by index, if all of them get one scheme. Layers of equal shape stay equal.
 
@@ -37,17 +40,19 @@ def same_scheme(
       analyses: by index; where the scheme needs them, with `shares` of the matrices, float[m], as `mean_shares` gives
         them. They are averaged over layers of one shape.
       base: whether there is a centre.
+      codes: of the centre; None: it has the dtype of the model.
     """
     shares: dict[FFNConfig, list[np.ndarray]] = {}
     for layer in layers if scheme.needs_shares else ():
         shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
     means = {expert: np.mean(found, axis=0).tolist() for expert, found in shares.items()}
-    return {
-        layer.index: layer.target(
-            scheme.bank(layer.moe.expert, layer.shapes["up"][0], base=base, shares=means.get(layer.moe.expert))
+    banks = {
+        layer.index: scheme.bank(
+            layer.moe.expert, layer.shapes["up"][0], base=base, shares=means.get(layer.moe.expert)
         )
         for layer in layers
     }
+    return {layer.index: layer.target(dataclasses.replace(banks[layer.index], base_codes=codes)) for layer in layers}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +61,11 @@ class Budget(abc.ABC):
 
     Attributes:
       schemes: that a layer can get.
+      codes: of the centres; None: they have the dtype of the model.
     """
 
     schemes: tuple[Scheme, ...]
+    codes: BaseCodes | None = None
 
     @abc.abstractmethod
     def nbytes(self, layers: Sequence[SourceLayer]) -> int:
@@ -67,7 +74,9 @@ class Budget(abc.ABC):
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Raises `InputError` if the budget is below what the centres of the layers alone take."""
         centres = sum(
-            math.prod(shape) * layer.dtype(name).itemsize for layer in layers for name, shape in layer.shapes.items()
+            centre_bytes(self.codes, matrix, layer.dtype(name).itemsize)
+            for layer in layers
+            for name, matrix in layer.matrices.items()
         )
         if self.nbytes(layers) < centres:
             raise InputError(
@@ -95,7 +104,8 @@ class Budget(abc.ABC):
             candidates[layer.index] = []
             errors, shares_of_schemes = analyses[layer.index]["errors"], analyses[layer.index]["shares"]
             for scheme, error, shares in zip(self.schemes, errors, shares_of_schemes, strict=True):
-                target = layer.target(scheme.bank(layer.moe.expert, d_model, base="shared", shares=shares))
+                bank = scheme.bank(layer.moe.expert, d_model, base="shared", shares=shares)
+                target = layer.target(dataclasses.replace(bank, base_codes=self.codes))
                 candidates[layer.index].append(Candidate(disk_bytes(target, d_model, dtype), float(error), target))
         return {index: chosen.choice for index, chosen in allocate(candidates, self.nbytes(layers)).items()}
 

@@ -12,11 +12,15 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.compress.alignment.design_matrix import aligned_experts, aligned_kernels, mean_kernel, neuron_rows
+from moe_jax.compress.coding.centre import encoded_centre
+from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.pruning import concat_counts, prune, squared
 from moe_jax.compress.coding.quantizer import quantize
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, LowRank, Pruned, Quantized, Scheme
 from moe_jax.compress.coding.truncated_svd import truncated_svd
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.experts import BaseCodes
+from moe_jax.experts.forms import Matrix
 
 SAMPLED_NEURONS = 2 * DEFAULT_GROUP_SIZE
 
@@ -39,7 +43,12 @@ class Trial(NamedTuple):
 
 
 def trials(
-    layer: SourceLayer, permutations: Int[np.ndarray, "E f"], tried: Sequence[Scheme], *, refit: bool
+    layer: SourceLayer,
+    permutations: Int[np.ndarray, "E f"],
+    tried: Sequence[Scheme],
+    *,
+    refit: bool,
+    codes: BaseCodes | None = None,
 ) -> list[Trial]:
     """Tries schemes on a layer, around the mean of its aligned experts.
 
@@ -47,7 +56,8 @@ def trials(
       layer: its experts.
       permutations: the order of every expert's neurons.
       tried: the schemes.
-      refit: the centre is refitted to what a scheme prunes.
+      refit: the centre is refitted to what a scheme prunes; to codes, it is not for a trial.
+      codes: of the centre; None: it has the dtype of the model.
 
     Returns:
       One trial for each of `tried`, in that order.
@@ -58,19 +68,20 @@ def trials(
     sampled = _sampled(layer, permutations)
     centres = {name: mean_kernel(kernels) for name, kernels in sampled.items()}
     norm = sum(squared(kernels) for kernels in sampled.values()) or 1.0  # experts of zeros have no errors either
-    factored = _Factored(layer, permutations, [scheme for scheme in tried if isinstance(scheme, LowRank)])
+    factored = _Factored(layer, permutations, [scheme for scheme in tried if isinstance(scheme, LowRank)], codes)
+    stored = {name: _stored(centre, codes) for name, centre in centres.items()}
     nothing = np.zeros(len(sampled))
     found: list[Trial] = []
     pruned: dict[Pruned, _Remainder] = {}
     for scheme in tried:
         if isinstance(scheme, Quantized):
-            found.append(Trial(scheme, _quantized_error(sampled, centres, scheme) / norm, nothing))
+            found.append(Trial(scheme, _quantized_error(sampled, stored, scheme) / norm, nothing))
         elif isinstance(scheme, LowRank):
             found.append(Trial(scheme, factored.error(scheme), nothing))
         else:
             of_floats = dataclasses.replace(scheme, bits=None)  # what is pruned is the same for all bits
             if of_floats not in pruned:
-                pruned[of_floats] = _prune(sampled, centres, of_floats, refit=refit)
+                pruned[of_floats] = _prune(sampled, centres, of_floats, codes, refit=refit)
             remainder = pruned[of_floats]
             found.append(Trial(scheme, remainder.error(sampled, scheme.bits) / norm, remainder.shares))
     return found
@@ -98,7 +109,9 @@ class _Remainder(NamedTuple):
         return total
 
 
-def _prune(sampled: Matrices, centres: Mapping[str, np.ndarray], scheme: Pruned, *, refit: bool) -> _Remainder:
+def _prune(
+    sampled: Matrices, centres: Mapping[str, np.ndarray], scheme: Pruned, codes: BaseCodes | None, *, refit: bool
+) -> _Remainder:
     shares = np.zeros(len(sampled))
     if scheme.needs_shares:
         experts = range(len(sampled["up"]))
@@ -109,12 +122,20 @@ def _prune(sampled: Matrices, centres: Mapping[str, np.ndarray], scheme: Pruned,
         name: prune(lambda kernels=kernels: iter(kernels), centres[name], count, refit=refit)
         for (name, kernels), count in zip(sampled.items(), counts, strict=True)
     }
-    return _Remainder(
-        {name: found.centre for name, found in refitted.items()},
-        {name: found.masks for name, found in refitted.items()},
-        sum(found.error for found in refitted.values()),
-        shares,
-    )
+    stored = {name: _stored(found.centre, codes) for name, found in refitted.items()}
+    lost = sum(found.error for found in refitted.values())
+    if codes is not None:
+        lost = sum(
+            squared((kernel - stored[name])[~mask])
+            for name, kernels in sampled.items()
+            for kernel, mask in zip(kernels, refitted[name].masks, strict=True)
+        )
+    return _Remainder(stored, {name: found.masks for name, found in refitted.items()}, lost, shares)
+
+
+def _stored(centre: np.ndarray, codes: BaseCodes | None) -> np.ndarray:
+    """The centre that its codes stand for."""
+    return centre if codes is None else encoded_centre(codes, centre, Matrix("", centre.shape), LeastError())[1]
 
 
 def mean_shares(
@@ -147,8 +168,14 @@ def _quantized_error(sampled: Matrices, centres: Mapping[str, np.ndarray], schem
 class _Factored:
     """Singular values of the residuals of all neurons, once for all ranks of a design."""
 
-    def __init__(self, layer: SourceLayer, permutations: Int[np.ndarray, "E f"], tried: Sequence[LowRank]):
-        self._layer, self._permutations, self._tried = layer, permutations, tried
+    def __init__(
+        self,
+        layer: SourceLayer,
+        permutations: Int[np.ndarray, "E f"],
+        tried: Sequence[LowRank],
+        codes: BaseCodes | None,
+    ):
+        self._layer, self._permutations, self._tried, self._codes = layer, permutations, tried, codes
         self._spectra: dict[str, tuple[list[np.ndarray], float]] = {}
         self._norm = 0.0
 
@@ -167,7 +194,8 @@ class _Factored:
     def _compute(self, design: str) -> tuple[list[np.ndarray], float]:
         """The largest singular values of all residuals, and the squared norm of these."""
         layer, permutations = self._layer, self._permutations
-        centres = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
+        means = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
+        centres = {name: _stored(mean, self._codes) for name, mean in means.items()}
         rank = max(self._rank(scheme) for scheme in self._tried if scheme.design == design)
         spectra, norm, self._norm = [], 0.0, 0.0
         for expert in aligned_experts(layer, permutations):

@@ -17,7 +17,7 @@ from flax import nnx
 from moe_jax.compress.coding.schemes import LowRank, Pruned, Quantized, Scheme, check_keep
 from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError, check_member
-from moe_jax.experts import BankConfig, make_bank
+from moe_jax.experts import BankConfig, BaseCodes, make_bank
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.positions import ENCODINGS, POSITION_LEAVES
 from moe_jax.experts.forms.quantized import BITS
@@ -98,6 +98,7 @@ def stored_bytes(
     *,
     keep: float,
     base: Literal["shared", "none"] = "shared",
+    base_codes: BaseCodes | None = None,
     value_bits: int | None = None,
     dtype: str | None = None,
 ) -> list[Stored]:
@@ -110,6 +111,7 @@ def stored_bytes(
       keep: share, in (0, 1], of the entries of an expert that sparse forms keep; low-rank ones have as many numbers.
         Of neurons or experts, where these are fewer.
       base: whether the experts share a centre.
+      base_codes: of the centre, in forms that have one; None: it has the dtype of the model.
       value_bits: of the entries of sparse forms; None: they have the dtype of the model.
       dtype: of all parameters; None: that of the config.
 
@@ -130,7 +132,9 @@ def stored_bytes(
         for i in layers:
             moe = config.moe(i)
             if moe not in of_shape:
-                target = form_layer(form, moe, config.d_model, keep=keep, base=base, value_bits=value_bits)
+                target = form_layer(
+                    form, moe, config.d_model, keep=keep, base=base, base_codes=base_codes, value_bits=value_bits
+                )
                 of_shape[moe] = _compared(form, target, layer_bytes(target, config.d_model, kind))
             if form == REMOVED:
                 left = max(1, round(keep * moe.num_experts))
@@ -157,12 +161,13 @@ def form_layer(
     *,
     keep: float,
     base: Literal["shared", "none"] = "shared",
+    base_codes: BaseCodes | None = None,
     value_bits: int | None = None,
 ) -> MoEConfig:
     """A layer with its experts in a form; of a form that is never written, the one that it is compared with.
 
     Args:
-      form, keep, base, value_bits: see `stored_bytes`.
+      form, keep, base, base_codes, value_bits: see `stored_bytes`.
       moe: the layer as it is.
       d_model: width of the model.
 
@@ -192,6 +197,8 @@ def form_layer(
         bank = _bank(Quantized(bits=_BITS[form]), moe, d_model, base)
     else:
         bank = BankConfig()
+    if bank.has_base:
+        bank = dataclasses.replace(bank, base_codes=base_codes)
     bank.check_fits(expert, d_model)
     return dataclasses.replace(moe, bank=bank)
 

@@ -1,6 +1,6 @@
 """The experts of a layer written in the form of a bank: centre, residuals and biases (methods.md 5)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -13,13 +13,14 @@ from moe_jax.compress.alignment.design_matrix import (
     mean_kernel,
 )
 from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders
+from moe_jax.compress.coding.centre import REFITS, code_residuals, stack, stored_centre, write_centre
 from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.pruning import prune
 from moe_jax.compress.layer_figures import Measure
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig
-from moe_jax.experts.forms import KernelForm
+from moe_jax.experts.forms import KernelForm, Matrix
 
 CODER = LeastError()
 
@@ -38,10 +39,10 @@ def write_experts(
 
     Args:
       layer: the experts as they are.
-      bank: as `Form.bank` made it.
+      bank: what they become.
       permutations: the order of every expert's neurons.
       write: takes the leaves.
-      refit: the centre is refitted to what a sparse bank leaves out.
+      refit: the centre is refitted to what a sparse bank leaves out; in codes, to the codes of the residuals.
       feedback: see `LeastOutputError`; of a layer that was calibrated.
       even: see `LeastError`.
 
@@ -61,11 +62,11 @@ def write_experts(
                 f"layer {layer.index}: matrices that are factored together have no inputs in common, so that a "
                 "calibration cannot be used; choose --design separate, or leave --calibrate out"
             )
-        _write_jointly(layer, form, bank.has_base, permutations, write, measure)
+        _write_jointly(layer, bank, form, permutations, write, measure)
     else:
         for name in layer.shapes:
             coders = partial(expert_coders, layer, name, permutations, feedback=feedback, even=even)
-            _write_matrix(layer, form, bank.has_base, name, permutations, write, measure, coders, refit=refit)
+            _write_matrix(layer, bank, form, name, permutations, write, measure, coders, refit=refit)
     for name in layer.shapes:
         biases = aligned_biases(layer, name, permutations)
         if biases is not None:
@@ -75,8 +76,8 @@ def write_experts(
 
 def _write_matrix(
     layer: SourceLayer,
+    bank: BankConfig,
     form: KernelForm,
-    has_base: bool,
     name: str,
     permutations: Int[np.ndarray, "E f"],
     write: Write,
@@ -88,6 +89,7 @@ def _write_matrix(
     dtype, matrix = layer.dtype(name), layer.matrices[name]
     kernels = list(aligned_kernels(layer, name, permutations))  # gone through again and again
     layer.forget()
+    has_base = bank.has_base
     centre = mean_kernel(kernels) if has_base else np.zeros((1, 1), np.float32)
     count, masks = form.kept_entries(matrix), None
     if count is not None:
@@ -96,52 +98,62 @@ def _write_matrix(
         pruned = prune(lambda: kernels, start, count, refit=refit and has_base, importances=importances)
         masks = pruned.masks
         centre = pruned.centre if has_base else centre
-    stored = layer.stored(name, centre)
-    if has_base:
-        write(f"experts/base/{name}/kernel", stored)
 
-    stacked: dict[str, np.ndarray] = {}
-    for expert, (kernel, coder) in enumerate(zip(kernels, coders(), strict=True)):
-        residual = kernel - stored.astype(np.float32)
+    def encode(expert: int, residual: np.ndarray, coder: ExpertCoder) -> tuple[dict[str, np.ndarray], np.ndarray]:
         if masks is None:
-            leaves, approximation = form.encode(residual, matrix, dtype, coder)
-        else:  # entries that were chosen by their inputs are coded one by one
-            leaves, approximation = form.encode(residual, matrix, dtype, CODER, masks[expert])
-        _stack(stacked, leaves, expert, layer.num_experts)
-        measure.add(expert, kernel, stored if has_base else None, approximation, coder.moment)
-    for leaf, array in stacked.items():
-        write(f"experts/delta/{name}/{leaf}", array)
+            return form.encode(residual, matrix, dtype, coder)
+        # Entries that were chosen by their inputs are coded one by one.
+        return form.encode(residual, matrix, dtype, CODER, masks[expert])
+
+    coded = code_residuals(
+        lambda: kernels,
+        centre if has_base else None,
+        lambda centre: stored_centre(layer, bank, name, centre, CODER),
+        coders,
+        encode,
+        lambda: Measure(layer.num_experts, layer.moe.expert.dim),
+        num_experts=layer.num_experts,
+        refits=refits_for(layer, bank, matrix) if refit else 0,
+    )
+    coded.write(name, write)
+    measure.include(coded.measure)
+
+
+def refits_for(layer: SourceLayer, bank: BankConfig, matrix: Matrix) -> int:
+    """How often a centre is refitted to the codes of residuals.
+
+    A centre in the model's dtype stays what it is. One for entries that are kept or left out was refitted to these. The
+    codes of a calibrated layer are not those of least error, for which the mean would be the best centre.
+    """
+    form = bank.form
+    has_codes = isinstance(form, KernelForm) and form.has_codes and form.kept_entries(matrix) is None
+    return REFITS if bank.base_codes is not None and has_codes and layer.rows is None else 0
 
 
 def _write_jointly(
     layer: SourceLayer,
+    bank: BankConfig,
     form: KernelForm,
-    has_base: bool,
     permutations: Int[np.ndarray, "E f"],
     write: Write,
     measure: Measure,
 ) -> None:
     """One expert after another, all of its matrices at once."""
     centres: dict[str, np.ndarray] = {}
-    for name in layer.shapes if has_base else ():
-        centres[name] = layer.stored(name, mean_kernel(aligned_kernels(layer, name, permutations)))
-        write(f"experts/base/{name}/kernel", centres[name])
+    for name in layer.shapes if bank.has_base else ():
+        stored = stored_centre(layer, bank, name, mean_kernel(aligned_kernels(layer, name, permutations)), CODER)
+        write_centre(name, stored, write)
+        centres[name] = stored.kernel
     stacked: dict[str, np.ndarray] = {}
     for expert, aligned in enumerate(aligned_experts(layer, permutations)):
         residuals = aligned
-        if has_base:
+        if bank.has_base:
             residuals = {name: kernel - centres[name].astype(np.float32) for name, kernel in aligned.items()}
         leaves, approximations = form.encode_expert(residuals, layer.matrices, layer.dtype("up"), CODER)
         del residuals
-        _stack(stacked, leaves, expert, layer.num_experts)
+        stack(stacked, leaves, expert, layer.num_experts)
         for name, kernel in aligned.items():
             measure.add(expert, kernel, centres.get(name), approximations[name])
     for path, array in stacked.items():
         write(f"experts/delta/{path}", array)
 
-
-def _stack(stacked: dict[str, np.ndarray], leaves: Mapping[str, np.ndarray], expert: int, experts: int) -> None:
-    for name, leaf in leaves.items():
-        if name not in stacked:
-            stacked[name] = np.empty((experts, *leaf.shape), leaf.dtype)
-        stacked[name][expert] = leaf

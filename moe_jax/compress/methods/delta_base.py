@@ -10,10 +10,14 @@ from jaxtyping import Array
 
 from moe_jax.compress.alignment.design_matrix import mean_kernel
 from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders
+from moe_jax.compress.coding.centre import code_residuals, stored_centre
+from moe_jax.compress.coding.write_experts import CODER, refits_for
 from moe_jax.compress.layer_figures import LayerFigures, Measure
 from moe_jax.compress.source_layer import SourceLayer, Write, check_weights
 from moe_jax.convert.families import FAMILIES
 from moe_jax.errors import InputError
+from moe_jax.experts import BankConfig
+from moe_jax.experts.forms.protocol import Coder
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 
@@ -44,15 +48,13 @@ class Base:
         self.origin = DENSE if dense is not None else OWN if layer.has_base else MEAN
 
     def kernel(self, name: str) -> np.ndarray:
-        """The base of one matrix, [in, out], in the dtype in which the experts are stored."""
+        """The base of one matrix, [in, out], as it is where it comes from; the mean is float32."""
         if self._dense is not None:
             path = f"layers/{self._layer.index}/mlp/{name}/kernel"
-            kernel = check_weights(f"{path} of --base", self._dense.read(path))
-        elif self.origin == OWN:
-            kernel = self._layer.base(name)
-        else:
-            kernel = mean_kernel(self._layer.kernels(name))
-        return self._layer.stored(name, kernel)
+            return check_weights(f"{path} of --base", self._dense.read(path))
+        if self.origin == OWN:
+            return self._layer.base(name)
+        return mean_kernel(self._layer.kernels(name))
 
 
 def check_base(base: ModelConfig, model: ModelConfig, layers: Iterable[int]) -> None:
@@ -75,41 +77,47 @@ def check_base(base: ModelConfig, model: ModelConfig, layers: Iterable[int]) -> 
 
 
 def compress_deltas(
-    layer: SourceLayer, base: Base, encode: Encode, write: Write, coders: Coders = expert_coders
+    layer: SourceLayer,
+    base: Base,
+    bank: BankConfig,
+    encode: Encode,
+    write: Write,
+    coders: Coders = expert_coders,
+    *,
+    centre_coder: Coder = CODER,
+    refit: bool = False,
 ) -> LayerFigures:
     """Writes base, deltas and biases of a layer. Memory holds one matrix of all experts, and that of one in float32.
+
+    Args:
+      layer: the experts as they are.
+      base: what deltas are taken from.
+      bank: what they become.
+      encode: codes a delta.
+      write: takes the leaves.
+      coders: of the deltas.
+      centre_coder: how the codes of a base are chosen.
+      refit: a base in codes is refitted to the codes of the deltas.
 
     Raises:
       InputError: if a kernel, or what it becomes, is not finite.
     """
     measure = Measure(layer.num_experts, layer.moe.expert.dim)
     for name in layer.shapes:
-        _compress_matrix(layer, name, base.kernel(name), encode, write, measure, coders(layer, name))
+        coded = code_residuals(
+            lambda name=name: layer.kernels(name),
+            base.kernel(name),
+            lambda centre, name=name: stored_centre(layer, bank, name, centre, centre_coder),
+            lambda name=name: coders(layer, name),
+            lambda expert, delta, coder, name=name: encode(name, expert, delta, coder),
+            lambda: Measure(layer.num_experts, layer.moe.expert.dim),
+            num_experts=layer.num_experts,
+            refits=refits_for(layer, bank, layer.matrices[name]) if refit else 0,
+        )
+        coded.write(name, write)
+        measure.include(coded.measure)
+        del coded  # nothing of one matrix is held while the next one is read
         biases = layer.biases(name)
         if biases is not None:
             write(f"experts/{name}/bias", biases)
-    return measure.figures()
-
-
-def _compress_matrix(
-    layer: SourceLayer,
-    name: str,
-    base: np.ndarray,
-    encode: Encode,
-    write: Write,
-    measure: Measure,
-    coders: Iterable[ExpertCoder],
-) -> None:
-    """A function of its own, so that nothing of one matrix is held while the next one is read."""
-    write(f"experts/base/{name}/kernel", base)
-    stacked: dict[str, np.ndarray] = {}
-    for expert, (kernel, coder) in enumerate(zip(layer.kernels(name), coders, strict=True)):
-        delta = kernel.astype(np.float32, copy=False) - base.astype(np.float32, copy=False)
-        leaves, approximation = encode(name, expert, delta, coder)
-        for leaf, array in leaves.items():
-            if leaf not in stacked:
-                stacked[leaf] = np.empty((layer.num_experts, *array.shape), array.dtype)
-            stacked[leaf][expert] = array
-        measure.add(expert, kernel, base, approximation, coder.moment)
-    for leaf, array in stacked.items():
-        write(f"experts/delta/{name}/{leaf}", array)
+    return measure.figures(choice=None if bank.base_codes is None else bank.describe())

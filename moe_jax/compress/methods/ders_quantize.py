@@ -9,6 +9,8 @@ import numpy as np
 
 from moe_jax.compress.allocation.budget import same_scheme
 from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders
+from moe_jax.compress.coding.centre import codes_of_options
+from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Quantized
 from moe_jax.compress.coding.storage import QUANTIZED
 from moe_jax.compress.layer_figures import LayerFigures
@@ -16,6 +18,8 @@ from moe_jax.compress.methods.delta_base import Base, compress_deltas
 from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import check_member
+from moe_jax.experts import BaseCodes
+from moe_jax.experts.base_codes import Code
 from moe_jax.experts.forms import KernelForm
 from moe_jax.experts.forms.quantized import BITS
 from moe_jax.models import MoEConfig
@@ -34,6 +38,9 @@ class Quantize(Method):
         absolute value, already has the least error.
       feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
         entry is rounded on its own, and the text says only how much each row counts.
+      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
+        By default it is stored in the dtype of the model.
+      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
@@ -43,14 +50,17 @@ class Quantize(Method):
     group_size: int = DEFAULT_GROUP_SIZE
     scale: Literal["mse", "absmax"] = "mse"
     feedback: bool = True
+    centre_bits: Code | None = None
+    centre_group_size: int | None = None
 
     def __post_init__(self) -> None:
         check_member("scale", self.scale, SCALES)
         self._scheme  # noqa: B018  (checks bits and group size)
+        self._codes  # noqa: B018  (checks those of the centre)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         """See `Method`."""
-        return same_scheme(layers, self._scheme, analyses, base="shared")
+        return same_scheme(layers, self._scheme, analyses, base="shared", codes=self._codes)
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
@@ -64,8 +74,15 @@ class Quantize(Method):
         ) -> tuple[dict[str, np.ndarray], np.ndarray]:
             return form.encode(delta, layer.matrices[name], layer.dtype(name), coder)
 
-        coders = partial(expert_coders, fit=self.scale == "mse", feedback=self.feedback)
-        return compress_deltas(layer, base, encode, write, coders)
+        fit = self.scale == "mse"
+        coders = partial(expert_coders, fit=fit, feedback=self.feedback)
+        return compress_deltas(
+            layer, base, target.bank, encode, write, coders, centre_coder=LeastError(fit=fit), refit=True
+        )
+
+    @property
+    def _codes(self) -> BaseCodes | None:
+        return codes_of_options(self.centre_bits, self.centre_group_size)
 
     @property
     def _scheme(self) -> Quantized:

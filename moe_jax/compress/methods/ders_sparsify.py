@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.compress.calibration.expert_coders import ExpertCoder
+from moe_jax.compress.coding.centre import codes_of_options
 from moe_jax.compress.coding.pruning import largest_mask
 from moe_jax.compress.coding.storage import SPARSE
 from moe_jax.compress.layer_figures import LayerFigures
@@ -21,7 +22,8 @@ from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.draws import draw_positions
 from moe_jax.errors import InputError, check_member
-from moe_jax.experts import BankConfig, FFNConfig
+from moe_jax.experts import BankConfig, BaseCodes, FFNConfig
+from moe_jax.experts.base_codes import Code
 from moe_jax.experts.forms import Sparse
 from moe_jax.experts.forms.positions import encode_positions, smallest_encoding
 from moe_jax.models import MoEConfig
@@ -43,6 +45,9 @@ class Sparsify(Method):
         kernel, drawn at random and divided by their share; both are right on average. `magnitude`: the largest ones
         as they are, which is the least error; of a layer that was calibrated, those of the inputs that count most.
       seed: of everything random.
+      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
+        By default it is stored in the dtype of the model.
+      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("drop", (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99))
@@ -51,6 +56,8 @@ class Sparsify(Method):
     drop: float
     keep: Literal["random", "exact", "magnitude"] = "random"
     seed: int = 0
+    centre_bits: Code | None = None
+    centre_group_size: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.drop < 1.0:
@@ -58,6 +65,7 @@ class Sparsify(Method):
         check_member("keep", self.keep, KEEP)
         if self.seed < 0:
             raise InputError(f"seed={self.seed} must not be negative")
+        self._codes  # noqa: B018  (checks those of the centre)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         """See `Method`. Layers of equal shape have room for the same count, the largest, in the fewest bytes."""
@@ -95,13 +103,17 @@ class Sparsify(Method):
             approximation.reshape(-1)[chosen.positions] = values.astype(np.float32)
             return {**encode_positions(chosen.positions, delta.shape, form.encoding), "values": values}, approximation
 
-        return compress_deltas(layer, base, encode, write)
+        return compress_deltas(layer, base, target.bank, encode, write)
+
+    @property
+    def _codes(self) -> BaseCodes | None:
+        return codes_of_options(self.centre_bits, self.centre_group_size)
 
     def _bank(self, layer: SourceLayer, entries: int | None) -> BankConfig:
         form = Sparse(rate=self.drop, entries=entries)
         counts = [form.kept_entries(matrix) for matrix in layer.matrices.values()]
         encoding = smallest_encoding(layer.shapes.values(), counts)
-        return BankConfig(dataclasses.replace(form, encoding=encoding))
+        return BankConfig(dataclasses.replace(form, encoding=encoding), base_codes=self._codes)
 
     def _choose(
         self,

@@ -23,6 +23,7 @@ from moe_jax.compress.alignment.design_matrix import (
 )
 from moe_jax.compress.allocation.budget import Budget, BudgetBits, TargetBytes, same_scheme, schemes_to_try
 from moe_jax.compress.allocation.trials import mean_shares, trials
+from moe_jax.compress.coding.centre import codes_of_options
 from moe_jax.compress.coding.pruning import squared
 from moe_jax.compress.coding.schemes import (
     DESIGNS,
@@ -39,6 +40,8 @@ from moe_jax.compress.methods.delta_base import BARYCENTER, Base
 from moe_jax.compress.methods.interface import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError, check_member, shown
+from moe_jax.experts import BaseCodes
+from moe_jax.experts.base_codes import Code
 from moe_jax.models import MoEConfig
 
 # A solver that leaves the neurons in the order in which they are: the centre is the average expert.
@@ -62,12 +65,16 @@ class ResMoE(Method):
       design: `concat`: one threshold, or factorisation, for the whole design matrix of an expert; `separate`: one for
         each matrix of it. The threshold of `concat` divides what is kept among the matrices, on average over experts
         and layers of one shape: so no storage is left empty, and equal layers stay equal.
-      refit: the centre of pruned residuals is refitted to what was pruned.
+      refit: the centre of pruned residuals is refitted to what was pruned, and one in codes to the codes of quantized
+        residuals.
       solver: of the alignment, see `barycenter`; `identity` takes the neurons as they are.
       feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
         entry is rounded on its own, and the text says only how much each row counts.
       target_bytes: instead of `keep`, a budget for the experts of all compressed layers, everything included.
       budget_bits: the same as average bits per weight of these experts; by default no budget.
+      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
+        By default it is stored in the dtype of the model.
+      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
@@ -83,11 +90,19 @@ class ResMoE(Method):
     feedback: bool = True
     target_bytes: int | None = None
     budget_bits: float | None = None
+    centre_bits: Code | None = None
+    centre_group_size: int | None = None
 
     def __post_init__(self) -> None:
         check_member("solver", self.solver, (*SOLVERS, IDENTITY))
         check_member("design", self.design, DESIGNS)
-        self.choice  # noqa: B018  (checks the rest)
+        self.choice  # noqa: B018  (checks the rest, but for the codes of the centre)
+        self.codes  # noqa: B018  (checks these)
+
+    @property
+    def codes(self) -> BaseCodes | None:
+        """The codes of the centre; None: it has the dtype of the model."""
+        return codes_of_options(self.centre_bits, self.centre_group_size)
 
     @functools.cached_property
     def choice(self) -> Scheme | Budget:
@@ -104,9 +119,9 @@ class ResMoE(Method):
             raise InputError(f"{given[0]} chooses keep and bits itself; leave them out")
         schemes = schemes_to_try([kind] if kind is not None else list(SCHEMES.values()), self.design)
         if self.target_bytes is not None:
-            return TargetBytes(target=self.target_bytes, schemes=schemes)
+            return TargetBytes(target=self.target_bytes, schemes=schemes, codes=self.codes)
         if self.budget_bits is not None:
-            return BudgetBits(bits=self.budget_bits, schemes=schemes)
+            return BudgetBits(bits=self.budget_bits, schemes=schemes, codes=self.codes)
         if kind is Quantized:
             if self.keep is not None:
                 raise InputError("keep does not go with a quantized residual, of which every entry stays: give bits")
@@ -142,7 +157,7 @@ class ResMoE(Method):
         found = _identity(layer) if self.solver == IDENTITY else _aligned(layer, self.solver, tick)
         permutations = found["permutations"]
         if isinstance(self.choice, Budget):
-            tried = trials(layer, permutations, self.choice.schemes, refit=self.refit)
+            tried = trials(layer, permutations, self.choice.schemes, refit=self.refit, codes=self.codes)
             found["errors"] = np.array([trial.error for trial in tried])
             found["shares"] = np.stack([trial.shares for trial in tried])
         elif isinstance(self.choice, Pruned) and self.choice.needs_shares:
@@ -155,7 +170,7 @@ class ResMoE(Method):
         """See `Method`."""
         if isinstance(self.choice, Budget):
             return self.choice.divide(layers, analyses)
-        return same_scheme(layers, self.choice, analyses, base="shared")
+        return same_scheme(layers, self.choice, analyses, base="shared", codes=self.codes)
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
@@ -169,7 +184,7 @@ class ResMoE(Method):
             rounds=int(analysis["rounds"]),
             converged=bool(analysis["converged"]),
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
-            choice=target.bank.form.describe(),
+            choice=target.bank.describe(),
         )
 
 

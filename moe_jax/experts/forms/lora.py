@@ -1,4 +1,4 @@
-"""LoRA beside a whole kernel, plain or NF4: `x W + scale * (x A) B` (Hu et al. 2021)."""
+"""LoRA beside a whole kernel, plain or in codes: `x W + scale * (x A) B` (Hu et al. 2021)."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.experts.config import LoRAConfig
 from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.full import Full
+from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels, CodedNF4
 from moe_jax.experts.forms.low_rank import LowRank, low_rank_specs
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
 from moe_jax.experts.forms.nf4 import NF4
@@ -83,15 +84,19 @@ class WithLoRA(KernelForm):
         return y + thin * jnp.asarray(self.lora.scale, rows.dtype)
 
 
-def whole_form(nf4: bool, lora: LoRAConfig | None) -> KernelForm:
-    """The form of a kernel that is stored whole: plain or as NF4 codes, with or without LoRA."""
-    kernel = NF4() if nf4 else Full()
+def whole_form(nf4: bool, lora: LoRAConfig | None, codes: Coded | None = None) -> KernelForm:
+    """The form of a kernel that is stored whole: plain, as NF4 codes or in other codes, with or without LoRA."""
+    kernel = codes or (NF4() if nf4 else Full())
     return kernel if lora is None else WithLoRA(kernel, lora)
+
+
+WHOLE = (Full, NF4, CodedLevels, CodedNF4, WithLoRA)
+"""The forms of kernels that are stored whole."""
 
 
 def whole_kernel_specs(split: Split) -> dict[str, P]:
     """How all leaves of such kernels, stacked over the experts, are sharded; see `KernelForm.stored_specs`."""
-    return {name: spec for form in (Full, NF4, WithLoRA) for name, spec in form.stored_specs(split).items()}
+    return {name: spec for form in WHOLE for name, spec in form.stored_specs(split).items()}
 
 
 def split_lora(arrays: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:

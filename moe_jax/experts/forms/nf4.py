@@ -1,25 +1,20 @@
-"""Frozen kernels in NF4 (see `functional.nf4`): of a linear map, of a shared base, or of full experts.
-
-Over a mesh the product of a linear map is written by hand (`shard_map`): otherwise the compiler sends the kernel in
-float32, eight times the size of its codes, between devices, tile after tile.
-"""
+"""Frozen kernels in NF4 (see `functional.nf4`): of a linear map, of a shared base, or of full experts."""
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from moe_jax.experts.forms.by_hand import product_by_hand
 from moe_jax.experts.forms.fresh import normal_kernel
-from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
+from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.mesh import BATCH_AXES, current_mesh, sequence_axis, splits_batch, token_axes
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.nf4 import (
@@ -28,6 +23,7 @@ from moe_jax.functional.nf4 import (
     SCALE_BLOCK,
     Leaves,
     block_scales,
+    dequantize_nf4,
     nf4_matmul,
     nf4_tile,
     quantize_nf4,
@@ -119,37 +115,19 @@ def nf4_linear(
       rows: i.
       split: the axis of the kernel that `tensor` splits.
     """
-    mesh = current_mesh()
-    if mesh is None:
-        return nf4_matmul(x, leaves, rows)
-    shards, columns = mesh.shape["tensor"], leaves["codes"].shape[1]
-    # A shard begins with a whole byte. Whatever cannot be split so, every device multiplies with as a whole.
-    if (columns % shards if split == "out" else rows % (2 * shards)) or shards == 1:
-        axis = None
-    else:
-        axis = "tensor"
-    if x.ndim == 2:
-        axes: list[Any] = [token_axes(mesh, x.shape[0])]
-    else:
-        rows_of_batch = BATCH_AXES if splits_batch(mesh, x.shape[0]) else None
-        axes = [rows_of_batch, sequence_axis(mesh, x.shape[1]), *[None] * (x.ndim - 3)]
-    specs = {name: P(*[None] * leaf.ndim) for name, leaf in leaves.items()}
-    if split == "in":
-        specs |= {"codes": P(axis, None)}
-        x_spec, y_spec = P(*axes, axis), P(*axes, None)
-    else:
-        specs |= {name: P(None, axis) for name in ("codes", "scale_codes")}
-        x_spec, y_spec = P(*axes, None), P(*axes, axis)
-    multiply = partial(_local, rows=rows, columns=columns, split=split) if axis else partial(nf4_matmul, rows=rows)
-    # The loops over tiles carry values whose replication the checker cannot follow.
-    return jax.shard_map(multiply, in_specs=(x_spec, specs), out_specs=y_spec, check_vma=False)(x, leaves)
+    columns = leaves["codes"].shape[1]
+
+    def multiply(x: Array, leaves: Leaves, part: Part | None) -> Array:
+        if part is None:
+            return nf4_matmul(x, leaves, rows)
+        return nf4_matmul(x, leaves | {"origin": part.origin}, part.shape[0], columns)
+
+    specs = {name.removeprefix(_FOLDER): P(*spec[1:]) for name, spec in NF4().specs(split).items()}
+    return product_by_hand(x, leaves, Matrix("", (rows, columns), split), specs, multiply, unit=2)
 
 
-def _local(x: Array, leaves: Leaves, *, rows: int, columns: int, split: str) -> Array:
-    """The product with what one device has of the kernel."""
-    shards, index = lax.axis_size("tensor"), lax.axis_index("tensor")
-    if split == "in":
-        origin = jnp.stack([index * (rows // shards), 0])
-        return lax.psum(nf4_matmul(x, leaves | {"origin": origin}, rows // shards, columns), "tensor")
-    origin = jnp.stack([0, index * (columns // shards)])
-    return nf4_matmul(x, leaves | {"origin": origin}, rows, columns)
+def encode_nf4(kernel: Float[np.ndarray, "i o"]) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+    """The leaves of one kernel, by their paths, and the float32 numbers that they stand for."""
+    leaves = quantize_nf4(jnp.asarray(kernel))
+    made = {_FOLDER + name: np.asarray(leaf) for name, leaf in leaves.items()}
+    return made, np.asarray(dequantize_nf4(leaves, kernel.shape[0], jnp.dtype(jnp.float32)))

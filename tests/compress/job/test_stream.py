@@ -14,6 +14,8 @@ import pytest
 from moe_jax import cli, leaf_files
 from moe_jax.compress import compress, make_method
 from moe_jax.compress.alignment.design_matrix import mean_kernel
+from moe_jax.compress.coding.centre import stored_centre
+from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.methods.delta_base import Base
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
@@ -96,9 +98,13 @@ def test_the_mean_is_that_of_the_experts_in_float32():
     source = memory_moe(BankConfig(), dtype="bfloat16")
     stacked = kernels(source, 0)
     np.testing.assert_allclose(mean_kernel(SourceLayer(source, 0).kernels("up")), stacked.mean(axis=0), rtol=1e-6)
-    base = Base(SourceLayer(source, 0), None)
+    layer = SourceLayer(source, 0)
+    base = Base(layer, None)
     assert base.origin == "mean of the experts"
-    assert base.kernel("up").tobytes() == stacked.mean(axis=0).astype(ml_dtypes.bfloat16).tobytes()
+    np.testing.assert_array_equal(base.kernel("up"), mean_kernel(layer.kernels("up")))
+    stored = stored_centre(layer, BankConfig(kind="quantized", bits=2), "up", base.kernel("up"), LeastError())
+    assert stored.kernel.tobytes() == stored.leaves["kernel"].tobytes()
+    assert stored.kernel.tobytes() == stacked.mean(axis=0).astype(ml_dtypes.bfloat16).tobytes()
 
 
 def test_a_dense_base_is_taken_before_a_banks_own(models, tmp_path):

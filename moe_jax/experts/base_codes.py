@@ -1,0 +1,55 @@
+"""How a shared base is stored, if not in the dtype of the model."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from moe_jax.errors import InputError, check_member
+from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels, CodedNF4
+from moe_jax.experts.forms.nf4 import NF4
+from moe_jax.experts.forms.quantized import Quantized, check_group_size
+
+Code = Literal["8", "4", "3", "2", "nf4"]
+CODES: tuple[str, ...] = get_args(Code)
+DEFAULT_GROUP_SIZE = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseCodes:
+    """The kernels of a base in codes, which the experts' own parts are added to (methods.md 4).
+
+        >>> from moe_jax.experts import BaseCodes
+        >>> BaseCodes(code="4").group_size, BaseCodes(code="nf4").describe()
+        (128, 'NF4 codes')
+
+    Attributes:
+      code: bits of a code, 8, 4, 3 or 2, with a bfloat16 scale per group; or `nf4` (see `functional.nf4`).
+      group_size: entries along the input axis that share a scale, a multiple of 8, by default 128. NF4 has its own.
+    """
+
+    code: Code
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_member("code of a base", self.code, CODES)
+        if self.code == "nf4" and self.group_size is not None:
+            raise InputError(f"group_size={self.group_size} does not go with an NF4 base, which has blocks of its own")
+        if self.code != "nf4":
+            object.__setattr__(self, "group_size", DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size)
+        check_group_size(self.group_size)
+
+    @property
+    def form(self) -> Coded:
+        """The form of a kernel."""
+        if self.group_size is None:
+            return CodedNF4(codes=NF4())
+        return CodedLevels(codes=Quantized(bits=int(self.code), group_size=self.group_size))
+
+    @property
+    def adjective(self) -> str:
+        """Such as `4-bit`."""
+        return "NF4" if self.group_size is None else f"{self.code}-bit"
+
+    def describe(self) -> str:
+        """In words, for tables."""
+        groups = "" if self.group_size in (None, DEFAULT_GROUP_SIZE) else f" in groups of {self.group_size}"
+        return f"{self.adjective} codes{groups}"

@@ -1,0 +1,311 @@
+"""Banks whose base is in codes, against the same banks over the kernels that the codes stand for."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.compress.coding.coder import LeastError
+from moe_jax.data_sheets import CHIPS
+from moe_jax.errors import InputError
+from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, LoRAConfig, make_bank, set_strategy
+from moe_jax.experts.base_codes import CODES
+from moe_jax.experts.forms.matrix import Load, Matrix, ffn_matrices
+from moe_jax.experts.linear import Linear
+from moe_jax.experts.on_host import base_kernel, base_leaves, expert_kernels, leaves_from_dense
+from moe_jax.experts.platforms import Platform
+from moe_jax.experts.strategy import _choose, strategy_costs
+from moe_jax.functional.routing import Routing
+from moe_jax.models import MoEConfig
+from moe_jax.sharding import leaf_spec, make_mesh, path_name
+from tests.numerics import assert_close, normal, randomised
+from tests.tiers import one_in
+
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+EXPERTS, D_MODEL, FFN = 4, 16, FFNConfig(dim=24)
+DELTAS = {"low-rank": {"rank": 3}, "quantized": {"bits": 2, "group_size": 8}, "sparse": {"rate": 0.8}}
+STORED = {
+    "4 bits": BaseCodes(code="4", group_size=8),
+    "3 bits": BaseCodes(code="3", group_size=16),  # does not divide the 24 neurons
+    "nf4": BaseCodes(code="nf4"),
+}
+
+
+def bank_of(kind, codes, expert=FFN, **options):
+    return BankConfig(kind=kind, base_codes=codes, **DELTAS[kind], **options), expert
+
+
+def made(config, expert=FFN):
+    return make_bank(config, expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))
+
+
+def random_bank(config, expert=FFN):
+    """Every parameter random and float32: scales too, of either sign."""
+    return randomised(lambda: made(config, expert))
+
+
+def plain(config, params, rest, expert=FFN):
+    """The bank with a base of kernels, the numbers that the codes of another stand for, and the same experts."""
+    coded = nnx.merge(random_bank(config, expert)[0], params, rest)
+    bank = made(dataclasses.replace(config, base_codes=None), expert)
+    bank.delta = coded.delta
+    for name in ffn_matrices(expert, D_MODEL):
+        bank.base[name].kernel[...] = coded.base[name].materialise()
+    return bank
+
+
+def draw(tokens, top_k=2, seed=0):
+    rng = np.random.default_rng(seed)
+    experts = np.stack([rng.choice(EXPERTS, top_k, replace=False) for _ in range(tokens)]).astype(np.int32)
+    return normal(seed, tokens, D_MODEL), jnp.asarray(rng.random((tokens, top_k)), jnp.float32), jnp.asarray(experts)
+
+
+def encoded(form, kernel, matrix):
+    """Leaves and what they stand for. Compression is not held to strict promotion."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return form.encode(kernel, matrix, np.dtype(np.float32), LeastError())
+
+
+def gradients(graphdef, strategy):
+    """`(params, rest, x, weights, experts, target)` -> gradients of parameters, tokens and weights, and the output."""
+
+    def value(params, rest, x, weights, experts, target):
+        bank = nnx.merge(graphdef, params, rest)
+        set_strategy(bank, strategy)
+        y = bank(x, Routing(experts, weights))
+        return jnp.sum(y * target), y
+
+    return jax.jit(jax.grad(value, argnums=(0, 2, 3), has_aux=True))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(CODES), st.integers(1, 70), st.integers(1, 9), st.sampled_from([8, 16, 64]))
+def test_what_is_encoded_is_what_is_read(code, rows, columns, group_size):
+    """Odd widths, and groups that do not divide them; on the host and in a linear map."""
+    codes = BaseCodes(code=code, group_size=None if code == "nf4" else group_size)
+    matrix = Matrix("up", (rows, columns))
+    kernel = np.random.default_rng(rows).standard_normal(matrix.shape).astype(np.float32)
+    leaves, approximation = encoded(codes.form, kernel, matrix)
+    specs = jax.eval_shape(lambda: codes.form.fresh(nnx.Rngs(0), matrix, (), jnp.dtype("float32")))
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()} == {
+        name: (leaf.shape, leaf.dtype) for name, leaf in specs.items()
+    }
+    config = BankConfig(kind="low-rank", rank=1, base_codes=codes)
+    stored = {f"bank/{path}": leaves[name] for name, path in base_leaves(config, matrix).items()}
+    np.testing.assert_array_equal(base_kernel(stored.__getitem__, config, "bank", matrix), approximation)
+    # Half a step of the coarsest grid, for normal numbers: the rest is what `LeastError` is tested for.
+    assert np.max(np.abs(approximation - kernel)) < 2.5
+    x = np.random.default_rng(1).standard_normal((3, rows)).astype(np.float32)
+    y = codes.form.apply(jnp.asarray(x), jax.tree.map(jnp.asarray, leaves), matrix, None)
+    np.testing.assert_allclose(y, x @ approximation, atol=1e-4)
+
+
+@one_in(5)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("low-rank", "factored-side-by-side"),
+        ("low-rank", "synthesised"),
+        ("quantized", "factored-grouped"),
+        ("quantized", "synthesised"),
+        ("sparse", "synthesised"),
+    ],
+)
+def test_a_bank_equals_that_over_the_kernels_its_codes_stand_for(kind, strategy, stored):
+    """Output, and gradients of tokens, weights, the experts' own leaves, and through the kernels those of scales."""
+    config, _ = bank_of(kind, STORED[stored])
+    graphdef, params, rest = random_bank(config)
+    data, target = draw(9), normal(3, 9, D_MODEL)
+    (of_params, *others), y = gradients(graphdef, strategy)(params, rest, *data, target)
+
+    reference = plain(config, params, rest)
+    expected_def, expected_params, expected_rest = nnx.split(reference, nnx.Param, ...)
+    (of_plain, *expected), expected_y = gradients(expected_def, "synthesised")(
+        expected_params, expected_rest, *data, target
+    )
+    assert_close((y, others, of_params["delta"]), (expected_y, expected, of_plain["delta"]))
+    if stored == "nf4":
+        assert "base" not in of_params
+        return
+    form = config.base_codes.form
+    for name, matrix in ffn_matrices(FFN, D_MODEL).items():
+        arrays = nnx.merge(graphdef, params, rest).base[name].arrays()
+        _, through = jax.vjp(lambda scales, a=arrays, m=matrix: form.materialise(None, a | {"coded/scales": scales}, m),
+                             arrays["coded/scales"])  # fmt: skip
+        (of_scales,) = through(of_plain["base"][name]["kernel"][...])
+        assert_close(of_params["base"][name]["coded"]["scales"][...], of_scales)
+
+
+@one_in(2)
+@pytest.mark.parametrize("stored", ["4 bits", "nf4"])
+@pytest.mark.parametrize("strategy", ["factored-grouped", "synthesised"])
+@pytest.mark.parametrize(
+    ("axes", "tokens"), [({"data": 2, "fsdp": 2, "tensor": 2}, 24), ({"expert": 4, "tensor": 2}, 5)], ids=str
+)
+def test_over_a_mesh_as_on_one_device(strategy, stored, axes, tokens, monkeypatch):
+    monkeypatch.setattr("moe_jax.experts.strategy._MOST_OF_BASE", 10**9)  # deltas of so small kernels are not small
+    _choose.cache_clear()
+    expert = FFNConfig(dim=32)
+    config, _ = bank_of("quantized", STORED[stored])
+    graphdef, params, rest = random_bank(config, expert)
+    data, target = draw(tokens), normal(3, tokens, D_MODEL)
+    expected = gradients(graphdef, "factored-grouped")(params, rest, *data, target)
+    mesh = make_mesh(axes)
+
+    def put(path, leaf):
+        return jax.device_put(leaf, NamedSharding(mesh, leaf_spec(f"experts/{path_name(path)}")))
+
+    params, rest = (jax.tree_util.tree_map_with_path(put, state) for state in (params, rest))
+    with jax.set_mesh(mesh):
+        program = gradients(graphdef, strategy).lower(params, rest, *data, target).compile()
+        got = program(params, rest, *data, target)
+    assert_close(got, expected)
+    # No part of a float kernel travels, which would be one of these shapes; codes and rows do.
+    wide = {f"{rows},{columns}" for rows, columns in ((D_MODEL, 32), (32, D_MODEL), (D_MODEL, 16), (16, D_MODEL))}
+    sent = re.findall(r"= (\w+)\[([\d,]+)\]\S* (?:all-gather|collective-permute|all-to-all)\(", program.as_text())
+    assert not [shape for dtype, shape in sent if dtype == "f32" and shape in wide], sent
+    assert ("u8" in {dtype for dtype, _ in sent}) == ("fsdp" in axes)
+
+
+@pytest.mark.parametrize("split", ["in", "out"])
+def test_a_linear_map_of_codes_over_a_mesh(split):
+    """Groups of 16 that shards begin inside, and only codes and scales travel."""
+    matrix, codes = Matrix("", (96, 40), split), BaseCodes(code="3", group_size=64).form
+    kernel = np.random.default_rng(0).standard_normal(matrix.shape).astype(np.float32)
+    leaves, approximation = encoded(codes, kernel, matrix)
+    x, target = normal(1, 8, 3, 96), normal(2, 8, 3, 40)
+    mesh = make_mesh({"fsdp": 2, "tensor": 4})
+    spec = P("tensor", "fsdp") if split == "in" else P("fsdp", "tensor")
+    leaves["coded/codes"] = jax.device_put(leaves["coded/codes"], NamedSharding(mesh, spec))
+
+    def value(x, leaves, target):
+        y = codes.apply(x, leaves, matrix, None)
+        return jnp.sum(y * target), y
+
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(value, has_aux=True)).lower(x, leaves, target).compile()
+        dx, y = program(x, leaves, target)
+    np.testing.assert_allclose(y, x @ approximation, atol=1e-4)
+    np.testing.assert_allclose(dx, target @ approximation.T, atol=1e-4)
+    gathered = re.findall(r"= (\w+)\[[\d,]+\]\S* (?:all-gather|collective-permute)\(", program.as_text())
+    assert set(gathered) <= {"u8"}, gathered
+
+
+@pytest.mark.parametrize("strategy", ["factored-side-by-side", "synthesised"])
+def test_no_kernel_is_kept_for_the_gradient(strategy):
+    config, expert = bank_of("low-rank", STORED["4 bits"], FFNConfig(dim=40))
+    graphdef, params, rest = random_bank(config, expert)
+    x, weights, experts = draw(5)
+
+    def apply(params, x):
+        bank = nnx.merge(graphdef, params, rest)
+        set_strategy(bank, strategy)
+        return bank(x, Routing(experts, weights))
+
+    y, back = jax.vjp(apply, params, x)
+    kept = [leaf for leaf in jax.tree.leaves(back) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert kept and max(leaf.size for leaf in kept) < D_MODEL * 40
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(back(y)))
+
+
+@one_in(2)
+@pytest.mark.parametrize("stored", STORED)
+def test_lora_beside_a_base_in_codes(stored):
+    lora = LoRAConfig(rank=2, targets=("up", "down"))
+    config, expert = bank_of("low-rank", STORED[stored], dataclasses.replace(FFN, lora=lora))
+    graphdef, params, rest = random_bank(config, expert)
+    bank, reference = nnx.merge(graphdef, params, rest), plain(config, params, rest, expert)
+    for name in lora.targets:  # merged already
+        reference.base[name].lora.b[...] = jnp.zeros_like(reference.base[name].lora.b[...])
+    x, weights, experts = draw(6)
+    apply = nnx.jit(lambda bank: bank(x, Routing(experts, weights)))
+    assert_close(apply(bank), apply(reference))
+
+
+def test_counts_bytes_and_what_is_frozen():
+    matrices = 3 * D_MODEL * 24
+    config, _ = bank_of("quantized", BaseCodes(code="4", group_size=8), train_base=False)
+    bank = nnx.eval_shape(lambda: made(config))
+    scales = 2 * (D_MODEL // 8) * 24 + (24 // 8) * D_MODEL
+    of_deltas = EXPERTS * (matrices * 2 // 8 + 2 * scales)
+    assert bank.num_parameters() == (1 + EXPERTS) * scales  # codes are none
+    assert bank.num_bytes() == matrices // 2 + 2 * scales + of_deltas
+    assert bank.frozen_leaves().search("base/up/coded/scales")
+    assert config.given()["base"] == "4-bit codes in groups of 8"
+    nf4 = nnx.eval_shape(lambda: made(bank_of("quantized", BaseCodes(code="nf4"))[0]))
+    assert nf4.num_parameters() == EXPERTS * scales
+
+
+@pytest.mark.parametrize("name", sorted(CHIPS))
+def test_a_base_that_is_made_costs_what_is_read_and_written_for_it(name):
+    """Less is read of codes; a synthesised kernel needs the base written in float32 and read again."""
+    expert, load = FFNConfig(dim=2048), Load(8, 64, 2)
+    codes = BaseCodes(code="4")
+    costs = {
+        stored: strategy_costs(BankConfig(kind="low-rank", rank=8, base_codes=stored), expert, 1024, load,
+                               Platform.of(CHIPS[name], 2))
+        for stored in (codes, None)
+    }  # fmt: skip
+    coded, whole = costs[codes], costs[None]
+    assert coded.keys() == whole.keys()
+    assert coded["factored-side-by-side"].reading < whole["factored-side-by-side"].reading
+    assert coded["synthesised"].reading > whole["synthesised"].reading
+    unpacked = codes.form.making(tuple(ffn_matrices(expert, 1024).values()), Platform.of(CHIPS[name], 2))
+    for strategy, cost in coded.items():
+        assert cost.making == pytest.approx(whole[strategy].making + unpacked) and cost.products == whole[
+            strategy].products
+
+
+def test_experts_on_the_host_are_those_of_the_bank():
+    config, _ = bank_of("low-rank", STORED["3 bits"])
+    bank = nnx.merge(*random_bank(config))
+    stored = {f"bank/{path_name(path)}": np.asarray(leaf)
+              for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank))}  # fmt: skip
+    for name, matrix in ffn_matrices(FFN, D_MODEL).items():
+        kernels = list(expert_kernels(stored.__getitem__, config, "bank", matrix))
+        assert kernels[1].dtype == np.float32
+        np.testing.assert_allclose(kernels[1], bank.kernels(1)[name], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: BaseCodes(code="5"), "unknown code of a base '5'"),
+        (lambda: BaseCodes(code="4", group_size=12), "group_size=12 must be a multiple of 8"),
+        (lambda: BaseCodes(code="nf4", group_size=64), "group_size=64 does not go with an NF4 base"),
+        (lambda: BankConfig(base_codes=STORED["nf4"]), "base_codes go with a shared base"),
+        (
+            lambda: BankConfig(kind="low-rank", rank=1, base="none", base_codes=STORED["nf4"]),
+            "which low-rank experts with base 'none' do not have",
+        ),
+        (
+            lambda: MoEConfig(
+                expert=FFNConfig(dim=8, nf4=True), num_experts=2, top_k=1, bank=bank_of("low-rank", STORED["nf4"])[0]
+            ),
+            "nf4 does not go with a base that is in codes already",
+        ),
+        (
+            lambda: next(leaves_from_dense(bank_of("low-rank", STORED["nf4"])[0], FFN, 2, {"up": np.eye(4)}, print)),
+            "a base in codes does not equal a dense FFN",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, said):
+    with pytest.raises(InputError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+def test_a_base_in_the_models_dtype_is_written_as_before():
+    assert "base_codes" not in BankConfig(kind="low-rank", rank=1).to_json()
+    assert Linear((4, 8), rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")).arrays().keys() == {"kernel"}
