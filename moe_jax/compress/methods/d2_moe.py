@@ -69,7 +69,7 @@ class D2MoE(Method):
         ) -> tuple[dict[str, np.ndarray], np.ndarray]:
             return form.encode(delta, layer.matrices[name], layer.dtype(name), coder)
 
-        figures = compress_deltas(layer, _WeightedMean(layer), encode, write)
+        figures = compress_deltas(layer, _WeightedMean(layer), target.bank, encode, write)
         return dataclasses.replace(figures, seconds=time.monotonic() - began, choice=form.describe())
 
     @property
@@ -86,7 +86,7 @@ class _WeightedMean(Base):
 
     def kernel(self, name: str) -> np.ndarray:
         """See `Base`."""
-        return self._layer.stored(name, weighted_mean(self._layer, name))
+        return weighted_mean(self._layer, name)
 
 
 def weighted_mean(layer: SourceLayer, name: str) -> Float[np.ndarray, "i o"]:
