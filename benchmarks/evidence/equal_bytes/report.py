@@ -1,0 +1,137 @@
+"""The comparison as tables in Markdown and a picture."""
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from evidence.equal_bytes.entries import COMPARISON, ENTRIES, GPTQ, RTN, SHARED_GPTQ, UNCOMPRESSED, Entry
+from evidence.results import ResultsFile
+from evidence.tables import markdown
+
+NAME = "equal_bytes"
+
+
+class Point(NamedTuple):
+    """An entry on one model, means over draws.
+
+    Attributes:
+      entry: what was done.
+      bits: per weight of the experts, everything included.
+      loss: nats per token, mean of the domains. spread: its standard deviation over draws; None: there is one.
+      kl: from the model as it was.
+      agreement: share of greedy tokens that are those of the model as it was, until the first other one; None: not
+        asked.
+    """
+
+    entry: Entry
+    bits: float
+    loss: float
+    spread: float | None
+    kl: float
+    agreement: float | None
+
+
+def write_report(results: ResultsFile, out: Path) -> str:
+    """Writes `equal_bytes.md` and `equal_bytes.png`; returns the Markdown."""
+    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables(results).items())
+    (out / f"{NAME}.md").write_text(f"# Equal bytes\n\n{text}\n")
+    draw(results, out / f"{NAME}.png")
+    return text
+
+
+def tables(results: ResultsFile) -> dict[str, str]:
+    """A table for every model, by its heading."""
+    found = {}
+    for scale, label in _models(results):
+        before = _whole(results, scale, label)
+        rows = [
+            (
+                point.entry.label,
+                f"{point.bits:.2f}",
+                f"{point.loss - before:+.4f}" + (f" ± {point.spread:.4f}" if point.spread is not None else ""),
+                f"{point.kl:.4f}",
+                "" if point.agreement is None else f"{100 * point.agreement:.1f}",
+            )
+            for point in sorted(points(results, scale, label), key=lambda point: point.bits)
+        ]
+        head = ("experts", "bits per weight", f"added to {before:.4f} nats", "KL, nats", "greedy agreement, %")
+        found[f"{scale}, {label}"] = markdown(head, rows)
+    return found
+
+
+def points(results: ResultsFile, scale: str, label: str) -> Iterator[Point]:
+    """All entries that were done on a model."""
+    for entry in ENTRIES:
+        runs = list((results.get(COMPARISON, scale, label, entry.label) or {}).values())
+        if runs:
+            losses = [_mean(run["losses"]) for run in runs]
+            yield Point(
+                entry,
+                runs[0]["bits_per_weight"],
+                statistics.fmean(losses),
+                statistics.stdev(losses) if len(losses) > 1 else None,
+                statistics.fmean(_mean(run["kl"]) for run in runs),
+                runs[0].get("agreement", {}).get("until_first"),
+            )
+
+
+def draw(results: ResultsFile, file: Path) -> None:
+    """Added loss over bits per weight: a panel for every model, a line for every family of methods."""
+    models = list(_models(results))
+    if not models:
+        return
+    columns = min(3, len(models))
+    rows = -(-len(models) // columns)
+    figure, panels = plt.subplots(rows, columns, figsize=(5.2 * columns, 4.2 * rows), squeeze=False)
+    families = list(dict.fromkeys(entry.family for entry in ENTRIES))
+    for panel in panels.flat[len(models) :]:
+        panel.set_axis_off()
+    for panel, (scale, label) in zip(panels.flat, models, strict=False):
+        before, by_family = _whole(results, scale, label), {}
+        for point in points(results, scale, label):
+            by_family.setdefault(point.entry.family, []).append((point.bits, point.loss - before))
+        for number, family in enumerate(families):
+            if family in by_family:
+                bits, added = zip(*sorted(by_family[family]), strict=True)
+                important = family in (RTN, GPTQ, SHARED_GPTQ)
+                panel.plot(
+                    bits,
+                    added,
+                    marker="o",
+                    markersize=4 if important else 3,
+                    linewidth=2 if important else 0.8,
+                    color=f"C{number}" if number < 10 else f"{0.2 + 0.2 * (number - 10):.1f}",
+                    label=family,
+                )
+        panel.set_title(f"{scale}: {label}", fontsize=9)
+        panel.set_xlabel("bits per weight of the experts, everything included")
+        panel.set_ylabel("added loss, nats per token")
+        panel.set_yscale("symlog", linthresh=0.01)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        panel.grid(alpha=0.3)
+    panels.flat[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def _models(results: ResultsFile) -> Iterator[tuple[str, str]]:
+    for scale, by_label in (results.get(COMPARISON) or {}).items():
+        for label, found in by_label.items():
+            if UNCOMPRESSED in found:
+                yield scale, label
+
+
+def _whole(results: ResultsFile, scale: str, label: str) -> float:
+    return _mean(results.get(COMPARISON, scale, label, UNCOMPRESSED, "0")["losses"])
+
+
+def _mean(by_domain: dict[str, Any]) -> float:
+    return statistics.fmean(by_domain.values())
