@@ -65,9 +65,10 @@ class MergedModel:
         Raises:
           InputError: if what is stored cannot be written so, or is not finite.
         """
-        stored = codes_of(self._source, path, packing)
+        stored = codes_of(self._source, path, self._shapes[path][1:], packing)
         if stored is not None:
-            for codes, outputs in zip(stored, self._outputs(path), strict=True):
+            # A universal FFN in the bank is its last expert, and none of the router's.
+            for outputs, codes in zip(self._outputs(path), stored, strict=False):
                 for output in outputs:
                     yield output, codes
             return

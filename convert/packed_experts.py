@@ -54,24 +54,38 @@ class Packing:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, quantise: Quantise, bits: int | None = None, group_size: int | None = None
+        cls,
+        config: ModelConfig,
+        written: ModelConfig,
+        *,
+        quantise: Quantise,
+        bits: int | None = None,
+        group_size: int | None = None,
     ) -> "Packing":
         """What was asked for, or else that of the experts, if all are plain codes alike; or else 4 bits in groups of
         128.
 
+        Args:
+          config: of the model as it is.
+          written: as it will be, where experts may be wider, and in layers that were dense.
+          quantise, bits, group_size: see above; None: not asked for.
+
         Raises:
           InputError: if there is no such format, or it does not fit the experts.
         """
+        if not written.moe_layers:
+            raise InputError("the model is dense: it has no experts to be written in codes")
         stored = {stored_codes(config.moe(i)) for i in config.moe_layers}
         known = next(iter(stored)) if len(stored) == 1 else None
         if known is None:
             known = BITS[0], DEFAULT_GROUP_SIZE
-        bits, group_size = bits or known[0], group_size or known[1]
+        bits = known[0] if bits is None else bits
+        group_size = known[1] if group_size is None else group_size
         if bits not in BITS:
             raise InputError(f"bits={bits} must be 4 or 8: W4A16 and W8A16 are what other libraries have kernels for")
-        for i in config.moe_layers:
-            for name, (rows, _) in config.moe(i).expert.shapes(config.d_model).items():
-                if rows % group_size or group_size % 8:
+        for i in written.moe_layers:
+            for name, (rows, _) in written.moe(i).expert.shapes(written.d_model).items():
+                if group_size < 8 or group_size % 8 or rows % group_size:
                     raise InputError(
                         f"--group-size {group_size} must be a multiple of 8 that divides the {rows} inputs of {name} "
                         f"in layer {i}: compressed-tensors has whole groups"
@@ -171,12 +185,15 @@ def stored_codes(moe: MoEConfig) -> tuple[int, int] | None:
     return bits, group_size
 
 
-def codes_of(source: ModelSource, path: str, packing: Packing) -> Iterator[Codes] | None:
+def codes_of(
+    source: ModelSource, path: str, shape: tuple[int, int], packing: Packing
+) -> Iterator[Codes] | None:
     """The codes of all experts as they are stored, if they are such as will be written; None: there are none.
 
     Args:
       source: the model.
       path: of the leaf that is written, such as `layers/3/mlp/experts/up/kernel`.
+      shape: [in, out] of a kernel that is written: of narrower experts it has neurons more, and new codes.
       packing: how it is written.
 
     Raises:
@@ -185,6 +202,8 @@ def codes_of(source: ModelSource, path: str, packing: Packing) -> Iterator[Codes
     layer, (block, _, name) = int(path.split("/")[1]), path.partition("/experts/")
     mlp = source.config.layers[layer].mlp
     if not isinstance(mlp, MoEConfig) or stored_codes(mlp) != (packing.bits, packing.group_size):
+        return None
+    if mlp.expert.shapes(source.config.d_model)[name.removesuffix("/kernel")] != shape:
         return None
     folder = f"{block}/experts/delta/{name.removesuffix('/kernel')}"
     codes, scales = source.read(f"{folder}/codes"), source.read(f"{folder}/scales")

@@ -41,8 +41,8 @@ from moe_jax.resume import Workplace, open_work, require_space
 from moe_jax.staging import check_target, refuse_existing, write_durably
 from moe_jax.terminal import ByteProgress, console_for_tables
 
-Pack = Callable[[ModelConfig], Packing]
-"""How the experts of a model are written in codes, by its config."""
+Pack = Callable[[ModelConfig, ModelConfig], Packing]
+"""How the experts of a model are written in codes, by its config and the one that is written."""
 
 DENSE_LAYERS = ("replicate", "refuse")
 SHARD_SIZE, SHARD_SIZE_IN_BUCKETS = "5GB", "500MB"
@@ -73,7 +73,7 @@ def export(
       dense_layers: what to do with dense layers if a format needs an MoE in every layer: `replicate` their FFN as equal
         experts; or `refuse`, which takes another format that holds the model, or stops.
       dtype: `float32`, `bfloat16` or `float16` for all tensors; None keeps every one bit for bit.
-      packed: how experts are written in codes, of the config that is written; None: as they are.
+      packed: how experts are written in codes; None: as they are.
       allow_nonfinite: go on where weights are not finite.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
@@ -118,7 +118,7 @@ def export(
     )
     tensors = {name: PlannedTensor(DTYPE_NAMES[dtype_], mapped.tensors[name])
                for name, dtype_ in _tensor_dtypes(mapped, specs).items()}  # fmt: skip
-    packing = None if packed is None else packed(source.config)
+    packing = None if packed is None else packed(source.config, config)
     if packing is not None:
         tensors = packing.planned(mapped, tensors, {path: spec.dtype for path, spec in specs.items()})
     print_changes(source.config, config, specs, console)
