@@ -18,6 +18,7 @@ from moe_jax.cast_source import CastSource
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.compress import Method, make_method
 from moe_jax.compress import compress as _compress
+from moe_jax.compress.job.stream import check_before_calibration, choose_layers
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base
 from moe_jax.compress.source_layer import SourceLayer
@@ -101,6 +102,7 @@ def compress(
     if dtype is not None:
         described["dtype"] = dtype
     if calibrate is not None:
+        check_before_calibration(source, made, choose_layers(source.config, indices), extended=extended)
         calibration = record_calibration(
             open_model(model),
             calibrate,

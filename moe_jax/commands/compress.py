@@ -19,7 +19,7 @@ from moe_jax.commands import optional
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.commands.method_options import command_fields, given_options, one_method, swept_methods
 from moe_jax.compress import METHODS, compress, sweep
-from moe_jax.compress.job.stream import choose_layers
+from moe_jax.compress.job.stream import check_before_calibration, choose_layers
 from moe_jax.errors import InputError, flag_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Job:
     calibrate: Annotated[Path | None, optional("FILE")] = None
     """A text file that the model is run on first: methods that merge experts then know how these are used, all others
     what the experts are given, and keep what changes their outputs least. Without it, all experts and all inputs count
-    alike."""
+    alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do nothing."""
     samples: Annotated[int | None, optional("INT", "128, or as many as there are")] = None
     """With --calibrate: windows that are drawn of the text."""
     calibration_seed: Annotated[int | None, optional("INT", "0")] = None
@@ -149,6 +149,7 @@ def run(options: _Job) -> None:
         raise InputError("--method is missing; see moe-jax compress --help")
     else:
         method = one_method(options.method, given)
+        methods = [(options.method, method)]
     join_processes()
     source = open_source(options.model, base=options.model_base)
     stored = source
@@ -158,7 +159,10 @@ def run(options: _Job) -> None:
     layers = parse_layers(options.layers, source.config) if options.layers is not None else None
     # What would be found out anyway, but after a long calibration.
     first_decides(lambda: check_target(options.out, buckets=not options.sweep))
-    choose_layers(source.config, layers)
+    indices = choose_layers(source.config, layers)
+    if options.calibrate is not None:
+        for _, one in methods:
+            check_before_calibration(source, one, indices, extended=options.extended)
     calibration = _calibration(stored, options)
     shared = {"base": base, "extended": options.extended, "layers": layers, "calibration": calibration}
     described = {"base": options.base, "extended": options.extended, "layers": layers}

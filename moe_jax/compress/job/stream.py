@@ -15,7 +15,7 @@ from moe_jax.compress.job.board import Board
 from moe_jax.compress.job.report import LayerReport, Report
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, check_base
-from moe_jax.compress.methods.interface import Analysis, Method
+from moe_jax.compress.methods.interface import Analysis, Method, NotCalibrated
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
 from moe_jax.finite import DoesNotFit
@@ -193,6 +193,23 @@ def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[in
         known = ", ".join(map(str, config.moe_layers))
         raise InputError(f"--layers: {others or 'none'} of the model's MoE layers, which are {known}")
     return tuple(chosen)
+
+
+def check_before_calibration(source: ModelSource, method: Method, layers: Iterable[int], *, extended: bool) -> None:
+    """Raises `InputError` if a method does not go with a model, whatever a text may say: that takes long to find out.
+
+    Args:
+      source: the model.
+      method: what to do.
+      layers: to compress, as `choose_layers` gives them.
+      extended: see `compress`.
+    """
+    layers = tuple(layers)
+    if extended:
+        _check_universal(source.config, layers)
+    universal = {i: extended and source.config.moe(i).universal_beside for i in layers}
+    with contextlib.suppress(NotCalibrated):
+        method.check([SourceLayer(source, i, with_universal=universal[i]) for i in layers])
 
 
 def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:

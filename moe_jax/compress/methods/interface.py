@@ -79,7 +79,14 @@ class Method(abc.ABC):
         """
 
 
+class NotCalibrated(InputError):
+    """A method needs a text, and there is none yet."""
+
+
 def check_calibrated(layers: Sequence[SourceLayer]) -> None:
-    """Raises `InputError` if it is not known what the experts of a layer are given on a text."""
+    """Raises `NotCalibrated` if it is not known what the experts of a layer are given on a text.
+
+    Checks of the configs come before it, for what cannot be done is said before a text is gone through.
+    """
     if any(layer.rows is None for layer in layers):
-        raise InputError("this method looks at what the experts do on a text: give one with --calibrate TEXT")
+        raise NotCalibrated("this method looks at what the experts do on a text: give one with --calibrate TEXT")
