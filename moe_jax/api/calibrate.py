@@ -20,6 +20,7 @@ from moe_jax.errors import InputError
 from moe_jax.model_source import ModelSource
 from moe_jax.remote.remote_path import as_path
 from moe_jax.sharding import make_mesh
+from moe_jax.staging import lock_directory
 from moe_jax.terminal import Progress, no_progress
 from moe_jax.train.evaluation import check_seq_len
 
@@ -55,7 +56,7 @@ def calibrate(
     Raises:
       FileNotFoundError: if there is no text.
       InputError: if the model is dense, has an encoder or no tokenizer; the text is not UTF-8 or shorter than asked
-        for; activations are not finite; or there is no room on the disk.
+        for; activations are not finite; another process makes the same recording; or there is no room on the disk.
     """
     if batch_size < 1:
         raise InputError(f"{batch_size=} must be at least 1")
@@ -77,7 +78,14 @@ def calibrate(
     folder = place(name)
     if not is_complete(folder, key):
         mesh = make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh
-        record(source, windows, folder, key, mesh=mesh, batch_size=batch_size, progress=progress)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Two commands on one text would go on with each other's activations.
+        lock = lock_directory(folder, folder)
+        try:
+            if not is_complete(folder, key):  # another command may just have done it
+                record(source, windows, folder, key, mesh=mesh, batch_size=batch_size, progress=progress)
+        finally:
+            os.close(lock)
     return open_calibration(folder, text, source.config.moe_layers, keep=keep)
 
 

@@ -21,6 +21,7 @@ from moe_jax.commands.method_options import command_fields, given_options, one_m
 from moe_jax.compress import METHODS, compress, sweep
 from moe_jax.compress.job.stream import check_before_calibration, choose_layers
 from moe_jax.errors import InputError, flag_of
+from moe_jax.remote.remote_path import BucketPath
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
@@ -259,8 +260,10 @@ def _calibration_folder(options: _Job) -> Path | None:
     """Where recordings of the model are kept: beside it if that can be written; None: nowhere."""
     if options.calibration_dir is not None:
         return options.calibration_dir
-    beside = options.model.with_name(f"{options.model.name}.calibration")
-    return beside if options.model.is_dir() and os.access(beside.parent, os.W_OK) else None
+    if isinstance(options.model, BucketPath) or not options.model.is_dir():
+        return None
+    model = Path(os.path.abspath(options.model))  # `.` and `..` have no name of their own
+    return model.with_name(f"{model.name}.calibration") if os.access(model.parent, os.W_OK) else None
 
 
 def _scorer(source: "ModelSource", options: _Job) -> "Score":

@@ -1,6 +1,7 @@
 """What was recorded of a model on a calibration text: for every MoE layer, what its bank was given."""
 
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,13 @@ class LayerCalibration(NamedTuple):
 
     statistics: RouterStatistics
     rows: LayerRows | None = None
+
+
+PROMISED = LayerCalibration(
+    RouterStatistics(np.zeros(0), np.zeros(0), np.zeros((0, 0))),
+    LayerRows(np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)),
+)
+"""In place of what is not recorded yet, for checks beforehand; nobody looks into it."""
 
 
 class Calibration(NamedTuple):
@@ -97,8 +105,10 @@ def read_layer(folder: Path, layer: int) -> LayerCalibration:
             found = dict(arrays)
         inputs = np.load(inputs_file(folder, layer), mmap_mode="r", allow_pickle=False)
         rows = LayerRows(inputs.view(jnp.bfloat16), found.pop("experts"), found.pop("weights"))
+        if not len(rows.inputs) == len(rows.experts) == len(rows.weights):
+            raise ValueError("its files are of different texts")
         return LayerCalibration(RouterStatistics(**found), rows)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"the calibration {folder} is damaged (layer {layer}: {error}); remove it") from None
 
 

@@ -18,7 +18,6 @@ from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.pruning import prune
 from moe_jax.compress.layer_figures import Measure
 from moe_jax.compress.source_layer import SourceLayer, Write
-from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig
 from moe_jax.experts.forms import KernelForm, Matrix
 
@@ -57,11 +56,7 @@ def write_experts(
     form = bank.form
     assert isinstance(form, KernelForm)
     if form.couples_matrices:
-        if layer.rows is not None:
-            raise InputError(
-                f"layer {layer.index}: matrices that are factored together have no inputs in common, so that a "
-                "calibration cannot be used; choose --design separate, or leave --calibrate out"
-            )
+        assert layer.rows is None, "see check_factored_apart"
         _write_jointly(layer, bank, form, permutations, write, measure)
     else:
         for name in layer.shapes:

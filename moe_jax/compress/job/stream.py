@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from moe_jax.compress.calibration.recorded import Calibration
+from moe_jax.compress.calibration.recorded import PROMISED, Calibration
 from moe_jax.compress.job.analyses import AnalysisStore
 from moe_jax.compress.job.board import Board
 from moe_jax.compress.job.report import LayerReport, Report
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, check_base
-from moe_jax.compress.methods.interface import Analysis, Method, NotCalibrated
+from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
 from moe_jax.finite import DoesNotFit
@@ -208,8 +208,7 @@ def check_before_calibration(source: ModelSource, method: Method, layers: Iterab
     if extended:
         _check_universal(source.config, layers)
     universal = {i: extended and source.config.moe(i).universal_beside for i in layers}
-    with contextlib.suppress(NotCalibrated):
-        method.check([SourceLayer(source, i, with_universal=universal[i]) for i in layers])
+    method.check([SourceLayer(source, i, with_universal=universal[i], calibration=PROMISED) for i in layers])
 
 
 def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:

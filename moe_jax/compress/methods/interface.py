@@ -2,11 +2,12 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
+from moe_jax.compress.coding.schemes import LowRank, Scheme
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base
 from moe_jax.compress.source_layer import SourceLayer, Write
@@ -79,14 +80,17 @@ class Method(abc.ABC):
         """
 
 
-class NotCalibrated(InputError):
-    """A method needs a text, and there is none yet."""
-
-
 def check_calibrated(layers: Sequence[SourceLayer]) -> None:
-    """Raises `NotCalibrated` if it is not known what the experts of a layer are given on a text.
-
-    Checks of the configs come before it, for what cannot be done is said before a text is gone through.
-    """
+    """Raises `InputError` if it is not known what the experts of a layer are given on a text."""
     if any(layer.rows is None for layer in layers):
-        raise NotCalibrated("this method looks at what the experts do on a text: give one with --calibrate TEXT")
+        raise InputError("this method looks at what the experts do on a text: give one with --calibrate TEXT")
+
+
+def check_factored_apart(layers: Sequence[SourceLayer], schemes: Iterable[Scheme]) -> None:
+    """Raises `InputError` if layers are calibrated, and matrices may be factored together, which share no inputs."""
+    together = any(isinstance(scheme, LowRank) and scheme.design == "concat" for scheme in schemes)
+    if together and any(layer.rows is not None for layer in layers):
+        raise InputError(
+            "matrices that are factored together have no inputs in common, so that a calibration cannot be used; "
+            "choose --design separate, or leave --calibrate out"
+        )

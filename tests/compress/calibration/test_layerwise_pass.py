@@ -1,5 +1,6 @@
 """The calibration pass: what it keeps of a model that runs over a text, and what it does when it is stopped."""
 
+import os
 import shutil
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.calibrate import calibrate
+from moe_jax.cli import main
 from moe_jax.compress.calibration.drawn_windows import DEFAULT_SAMPLES, sample_windows
 from moe_jax.compress.calibration.layerwise_pass import record
 from moe_jax.compress.calibration.recorded import read_layer
@@ -15,6 +17,7 @@ from moe_jax.errors import InputError
 from moe_jax.functional.routing import route
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.sharding import make_mesh
+from moe_jax.staging import lock_directory
 from moe_jax.step0 import StreamedModel
 
 KEY = {"model": "one"}
@@ -134,3 +137,52 @@ def test_what_cannot_be_calibrated(models, text, source, windows, tmp_path, monk
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(InputError, match=r"60 tokens takes .* where 1 B are free"):
         record(source, windows, tmp_path, KEY, mesh=make_mesh({}, jax.devices()[:1]))
+
+
+def test_another_command_on_the_same_text_has_to_wait(source, text, tmp_path):
+    """Both would fill the same files, each with what it had come to."""
+    options = {"seq_len": 16, "samples": 4, "place": lambda name: tmp_path / "kept"}
+    (tmp_path / "kept").mkdir()
+    of_another = lock_directory(tmp_path / "kept", tmp_path)
+    with pytest.raises(InputError, match="another command is writing"):
+        calibrate(source, text, **options)
+    os.close(of_another)
+    assert calibrate(source, text, **options).folder == tmp_path / "kept"
+    of_another = lock_directory(tmp_path / "kept", tmp_path)  # of a recording that is whole, nobody writes more
+    assert calibrate(source, text, **options).folder == tmp_path / "kept"
+    os.close(of_another)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x03\x04 cut short"])
+def test_a_damaged_recording_is_said_to_be(content, source, recorded, tmp_path):
+    shutil.copytree(recorded, tmp_path / "copy")
+    layer = source.config.moe_layers[0]
+    (tmp_path / "copy" / f"{layer}.npz").write_bytes(content)
+    with pytest.raises(InputError, match="is damaged"):
+        read_layer(tmp_path / "copy", layer)
+
+
+def test_a_recording_of_two_texts_is_damaged(source, windows, recorded, tmp_path):
+    record(source, windows[:2], tmp_path / "other", KEY, mesh=make_mesh({}, jax.devices()[:1]))
+    layer = source.config.moe_layers[0]
+    shutil.copy(recorded / f"{layer}.npz", tmp_path / "other")
+    with pytest.raises(InputError, match="different texts"):
+        read_layer(tmp_path / "other", layer)
+
+
+def test_a_model_that_is_named_by_a_dot_is_recorded_beside_it(models, text, tmp_path, monkeypatch, capsys):
+    shutil.copytree(models["one"], tmp_path / "model")
+    monkeypatch.chdir(tmp_path / "model")
+    calibrated = ("--calibrate", str(text), "--seq-len", "16", "--samples", "2")
+    assert main(["compress", ".", str(tmp_path / "out"), "--method", "up", "--keep", "0.5", *calibrated]) == 0
+    assert (tmp_path / "model.calibration").is_dir()
+
+
+@pytest.mark.parametrize("method", [("svd",), ("resmoe", "--residual", "svd")])
+def test_what_cannot_use_a_text_is_refused_before_it_is_run(method, models, text, tmp_path, capsys):
+    kept = ("--calibration-dir", str(tmp_path / "recorded"), "--seq-len", "16", "--samples", "2")
+    words = ["compress", str(models["one"]), str(tmp_path / "out"), "--method", *method, "--keep", "0.5"]
+    assert main([*words, "--calibrate", str(text), *kept]) == 2
+    assert "choose --design separate" in capsys.readouterr().err
+    assert not (tmp_path / "recorded").exists() and not (tmp_path / "out").exists()
+    assert main([*words, "--calibrate", str(text), *kept, "--design", "separate"]) == 0
