@@ -73,8 +73,8 @@ def compress(
       layers: the layers to compress, as indices from 0 or as in `"top:24"`; None: all MoE layers. Of a model with an
         encoder its layers come first, or are named as in `"encoder:0,2,decoder:top:2"`.
       calibrate: a text file that the model is run on first. Methods that merge experts then know how these are used;
-        all others what the experts are given, and keep what changes their outputs least. Without it, all experts and
-        all inputs count alike.
+        all others, but for `sp` and `mlp-fusion`, what the experts are given, and keep what changes their outputs
+        least. Without it, all experts and all inputs count alike.
       samples, calibration_seed: how many windows are drawn of that text, by default 128, or as many as it has; and with
         which seed.
       calibration_dir: a folder in which what was found is kept, for the same text to be used again; None: nowhere.

@@ -59,8 +59,9 @@ class _Job:
     encoder, encoder:SOME,decoder:SOME counts them in each stack."""
     calibrate: Annotated[Path | None, optional("FILE")] = None
     """A text file that the model is run on first: methods that merge experts then know how these are used, all others
-    what the experts are given, and keep what changes their outputs least. Without it, all experts and all inputs count
-    alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do nothing."""
+    (but sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least.
+    Without it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do
+    nothing."""
     samples: Annotated[int | None, optional("INT", "128, or as many as there are")] = None
     """With --calibrate: windows that are drawn of the text."""
     calibration_seed: Annotated[int | None, optional("INT", "0")] = None

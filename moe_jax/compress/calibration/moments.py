@@ -2,7 +2,8 @@
 
 A routed expert adds `w (h W_down)` to the output of a token: what an error of its matrices changes there grows with the
 square of the router weight w. So the moments of an expert are sums of `w^2 x x^T` over the tokens that are routed to
-it, x being its input for `gate` and `up`, and its hidden activations for `down`.
+it, x being its input for `gate` and `up`, and its hidden activations for `down`. A universal FFN beside the bank that
+counts as an expert is given all tokens, alike.
 
 An expert to which few tokens are routed would have a moment of low rank, by which most of its weights would not matter.
 So some tokens of the whole layer count for every expert, together as much as `BACKGROUND` tokens that are routed to it:
@@ -54,7 +55,8 @@ def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]
     """
     rows = layer.rows
     assert rows is not None
-    counted = (_rows_of(rows, expert) for expert in range(layer.num_experts))
+    in_bank = layer.moe.bank_experts
+    counted = (_rows_of(rows, expert if expert < in_bank else None) for expert in range(layer.num_experts))
     if name != "down":
         for own in counted:
             yield _sum(rows, own, lambda x: x, rows.inputs.shape[1])
@@ -75,9 +77,15 @@ def tokens_per_expert(layer: SourceLayer) -> np.ndarray:
     return np.bincount(experts[experts >= 0], minlength=layer.num_experts)
 
 
-def _rows_of(rows: LayerRows, expert: int) -> _Rows:
-    index, choice = np.nonzero(rows.experts == expert)
-    weights = rows.weights[index, choice].astype(np.float32) ** 2
+def _rows_of(rows: LayerRows, expert: int | None) -> _Rows:
+    """Of an expert of the bank; None: of one that all tokens go to."""
+    if expert is None:
+        index, weights = np.arange(len(rows.experts)), np.ones(len(rows.experts), np.float32)
+    else:
+        chosen = rows.experts == expert
+        index = np.flatnonzero(chosen.any(axis=1))
+        # Of merged experts a token may have chosen the same one twice: it is applied with both weights.
+        weights = np.where(chosen[index], rows.weights[index], 0).sum(axis=1, dtype=np.float32) ** 2
     background = np.linspace(0, len(rows.experts) - 1, min(_BACKGROUND_ROWS, len(rows.experts))).astype(int)
     usual = float(np.mean(weights)) if len(weights) else 1.0
     level = max(usual, np.finfo(np.float32).tiny) * BACKGROUND / len(background)

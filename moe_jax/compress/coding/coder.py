@@ -46,7 +46,7 @@ class LeastOutputError:
     """What changes the outputs of a kernel least, for inputs whose second moment H [i, i] is known: tr(E^T H E).
 
     Attributes:
-      moment: H of the kernel's inputs, float32; any multiple of it does the same.
+      moment: H of the kernel's inputs, float32; any multiple of it does the same. Of zeros it counts as the identity.
       fit, even: see `LeastError`.
       feedback: rows of codes make up for the errors of those before them (`coding.feedback`). Otherwise every entry is
         rounded on its own, and H says only how much the errors of a row count when scales are chosen.
@@ -70,7 +70,7 @@ class LeastOutputError:
     def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
         """See `Coder`."""
         if not self.feedback:
-            weights = np.diagonal(self.moment) + DAMPING * np.mean(np.diagonal(self.moment))
+            weights = self._diagonal + DAMPING * np.mean(self._diagonal)
             made = quantize(
                 values, bits=bits, group_size=group_size, fit=self.fit, weights=weights, even=self.even
             )
@@ -83,7 +83,12 @@ class LeastOutputError:
     @property
     def importances(self) -> Float[np.ndarray, " i"]:
         """What an entry of each row counts for when entries are chosen: the root of H_ii (Wanda, arXiv 2306.11695)."""
-        return np.sqrt(np.diagonal(self.moment))
+        return np.sqrt(self._diagonal)
+
+    @property
+    def _diagonal(self) -> Float[np.ndarray, " i"]:
+        diagonal = np.diagonal(self.moment)
+        return diagonal if diagonal.any() else np.ones_like(diagonal)
 
     @functools.cached_property
     def _factor(self) -> Float[np.ndarray, "i i"]:

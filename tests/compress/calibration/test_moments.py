@@ -14,6 +14,7 @@ from moe_jax.experts import BankConfig
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.nn.router_stats import RouterStatistics
 from tests.compress.conftest import memory_moe
+from tests.compress.methods import recorded_layers
 
 TOKENS, E = 300, 4
 
@@ -63,6 +64,30 @@ def test_are_sums_over_the_tokens_of_an_expert_and_some_of_all(layer, name):
         # There are fewer tokens than are taken of the layer otherwise.
         expected = np.einsum("t,ti,tj->ij", weights + usual * BACKGROUND / TOKENS, a, a)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_an_expert_that_is_chosen_twice_counts_with_both_weights(layer):
+    """Of merged experts: the token's output has (w + w') f(x), so that an error there counts by that sum's square."""
+    rows = layer.calibration.rows
+    twice = rows._replace(experts=np.where(rows.experts == 1, 0, rows.experts))
+    known = SourceLayer(layer._source, 0, calibration=layer.calibration._replace(rows=twice))
+    weights = np.where(twice.experts == 0, twice.weights.astype(np.float64), 0).sum(axis=1) ** 2
+    assert (twice.experts == 0).all(axis=1).any()
+    x = rows.inputs.astype(np.float64)
+    expected = np.einsum("t,ti,tj->ij", weights + weights[weights > 0].mean() * BACKGROUND / TOKENS, x, x)
+    np.testing.assert_allclose(next(moments(known, "up")), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_universal_ffn_is_given_all_tokens():
+    """Also of a text with more tokens than are taken of the whole layer for every expert."""
+    tokens = 3 * TOKENS
+    source = memory_moe(BankConfig(), shape={"d_model": 16, "dim": 24}, num_experts=E, universal="med")
+    known = recorded_layers.recorded(source, tokens=tokens)
+    *_, found = moments(SourceLayer(source, 0, with_universal=True, calibration=known), "up")
+    x = known.rows.inputs.astype(np.float64)
+    some = x[np.linspace(0, tokens - 1, 512).astype(int)]
+    expected = x.T @ x + BACKGROUND / 512 * some.T @ some
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
 def test_follow_the_neurons(layer):

@@ -122,3 +122,12 @@ def test_factors_change_outputs_least() -> None:
     assert output_error(kernel - left @ right.T, damped(moment)) == pytest.approx(np.sum(least**2), rel=1e-3)
     plain_left, plain_right = LeastError().factors(kernel, 6)
     assert output_error(kernel - plain_left @ plain_right.T, moment) > 1.1 * np.sum(least**2)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_where_no_input_was_seen_all_count_alike(feedback) -> None:
+    kernel = np.random.default_rng(5).standard_normal((32, 8)).astype(np.float32)
+    ours = LeastOutputError(np.zeros((32, 32), np.float32), feedback=feedback)
+    plain = LeastError().quantize(kernel, bits=4, group_size=16)
+    np.testing.assert_array_equal(ours.quantize(kernel, bits=4, group_size=16).codes, plain.codes)
+    assert (ours.importances == 1).all()
