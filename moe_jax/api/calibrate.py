@@ -4,6 +4,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ from moe_jax.api.model import Model
 from moe_jax.api.run import default_seq_len, read_ids
 from moe_jax.compress.calibration.drawn_windows import sample_windows
 from moe_jax.compress.calibration.layerwise_pass import record
-from moe_jax.compress.calibration.recorded import Calibration, is_complete, read_layer
+from moe_jax.compress.calibration.recorded import (
+    Calibration,
+    is_complete,
+    read_layer,
+    read_sensitivities,
+    write_sensitivities,
+)
+from moe_jax.compress.calibration.sensitivity_pass import measure_sensitivities
 from moe_jax.errors import InputError
 from moe_jax.model_source import ModelSource
 from moe_jax.remote.remote_path import as_path
@@ -38,6 +46,7 @@ def calibrate(
     seed: int = 0,
     place: Place | None = None,
     mesh: Mesh | None = None,
+    sensitivities: bool = False,
     progress: Progress = no_progress,
 ) -> Calibration:
     """Runs a model over windows of a text, layer after layer, and keeps what its experts are given.
@@ -51,6 +60,7 @@ def calibrate(
       seed: of the draw.
       place: says where the recording is kept, and found again; None: in a temporary folder, as long as the result.
       mesh: devices that share the work; None: the first one.
+      sensitivities: whether it is also measured how much depends on each layer.
       progress: called after every layer.
 
     Raises:
@@ -77,15 +87,19 @@ def calibrate(
         place = Path(keep.name).joinpath
     folder = place(name)
     if not is_complete(folder, key):
-        mesh = make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh
         folder.mkdir(parents=True, exist_ok=True)
         # Two commands on one text would go on with each other's activations.
         lock = lock_directory(folder, folder)
         try:
             if not is_complete(folder, key):  # another command may just have done it
-                record(source, windows, folder, key, mesh=mesh, batch_size=batch_size, progress=progress)
+                record(source, windows, folder, key, mesh=_mesh(mesh), batch_size=batch_size, progress=progress)
         finally:
             os.close(lock)
+    if sensitivities and read_sensitivities(folder) is None:
+        measured = measure_sensitivities(
+            source, windows, partial(read_layer, folder), mesh=_mesh(mesh), batch_size=batch_size, progress=progress
+        )
+        write_sensitivities(folder, measured)
     return open_calibration(folder, text, source.config.moe_layers, keep=keep)
 
 
@@ -100,4 +114,10 @@ def open_calibration(
       layers: the MoE layers of the model.
       keep: what has to live as long.
     """
-    return Calibration(as_path(text), {i: read_layer(folder, i) for i in layers}, folder, keep)
+    known = read_sensitivities(folder) or {}
+    found = {i: read_layer(folder, i)._replace(sensitivity=known.get(i)) for i in layers}
+    return Calibration(as_path(text), found, folder, keep)
+
+
+def _mesh(mesh: Mesh | None) -> Mesh:
+    return make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh

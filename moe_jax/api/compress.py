@@ -66,7 +66,7 @@ def compress(
         goes on where it was when it is started again with the same options.
       method: `resmoe`, `ders-sparsify`, `ders-quantize`, or a baseline: `up`, `sp`, `svd`, `msmoe`, `meo`,
         `git-rebasin`, `mlp-fusion`, `quantize`; with `calibrate` also `reap`, `hc-smoe`,
-        `d2-moe`.
+        `d2-moe`, `allocate`.
       base: the dense model that the experts came from, for deltas from it, or the path of one; by default the base that
         a layer has already, or else the mean of its experts.
       extended: the universal FFN beside the experts becomes one more delta of the same base.
@@ -112,6 +112,7 @@ def compress(
             seed=calibration_seed,
             place=None if calibration_dir is None else Path(calibration_dir).joinpath,
             mesh=model.mesh if isinstance(model, Model) else None,
+            sensitivities=made.needs_sensitivities,
         )
         described |= {"calibrate": str(calibrate), "seq_len": seq_len, "samples": samples}
         described |= {"calibration_seed": calibration_seed}

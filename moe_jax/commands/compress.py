@@ -165,7 +165,8 @@ def run(options: _Job) -> None:
     if options.calibrate is not None:
         for _, one in methods:
             check_before_calibration(source, one, indices, extended=options.extended)
-    calibration = _calibration(stored, options)
+    needed = any(one.needs_sensitivities for _, one in methods)
+    calibration = _calibration(stored, options, sensitivities=needed)
     shared = {"base": base, "extended": options.extended, "layers": layers, "calibration": calibration}
     described = {"base": options.base, "extended": options.extended, "layers": layers}
     if options.dtype is not None:
@@ -220,7 +221,7 @@ def _check_use_of_text(options: _Job) -> None:
         raise InputError(f"--batch-size {options.batch_size} must be at least 1")
 
 
-def _calibration(source: "ModelSource", options: _Job) -> "Calibration | None":
+def _calibration(source: "ModelSource", options: _Job, *, sensitivities: bool) -> "Calibration | None":
     """What the experts are given on the text of --calibrate.
 
     The first process records it, on its own devices, and the others read what it wrote: so it does not depend, in the
@@ -236,6 +237,8 @@ def _calibration(source: "ModelSource", options: _Job) -> "Calibration | None":
     from moe_jax.terminal import progress_bars
 
     text, folder = options.calibrate, _calibration_folder(options)
+    if folder is None and jax.process_count() > 1:
+        raise InputError("several processes need --calibration-dir: a folder that all of them see")
     kept: list[Calibration] = []
 
     def make() -> str:
@@ -247,6 +250,7 @@ def _calibration(source: "ModelSource", options: _Job) -> "Calibration | None":
                 seed=options.calibration_seed or 0,
                 place=None if folder is None else folder.joinpath,
                 mesh=make_mesh({"data": -1}, jax.local_devices()),
+                sensitivities=sensitivities,
                 progress=progress,
                 **_windows(source, options),
             )

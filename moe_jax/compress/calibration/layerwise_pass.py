@@ -4,6 +4,7 @@ Memory holds one layer and one batch, whatever the sizes of model and text: the 
 file. So one pass over the model's files is enough, and a pass that was killed goes on at the layer where it was.
 """
 
+import copy
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -64,10 +65,7 @@ def record(
         raise InputError("the model is dense: it has no experts to calibrate")
     folder.mkdir(parents=True, exist_ok=True)
     _check_room(folder, windows.size, config.d_model, len(config.moe_layers))
-    rows, _ = batch_spec()
-    shards = int(np.prod([mesh.shape[axis] for axis in rows]))
-    size = -(-min(batch_size, len(windows)) // shards) * shards
-    batches = [slice(start, min(start + size, len(windows))) for start in range(0, len(windows), size)]
+    size, batches = _batches(len(windows), batch_size, mesh)
     last = max(config.moe_layers)
     shape = (*windows.shape, config.d_model)
     begin = int((folder / _NEXT).read_text()) if (folder / _NEXT).is_file() else 0
@@ -83,10 +81,8 @@ def record(
         for i in range(begin, last + 1):
             progress("calibrating", i, last + 1)
             before, after = _states(folder, i), _states(folder, i + 1, shape)
-            layer = _Layer(source, i, mesh, programs)
+            layer = PlacedLayer(source, i, mesh, programs)
             _run(layer, before, after, batches, size, folder)
-            if not np.isfinite(after[batches[-1]]).all():
-                raise InputError(f"calibration: what layer {i} gives is not finite")
             _go_on(folder, after, i + 1)
     progress("calibrating", last + 1, last + 1)
     complete(folder, key)
@@ -95,7 +91,7 @@ def record(
     (folder / _NEXT).unlink(missing_ok=True)
 
 
-class _Layer:
+class PlacedLayer:
     """The weights of a layer on the mesh, and the program that applies it."""
 
     def __init__(self, source: ModelSource, index: int, mesh: Mesh, programs: dict[Any, Any]):
@@ -110,17 +106,45 @@ class _Layer:
         if key not in programs:
             programs[key] = jax.jit(partial(_apply, config, layer))
         self._program = programs[key]
+        self._paths = paths
         self._leaves = {name: self._placed(path, source.read(path)) for name, path in paths.items()}
 
-    def __call__(self, x: Float[np.ndarray, "B L d"], valid: np.ndarray) -> tuple[Any, list[BankCall]]:
-        """See `streamed_layers.apply_layer`."""
+    def having(self, leaves: Mapping[str, np.ndarray]) -> "PlacedLayer":
+        """The layer with others of some leaves, by their names below it."""
+        changed = copy.copy(self)
+        placed = {name: self._placed(self._paths[name], leaf) for name, leaf in leaves.items()}
+        changed._leaves = self._leaves | placed
+        return changed
+
+    def of_batch(
+        self, x: Float[np.ndarray, "B L d"], size: int
+    ) -> tuple[Float[np.ndarray, "B L d"], list[BankCall]]:
+        """What the layer makes of up to `size` windows, which are filled up to so many; and what its bank was given."""
+        count, length, _ = x.shape
+        valid = np.broadcast_to(np.arange(size) < count, (length, size)).T
+        filled = np.concatenate([x, np.zeros((size - count, *x.shape[1:]), x.dtype)])
         rows, _ = batch_spec()
         sharding = NamedSharding(self._mesh, P(rows))
-        return self._program(self._leaves, jax.device_put(x, sharding), jax.device_put(valid, sharding))
+        y, calls = self._program(self._leaves, jax.device_put(filled, sharding), jax.device_put(valid, sharding))
+        return np.asarray(y)[:count], calls
 
     def _placed(self, path: str, leaf: np.ndarray) -> jax.Array:
         spec = spec_on_mesh(leaf_spec(path), leaf.shape, self._mesh.shape)
         return jax.device_put(leaf, NamedSharding(self._mesh, spec))
+
+
+def applied(layer: PlacedLayer, x: Float[np.ndarray, "N L d"], batch_size: int, mesh: Mesh) -> np.ndarray:
+    """What a layer makes of windows, a batch of them after another."""
+    size, batches = _batches(len(x), batch_size, mesh)
+    return np.concatenate([layer.of_batch(x[batch], size)[0] for batch in batches])
+
+
+def _batches(windows: int, batch_size: int, mesh: Mesh) -> tuple[int, list[slice]]:
+    """How many windows are computed at a time, a multiple of what the mesh divides them into; and which."""
+    rows, _ = batch_spec()
+    shards = int(np.prod([mesh.shape[axis] for axis in rows]))
+    size = -(-min(batch_size, windows) // shards) * shards
+    return size, [slice(start, min(start + size, windows)) for start in range(0, windows, size)]
 
 
 def _apply(config: Any, layer: Any, leaves: Any, x: Any, valid: Any) -> tuple[Any, list[BankCall]]:
@@ -129,7 +153,7 @@ def _apply(config: Any, layer: Any, leaves: Any, x: Any, valid: Any) -> tuple[An
 
 
 def _run(
-    layer: _Layer,
+    layer: PlacedLayer,
     before: Float[np.ndarray, "N L d"],
     after: Float[np.ndarray, "N L d"],
     batches: list[slice],
@@ -143,15 +167,14 @@ def _run(
     inputs = create_inputs(folder, layer.index, (windows * length, width)) if layer.moe and not recorded else None
     experts, weights, sums = [], [], RouterSums()
     for batch in batches:
-        x = np.asarray(before[batch])
-        count = len(x)
-        valid = np.broadcast_to(np.arange(size) < count, (length, size)).T
-        y, calls = layer(np.concatenate([x, np.zeros((size - count, *x.shape[1:]), x.dtype)]), valid)
-        after[batch] = np.asarray(y)[:count]
+        y, calls = layer.of_batch(np.asarray(before[batch]), size)
+        if not np.isfinite(y).all():
+            raise InputError(f"calibration: what layer {layer.index} gives is not finite; mend the model")
+        after[batch] = y
         for call in calls:
             if inputs is None:
                 break
-            tokens = count * length
+            tokens = (batch.stop - batch.start) * length
             inputs[batch.start * length : batch.start * length + tokens] = np.asarray(call.tokens)[:tokens].view(
                 np.uint16
             )

@@ -13,9 +13,10 @@ from jaxtyping import Float, Int
 from moe_jax.errors import InputError
 from moe_jax.json_toml import ANYTHING, read_json
 from moe_jax.nn.router_stats import RouterStatistics
-from moe_jax.staging import replacing, write_durably
+from moe_jax.staging import replace_file, replacing, write_durably
 
 KEY_FILE = "calibration.json"
+_SENSITIVITIES = "sensitivities.json"
 
 
 class LayerRows(NamedTuple):
@@ -38,10 +39,12 @@ class LayerCalibration(NamedTuple):
     Attributes:
       statistics: of its router.
       rows: what its bank was given; None: only the router was looked at.
+      sensitivity: see `sensitivity_pass`; None: not measured.
     """
 
     statistics: RouterStatistics
     rows: LayerRows | None = None
+    sensitivity: float | None = None
 
 
 PROMISED = LayerCalibration(
@@ -110,6 +113,26 @@ def read_layer(folder: Path, layer: int) -> LayerCalibration:
         return LayerCalibration(RouterStatistics(**found), rows)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"the calibration {folder} is damaged (layer {layer}: {error}); remove it") from None
+
+
+def write_sensitivities(folder: Path, sensitivities: Mapping[int, float]) -> None:
+    """Keeps what `sensitivity_pass` measured, by layer index."""
+    replace_file(folder / _SENSITIVITIES, json.dumps(sensitivities).encode())
+
+
+def read_sensitivities(folder: Path) -> dict[int, float] | None:
+    """What `write_sensitivities` kept; None: nothing.
+
+    Raises:
+      InputError: if the file is damaged.
+    """
+    file = folder / _SENSITIVITIES
+    if not file.is_file():
+        return None
+    try:
+        return {int(layer): float(value) for layer, value in read_json(file, allow=ANYTHING).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise InputError(f"the calibration {folder} is damaged ({_SENSITIVITIES}); remove it") from None
 
 
 def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:

@@ -32,12 +32,14 @@ class Method(abc.ABC):
       origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
         `delta_base.Base`.
       needs_calibration: whether it can do nothing without a text; a sweep of all methods leaves it out then.
+      needs_sensitivities: whether it has to know how much depends on each layer (`calibration.sensitivity_pass`).
     """
 
     swept: ClassVar[tuple[str, tuple[Any, ...]]]
     forms: ClassVar[tuple[str, ...]]
     origin: ClassVar[str | None] = None
     needs_calibration: ClassVar[bool] = False
+    needs_sensitivities: ClassVar[bool] = False
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Raises `InputError` if the options do not go with the layers to compress; from their configs alone."""

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from moe_jax.compress.methods.bits_by_layer import Allocate
 from moe_jax.compress.methods.d2_moe import D2MoE
 from moe_jax.compress.methods.ders_quantize import Quantize
 from moe_jax.compress.methods.ders_sparsify import Sparsify
@@ -32,6 +33,7 @@ METHODS: dict[str, type[Method]] = {
     "reap": REAP,
     "hc-smoe": HCSMoE,
     "d2-moe": D2MoE,
+    "allocate": Allocate,
 }
 
 

@@ -155,7 +155,7 @@ class ResMoE(Method):
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """See `Method`. Aligns the experts; under a budget, tries all schemes."""
         began = time.monotonic()
-        found = _identity(layer) if self.solver == IDENTITY else _aligned(layer, self.solver, tick)
+        found = in_order(layer) if self.solver == IDENTITY else aligned(layer, self.solver, tick)
         permutations = found["permutations"]
         if isinstance(self.choice, Budget):
             tried = trials(layer, permutations, self.choice.schemes, refit=self.refit, codes=self.codes)
@@ -189,7 +189,7 @@ class ResMoE(Method):
         )
 
 
-def _aligned(layer: SourceLayer, solver: str, tick: Tick) -> dict[str, np.ndarray]:
+def aligned(layer: SourceLayer, solver: str, tick: Tick) -> dict[str, np.ndarray]:
     """Orders of the neurons around the barycenter, and how they were found."""
     designs = design_matrices(layer)
     layer.forget()
@@ -207,7 +207,7 @@ def _aligned(layer: SourceLayer, solver: str, tick: Tick) -> dict[str, np.ndarra
     }
 
 
-def _identity(layer: SourceLayer) -> dict[str, np.ndarray]:
+def in_order(layer: SourceLayer) -> dict[str, np.ndarray]:
     """Neurons as they are, and what the objective then is."""
     orders = unaligned(layer)
     objective = 0.0

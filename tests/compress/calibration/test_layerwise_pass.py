@@ -103,6 +103,19 @@ def test_over_a_mesh_it_is_the_same(source, windows, recorded, tmp_path):
         np.testing.assert_allclose(one.statistics.similarity, many.statistics.similarity, atol=1e-5)
 
 
+def test_activations_of_any_batch_that_are_not_finite_are_an_error(source, windows, tmp_path):
+    class Spoilt(ModelDirectory):
+        def read(self, path):
+            leaf = super().read(path)
+            if path == "embed/embedding":
+                leaf = leaf.copy()
+                leaf[windows[0, 3]] = np.nan
+            return leaf
+
+    with pytest.raises(InputError, match="what layer 0 gives is not finite"):
+        record(Spoilt(source.path), windows, tmp_path, KEY, mesh=make_mesh({}, jax.devices()[:1]), batch_size=2)
+
+
 def test_windows_are_drawn_once_each_and_in_order():
     ids = np.arange(1000)
     windows = sample_windows(ids, seq_len=10, samples=7, seed=3)

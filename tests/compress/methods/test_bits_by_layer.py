@@ -1,0 +1,160 @@
+"""Bits for every layer, by what the model's predictions lose: what is measured, and what is made of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.api.calibrate import calibrate
+from moe_jax.compress import compress, make_method
+from moe_jax.compress.allocation.knapsack import Candidate, allocate
+from moe_jax.compress.calibration.drawn_windows import sample_windows
+from moe_jax.compress.calibration.expert_coders import expert_coders
+from moe_jax.compress.calibration.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
+from moe_jax.compress.methods.bits_by_layer import never_worse
+from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.errors import InputError
+from moe_jax.loading import load_model
+from moe_jax.model_dir import ModelDirectory
+from moe_jax.sharding import make_mesh
+from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
+from tests.compress.conftest import MemorySource
+
+
+@pytest.fixture(scope="module")
+def source(models):
+    return ModelDirectory(models["moe"])
+
+
+@pytest.fixture(scope="module")
+def calibrated(source, tmp_path_factory):
+    """A calibration with sensitivities, the text of it, and the folder where it is kept."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    text = folder / "text.txt"
+    text.write_text("All the world is a stage, and all the men and women merely players. " * 10)
+    place = (folder / "kept").joinpath
+    return calibrate(source, text, seq_len=16, samples=8, place=place, sensitivities=True), text, place
+
+
+def windows_of(source, text) -> np.ndarray:
+    tokenizer = Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config)
+    return sample_windows(tokenizer.encode(text.read_text()), seq_len=16, samples=8)
+
+
+def log_probabilities(source, windows) -> np.ndarray:
+    logits = load_model(source).__call__(jnp.asarray(windows)).logits
+    return np.asarray(jax.nn.log_softmax(logits), np.float64)
+
+
+def test_sensitivity_is_the_divergence_by_the_error_of_outputs(source, calibrated):
+    """Against the whole model with one layer coded, and its divergence in float64."""
+    calibration, text, _ = calibrated
+    windows = windows_of(source, text)
+    before = log_probabilities(source, windows)
+    leaves = {path: source.read(path) for path in source.specs()}
+    for index, found in calibration.layers.items():
+        layer, coded, error = SourceLayer(source, index, calibration=found), dict(leaves), 0.0
+        for name in layer.shapes:
+            made, sums = [], np.zeros(2)
+            for kernel, coder in zip(layer.kernels(name), expert_coders(layer, name), strict=True):
+                made.append(coder.quantize(kernel, bits=TRIED_BITS, group_size=TRIED_GROUP_SIZE).approximation)
+                change = (made[-1] - kernel).astype(np.float64)
+                sums += np.trace(change.T @ coder.moment @ change), np.trace(kernel.T @ coder.moment @ kernel)
+            coded[f"layers/{index}/mlp/experts/{name}/kernel"] = np.stack(made)
+            error += sums[0] / sums[1]
+        after = log_probabilities(MemorySource(source.config, coded), windows)
+        divergence = np.mean(np.sum(np.exp(before) * (before - after), axis=-1))
+        assert found.sensitivity == pytest.approx(divergence / error, rel=1e-2)
+
+
+def test_sensitivities_are_the_same_over_a_mesh(source, calibrated):
+    calibration, text, _ = calibrated
+    measured = measure_sensitivities(
+        source, windows_of(source, text), calibration.layers.__getitem__, mesh=make_mesh({"data": 8}), batch_size=3
+    )
+    for index, found in calibration.layers.items():
+        assert measured[index] == pytest.approx(found.sensitivity, rel=1e-3)
+
+
+def test_sensitivities_are_kept_and_found_again(source, calibrated, monkeypatch):
+    calibration, text, place = calibrated
+    monkeypatch.setattr("moe_jax.api.calibrate.measure_sensitivities", None)
+    again = calibrate(source, text, seq_len=16, samples=8, place=place, sensitivities=True)
+    assert {i: one.sensitivity for i, one in again.layers.items()} == {
+        i: one.sensitivity for i, one in calibration.layers.items()
+    }
+
+
+# Half of it is what the disk needs to know of leaves, in so small a model.
+@pytest.mark.parametrize("target", [6_600, 8_000, 9_500])
+def test_stays_within_the_budget_and_is_better_with_more(source, calibrated, target, tmp_path):
+    calibration, *_ = calibrated
+    reports = {}
+    for budget in (target, target + 1_500):
+        method = make_method("allocate", {"target_bytes": budget, "group_size": 8, "solver": "identity"})
+        out = tmp_path / str(budget)
+        reports[budget] = compress(source, out, method, calibration=calibration, described={})
+        assert reports[budget].expert_bytes_after <= budget
+        assert np.isfinite(np.asarray(load_model(ModelDirectory(out))(jnp.asarray([[1, 2, 3]])).logits)).all()
+
+    def predicted(report) -> float:
+        return sum(calibration.layers[layer.layer].sensitivity * layer.output_error**2 for layer in report.layers)
+
+    assert predicted(reports[target + 1_500]) < predicted(reports[target])
+    assert all("quantized" in layer.choice for layer in reports[target].layers)
+
+
+def test_a_layer_on_which_all_depends_gets_the_bits(source, calibrated, tmp_path):
+    calibration, *_ = calibrated
+    method = make_method("allocate", {"target_bytes": 8_000, "group_size": 8, "solver": "identity"})
+    choices = {}
+    for important in (0, 2):
+        layers = {
+            i: one._replace(sensitivity=100.0 if i == important else 1e-3) for i, one in calibration.layers.items()
+        }
+        report = compress(
+            source, tmp_path / str(important), method, calibration=calibration._replace(layers=layers), described={}
+        )
+        choices[important] = {layer.layer: layer.bytes_after for layer in report.layers}
+    assert choices[0][0] > choices[2][0] and choices[2][2] > choices[0][2]
+
+
+def test_one_choice_for_all_layers_is_taken_where_it_is_better():
+    """The walk takes the steepest step of one layer, after which there is room left, but not enough for the other's."""
+    candidates = {
+        0: [Candidate(10, 8.0), Candidate(16, 5.0), Candidate(20, 2.5)],
+        1: [Candidate(10, 8.0), Candidate(16, 5.0), Candidate(20, 4.5)],
+    }
+    assert sum(found.error for found in allocate(candidates, 32).values()) == 10.5
+    assert [found.nbytes for found in never_worse(candidates, 32).values()] == [16, 16]
+    assert [found.error for found in never_worse(candidates, 40).values()] == [2.5, 4.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs --budget-bits or --target-bytes"),
+        ({"budget_bits": 3.0, "target_bytes": 10}, "and not both"),
+        ({"budget_bits": 3.0, "group_size": 5}, "multiple of 8"),
+        ({"budget_bits": -1.0}, "must be above 0"),
+    ],
+)
+def test_options_that_will_not_do(options, message):
+    with pytest.raises(InputError, match=message):
+        make_method("allocate", options)
+
+
+def test_what_it_cannot_do_is_said_before_anything_is_written(source, calibrated, tmp_path):
+    calibration, *_ = calibrated
+    enough = make_method("allocate", {"target_bytes": 8_000, "group_size": 8})
+    with pytest.raises(InputError, match="--calibrate TEXT"):
+        compress(source, tmp_path / "out", enough, described={})
+    little = make_method("allocate", {"budget_bits": 0.5})
+    with pytest.raises(InputError, match="too small for the experts of 2 layers"):
+        compress(source, tmp_path / "out", little, calibration=calibration, described={})
+    unmeasured = calibration._replace(
+        layers={i: one._replace(sensitivity=None) for i, one in calibration.layers.items()}
+    )
+    with pytest.raises(InputError, match="does not say how much depends on it"):
+        compress(source, tmp_path / "out", enough, calibration=unmeasured, described={})
+    assert not (tmp_path / "out").exists()
