@@ -121,7 +121,12 @@ class PlannedTraining:
 
 
 def planned_training(
-    recipe: Recipe, config: ModelConfig, platform: str | None = None, *, compiles: bool = True
+    recipe: Recipe,
+    config: ModelConfig,
+    platform: str | None = None,
+    *,
+    compiles: bool = True,
+    teacher: ModelConfig | None = None,
 ) -> PlannedTraining:
     """Foretells a run. No weights and no data are read, and nothing is written.
 
@@ -132,14 +137,17 @@ def planned_training(
         machine. Of a chip there are as many as the recipe's mesh needs at least.
       compiles: whether the step is compiled, where there is a compiler for the platform. If not, what a step holds is
         expected from shapes (`train.expected_step`), which takes seconds for any mesh. Of a CPU it is always compiled.
+      teacher: config of the model that the recipe's `distill` names, if it does. Its parameters are counted, and where
+        the step is compiled its forward pass too; what is expected from shapes is without that, as collectives and
+        roofline are.
 
     Raises:
       InputError: an unknown platform, or a recipe that does not go with the model or the devices.
     """
     target = planned_devices(recipe.mesh, platform, compiles=compiles)
     if target.devices is None:
-        return _expected(recipe, config, target)
-    program = make_program(recipe, config, target.devices)
+        return _expected(recipe, config, target, teacher)
+    program = make_program(recipe, config, target.devices, teacher=teacher)
     exact = _held(program, recipe, dict(program.mesh.shape))
     used: int | None = None
     sizes: dict[str, int] = {}
@@ -169,7 +177,8 @@ def planned_training(
         items += _process()
     activations = next(item.bytes for item in items if item.name == _ACTIVATIONS) // (target.count if is_cpu else 1)
     memory = total_memory() if is_cpu else None if target.chip is None else target.chip.memory
-    return _planned(recipe, config, target, items, memory, exact, activations, is_compiled=True, fits=fits)
+    known: dict[str, Any] = {"is_compiled": True, "fits": fits, "teacher": teacher}
+    return _planned(recipe, config, target, items, memory, exact, activations, **known)
 
 
 def assumed_recipe(
@@ -210,7 +219,7 @@ class _Held(NamedTuple):
     """Bytes on every device that are known exactly.
 
     Attributes:
-      params, frozen, optimizer, average, batch: as in the names of items.
+      params, frozen, teacher, optimizer, average, batch: as in the names of items.
       gradients: which are among what a step holds meanwhile.
       operations: of the optimizer's products, on all devices.
       notes: by attribute.
@@ -218,6 +227,7 @@ class _Held(NamedTuple):
 
     params: int
     frozen: int
+    teacher: int
     optimizer: int
     average: int
     batch: int
@@ -228,12 +238,13 @@ class _Held(NamedTuple):
     @property
     def total(self) -> int:
         """Of what is held all the time, with the batch."""
-        return self.params + self.frozen + self.optimizer + self.average + self.batch
+        return self.params + self.frozen + self.teacher + self.optimizer + self.average + self.batch
 
     def items(self) -> list[Item]:
         names = {
             "params": "parameters, trained",
             "frozen": "parameters, frozen",
+            "teacher": "parameters, teacher",
             "optimizer": "optimizer",
             "average": "moving average",
             "batch": "batch",
@@ -266,6 +277,7 @@ def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
     return _Held(
         params=count(state.params),
         frozen=count(program.frozen),
+        teacher=count(program.arguments),
         optimizer=count((state.opt_state, state.step)),
         average=count(state.ema),
         batch=count(abstract_batch(recipe, program.config, program.mesh)),
@@ -276,6 +288,7 @@ def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
         notes={
             "params": recipe.model.param_dtype,
             "frozen": recipe.model.frozen_dtype or "as the model's config says",
+            "teacher": "as its config says",
             "optimizer": f"{section.kind}, {moments}",
             "average": "float32",
             "batch": f"{recipe.train.batch_size} rows of {recipe.data.seq_len} tokens, over all devices",
@@ -314,12 +327,14 @@ def _process() -> list[Item]:
     return [Item(name="process", bytes=resident, note="Python, its libraries and the compiled step, as measured here")]
 
 
-def _expected(recipe: Recipe, config: ModelConfig, target: PlannedDevices) -> PlannedTraining:
+def _expected(
+    recipe: Recipe, config: ModelConfig, target: PlannedDevices, teacher: ModelConfig | None
+) -> PlannedTraining:
     """Without compiling."""
     assert target.chip is not None
     mesh = mesh_sizes(dataclasses.asdict(recipe.mesh), target.count)
     one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
-    program = make_program(one, config, jax.devices("cpu")[:1])
+    program = make_program(one, config, jax.devices("cpu")[:1], teacher=teacher)
     abstract: Any = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     check_batch_divides(abstract, recipe.train.batch_size, recipe.train.accumulation)
     leaves = placed_leaves(program, mesh)
@@ -327,12 +342,12 @@ def _expected(recipe: Recipe, config: ModelConfig, target: PlannedDevices) -> Pl
     changed = exact.params + exact.optimizer + exact.average
     expected = expected_step(recipe, config, program, leaves, mesh, target.chip, changed, target.per_host)
     why = f", for {target.missing} is not installed" if target.missing else ""
-    note = f"and what else a step holds; from shapes, not compiled{why}"
+    without = "" if teacher is None else ", without what the teacher's forward pass holds"
+    note = f"and what else a step holds; from shapes, not compiled{why}{without}"
     program_size = Item(name="program", bytes=_USUAL_PROGRAM, note="the compiled step; usually as much")
     items = [*exact.items(), *_working(exact, expected.temporaries, note), program_size]
-    planned = _planned(
-        recipe, config, target, items, target.chip.memory, exact, expected.kept, is_compiled=False, fits=True
-    )
+    known: dict[str, Any] = {"is_compiled": False, "fits": True, "teacher": teacher}
+    planned = _planned(recipe, config, target, items, target.chip.memory, exact, expected.kept, **known)
     sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in totals(expected.sent).items()}
     return dataclasses.replace(planned, sent=sent, model_flops=expected.model_flops, roofline=expected.roofline)
 
@@ -348,6 +363,7 @@ def _planned(
     *,
     is_compiled: bool,
     fits: bool,
+    teacher: ModelConfig | None,
 ) -> PlannedTraining:
     total = sum(item.bytes for item in items)
     moved = StepBytes(
@@ -357,6 +373,7 @@ def _planned(
         average=exact.average,
         gradients=exact.gradients,
         activations=activations,
+        teacher=exact.teacher,
     )
     rates, time, source, is_least = None, None, None, False
     if target.devices is not None and target.devices[0].platform == "cpu":
@@ -366,9 +383,10 @@ def _planned(
     if rates is not None:
         # The devices of a CPU share it.
         cpu = rates.overlap is False
-        time = step_time(recipe, config, moved, 1 if cpu else target.count, rates, exact.operations)
+        time = step_time(recipe, config, moved, 1 if cpu else target.count, rates, exact.operations, teacher)
         source = rates.source
-        if cpu and target.devices is not None and (timed := timed_step(recipe, config, target.devices)) is not None:
+        timed = timed_step(recipe, config, target.devices, teacher=teacher) if cpu and target.devices else None
+        if timed is not None:
             time, source = time.timed(timed.seconds), timed.source(config.num_layers)
     return PlannedTraining(
         platform=target.name,

@@ -16,7 +16,7 @@ from moe_jax.nn import Decoder
 from moe_jax.train.loop import Diverged
 from moe_jax.train.metrics import Record, is_finite, to_record
 from moe_jax.train.placement import local_rows, place
-from moe_jax.train.program import first_state, initial_states, make_program
+from moe_jax.train.program import first_state, initial_states, load_teacher, make_program
 from moe_jax.train.recipe import Recipe
 
 Tokens = Int[np.ndarray, "B T"]
@@ -39,6 +39,7 @@ def train_on_batches(
     *,
     devices: list[Any] | None = None,
     on_step: Callable[[Record], object] = lambda record: None,
+    teacher: ModelSource | None = None,
 ) -> tuple[Decoder, Record]:
     """Trains until `recipe.train.steps` steps are done or there are no batches left.
 
@@ -49,6 +50,7 @@ def train_on_batches(
       batches: see `read_batch`; all of one shape, with the recipe's number of rows.
       devices: of the mesh; default all.
       on_step: called with the record of every step.
+      teacher: the model that the recipe's `distill` names.
 
     Returns:
       The trained model, and the record of the last step, empty if there was none.
@@ -56,7 +58,7 @@ def train_on_batches(
     Raises:
       InputError: for a batch that cannot be read, and as `make_program`; `Diverged` if the loss is no number any more.
     """
-    program = make_program(recipe, source.config, devices)
+    program = make_program(recipe, source.config, devices, teacher=None if teacher is None else teacher.config)
     rows, last = local_rows(program.mesh, recipe.train.batch_size), {}
 
     def report(record: Record) -> Record:
@@ -70,6 +72,7 @@ def train_on_batches(
     with jax.set_mesh(program.mesh):
         params, frozen = initial_states(program, recipe, source)
         state, pending = first_state(program, params), None
+        taught = () if teacher is None else (load_teacher(program, teacher),)
         for step, batch in enumerate(_first(batches, recipe.train.steps), start=1):
             arrays = read_batch(batch, source.config)
             if len(arrays["tokens"]) != recipe.train.batch_size:
@@ -77,7 +80,7 @@ def train_on_batches(
                 raise InputError(f"batch {step} has {len(arrays['tokens'])} rows, expected {expected}")
             local = {name: array[rows] for name, array in arrays.items()}
             placed = place(local, rows, program.mesh, recipe.train.batch_size)
-            state, metrics = program.step(state, frozen, placed)
+            state, metrics = program.step(state, frozen, placed, *taught)
             # The devices are at work on this step while the one before is reported.
             if pending is not None:
                 last = report(to_record(program.config, *pending))

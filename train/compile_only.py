@@ -52,13 +52,17 @@ def prepare_environment() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str, Any]:
+def compile_only(
+    recipe: Recipe, config: ModelConfig, topology: str, *, teacher: ModelConfig | None = None
+) -> dict[str, Any]:
     """Compiles the step of a recipe for a topology such as `v5e:4x4` or `h100:8`.
 
     Args:
       recipe: the run; its data is not read.
       config: of the model.
       topology: generation and shape of the slice.
+      teacher: config of the model that the recipe's `distill` names, if it does. The compiled step has its parameters
+        and its forward pass, and so have the bytes; `model_flops` and `estimate` are without it.
 
     Returns:
       JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
@@ -78,7 +82,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
     from moe_jax.train.step_roofline import StateNumbers, step_roofline
 
     devices = described_devices(topology)
-    program = make_program(recipe, config, devices)
+    program = make_program(recipe, config, devices, teacher=teacher)
     # The compiler dumps the program's text itself: `compiled.as_text()` cannot parse output of a newer compiler.
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -118,7 +122,7 @@ def compile_only(recipe: Recipe, config: ModelConfig, topology: str) -> dict[str
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
         "collectives": {kind: counted._asdict() for kind, counted in found.items()},
         "estimate": roofline,
-    }
+    } | ({} if teacher is None else {"without_teacher": ["model_flops", "estimate"]})
 
 
 class DoesNotFit(Exception):
@@ -151,7 +155,8 @@ def compiled_step(program: "Program", recipe: Recipe, options: dict[str, Any] | 
 
     with jax.set_mesh(program.mesh):
         batch = abstract_batch(recipe, program.config, program.mesh)
-        lowered = program.step.lower(program.state, program.frozen, batch)
+        step: Any = program.step
+        lowered = step.lower(program.state, program.frozen, batch, *program.arguments)
         try:
             return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
@@ -200,6 +205,8 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
         print(f"  {'memory':12} {sizes['hbm'] / 2**30:9.3f} GiB   {sizes['total'] / sizes['hbm']:.0%} used")
         if is_tight(sizes["total"], sizes["hbm"]):
             print(f"warning: more than {TIGHT:.0%} of the memory; another version of the compiler may need more")
+    if "without_teacher" in report:
+        print("the teacher is in these bytes and in the collectives, and not in the FLOPs and the estimate")
     print(f"model FLOPs per chip and step: {report['model_flops']:.3g}")
     print("collectives per step and chip:" if report["collectives"] else "no collectives")
     for name, found in report["collectives"].items():

@@ -31,7 +31,9 @@ CHANGEABLE = (
     "train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "ema.evaluate", "ema.export",
 )  # fmt: skip
 # Paths may differ too: `RunRecord` compares what is there.
-_PLACES = ("run_dir", "model.path", "model.base", "model.config", "data.tokenizer", "data.chat_template")
+_PLACES = (
+    "run_dir", "model.path", "model.base", "model.config", "data.tokenizer", "data.chat_template", "distill.teacher",
+)  # fmt: skip
 
 # What a restart may change besides.
 _RESTARTABLE = ("optimizer.", "schedule.", "ema.")
@@ -111,6 +113,7 @@ class RunRecord:
       tokenizer: a SHA-256 of the tokenizer.
       data: SHA-256s of the files of every source, sampled as in `fingerprint`.
       restarts: the last one is this run's, the others are those of the run that it began with.
+      teacher: whose logits are distilled; None: nobody's.
     """
 
     source: ModelReference | None
@@ -118,15 +121,24 @@ class RunRecord:
     tokenizer: str
     data: tuple[str, ...]
     restarts: tuple[Restart, ...] = ()
+    teacher: ModelReference | None = None
 
 
-def make_record(recipe: Recipe, config: ModelConfig, source: ModelSource | None, tokenizer: Path) -> RunRecord:
+def make_record(
+    recipe: Recipe,
+    config: ModelConfig,
+    source: ModelSource | None,
+    tokenizer: Path,
+    teacher: ModelSource | None = None,
+) -> RunRecord:
     """The record of a run that begins now. Reads samples of all files."""
+    run_dir = as_path(recipe.run_dir)
     return RunRecord(
-        source=None if source is None else ModelReference.to(source, as_path(recipe.run_dir)),
+        source=None if source is None else ModelReference.to(source, run_dir),
         config=json.loads(json.dumps(config_to_json(config))),
         tokenizer=tokenizer_identity(tokenizer, recipe.data.chat_template),
         data=tuple(fingerprint_contents(find_files(section.path)) for section in recipe.data.sources),
+        teacher=None if teacher is None else ModelReference.to(teacher, run_dir),
     )
 
 
@@ -139,7 +151,7 @@ def described_record(record: RunRecord) -> dict[str, Any]:
     """The contents that a run stands on: what processes of one run must have alike."""
     described: dict[str, Any] = {f"the content of data.sources[{i}]": sha for i, sha in enumerate(record.data)}
     described |= {"the tokenizer": record.tokenizer, "the model's config": record.config}
-    return described | {"the model": _identity(record.source)}
+    return described | {"the model": _identity(record.source), "the teacher": _identity(record.teacher)}
 
 
 def check_same(before: RunRecord, now: RunRecord, recipe: Recipe) -> None:
@@ -149,6 +161,8 @@ def check_same(before: RunRecord, now: RunRecord, recipe: Recipe) -> None:
         problems.append(f"{recipe.model.path or recipe.model.config} is not the model that it was begun with")
     elif before.config != now.config:
         problems.append(f"{recipe.model.path or recipe.model.config} describes another model than at its beginning")
+    if recipe.distill is not None and _identity(before.teacher) != _identity(now.teacher):
+        problems.append(f"{recipe.distill.teacher} is not the teacher that it was begun with")
     if before.tokenizer != now.tokenizer:
         problems.append(f"{recipe.data.tokenizer or 'the tokenizer of the model'} is not the tokenizer that it had")
     problems += [

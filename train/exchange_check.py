@@ -23,7 +23,7 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 
 def exchange_check(
     recipe: Recipe, program: Program
-) -> Callable[[TrainState, nnx.State, dict[str, jax.Array]], Callable[[StepMetrics], None]] | None:
+) -> Callable[..., Callable[[StepMetrics], None]] | None:
     """Makes the check of a run's first step; None: there is nothing to check.
 
     By default there is on GPUs, where tokens come to experts by all-to-all; `model.check_exchange` says otherwise.
@@ -44,9 +44,9 @@ def exchange_check(
     by_gather = metrics_of(recipe, program, lambda model: set_exchange(model, "all-gather"))
 
     def before(
-        state: TrainState, frozen: nnx.State, batch: dict[str, jax.Array]
+        state: TrainState, frozen: nnx.State, batch: dict[str, jax.Array], *teacher: nnx.State
     ) -> Callable[[StepMetrics], None]:
-        expected = jax.device_get(by_gather(state, frozen, batch))
+        expected = jax.device_get(by_gather(state, frozen, batch, *teacher))
 
         def after(metrics: StepMetrics) -> None:
             tolerance = _TOLERANCE[recipe.model.compute_dtype]

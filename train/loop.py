@@ -55,6 +55,7 @@ class Loop:
       evaluator: scores held-out text, or pairs; None: no evaluation.
       console: for progress.
       continue_command: what to type to continue the run.
+      teacher: parameters of the program's teacher, if it has one.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class Loop:
         evaluator: Evaluator | PairEvaluator | None,
         console: rich.console.Console,
         continue_command: str,
+        teacher: nnx.State | None = None,
     ):
         self._recipe = recipe
         self._program = program
         self._frozen = frozen
+        self._teacher = () if teacher is None else (teacher,)
         batch_size, ends = recipe.train.batch_size, recipe.data.epochs is not None
         self._batches = BatchesOnDevices(data, program.mesh, batch_size, ends=ends)
         self._checkpoints = checkpoints
@@ -130,10 +133,10 @@ class Loop:
             if batch is None:
                 self._console.print(f"the data ended after {step} of {steps} steps", highlight=False)
                 break
-            compare = None if self._check is None else self._check(state, self._frozen, batch)
+            compare = None if self._check is None else self._check(state, self._frozen, batch, *self._teacher)
             self._check = None
             with trace.step(step + 1):
-                state, metrics = self._program.step(state, self._frozen, batch)
+                state, metrics = self._program.step(state, self._frozen, batch, *self._teacher)
             if compare is not None:
                 compare(metrics)
             # The devices work on this step while the metrics of the previous one are fetched and written.

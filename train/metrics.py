@@ -26,16 +26,17 @@ from moe_jax.train.tensorboard import EventWriter
 from moe_jax.train.wandb_writer import WandbWriter
 
 Record = dict[str, Any]
+_FINITE = ("loss", "aux_loss", "distill_loss", "grad_norm", "eval_loss")
 
 
 def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
     """The metrics of a step, JSON-able. Waits until the step is computed.
 
-    Keys: `step`, `loss`, `aux_loss` (what is added to the loss), `grad_norm`, `learning_rate`, `tokens`,
-    `scored_tokens`; for a model with an encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one with MoE
-    layers `balance_loss`, `z_loss` and `cv_loss` (means over the layers,
-    without coefficients), `expert_load` and `dropped` (by layer index); where PEFT experts have routers of their own,
-    `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise.
+    Keys: `step`, `loss` (the cross-entropy, also with a teacher), `aux_loss` (what is added to the loss), `grad_norm`,
+    `learning_rate`, `tokens`, `scored_tokens`; with a teacher `distill_loss` (see `StepMetrics`); for a model with an
+    encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one with MoE layers `balance_loss`, `z_loss` and
+    `cv_loss` (means over the layers, without coefficients), `expert_load` and `dropped` (by layer index); where PEFT
+    experts have routers of their own, `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise.
     """
     metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
     record: Record = {
@@ -47,6 +48,8 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
         "tokens": int(metrics.tokens),
         "scored_tokens": int(metrics.scored),
     }
+    if metrics.distillation is not None:
+        record["distill_loss"] = float(metrics.distillation)
     if config.has_encoder:
         record["input_tokens"] = int(metrics.input_tokens)
         record["cut_inputs"], record["cut_targets"] = (int(count) for count in metrics.cut)
@@ -67,7 +70,7 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
 
 def is_finite(record: Record) -> bool:
     """Whether the losses and the gradient are finite; if not, that step's update has ruined the parameters."""
-    return all(math.isfinite(record.get(key, 0.0)) for key in ("loss", "aux_loss", "grad_norm", "eval_loss"))
+    return all(math.isfinite(record.get(key, 0.0)) for key in _FINITE)
 
 
 class MetricsWriter:
@@ -200,6 +203,8 @@ class StepLine:
 
 def _line(record: Record) -> str:
     parts = [f"loss {record['loss']:.4f}"]
+    if "distill_loss" in record:
+        parts.append(f"distill {record['distill_loss']:.4f}")
     if "eval_loss" in record:
         parts.append(f"eval {record['eval_loss']:.4f}")
     parts.append(f"lr {record['learning_rate']:.2e}")

@@ -28,7 +28,20 @@ from moe_jax.train.pair_batches import stack_pairs
 from moe_jax.train.parameter_groups import group_rates
 from moe_jax.train.placement import batch_sharding, check_batch_divides
 from moe_jax.train.recipe import Recipe
-from moe_jax.train.step import StepMetrics, TrainState, init_state, make_step
+from moe_jax.train.step import StepMetrics, Teaching, TrainState, init_state, make_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A frozen model whose logits are distilled.
+
+    Attributes:
+      graphdef: of the teacher.
+      state: its abstract parameters, with shardings. Its dtypes are the config's; those of a checkpoint may differ.
+    """
+
+    graphdef: nnx.GraphDef
+    state: nnx.State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +58,9 @@ class Program:
       state: abstract `TrainState`, every leaf with its sharding.
       frozen: abstract state of the parameters that are not trained, with shardings. Its dtypes are the recipe's or the
         config's; those of a checkpoint may differ.
-      step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`.
+      step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`. Where there
+        is a teacher, its parameters are a fourth argument.
+      teacher: None: nothing is distilled.
     """
 
     config: ModelConfig
@@ -56,7 +71,13 @@ class Program:
     optimizer: optax.GradientTransformation
     state: TrainState
     frozen: nnx.State
-    step: Callable[[TrainState, nnx.State, dict[str, jax.Array]], tuple[TrainState, StepMetrics]]
+    step: Callable[..., tuple[TrainState, StepMetrics]]
+    teacher: Teacher | None = None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Abstract arguments of the step that come after the batch."""
+        return () if self.teacher is None else (self.teacher.state,)
 
 
 def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None) -> Mesh:
@@ -83,17 +104,23 @@ def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = No
     return mesh
 
 
-def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None) -> Program:
+def make_program(
+    recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None, *, teacher: ModelConfig | None = None
+) -> Program:
     """Makes the program of a recipe for a model.
 
     Args:
       recipe: the run.
       config: of the model.
       devices: for the mesh; default all. May be those of a topology description.
+      teacher: config of the model that the recipe's `distill` names, if it does.
 
     Raises:
-      InputError: a mesh, batch size, partition or parameter shape that does not fit.
+      InputError: a mesh, batch size, partition, teacher or parameter shape that does not fit.
     """
+    assert (teacher is None) == (recipe.distill is None), "the teacher is the recipe's"
+    if teacher is not None:
+        check_teacher(config, teacher)
     mesh = mesh_for(recipe, config, devices)
     frozen_dtype = recipe.model.frozen_dtype or config.dtype
     config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
@@ -107,36 +134,76 @@ def make_program(recipe: Recipe, config: ModelConfig, devices: list[Any] | None 
     optimizer = make_optimizer(recipe.optimizer, _schedule(recipe), rates)
     state = _abstract_state(params, optimizer, mesh, ema=recipe.ema is not None)
     frozen = _with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
+    taught = None if teacher is None else _teacher(recipe, teacher, mesh)
+    arguments = (state, frozen, abstract_batch(recipe, config, mesh), *(() if taught is None else (taught.state,)))
     replicated = NamedSharding(mesh, P())
     step = jax.jit(
-        _make_step(recipe, config, graphdef, optimizer),
+        _make_step(recipe, config, graphdef, optimizer, taught),
         donate_argnums=0,
-        in_shardings=(_shardings(state), _shardings(frozen), _shardings(abstract_batch(recipe, config, mesh))),
+        in_shardings=tuple(map(_shardings, arguments)),
         out_shardings=(_shardings(state), replicated),
     )
-    return Program(config, mesh, model, trainable, graphdef, optimizer, state, frozen, step)
+    return Program(config, mesh, model, trainable, graphdef, optimizer, state, frozen, step, taught)
+
+
+def check_teacher(config: ModelConfig, teacher: ModelConfig) -> None:
+    """Raises `InputError` unless a model can learn from the logits of another; one line says why."""
+    if config.has_encoder or teacher.has_encoder:
+        which = "distill.teacher" if teacher.has_encoder else "the model"
+        raise InputError(f"distill is for models without an encoder, and {which} has one")
+    teacher.check_scores_tokens("a teacher")
+    if (teacher.vocab_size, teacher.num_outputs) != (config.vocab_size, config.num_outputs):
+        raise InputError(
+            f"distill.teacher has a vocabulary of {teacher.num_outputs:,} tokens, the model one of "
+            f"{config.num_outputs:,}; a teacher needs the same vocabulary"
+        )
+
+
+def _teacher(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> Teacher:
+    model = abstract_model(config, compute_dtype=recipe.model.compute_dtype)
+    if recipe.model.exchange is not None:
+        set_exchange(model, recipe.model.exchange)
+    graphdef, state = nnx.split(model)
+    return Teacher(graphdef, _with_shardings(state, state_shardings(state, mesh)))
+
+
+def load_teacher(program: Program, source: ModelSource) -> nnx.State:
+    """The parameters of a program's teacher, on the mesh, as they are stored.
+
+    Raises:
+      InputError: if the source is incomplete, or its weights are not finite.
+    """
+    assert program.teacher is not None
+    return nnx.state(load_model(source, mesh=program.mesh, finite=True))
 
 
 def metrics_of(
     recipe: Recipe, program: Program, change: Callable[[Decoder], None]
-) -> Callable[[TrainState, nnx.State, dict[str, jax.Array]], StepMetrics]:
+) -> Callable[..., StepMetrics]:
     """The metrics of a step of a program whose model is changed, jitted; it updates nothing and donates nothing.
 
     Args:
       recipe: of the program.
       program: is left as it is.
-      change: changes a model that it is given, but no parameter.
+      change: changes a model that it is given, but no parameter. A teacher stays as it is.
     """
     model = nnx.clone(program.model)
     change(model)
     graphdef, *_ = split_model(model, program.trainable)
-    step = _make_step(recipe, program.config, graphdef, program.optimizer)
-    return jax.jit(lambda state, frozen, batch: step(state, frozen, batch)[1])
+    step = _make_step(recipe, program.config, graphdef, program.optimizer, program.teacher)
+    return jax.jit(lambda *arguments: step(*arguments)[1])
 
 
 def _make_step(
-    recipe: Recipe, config: ModelConfig, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation
+    recipe: Recipe,
+    config: ModelConfig,
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    teacher: Teacher | None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
+    teaching, section = None, recipe.distill
+    if section is not None and teacher is not None:
+        teaching = Teaching(teacher.graphdef, section.weight, section.temperature)
     return make_step(
         graphdef,
         config,
@@ -145,6 +212,7 @@ def _make_step(
         seed=recipe.seed,
         accumulation=recipe.train.accumulation,
         ema_decay=None if recipe.ema is None else recipe.ema.decay,
+        teaching=teaching,
     )
 
 

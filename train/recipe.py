@@ -214,6 +214,31 @@ class EmaSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillSection:
+    """A teacher, from whose logits the model learns: the loss of a scored token is `weight` times the squared
+    temperature times the divergence KL(teacher || model) of the softmaxes of logits over `temperature`, and
+    `1 - weight` times the usual loss. Auxiliary losses of routers come to it as they do without.
+
+    Attributes:
+      teacher: a model as `model.path` may be, with the same vocabulary. It is divided over the mesh as the trained
+        model is, in the dtypes in which it is stored; it is not trained, and in no checkpoint.
+      weight: of the divergence, in (0, 1].
+      temperature: that the logits of both are divided by.
+    """
+
+    teacher: str
+    weight: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= 1:
+            raise InputError(f"weight = {shown(self.weight)} must lie in (0, 1]; leave out the section for 0")
+        # Beyond, the squared temperature, or the difference of logits over it, leaves float32.
+        if not 1e-3 <= self.temperature <= 1e3:
+            raise InputError(f"temperature = {shown(self.temperature)} must lie in [0.001, 1000]; usual are 1 to 4")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSection:
     """The number of steps and the batch size.
 
@@ -360,6 +385,7 @@ class Recipe:
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     ema: EmaSection | None = None
+    distill: DistillSection | None = None
     train: TrainSection = TrainSection()
     mesh: MeshSection = MeshSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -372,7 +398,7 @@ class Recipe:
         if not self.run_dir:
             raise InputError("run_dir is empty")
         model, data = self.model, self.data
-        for place in (model.path, model.base):
+        for place in (model.path, model.base, self.distill and self.distill.teacher):
             if place is not None:
                 check_model_path(place)
         check_model_path(self.run_dir)

@@ -44,7 +44,15 @@ from moe_jax.train.held_out import HeldOut, read_held_out, with_lengths
 from moe_jax.train.loop import Loop
 from moe_jax.train.pair_evaluation import PairEvaluator
 from moe_jax.train.placement import local_rows
-from moe_jax.train.program import Program, completed_state, first_state, initial_states, make_program, mesh_for
+from moe_jax.train.program import (
+    Program,
+    completed_state,
+    first_state,
+    initial_states,
+    load_teacher,
+    make_program,
+    mesh_for,
+)
 from moe_jax.train.recipe import Recipe
 from moe_jax.train.restart import (
     Origin,
@@ -85,6 +93,7 @@ def train(
     skip_batches: int = 0,
     continue_command: str = "moe-jax train RECIPE.toml --resume",
     console: rich.console.Console | None = None,
+    teacher: ModelSource | None = None,
 ) -> Path:
     """Runs a recipe; all outputs go to its run directory.
 
@@ -98,6 +107,7 @@ def train(
       skip_batches: with `restart`: leave out this many batches after the checkpoint.
       continue_command: the command that continues the run, printed when a signal stops it.
       console: for everything that is printed.
+      teacher: the model that the recipe's `distill` names.
 
     Returns:
       The model directory that was written.
@@ -119,7 +129,7 @@ def train(
         begun = _read_run(recipe, lock, resume=resume, restart=restart, skip_batches=skip_batches)
         options = {"skip_batches": skip_batches, "continue_command": continue_command}
         try:
-            return _train(recipe, config, source, lock, console, begun, **options)
+            return _train(recipe, config, source, teacher, lock, console, begun, **options)
         except OSError as error:
             if (as_path(recipe.run_dir) / RECORD).exists():
                 error.add_note(f"what the run has saved is kept; continue with: {continue_command}")
@@ -177,6 +187,7 @@ def _train(
     recipe: Recipe,
     config: ModelConfig,
     source: ModelSource | None,
+    teacher: ModelSource | None,
     lock: RunLock,
     console: rich.console.Console,
     begun: _Begun | None,
@@ -206,13 +217,13 @@ def _train(
         note=notes.append,
     )
     held_out = _held_out(recipe, config, tokenizer)
-    program = make_program(recipe, config)
+    program = make_program(recipe, config, teacher=None if teacher is None else teacher.config)
     _print_trained_parameters(console, program)
     _print_horizon(console, recipe)
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     evaluator = _evaluator(recipe, program, held_out)
-    record = make_record(recipe, config, source, tokenizer)
+    record = make_record(recipe, config, source, tokenizer, teacher)
     check_equal(described_record(record))
     if begun is not None and begun.record is not None:
         check_same(begun.record, record, recipe)
@@ -251,6 +262,10 @@ def _train(
             state, frozen = _restore(recipe, program, source, data, checkpoints, step, restarted_here, console)
             if restarted_here is not None:
                 _skip(data, restarted_here, console)
+        taught = None
+        if teacher is not None:
+            with jax.set_mesh(program.mesh):
+                taught = load_teacher(program, teacher)
         loop = Loop(
             recipe,
             program,
@@ -260,10 +275,11 @@ def _train(
             evaluator=evaluator,
             console=console,
             continue_command=continue_command,
+            teacher=taught,
         )
         state, last = loop.run(state)
     params, average, steps = state.params, state.ema, int(state.step)
-    del state, loop  # the moments need not be kept while the model is written
+    del state, loop, taught  # neither moments nor teacher need be kept while the model is written
     if recipe.ema is not None and recipe.ema.export:
         assert average is not None
         params = in_dtypes_of(params, average)

@@ -47,6 +47,8 @@ class StepMetrics(NamedTuple):
     Attributes:
       loss: mean negative log-likelihood of the scored tokens, before the update.
       auxiliary: the sum of the auxiliary losses, with their coefficients (methods.md 1).
+      distillation: mean of what the scored tokens diverge from the teacher, times the squared temperature, and without
+        the weight that it has in the loss (methods.md 9); None: there is no teacher.
       grad_norm: global norm of the gradient, before clipping.
       learning_rate: of this step.
       scored: tokens scored.
@@ -65,6 +67,21 @@ class StepMetrics(NamedTuple):
     input_tokens: Int[Array, ""]
     cut: Int[Array, "2"]
     router: StackedStats
+    distillation: Float[Array, ""] | None = None
+
+
+class Teaching(NamedTuple):
+    """A teacher whose logits are distilled, but for its parameters.
+
+    Attributes:
+      graphdef: of the teacher; its parameters are an argument of the step.
+      weight: of the divergence from it in the loss, in (0, 1].
+      temperature: of the logits.
+    """
+
+    graphdef: nnx.GraphDef
+    weight: float
+    temperature: float
 
 
 def init_state(params: nnx.State, optimizer: optax.GradientTransformation, *, ema: bool = False) -> TrainState:
@@ -82,7 +99,8 @@ def make_step(
     seed: int = 0,
     accumulation: int = 1,
     ema_decay: float | None = None,
-) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, StepMetrics]]:
+    teaching: Teaching | None = None,
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the step; jit it with the state donated.
 
     The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed
@@ -99,11 +117,14 @@ def make_step(
       seed: of everything random in a step (the noise of routers).
       accumulation: number of microbatches, a divisor of B.
       ema_decay: of the average, if the state has one.
+      teaching: a teacher; its parameters are then a fourth argument of the step, which leaves them as they are.
     """
 
-    loss_of = make_loss(graphdef, config, accumulation=accumulation)
+    loss_of = make_loss(graphdef, config, accumulation=accumulation, teaching=teaching)
 
-    def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def step(
+        state: TrainState, frozen: nnx.State, batch: Batch, teacher: nnx.State | None = None
+    ) -> tuple[TrainState, StepMetrics]:
         scored = jnp.sum(batch["weights"])
         # A batch that consists only of prompts has loss 0 and gradient 0 instead of 0/0.
         divisor = jnp.maximum(scored, 1.0)
@@ -111,16 +132,18 @@ def make_step(
 
         def loss_of_micro(params: nnx.State, scanned: tuple[Batch, Array | int]) -> tuple:
             micro, index = scanned
-            return loss_of(params, frozen, micro, divisor, jax.random.fold_in(key, index))
+            return loss_of(params, frozen, micro, divisor, jax.random.fold_in(key, index), teacher)
 
         if accumulation == 1:
-            grads, (loss, auxiliary, router) = jax.grad(loss_of_micro, has_aux=True)(state.params, (batch, 0))
+            found = jax.grad(loss_of_micro, has_aux=True)(state.params, (batch, 0))
+            grads, (loss, auxiliary, router, distillation) = found
             grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
         else:
             microbatches = {key: split_batch(array, accumulation) for key, array in batch.items()}
             numbered = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
-            grads, (losses, auxiliaries, stats) = sum_of_gradients(loss_of_micro, state.params, numbered)
+            grads, (losses, auxiliaries, stats, divergences) = sum_of_gradients(loss_of_micro, state.params, numbered)
             loss, auxiliary = jnp.sum(losses), jnp.sum(auxiliaries)
+            distillation = None if divergences is None else jnp.sum(divergences)
             router = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), stats)
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -134,6 +157,7 @@ def make_step(
             input_tokens=jnp.sum(batch["inputs_valid"]) if "inputs" in batch else jnp.zeros((), jnp.int32),
             cut=jnp.sum(batch["cut"], axis=0) if "cut" in batch else jnp.zeros(2, jnp.int32),
             router=router,
+            distillation=distillation,
         )
         params = updated(state.params, updates, jax.random.fold_in(key, _ROUNDING))
         average = state.ema
@@ -145,26 +169,43 @@ def make_step(
     return step
 
 
-def make_loss(graphdef: nnx.GraphDef, config: ModelConfig, *, accumulation: int = 1) -> Callable[..., tuple]:
+def make_loss(
+    graphdef: nnx.GraphDef, config: ModelConfig, *, accumulation: int = 1, teaching: Teaching | None = None
+) -> Callable[..., tuple]:
     """Makes the loss of a microbatch, which a step differentiates by its first argument.
 
     Args:
-      graphdef, config, accumulation: see `make_step`.
+      graphdef, config, accumulation, teaching: see `make_step`.
 
     Returns:
-      `(params, frozen, batch, scored, key) -> (loss, (its part of the tokens, auxiliary losses, router statistics))`,
-      where `scored` is the weight of all tokens of the batch.
+      `(params, frozen, batch, scored, key, teacher) -> (loss, (cross-entropy of the tokens, auxiliary losses, router
+      statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `teacher`
+      has the parameters of one, or is None, as the divergence then is.
     """
 
     def microbatch_loss(
-        params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array
+        params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array, teacher: nnx.State | None = None
     ) -> tuple[Array, tuple]:
         model = nnx.merge(graphdef, params, frozen)
         out = run_to_head(model, batch, key)
         # The divisor is part of the weights: so the gradient is made as it is, and not rounded before it is divided.
-        loss = model.weighted_loss(out.x, batch["targets"], batch["weights"] / scored)
+        if teaching is None:
+            loss = model.weighted_loss(out.x, batch["targets"], batch["weights"] / scored)
+            auxiliary = auxiliary_loss(config, out.router) / accumulation
+            return loss + auxiliary, (loss, auxiliary, out.router, None)
+        right = nnx.merge(teaching.graphdef, teacher)
+        losses = model.distilled_loss(
+            out.x,
+            batch["targets"],
+            batch["weights"] / scored,
+            teacher=right,
+            # Without a key: as at evaluation, nothing that it does is random.
+            teacher_x=run_to_head(right, batch).x,
+            weight=teaching.weight,
+            temperature=teaching.temperature,
+        )
         auxiliary = auxiliary_loss(config, out.router) / accumulation
-        return loss + auxiliary, (loss, auxiliary, out.router)
+        return losses.total + auxiliary, (losses.cross_entropy, auxiliary, out.router, losses.divergence)
 
     return microbatch_loss
 

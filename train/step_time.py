@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from moe_jax.data_sheets import Chip
 from moe_jax.models import ModelConfig
 from moe_jax.train.data_sections import input_length
-from moe_jax.train.flops import step_flops
+from moe_jax.train.flops import step_flops, train_flops_per_token
 from moe_jax.train.optimizer import is_orthogonalised
 from moe_jax.train.recipe import OptimizerSection, Recipe
 
@@ -54,6 +54,7 @@ class StepBytes:
       average: the moving average.
       gradients: float32.
       activations: that a microbatch leaves for its backward pass.
+      teacher: parameters of a teacher.
     """
 
     params: int
@@ -62,6 +63,7 @@ class StepBytes:
     average: int
     gradients: int
     activations: int
+    teacher: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,13 @@ class StepTime:
 
 
 def step_time(
-    recipe: Recipe, config: ModelConfig, moved: StepBytes, devices: int, rates: Rates, optimizer: float = 0.0
+    recipe: Recipe,
+    config: ModelConfig,
+    moved: StepBytes,
+    devices: int,
+    rates: Rates,
+    optimizer: float = 0.0,
+    teacher: ModelConfig | None = None,
 ) -> StepTime:
     """Estimates a step.
 
@@ -99,6 +107,7 @@ def step_time(
       devices: that share the products.
       rates: of one device.
       optimizer: operations of the optimizer's own products, see `optimizer_operations`.
+      teacher: config of a teacher, if there is one; it only goes forward.
 
     Weights are read by every microbatch forward and backward, and once more where a layer is computed again;
     activations are written and read; gradients too; and the optimizer reads and writes all that it changes.
@@ -110,9 +119,11 @@ def step_time(
     trained = moved.params / held if held else 0.0
     # Of six parts two are forward, two the gradient of what goes in, and two that of the weights, if they are trained.
     operations = model * (4 + 2 * trained + (2 if again else 0)) / 6 + optimizer / devices
+    if teacher is not None:
+        operations += rows * seq_len * train_flops_per_token(teacher, seq_len) / 3 / devices
     products = operations / rates.operations
     microbatches = recipe.train.accumulation
-    passes = microbatches * ((3 if again else 2) * held + 2 * moved.activations) / rates.bytes
+    passes = microbatches * ((3 if again else 2) * held + moved.teacher + 2 * moved.activations) / rates.bytes
     update = 2 * (moved.params + moved.optimizer + moved.average + moved.gradients) / rates.bytes
     # The optimizer waits for the last gradient.
     seconds = (max(products, passes) if rates.overlap else products + passes) + update

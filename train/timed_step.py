@@ -52,13 +52,17 @@ class TimedStep:
         return f"measured here just now, on models of {counts} of the {num_layers} layers with random weights"
 
 
-def timed_step(recipe: Recipe, config: ModelConfig, devices: list[Any]) -> TimedStep | None:
+def timed_step(
+    recipe: Recipe, config: ModelConfig, devices: list[Any], *, teacher: ModelConfig | None = None
+) -> TimedStep | None:
     """Runs some steps, with random weights and tokens; takes seconds, most of them to compile.
 
     Args:
       recipe: of the run.
       config: of its model.
       devices: for the mesh.
+      teacher: config of the model that the recipe's `distill` names, if it does; it has all its layers beside each of
+        the models that are run, so that its time comes in once.
 
     Returns:
       None if even a model of few layers may not find room in the memory that is free, or lacks the layers that the
@@ -75,7 +79,7 @@ def timed_step(recipe: Recipe, config: ModelConfig, devices: list[Any]) -> Timed
     }
     models = [_with_repeats(config, repeats) for repeats in (*(deeper[index] for index in lacking), shallow)]
     try:
-        programs = [make_program(recipe, model, devices) for model in models]
+        programs = [make_program(recipe, model, devices, teacher=teacher) for model in models]
     except InputError:
         return None
     free = available_memory()
@@ -98,7 +102,7 @@ def _with_repeats(config: ModelConfig, repeats: list[int]) -> ModelConfig:
 
 
 def _bytes(program: Program) -> int:
-    leaves = jax.tree.leaves((program.state, program.frozen))
+    leaves = jax.tree.leaves((program.state, program.frozen, program.arguments))
     return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
@@ -120,14 +124,14 @@ def _rounds(programs: list[Program], recipe: Recipe) -> list[list[float]]:
 def _stepping(program: Program, recipe: Recipe) -> Callable[[], float]:
     """A function that runs one step after another, and returns the seconds of each."""
     with jax.set_mesh(program.mesh):
-        params, frozen = _drawn((program.state.params, program.frozen))
+        params, frozen, teacher = _drawn((program.state.params, program.frozen, program.arguments))
         state, batch = first_state(program, params), _batch(recipe, program)
 
     def step() -> float:
         nonlocal state
         start = time.perf_counter()
         with jax.set_mesh(program.mesh):
-            state, metrics = program.step(state, frozen, batch)
+            state, metrics = program.step(state, frozen, batch, *teacher)
         jax.block_until_ready((state, metrics))
         return time.perf_counter() - start
 

@@ -15,6 +15,7 @@ from moe_jax.api.model import Model, ModelOrPath, open_model
 from moe_jax.errors import InputError
 from moe_jax.lineage import new_lineage_entry
 from moe_jax.local_paths import check_beside
+from moe_jax.model_source import ModelSource
 from moe_jax.open_source import open_source, read_config
 from moe_jax.remote.remote_path import as_path
 from moe_jax.train import recipe_toml
@@ -119,6 +120,9 @@ def run_recipe(
     if recipe.model.path is None and recipe.model.init == "checkpoint":
         raise InputError('model.config has no weights: give model.path, or model.init = "random" to draw new ones')
     source = open_source(recipe.model.path, base=recipe.model.base) if recipe.model.path is not None else None
+    teacher = _teacher_of(recipe)
+    if teacher is not None:
+        check_beside(as_path(recipe.run_dir), [teacher.path])
     if source is not None:
         check_beside(as_path(recipe.run_dir), [source.path])
         config = source.config
@@ -134,7 +138,12 @@ def run_recipe(
         skip_batches=skip_batches,
         continue_command=continue_command,
         console=console,
+        teacher=teacher,
     )
+
+
+def _teacher_of(recipe: Recipe) -> ModelSource | None:
+    return None if recipe.distill is None else open_source(recipe.distill.teacher)
 
 
 def _table(recipe: RecipeOrPath, overrides: Sequence[str]) -> dict[str, Any]:
@@ -182,7 +191,8 @@ def _train_in_memory(
         devices = jax.devices()[:1] if model.mesh is None else list(model.mesh.devices.flat)
         table["mesh"] = dict(model.mesh.shape) if model.mesh is not None else {"fsdp": 1}
     recipe = _parse(table, table)
-    decoder, last = train_on_batches(recipe, source, batches, devices=devices, on_step=on_step)
+    teacher = _teacher_of(recipe)
+    decoder, last = train_on_batches(recipe, source, batches, devices=devices, on_step=on_step, teacher=teacher)
     options = {
         key: value
         for key, value in recipe_toml.flatten(recipe).items()

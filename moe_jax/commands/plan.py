@@ -255,9 +255,11 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: Options) 
         platform = options.platform
     # What `train` imports, so that this process is as large as that will be.
     import moe_jax.train.run  # noqa: F401
+    from moe_jax.open_source import read_config
     from moe_jax.planned_training import planned_training
 
-    return planned_training(recipe, config, platform, compiles=options.mesh is None)
+    teacher = None if recipe.distill is None else read_config(recipe.distill.teacher)
+    return planned_training(recipe, config, platform, compiles=options.mesh is None, teacher=teacher)
 
 
 def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":

@@ -105,7 +105,8 @@ def run(options: Options) -> None:
         file = options.config or recipe.model.config or recipe.model.path
         assert file is not None and options.topology is not None
         config = read_config(file)
-        report = compile_only(recipe, config, options.topology)
+        teacher = None if recipe.distill is None else read_config(recipe.distill.teacher)
+        report = compile_only(recipe, config, options.topology, teacher=teacher)
         print_report(report, as_json=options.json)
         check_fits(report)
         return

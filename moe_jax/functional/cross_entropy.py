@@ -3,7 +3,8 @@
 Logits of all tokens at once, [N, V] in float32, are the largest array of a training step (20 GB for 32,768 tokens and
 a vocabulary of 151,936). Here those of a chunk are made, used and forgotten. The weighted sum, which training takes,
 makes the gradient of a chunk while its logits are there: three products in all, none of them twice. The losses of
-single tokens, whose cotangents are not known then, make the logits again in the backward pass.
+single tokens, whose cotangents are not known then, make the logits again in the backward pass. Distillation goes the
+same way, with the logits of a teacher's chunk beside those of the student's.
 
 Over a mesh the tokens are split over the batch axes and the vocabulary over another (`shard_map`): the compiler would
 add up the gradient of the kernel over the devices after every chunk, and not once.
@@ -62,6 +63,48 @@ class HeadOptions(NamedTuple):
     logit_bytes: int = LOGIT_BYTES
 
 
+class Distillation(NamedTuple):
+    """How a loss is mixed of the cross-entropy and of what a teacher's logits say.
+
+    Attributes:
+      weight: of the divergence from the teacher, in (0, 1]; the cross-entropy has the rest.
+      temperature: that the logits of both are divided by in the divergence, which is multiplied by its square.
+      head: of the teacher; it splits tokens and vocabulary as the student's does.
+    """
+
+    weight: float
+    temperature: float
+    head: HeadOptions
+
+
+class TeacherArrays(NamedTuple):
+    """What a teacher's logits are made of; none of it gets a gradient.
+
+    Attributes:
+      x: [B, T, e]: what its head is given, whatever the width e.
+      kernel: of its head, as its `HeadOptions` say.
+      bias: of its head.
+    """
+
+    x: Array
+    kernel: Array
+    bias: Array | None
+
+
+class DistilledLoss(NamedTuple):
+    """Weighted sums over the tokens, float32.
+
+    Attributes:
+      total: `weight * divergence + (1 - weight) * cross_entropy`; alone of the three it has a gradient.
+      cross_entropy: with the targets.
+      divergence: the squared temperature times the Kullback-Leibler divergence of the student from the teacher.
+    """
+
+    total: Float[Array, ""]
+    cross_entropy: Float[Array, ""]
+    divergence: Float[Array, ""]
+
+
 def finish_logits(
     products: Float[Array, "... V"], bias: Float[Array, " V"] | None, scale: float, soft_cap: float | None
 ) -> Float[Array, "... V"]:
@@ -118,6 +161,33 @@ def weighted_cross_entropy(
     return jnp.sum(_losses(options, x, kernel, bias, targets) * weights)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def distilled_cross_entropy(
+    options: HeadOptions,
+    distillation: Distillation,
+    x: Float[Array, "B T d"],
+    kernel: Float[Array, "d V"] | Float[Array, "V d"],
+    bias: Float[Array, " V"] | None,
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    teacher: TeacherArrays,
+) -> DistilledLoss:
+    """`weighted_cross_entropy` and the divergence from a teacher (methods.md 9), whose gradient costs no product twice.
+
+    Args:
+      options: of the student's head.
+      distillation: how the two are mixed.
+      x: as in `token_cross_entropies`.
+      kernel: as there.
+      bias: as there.
+      targets: as there.
+      weights: float32; 0 leaves a token out.
+      teacher: what it gives for the same tokens.
+    """
+    losses, _ = _distilled(options, distillation, (False,) * 3, x, kernel, bias, targets, weights, teacher)
+    return _mixed(distillation, losses, weights)
+
+
 class _Gradients(NamedTuple):
     """None for what is not wanted; the kernel's and the bias's are float32."""
 
@@ -172,8 +242,23 @@ def _weighted_backward(options: HeadOptions, kept: tuple, cotangent: Any) -> tup
     return (*jax.tree.map(scaled, tuple(gradients)), None, losses * cotangent)
 
 
+def _distilled_forward(
+    options: HeadOptions, distillation: Distillation, *primals: Any
+) -> tuple[DistilledLoss, tuple]:
+    x, kernel, bias, targets, weights, teacher = _values(*primals)
+    wanted = _wanted(*primals[:3])
+    losses, gradients = _distilled(options, distillation, wanted, x, kernel, bias, targets, weights, teacher)
+    gradients = _Gradients(*_cotangents(gradients, kernel.dtype, None if bias is None else bias.dtype))
+    return _mixed(distillation, losses, weights), (_mixture(distillation, losses), gradients)
+
+
+def _distilled_backward(options: HeadOptions, distillation: Distillation, kept: tuple, cotangents: Any) -> tuple:
+    return (*_weighted_backward(options, kept, cotangents.total), None)
+
+
 token_cross_entropies.defvjp(_token_forward, _token_backward, symbolic_zeros=True)
 weighted_cross_entropy.defvjp(_weighted_forward, _weighted_backward, symbolic_zeros=True)
+distilled_cross_entropy.defvjp(_distilled_forward, _distilled_backward, symbolic_zeros=True)
 
 
 def _losses(options: HeadOptions, x: Array, kernel: Array, bias: Array | None, targets: Array) -> Float[Array, "B T"]:
@@ -205,7 +290,6 @@ def _losses_and_gradients(
     cotangents: Float[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], _Gradients]:
     """The losses, and the gradients of `sum(cotangents * losses)` that are wanted: of x, kernel and bias."""
-    of_x, of_kernel, of_bias = wanted
 
     def local(
         x: Array, kernel: Array, bias: Array | None, targets: Array, cotangents: Array
@@ -224,36 +308,146 @@ def _losses_and_gradients(
             loss, log_sum, is_target = _loss_of_logits(options, logits, aims)
             shares = jnp.exp(logits - log_sum[:, None])
             (slope,) = pull((shares - is_target.astype(jnp.float32)) * weights[:, None])
-            rounded = slope.astype(x.dtype)
-            if gradients.x is not None:
-                of_chunk = _psum(_slope_of_rows(options, rounded, kernel), options.axes and options.axes.vocabulary)
-                updated = lax.dynamic_update_slice_in_dim(gradients.x, of_chunk.astype(x.dtype), start, 0)
-                gradients = gradients._replace(x=updated)
-            if gradients.kernel is not None:
-                gradients = gradients._replace(kernel=gradients.kernel + _slope_of_kernel(options, chunk, rounded))
-            if gradients.bias is not None:
-                gradients = gradients._replace(bias=gradients.bias + jnp.sum(slope, axis=0))
+            gradients = _with_chunk(options, gradients, start, chunk, kernel, slope)
             return lax.dynamic_update_slice_in_dim(losses, loss, start, 0), gradients
 
-        nothing = _Gradients(
-            jnp.zeros_like(rows) if of_x else None,
-            jnp.zeros(kernel.shape, jnp.float32) if of_kernel else None,
-            jnp.zeros(bias.shape, jnp.float32) if of_bias and bias is not None else None,
-        )
+        nothing = _no_gradients(wanted, rows, kernel, bias)
         start = jnp.zeros(flat[1].shape, jnp.float32), nothing
         losses, gradients = _over_chunks(options, add_chunk, start, _vocabulary(options, kernel))
-        if gradients.x is not None:
-            gradients = gradients._replace(x=gradients.x.reshape(x.shape))
-        if gradients.kernel is not None:
-            gradients = gradients._replace(kernel=_sum_of_kernels(options, gradients.kernel))
-        if gradients.bias is not None:
-            gradients = gradients._replace(bias=_psum(gradients.bias, options.axes and options.axes.tokens))
+        gradients = _of_all_devices(options, gradients, x.shape)
         return losses.reshape(targets.shape), gradients
 
     specs = _Specs.of(options)
     in_specs = (specs.x, specs.kernel, specs.bias, specs.tokens, specs.tokens)
     out_specs = (specs.tokens, _Gradients._make((specs.x, specs.kernel, specs.bias)))
     return _over_mesh(options, local, in_specs, out_specs)(x, kernel, bias, targets, cotangents)
+
+
+def _distilled(
+    options: HeadOptions,
+    distillation: Distillation,
+    wanted: tuple[bool, ...],
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    targets: Array,
+    cotangents: Float[Array, "B T"],
+    teacher: TeacherArrays,
+) -> tuple[tuple[Float[Array, "B T"], Float[Array, "B T"]], _Gradients]:
+    """Cross-entropies and divergences of all tokens, and the gradients that are wanted of
+    `sum(cotangents * _mixture(distillation, ...))`."""
+    share, temperature, head = distillation
+    # Two arrays of logits are there at a time.
+    options = options._replace(logit_bytes=options.logit_bytes // 2)
+
+    def local(
+        x: Array, kernel: Array, bias: Array | None, targets: Array, cotangents: Array, teacher: TeacherArrays
+    ) -> tuple[tuple[Array, Array], _Gradients]:
+        kernel, rows = _whole_kernel(options, kernel.astype(x.dtype)), x.reshape(-1, x.shape[-1])
+        right_kernel = _whole_kernel(head, teacher.kernel.astype(teacher.x.dtype))
+        right_rows = teacher.x.reshape(-1, teacher.x.shape[-1])
+        flat = (rows, right_rows, targets.reshape(-1), cotangents.reshape(-1))
+
+        def add_chunk(sums: tuple, start: Array | int, size: int) -> tuple:
+            losses, divergences, gradients = sums
+            chunk, right_chunk, aims, weights = (lax.dynamic_slice_in_dim(a, start, size) for a in flat)
+
+            def finish(products: Array) -> Array:
+                return finish_logits(products, bias, options.scale, options.soft_cap)
+
+            logits, pull = jax.vjp(finish, _product(options, chunk, kernel))
+            right_products = _product(head, right_chunk, right_kernel)
+            right = finish_logits(right_products, teacher.bias, head.scale, head.soft_cap)
+            loss, log_sum, is_target = _loss_of_logits(options, logits, aims)
+            divergence, slope = _divergence(options, logits, right, temperature)
+            slope = slope * jnp.float32(share)
+            if share < 1:
+                of_targets = jnp.exp(logits - log_sum[:, None]) - is_target.astype(jnp.float32)
+                slope = slope + of_targets * jnp.float32(1 - share)
+            (slope,) = pull(slope * weights[:, None])
+            gradients = _with_chunk(options, gradients, start, chunk, kernel, slope)
+            losses = lax.dynamic_update_slice_in_dim(losses, loss, start, 0)
+            return losses, lax.dynamic_update_slice_in_dim(divergences, divergence, start, 0), gradients
+
+        nothing = jnp.zeros(flat[2].shape, jnp.float32)
+        start = nothing, nothing, _no_gradients(wanted, rows, kernel, bias)
+        losses, divergences, gradients = _over_chunks(options, add_chunk, start, _vocabulary(options, kernel))
+        both = losses.reshape(targets.shape), divergences.reshape(targets.shape)
+        return both, _of_all_devices(options, gradients, x.shape)
+
+    specs, of_teacher = _Specs.of(options), _Specs.of(head)
+    arrays = TeacherArrays._make((of_teacher.x, of_teacher.kernel, of_teacher.bias))
+    in_specs = (specs.x, specs.kernel, specs.bias, specs.tokens, specs.tokens, arrays)
+    out_specs = ((specs.tokens, specs.tokens), _Gradients._make((specs.x, specs.kernel, specs.bias)))
+    return _over_mesh(options, local, in_specs, out_specs)(x, kernel, bias, targets, cotangents, teacher)
+
+
+def _divergence(
+    options: HeadOptions, logits: Float[Array, "n v"], right: Float[Array, "n v"], temperature: float
+) -> tuple[Float[Array, " n"], Float[Array, "n v"]]:
+    """The divergences from the teacher's logits, and their gradients with respect to the student's."""
+    scale = jnp.float32(1 / temperature)
+    logits, right = logits * scale, right * scale
+    log_shares = logits - _log_sum(options, logits)[:, None]
+    log_right = right - _log_sum(options, right)[:, None]
+    shares = jnp.exp(log_right)
+    axis = options.axes and options.axes.vocabulary
+    divergence = _psum(jnp.sum(shares * (log_right - log_shares), axis=1), axis)
+    return divergence * jnp.float32(temperature**2), (jnp.exp(log_shares) - shares) * jnp.float32(temperature)
+
+
+def _mixture(distillation: Distillation, losses: tuple[Array, Array]) -> Float[Array, "B T"]:
+    """What the total has of every token."""
+    share = distillation.weight
+    mixed = losses[1] * jnp.float32(share)
+    return mixed if share == 1 else mixed + losses[0] * jnp.float32(1 - share)
+
+
+def _mixed(distillation: Distillation, losses: tuple[Array, Array], weights: Array) -> DistilledLoss:
+    total = jnp.sum(_mixture(distillation, losses) * weights)
+    return DistilledLoss(total, *(jnp.sum(one * weights) for one in losses))
+
+
+def _no_gradients(wanted: tuple[bool, ...], rows: Array, kernel: Array, bias: Array | None) -> _Gradients:
+    """Zeros in the place of those that are wanted."""
+    of_x, of_kernel, of_bias = wanted
+    return _Gradients(
+        jnp.zeros_like(rows) if of_x else None,
+        jnp.zeros(kernel.shape, jnp.float32) if of_kernel else None,
+        jnp.zeros(bias.shape, jnp.float32) if of_bias and bias is not None else None,
+    )
+
+
+def _with_chunk(
+    options: HeadOptions,
+    gradients: _Gradients,
+    start: Array | int,
+    chunk: Float[Array, "n d"],
+    kernel: Array,
+    slope: Float[Array, "n v"],
+) -> _Gradients:
+    """The gradients with those of a chunk, given the slope of its logits."""
+    rounded = slope.astype(chunk.dtype)
+    if gradients.x is not None:
+        of_chunk = _psum(_slope_of_rows(options, rounded, kernel), options.axes and options.axes.vocabulary)
+        updated = lax.dynamic_update_slice_in_dim(gradients.x, of_chunk.astype(chunk.dtype), start, 0)
+        gradients = gradients._replace(x=updated)
+    if gradients.kernel is not None:
+        gradients = gradients._replace(kernel=gradients.kernel + _slope_of_kernel(options, chunk, rounded))
+    if gradients.bias is not None:
+        gradients = gradients._replace(bias=gradients.bias + jnp.sum(slope, axis=0))
+    return gradients
+
+
+def _of_all_devices(options: HeadOptions, gradients: _Gradients, shape: tuple[int, ...]) -> _Gradients:
+    """The gradients when all chunks are in them; `shape` is that of x."""
+    if gradients.x is not None:
+        gradients = gradients._replace(x=gradients.x.reshape(shape))
+    if gradients.kernel is not None:
+        gradients = gradients._replace(kernel=_sum_of_kernels(options, gradients.kernel))
+    if gradients.bias is not None:
+        gradients = gradients._replace(bias=_psum(gradients.bias, options.axes and options.axes.tokens))
+    return gradients
 
 
 def _over_chunks(options: HeadOptions, add_chunk: Callable, sums: Any, vocabulary: int) -> Any:
@@ -282,11 +476,17 @@ def _loss_of_logits(
     first = lax.axis_index(axis) * logits.shape[1] if axis else 0
     # Compared and not looked up: that is part of the loop over the logits, and so is what it gives the gradient.
     is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == (targets - first)[:, None]
-    largest = jnp.max(logits, axis=1)
-    largest = lax.pmax(largest, axis) if axis else largest
-    log_sum = largest + jnp.log(_psum(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1), axis))
+    log_sum = _log_sum(options, logits)
     chosen = _psum(jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=1), axis)
     return log_sum - chosen, log_sum, is_target
+
+
+def _log_sum(options: HeadOptions, logits: Float[Array, "n v"]) -> Float[Array, " n"]:
+    """The logarithms of the sums of exponentials."""
+    axis = options.axes and options.axes.vocabulary
+    largest = jnp.max(logits, axis=1)
+    largest = lax.pmax(largest, axis) if axis else largest
+    return largest + jnp.log(_psum(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1), axis))
 
 
 def _product(options: HeadOptions, rows: Float[Array, "n d"], kernel: Array) -> Float[Array, "n v"]:

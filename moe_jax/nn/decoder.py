@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.errors import InputError
 from moe_jax.functional import keys
+from moe_jax.functional.cross_entropy import DistilledLoss
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.cache import Caches
 from moe_jax.nn.embed import Embed
@@ -209,6 +210,32 @@ class Decoder(nnx.Module):
     ) -> Float[Array, ""]:
         """The weighted sum of `token_losses`, for training; see `Head.weighted_loss`."""
         return self.lm_head.weighted_loss(x, targets, weights, self._tied())
+
+    def distilled_loss(
+        self,
+        x: Float[Array, "B T d"],
+        targets: Int[Array, "B T"],
+        weights: Float[Array, "B T"],
+        *,
+        teacher: "Decoder",
+        teacher_x: Float[Array, "B T e"],
+        weight: float,
+        temperature: float,
+    ) -> DistilledLoss:
+        """The weighted sum of `token_losses`, mixed with the divergence from a teacher (methods.md 9).
+
+        Args:
+          x: the activations.
+          targets: in [0, V).
+          weights: of the tokens.
+          teacher: another model with the same vocabulary; it gets no gradient.
+          teacher_x: its activations for the same tokens.
+          weight: of the divergence, in (0, 1].
+          temperature: of both models' logits in it.
+        """
+        right, head = teacher.lm_head.to_distill(teacher_x, teacher._tied())
+        mixing = {"weight": weight, "temperature": temperature}
+        return self.lm_head.distilled_loss(x, targets, weights, self._tied(), right, head, **mixing)
 
     def _tied(self) -> Float[Array, "V d"] | None:
         return self.embed.embedding[...] if self.config.tie_embeddings else None

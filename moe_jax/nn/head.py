@@ -8,8 +8,12 @@ from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.mesh import BATCH_AXES, axes_size, current_mesh, sequence_axis, splits_batch
 from moe_jax.experts.variables import Leaves
 from moe_jax.functional.cross_entropy import (
+    Distillation,
+    DistilledLoss,
     HeadOptions,
     LossAxes,
+    TeacherArrays,
+    distilled_cross_entropy,
     finish_logits,
     token_cross_entropies,
     weighted_cross_entropy,
@@ -67,6 +71,30 @@ class Head(Leaves):
         """The sum of `weights * token_losses`, whose gradient costs less than that of a sum of theirs."""
         x, kernel, bias = self._hidden(x), *self._arrays(embedding)
         return weighted_cross_entropy(self._options(x, kernel), x, kernel, bias, targets, weights)
+
+    def distilled_loss(
+        self,
+        x: Float[Array, "B T d"],
+        targets: Int[Array, "B T"],
+        weights: Float[Array, "B T"],
+        embedding: Float[Array, "V d"] | None,
+        teacher: TeacherArrays,
+        teacher_head: HeadOptions,
+        *,
+        weight: float,
+        temperature: float,
+    ) -> DistilledLoss:
+        """`weighted_loss` mixed with the divergence from a teacher, of which `to_distill` gives the rest."""
+        x, kernel, bias = self._hidden(x), *self._arrays(embedding)
+        mixing = Distillation(weight, temperature, teacher_head)
+        return distilled_cross_entropy(self._options(x, kernel), mixing, x, kernel, bias, targets, weights, teacher)
+
+    def to_distill(
+        self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None
+    ) -> tuple[TeacherArrays, HeadOptions]:
+        """What a student's `distilled_loss` takes of its teacher, in place of the logits of all tokens."""
+        x, kernel, bias = self._hidden(x), *self._arrays(embedding)
+        return TeacherArrays(x, kernel, bias), self._options(x, kernel)
 
     def _hidden(self, x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
         """What meets the kernel."""

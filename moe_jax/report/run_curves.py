@@ -38,7 +38,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind("Loss", "nats per token", {"training": "loss", "held out": "eval_loss"}),
+    _Kind("Loss", "nats per token", {"training": "loss", "held out": "eval_loss", "from the teacher": "distill_loss"}),
     _Kind("Learning rate", "learning rate", {"learning rate": "learning_rate"}),
     _Kind("Norm of the gradient", "norm", {"norm of the gradient": "grad_norm"}),
     _Kind("Speed", "tokens per second", {"tokens per second": "tokens_per_second"}),
