@@ -212,6 +212,8 @@ def assumed_recipe(
     )
 
 
+TEACHER_ITEM = "parameters, teacher"
+"""The item that says that there is a teacher."""
 _ACTIVATIONS = "activations"
 
 
@@ -244,7 +246,7 @@ class _Held(NamedTuple):
         names = {
             "params": "parameters, trained",
             "frozen": "parameters, frozen",
-            "teacher": "parameters, teacher",
+            "teacher": TEACHER_ITEM,
             "optimizer": "optimizer",
             "average": "moving average",
             "batch": "batch",

@@ -57,9 +57,13 @@ def _print_time(planned: "PlannedTraining") -> None:
 
 def _print_estimate(planned: "PlannedTraining") -> None:
     out, roofline = console_for_tables(), planned.roofline
+    from moe_jax.planned_training import TEACHER_ITEM
+
     assert planned.sent is not None and planned.model_flops is not None and roofline is not None
     sent = ", ".join(f"{kind} {one.runs} x, {show_bytes(one.bytes)}" for kind, one in planned.sent.items())
     out.print(f"sent by each in a step: {sent or 'nothing'}", soft_wrap=True)
+    if any(item.name == TEACHER_ITEM for item in planned.items):
+        out.print("the forward pass of the teacher is neither in what is sent nor in the estimate", soft_wrap=True)
     links = "links not known" if roofline.links is None else f"links {_seconds(roofline.links)}"
     out.print(
         f"estimate, at the peaks of data sheets: at least {_seconds(roofline.seconds)} a step, at most "

@@ -34,8 +34,8 @@ from tests.upcycle.conftest import random_leaves, write_model
 
 ROUTERS_AND_NORMS = (".*/router/.*", ".*norm/.*")
 STUDENT = config_of(FFN, moe(BANKS["low-rank"]))
-# Another width, experts of another form, its head tied to its embedding; with the scale it is sure of something, and the
-# divergence is no small difference of large numbers.
+# Another width, experts of another form, a tied head. The scale makes it sure of something, so that the divergence is
+# no small difference of large numbers.
 TEACHER = config_of(moe(), FFN, d_model=24, tie_embeddings=True, logit_scale=20.0)
 DISTILL = DistillSection(teacher="teacher", weight=0.7, temperature=2.0)
 
