@@ -72,14 +72,22 @@ def _kept(family: str, method: str, *keeps: float, calibrated: bool = False, **o
     ]
 
 
+def _budgets(family: str, *budgets: float) -> list[Entry]:
+    return [
+        _entry(family, f"{budget:g} bits", "allocate", calibrated=True, budget_bits=budget) for budget in budgets
+    ]
+
+
 RTN, GPTQ = "rounding", "GPTQ"
 SHARED_RTN, SHARED_GPTQ = "shared centre, rounding", "shared centre, GPTQ"
+ALLOCATED = "allocated by layer"
 
 ENTRIES: tuple[Entry, ...] = (
     *_plain(RTN, calibrated=False),
     *_plain(GPTQ, calibrated=True),
     *_shared(SHARED_RTN, calibrated=False),
     *_shared(SHARED_GPTQ, calibrated=True),
+    *_budgets(ALLOCATED, 2.5, 1.75, 2.0, 3.0, 4.0),
     *_plain("weighed scales, no feedback", calibrated=True, feedback=False)[:3],
     *_kept("ResMoE", "resmoe", 0.25, 0.5, 0.1),
     *_kept("SVD, whitened", "svd", 0.25, 0.5, calibrated=True, design="separate"),

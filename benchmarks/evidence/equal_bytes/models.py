@@ -3,12 +3,13 @@
 import dataclasses
 import os
 import shutil
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 
 from evidence.studies.compression_job import kept_model
 from evidence.studies.corpus import tokenizer_file
@@ -19,13 +20,16 @@ from evidence.studies.texts import DOMAINS, read_text
 from moe_jax.compress import Calibration
 from moe_jax.compress.calibration.drawn_windows import sample_windows
 from moe_jax.compress.calibration.layerwise_pass import record
-from moe_jax.compress.calibration.recorded import KEY_FILE, read_layer
+from moe_jax.compress.calibration.recorded import KEY_FILE, read_layer, read_sensitivities, write_sensitivities
+from moe_jax.compress.calibration.sensitivity_pass import measure_sensitivities
 from moe_jax.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.sharding import make_mesh
 from moe_jax.train.tokenizer import Tokenizer
 
 SAMPLES_PER_DOMAIN = 32
 _CHARACTERS = 400_000
+# Windows by which it is measured how much depends on each layer.
+_MEASURED = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +91,15 @@ def calibration(place: Place, subject: Subject, draw: int) -> Calibration:
         for name in DOMAINS
     ]
     folder = place.work / "calibrations" / subject.scale / subject.label / str(draw)
+    drawn = np.concatenate(windows)
     if not (folder / KEY_FILE).exists():
-        _record(source, np.concatenate(windows), folder)
-    layers = {layer: read_layer(folder, layer) for layer in source.config.moe_layers}
+        _record(source, drawn, folder)
+    if (known := read_sensitivities(folder)) is None:
+        # Windows of all domains.
+        spread = drawn[np.linspace(0, len(drawn) - 1, _MEASURED).astype(int)]
+        known = measure_sensitivities(source, spread, partial(read_layer, folder), mesh=_one_device())
+        write_sensitivities(folder, known)
+    layers = {layer: read_layer(folder, layer)._replace(sensitivity=known[layer]) for layer in source.config.moe_layers}
     # Only the lineage of a model that is thrown away names a file: it needs one that is there.
     return Calibration(folder / KEY_FILE, layers)
 
@@ -98,8 +108,12 @@ def _record(source: ModelInMemory, windows: np.ndarray, folder: Path) -> None:
     """Two workers may do it: what they write is the same, and the second is thrown away."""
     own = folder.with_name(f"{folder.name}.{os.getpid()}")
     shutil.rmtree(own, ignore_errors=True)
-    record(source, windows, own, {"windows": list(windows.shape)}, mesh=make_mesh({}, jax.devices()[:1]))
+    record(source, windows, own, {"windows": list(windows.shape)}, mesh=_one_device())
     try:
         own.rename(folder)
     except OSError:
         shutil.rmtree(own)
+
+
+def _one_device() -> Mesh:
+    return make_mesh({}, jax.devices()[:1])

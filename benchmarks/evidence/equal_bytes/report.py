@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from evidence.equal_bytes.entries import COMPARISON, ENTRIES, GPTQ, RTN, SHARED_GPTQ, UNCOMPRESSED, Entry
+from evidence.equal_bytes.entries import ALLOCATED, COMPARISON, ENTRIES, GPTQ, RTN, SHARED_GPTQ, UNCOMPRESSED, Entry
 from evidence.results import ResultsFile
 from evidence.tables import markdown
 
@@ -99,7 +99,7 @@ def draw(results: ResultsFile, file: Path) -> None:
         for number, family in enumerate(families):
             if family in by_family:
                 bits, added = zip(*sorted(by_family[family]), strict=True)
-                important = family in (RTN, GPTQ, SHARED_GPTQ)
+                important = family in (RTN, GPTQ, SHARED_GPTQ, ALLOCATED)
                 panel.plot(
                     bits,
                     added,
