@@ -387,7 +387,7 @@ def _planned(
         cpu = rates.overlap is False
         time = step_time(recipe, config, moved, 1 if cpu else target.count, rates, exact.operations, teacher)
         source = rates.source
-        timed = timed_step(recipe, config, target.devices, teacher=teacher) if cpu and target.devices else None
+        timed = timed_step(recipe, config, target.devices, teacher) if cpu and target.devices else None
         if timed is not None:
             time, source = time.timed(timed.seconds), timed.source(config.num_layers)
     return PlannedTraining(

@@ -53,7 +53,7 @@ class TimedStep:
 
 
 def timed_step(
-    recipe: Recipe, config: ModelConfig, devices: list[Any], *, teacher: ModelConfig | None = None
+    recipe: Recipe, config: ModelConfig, devices: list[Any], teacher: ModelConfig | None = None
 ) -> TimedStep | None:
     """Runs some steps, with random weights and tokens; takes seconds, most of them to compile.
 
