@@ -14,8 +14,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from evidence.equal_bytes.plan import comparisons
-from evidence.equal_bytes.report import NAME, write_report
-from evidence.results import RESULTS, NoSettings, ResultsFile
+from evidence.equal_bytes.report import opened, write_report
+from evidence.results import RESULTS
 from evidence.studies.jobs import DiffersError, NotFiniteError, Place, do_jobs
 from moe_jax.errors import InputError
 
@@ -44,7 +44,7 @@ def main() -> None:
             raise InputError(f"there is no model {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         chosen = [study for study in chosen if not options.only or study.subject.label in options.only]
         options.out.mkdir(parents=True, exist_ok=True)
-        results = ResultsFile(options.out / f"{NAME}.json", NoSettings())
+        results = opened(options.out)
         if not options.report_only:
             done = do_jobs(chosen, results, place, workers=options.workers, minutes=options.minutes)
             print("nothing is left to do" if done else "stopped; the same command goes on")

@@ -7,6 +7,7 @@ from pathlib import Path
 import barycenters.report
 import ders.report
 import ders.results
+import evidence.equal_bytes.report
 import evidence.studies.report
 import resmoe.report
 import resmoe.results
@@ -186,6 +187,17 @@ SECTIONS = (
         ClaimsFile,
         evidence.studies.report.blocks,
         evidence.studies.report.report,
+    ),
+    Section(
+        "equal_bytes",
+        "python benchmarks/equal_bytes.py DATA --work WORK --smollm MODEL",
+        (
+            *("benchmarks/equal_bytes.py", *_MODEL, "moe_jax/compress"),
+            *(f"benchmarks/evidence/equal_bytes/{name}.py" for name in ("comparison_job", "entries", "models")),
+        ),
+        evidence.equal_bytes.report.opened,
+        evidence.equal_bytes.report.blocks,
+        evidence.equal_bytes.report.report,
     ),
     _reported(
         "ders_quality",

@@ -1,7 +1,7 @@
 """The comparison as tables in Markdown and a picture."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,11 +10,24 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from evidence.equal_bytes.entries import ALLOCATED, COMPARISON, ENTRIES, GPTQ, RTN, SHARED_GPTQ, UNCOMPRESSED, Entry
-from evidence.results import ResultsFile
+from evidence.equal_bytes.entries import (
+    ALLOCATED,
+    COMPARISON,
+    ENTRIES,
+    GPTQ,
+    RTN,
+    SHARED_GPTQ,
+    SHARED_RTN,
+    UNCOMPRESSED,
+    Entry,
+)
+from evidence.results import NoSettings, ResultsFile
 from evidence.tables import markdown
 
 NAME = "equal_bytes"
+OTHER = "others"
+_COLUMNS = (RTN, GPTQ, SHARED_RTN, SHARED_GPTQ, ALLOCATED)
+_SIZES = (1.6, 1.85, 2.3, 2.85, 3.3, 4.3, 5.35, 8.3)
 
 
 class Point(NamedTuple):
@@ -37,12 +50,47 @@ class Point(NamedTuple):
     agreement: float | None
 
 
+def opened(folder: Path) -> ResultsFile:
+    """The file of results in a folder."""
+    return ResultsFile(folder / f"{NAME}.json", NoSettings())
+
+
 def write_report(results: ResultsFile, out: Path) -> str:
     """Writes `equal_bytes.md` and `equal_bytes.png`; returns the Markdown."""
-    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables(results).items())
-    (out / f"{NAME}.md").write_text(f"# Equal bytes\n\n{text}\n")
+    text = report(results)
+    (out / f"{NAME}.md").write_text(text)
     draw(results, out / f"{NAME}.png")
     return text
+
+
+def report(results: ResultsFile) -> str:
+    """Everything that was measured."""
+    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables(results).items())
+    return f"# Equal bytes\n\n{text}\n"
+
+
+def blocks(results: ResultsFile) -> dict[str, str]:
+    """The tables of BENCHMARKS.md: of every family the lowest loss within so many bits, by model."""
+    found = {}
+    for scale, label in _models(results):
+        before, best = _whole(results, scale, label), {}
+        for point in points(results, scale, label):
+            column = point.entry.family if point.entry.family in _COLUMNS else OTHER
+            best.setdefault(column, []).append(point)
+        rows = [(f"{most:g}", *(_lowest(best.get(column, ()), most, before) for column in (*_COLUMNS, OTHER)))
+                for most in _SIZES]  # fmt: skip
+        found[f"{scale}, {label}"] = markdown(("bits per weight at most", *_COLUMNS, OTHER), rows)
+    return found
+
+
+def _lowest(points: Iterable[Point], most: float, before: float) -> str:
+    """The lowest loss of points of that size and less."""
+    fitting = [point for point in points if point.bits <= most]
+    if not fitting:
+        return "none"
+    point = min(fitting, key=lambda point: point.loss)
+    name = point.entry.name if point.entry.family in _COLUMNS else point.entry.label
+    return f"{point.loss - before:+.4f}, {name} ({point.bits:.2f})"
 
 
 def tables(results: ResultsFile) -> dict[str, str]:
@@ -116,9 +164,14 @@ def draw(results: ResultsFile, file: Path) -> None:
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
         panel.grid(alpha=0.3)
-    panels.flat[0].legend(fontsize=7)
+    handles = {}
+    for panel in panels.flat:
+        handles |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    shown = [family for family in families if family in handles]
     figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    lines = [handles[name] for name in shown]
+    figure.legend(lines, shown, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 0))
+    figure.savefig(file, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
 

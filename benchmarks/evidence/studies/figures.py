@@ -48,8 +48,10 @@ def draw_claims(results: ResultsFile, file: Path) -> None:
 
 
 def draw_dense_adapters(results: ResultsFile, scale: str, file: Path) -> None:
-    """PERFT-D's loss over M r: at fixed rates (one seed, selection text), and at the best rate (all seeds, test)."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharex=True, layout="constrained")
+    """PERFT-D's loss over M r: at fixed rates (one seed, selection text), and at the best rate (all seeds, test).
+
+    Nothing is drawn before a rate was tried.
+    """
     by_rate: dict[float, dict[int, list[float]]] = {}
     for shape, tried in _tried(results, scale):
         if match := _D.fullmatch(shape):
@@ -58,6 +60,9 @@ def draw_dense_adapters(results: ResultsFile, scale: str, file: Path) -> None:
                     ((_, rate),) = rates_of(text)
                     mean = statistics.fmean(found["losses"].values())
                     by_rate.setdefault(rate, {}).setdefault(_width(match), []).append(mean)
+    if not by_rate:
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharex=True, layout="constrained")
     for rate, losses in sorted(by_rate.items()):
         widths = sorted(losses)
         left.plot(widths, [statistics.fmean(losses[width]) for width in widths], marker="o", label=f"{rate:g}")
