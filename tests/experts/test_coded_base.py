@@ -174,7 +174,8 @@ def test_over_a_mesh_as_on_one_device(strategy, stored, axes, tokens, monkeypatc
     wide = {f"{rows},{columns}" for rows, columns in ((D_MODEL, 32), (32, D_MODEL), (D_MODEL, 16), (16, D_MODEL))}
     sent = re.findall(r"= (\w+)\[([\d,]+)\]\S* (?:all-gather|collective-permute|all-to-all)\(", program.as_text())
     assert not [shape for dtype, shape in sent if dtype == "f32" and shape in wide], sent
-    assert ("u8" in {dtype for dtype, _ in sent}) == ("fsdp" in axes)
+    # What `fsdp` divides is gathered as codes. (Elsewhere those of residuals may travel.)
+    assert "fsdp" not in axes or "u8" in {dtype for dtype, _ in sent}
 
 
 @pytest.mark.parametrize("split", ["in", "out"])
