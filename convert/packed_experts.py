@@ -179,10 +179,8 @@ class Packing:
 
 def stored_codes(moe: MoEConfig) -> tuple[int, int] | None:
     """Bits and group size of experts that are plain codes in groups; None of others."""
-    bits, group_size = (getattr(moe.bank.form, name, None) for name in ("bits", "group_size"))
-    if moe.bank.has_base or not moe.bank.form.has_codes or bits not in BITS or group_size is None:
-        return None
-    return bits, group_size
+    codes = moe.bank.form.codes_in_groups
+    return None if moe.bank.has_base or codes is None or codes[0] not in BITS else codes
 
 
 def codes_of(

@@ -17,6 +17,7 @@ from moe_jax.api.run import default_seq_len, read_ids
 from moe_jax.compress.calibration.drawn_windows import sample_windows
 from moe_jax.compress.calibration.layerwise_pass import record
 from moe_jax.compress.calibration.recorded import (
+    FORMAT,
     Calibration,
     is_complete,
     read_layer,
@@ -79,7 +80,7 @@ def calibrate(
     check_seq_len(length)
     windows = sample_windows(read_ids(Model.of_source(source), text), seq_len=length, samples=samples, seed=seed)
     digest = hashlib.sha256(np.ascontiguousarray(windows).tobytes()).hexdigest()
-    key = {"model": source.fingerprint(), "windows": list(windows.shape), "tokens": digest}
+    key = {"format": FORMAT, "model": source.fingerprint(), "windows": list(windows.shape), "tokens": digest}
     name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
     keep = None
     if place is None:

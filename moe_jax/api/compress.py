@@ -182,9 +182,12 @@ def compress_experts(
       options: of the method, such as `keep=0.25`.
 
     Raises:
-      InputError: if shapes do not go together, an option does not go with the method, or weights are not finite.
+      InputError: if shapes do not go together, an option does not go with the method, the method needs a calibration
+        text, or weights are not finite.
     """
     made, bank = _method(method, options), experts
+    if made.needs_calibration:
+        raise InputError(f"{method} needs a text that a model runs over: use compress, of a whole model")
     moe, d_model, leaves = _bank_leaves(bank) if isinstance(bank, ExpertBank) else _kernel_leaves(bank, activation)
     if router is not None:
         leaves["router/kernel"] = _array("router", router, (d_model, moe.num_experts))

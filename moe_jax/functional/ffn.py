@@ -36,6 +36,15 @@ def ffn(
       biases: biases of any of them by the same names; may be empty.
       activation: a key of `ACTIVATION_FUNCTIONS`.
     """
+    return linear(ffn_hidden(x, kernels, biases, activation), kernels["down"], biases.get("down"))
+
+
+def ffn_hidden(
+    x: Float[Array, "... d"],
+    kernels: Mapping[str, Float[Array, "d f"]],
+    biases: Mapping[str, Float[Array, " f"]],
+    activation: str,
+) -> Float[Array, "... f"]:
+    """What the `down` kernel of a dense FFN is given; arguments as of `ffn`, where those of `down` may be missing."""
     gate = linear(x, kernels["gate"], biases.get("gate")) if "gate" in kernels else None
-    h = hidden(linear(x, kernels["up"], biases.get("up")), gate, activation)
-    return linear(h, kernels["down"], biases.get("down"))
+    return hidden(linear(x, kernels["up"], biases.get("up")), gate, activation)

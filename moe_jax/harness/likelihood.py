@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.errors import InputError
 from moe_jax.functional.buckets import bucket
-from moe_jax.functional.cross_entropy import chunk_size
+from moe_jax.functional.head_chunks import chunk_size
 from moe_jax.nn import Decoder
 from moe_jax.sharding import make_mesh
 from moe_jax.terminal import Progress, no_progress

@@ -7,17 +7,14 @@ from jaxtyping import Array, Float, Int
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.mesh import BATCH_AXES, axes_size, current_mesh, sequence_axis, splits_batch
 from moe_jax.experts.variables import Leaves
-from moe_jax.functional.cross_entropy import (
+from moe_jax.functional.cross_entropy import token_cross_entropies, weighted_cross_entropy
+from moe_jax.functional.distilled_cross_entropy import (
     Distillation,
     DistilledLoss,
-    HeadOptions,
-    LossAxes,
     TeacherArrays,
     distilled_cross_entropy,
-    finish_logits,
-    token_cross_entropies,
-    weighted_cross_entropy,
 )
+from moe_jax.functional.head_chunks import HeadOptions, LossAxes, finish_logits
 from moe_jax.functional.linear import linear_float32
 from moe_jax.models.config import ModelConfig
 

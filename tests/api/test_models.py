@@ -331,3 +331,8 @@ def test_kernels_that_make_no_experts():
     for given, options, message in cases:
         with pytest.raises(InputError, match=message):
             moe_jax.compress_experts(given, **({"method": "quantize", "bits": 8} | options))
+
+
+def test_experts_alone_give_nothing_to_calibrate():
+    with pytest.raises(InputError, match="reap needs a text that a model runs over"):
+        moe_jax.compress_experts(experts_of(moe_jax.tiny_model(experts=2), 0), method="reap", keep=0.5)

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.functional.cross_entropy import (
-    HeadOptions,
-    LossAxes,
-    chunk_size,
-    finish_logits,
-    token_cross_entropies,
-    weighted_cross_entropy,
-)
+from moe_jax.functional.cross_entropy import token_cross_entropies, weighted_cross_entropy
+from moe_jax.functional.head_chunks import HeadOptions, LossAxes, chunk_size, finish_logits
 from moe_jax.functional.losses import token_losses
 from moe_jax.sharding import make_mesh
 from tests.jaxprs import equations

@@ -9,14 +9,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.functional.cross_entropy import (
-    Distillation,
-    HeadOptions,
-    LossAxes,
-    TeacherArrays,
-    distilled_cross_entropy,
-    weighted_cross_entropy,
-)
+from moe_jax.functional.cross_entropy import weighted_cross_entropy
+from moe_jax.functional.distilled_cross_entropy import Distillation, TeacherArrays, distilled_cross_entropy
+from moe_jax.functional.head_chunks import HeadOptions, LossAxes
 from moe_jax.sharding import make_mesh
 from tests.functional.test_cross_entropy import assert_alike, operands
 from tests.jaxprs import equations

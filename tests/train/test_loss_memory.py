@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.functional.cross_entropy import HeadOptions, LossAxes, weighted_cross_entropy
+from moe_jax.functional.cross_entropy import weighted_cross_entropy
+from moe_jax.functional.head_chunks import HeadOptions, LossAxes
 from moe_jax.models import AttentionConfig, FFNConfig
 from moe_jax.sharding import make_mesh
 from moe_jax.train.compile_only import prepare_environment

@@ -85,9 +85,9 @@ def record(
             _run(layer, before, after, batches, size, folder)
             _go_on(folder, after, i + 1)
     progress("calibrating", last + 1, last + 1)
-    complete(folder, key)
-    for parity in (0, 1):
+    for parity in (0, 1):  # a pass that is stopped from here on has nothing left to do
         _states_file(folder, parity).unlink(missing_ok=True)
+    complete(folder, key)
     (folder / _NEXT).unlink(missing_ok=True)
 
 

@@ -10,7 +10,7 @@ So some tokens of the whole layer count for every expert, together as much as `B
 a moment is shrunk towards that of the layer, the more the rarer the expert is used.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.compress.calibration.recorded import LayerRows
 from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.functional.ffn import hidden
+from moe_jax.functional.ffn import ffn_hidden
 
 BACKGROUND = 64
 """What the tokens of the whole layer count for, in tokens that are routed to an expert."""
@@ -61,12 +61,16 @@ def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]
         for own in counted:
             yield _sum(rows, own, lambda x: x, rows.inputs.shape[1])
         return
-    gates = layer.kernels("gate") if "gate" in layer.shapes else None
-    gate_biases, up_biases = layer.biases("gate") if gates is not None else None, layer.biases("up")
-    for expert, (own, up) in enumerate(zip(counted, layer.kernels("up"), strict=True)):
-        gate = None if gates is None else next(gates)
-        biases = [None if stacked is None else stacked[expert] for stacked in (gate_biases, up_biases)]
-        apply = partial(_hidden, gate, up, *biases, activation=layer.moe.expert.activation)
+    names = [name for name in layer.shapes if name != "down"]
+    biases = {name: stacked for name in names if (stacked := layer.biases(name)) is not None}
+    kernels = zip(*map(layer.kernels, names), strict=True)
+    for expert, (own, of_expert) in enumerate(zip(counted, kernels, strict=True)):
+        apply = partial(
+            _hidden,
+            dict(zip(names, of_expert, strict=True)),
+            {name: stacked[expert] for name, stacked in biases.items()},
+            activation=layer.moe.expert.activation,
+        )
         yield _sum(rows, own, apply, layer.moe.expert.dim)
 
 
@@ -116,16 +120,11 @@ def _add(total: Float[Array, "i i"], a: Float[Array, "n i"], weights: Float[Arra
 
 @partial(jax.jit, static_argnames="activation")
 def _hidden(
-    gate: Float[Array, "d f"] | None,
-    up: Float[Array, "d f"],
-    gate_bias: Float[Array, " f"] | None,
-    up_bias: Float[Array, " f"] | None,
+    kernels: Mapping[str, Float[Array, "d f"]],
+    biases: Mapping[str, Float[Array, " f"]],
     x: Float[Array, "n d"],
     *,
     activation: str,
 ) -> Float[Array, "n f"]:
-    def into(kernel: Array, bias: Array | None) -> Array:
-        y = x @ kernel.astype(jnp.float32)
-        return y if bias is None else y + bias.astype(jnp.float32)[None]
-
-    return hidden(into(up, up_bias), None if gate is None else into(gate, gate_bias), activation)
+    with jax.default_matmul_precision("highest"):
+        return ffn_hidden(x, kernels, biases, activation)

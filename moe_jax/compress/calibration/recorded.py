@@ -15,6 +15,8 @@ from moe_jax.json_toml import ANYTHING, read_json
 from moe_jax.nn.router_stats import RouterStatistics
 from moe_jax.staging import replace_file, replacing, write_durably
 
+FORMAT = 1
+"""Of the files of a recording. One with another number is made anew."""
 KEY_FILE = "calibration.json"
 _SENSITIVITIES = "sensitivities.json"
 

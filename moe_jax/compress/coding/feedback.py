@@ -85,7 +85,7 @@ def quantize_with_feedback(
     def code_group(errors: Float[Array, "i o"], start: Array) -> tuple[Float[Array, "i o"], tuple[Array, Array]]:
         shares_of_group = lax.dynamic_slice_in_dim(shares, start, size, axis=1)
         own = lax.dynamic_slice_in_dim(kernel, start, size)
-        targets = own + shares_of_group.T @ errors
+        targets = own + jnp.matmul(shares_of_group.T, errors, precision="highest")
         group_weights = lax.dynamic_slice_in_dim(weights, start, size)
         scales = common
         if scales is None:
@@ -93,7 +93,7 @@ def quantize_with_feedback(
         within = lax.dynamic_slice_in_dim(shares_of_group, start, size)
 
         def code_row(row_errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:
-            target = targets[row] + within[:, row] @ row_errors
+            target = targets[row] + jnp.matmul(within[:, row], row_errors, precision="highest")
             codes = nearest_codes(target[None], scales, bits)[0]
             error = own[row] - scaled_levels(codes, scales[0], bits)
             return row_errors.at[row].set(error), codes

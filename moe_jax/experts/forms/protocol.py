@@ -98,6 +98,11 @@ class ExpertForm(abc.ABC):
         return False
 
     @property
+    def codes_in_groups(self) -> tuple[int, int] | None:
+        """Bits and group size of experts that are codes with a scale per group, and nothing else; None of others."""
+        return None
+
+    @property
     def why_not_merged(self) -> str:
         """Why experts `beside_base_model` cannot be merged into it: the verb and its object, as in "are nonlinear"."""
         return "are no kernels"

@@ -45,6 +45,11 @@ class Quantized(KernelForm):
         """See `ExpertForm`."""
         return True
 
+    @property
+    def codes_in_groups(self) -> tuple[int, int] | None:
+        """See `ExpertForm`."""
+        return None if self.group_size is None else (self.bits, self.group_size)
+
     def describe(self) -> str:
         """See `ExpertForm`."""
         return f"quantized, {self.bits} bits"
