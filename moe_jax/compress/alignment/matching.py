@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Int
 
+from moe_jax.compress.alignment.nearest import nearest_order
 from moe_jax.compress.alignment.transport import (
     assign,
     distinct_nearest,
@@ -20,6 +21,9 @@ AlignmentProgress = Callable[[int, int, float], None]
 
 # A new order is taken if it gains more than rounding could make up: a part of the mean squared norm of the clouds.
 _LEAST_GAIN = 1e-13
+# Clouds are small up to so many multiplications for a round: some seconds in float64, searches included. Assignments of
+# larger ones are made of few candidates and proven, which takes a twentieth of the time, in float32.
+_SMALL_ROUND = 2**37
 
 
 class Matching:
@@ -32,20 +36,33 @@ class Matching:
       objectives: (1/E) sum_k ||cloud k in its order - mean||_F^2 after every round.
       converged: whether the last search ended because no order changed any more.
       moved: number of points, over all clouds, that changed their position in the last round.
+      gap: by how much, in parts of the objective, the assignments of the last round may be above the least, together;
+        None if they were searched among all pairs.
     """
 
-    def __init__(self, clouds: Sequence[Float[np.ndarray, "n D"]], permutations: Int[np.ndarray, "E n"]):
+    def __init__(
+        self,
+        clouds: Sequence[Float[np.ndarray, "n D"]],
+        permutations: Int[np.ndarray, "E n"],
+        *,
+        first_round_follows: bool = False,
+    ):
+        """Takes the mean, unless `align_all` or `align_in_turn` is called next and takes it itself."""
         self.clouds = clouds
         self.permutations = np.array(permutations, np.int32)
         n, dim = clouds[0].shape
-        self.mean = np.empty((n, dim), working_dtype(n, dim))
+        self.is_small = is_small(len(clouds), n, dim)
+        self.mean = np.empty((n, dim), np.float64 if self.is_small else np.float32)
         self.objectives: list[float] = []
         self.converged = False
         self.moved = 0
+        self._unproven = 0.0  # of products, in this round
+        self._squares: dict[int, np.ndarray] = {}
         self._distinct = n > 1  # whether every assignment so far could be read off the nearest points
-        self._deviations = np.empty(n)
+        self._deviations = np.full(n, np.nan)
         self._squared_norm = 0.0
-        self._refresh(np.ones(n, bool))
+        if not first_round_follows:
+            self._refresh(np.ones(n, bool))
 
     @property
     def objective(self) -> float:
@@ -53,9 +70,11 @@ class Matching:
         return float(self._deviations.sum()) / len(self.clouds)
 
     @property
-    def is_small(self) -> bool:
-        """Whether products are made in float64, and take no time."""
-        return self.mean.dtype == np.float64
+    def gap(self) -> float | None:
+        """See the class."""
+        if self.is_small:
+            return None
+        return 2 * self._unproven / (len(self.clouds) ** 2 * self.objective) if self._unproven else 0.0
 
     def copy(self) -> "Matching":
         """An independent copy; the clouds are shared."""
@@ -77,18 +96,35 @@ class Matching:
           progress: see `AlignmentProgress`.
           source: the cloud that is the target, in the order that it has.
         """
+        self._unproven = 0.0
         for k in range(len(self.clouds)):
             if k != source:
                 self.permutations[k] = self.permutations[k][self._nearest_order(k, target, far=True)]
             self._report(progress, k)
         self._end_round(np.ones(len(target), bool))
 
+    def align_in_turn(self, first: int, progress: AlignmentProgress | None = None) -> None:
+        """The first round otherwise: every cloud is aligned to the sum of those before it, from one on.
+
+        Where there is no common order that takes clouds as far as `align_all` and four rounds of `descend`.
+        """
+        self._unproven = 0.0
+        total = self.rows(first, self.mean.dtype)
+        for done, k in enumerate([first, *(k for k in range(len(self.clouds)) if k != first)]):
+            if done:
+                self.permutations[k] = self.permutations[k][self._nearest_order(k, total, far=True)]
+                for part in self._blocks(len(total)):
+                    total[part] += self.rows(k, total.dtype, part)
+            self._report(progress, done)
+        del total
+        self._end_round(np.ones(len(self.mean), bool))
+
     def alternate(self, max_rounds: int, progress: AlignmentProgress | None = None) -> None:
         """Aligns all clouds to the mean, takes the mean, and so on until no order changes."""
         self.converged = False
         while not self.converged and len(self.objectives) < max_rounds:
             changed = np.zeros(len(self.mean), bool)
-            self.moved = 0
+            self.moved, self._unproven = 0, 0.0
             for k in range(len(self.clouds)):
                 places, order = self._better_order(k, self.mean)
                 self.permutations[k][places] = order
@@ -98,8 +134,12 @@ class Matching:
             self._end_round(changed)
             self.converged = not self.moved
 
-    def descend(self, max_rounds: int, progress: AlignmentProgress | None = None) -> None:
+    def descend(
+        self, max_rounds: int, progress: AlignmentProgress | None = None, *, least_gain: float = 0.0
+    ) -> None:
         """Aligns one cloud after another to the sum of the others until no order changes.
+
+        It ends also with a round that lowers the objective by less than `least_gain` of it.
 
         This is coordinate descent on sum_{j<k} ||cloud j - cloud k||^2, which is E^2 times the objective. Without the
         pull of a cloud towards where it is already, it leaves most of the orders in which `alternate` is stuck: its
@@ -111,7 +151,7 @@ class Matching:
         self.converged = False
         while not self.converged and len(self.objectives) < max_rounds:
             changed = np.zeros(len(self.mean), bool)
-            self.moved = 0
+            self.moved, self._unproven = 0, 0.0
             for k in range(count):
                 places, order = self._better_order(k, self._sum_of_others(k))
                 self._move(k, places, order)
@@ -123,6 +163,8 @@ class Matching:
                     break
             self._end_round(changed)
             self.converged = settled >= enough
+            if len(self.objectives) > 1 and self.objectives[-1] > self.objectives[-2] * (1 - least_gain):
+                break
 
     def _better_order(self, k: int, target: Float[np.ndarray, "n D"]) -> tuple[np.ndarray, np.ndarray]:
         """Places at which cloud k should have another point, and the points; none if it is in the best order."""
@@ -145,6 +187,8 @@ class Matching:
 
         `far` says that the order is not yet near the target; it makes the search faster, and changes nothing else.
         """
+        if not self.is_small:
+            return self._proven_order(k, target, far=far)
         if self._distinct:
             points, rounded = self.rows(k, np.float32), target.astype(np.float32, copy=False)
             costs = transport_costs(rounded, points)
@@ -152,11 +196,25 @@ class Matching:
             if order is not None:
                 return order
             self._distinct = False  # one cloud that needs a search is a sign that the others do, too
-            if not self.is_small:
-                return assign(costs)
         target = target.astype(self.mean.dtype, copy=False)
         costs = transport_costs(target, self.rows(k, self.mean.dtype))
         return assign(reduce_costs(costs) if far else costs)
+
+    def _proven_order(self, k: int, target: Float[np.ndarray, "n D"], *, far: bool) -> Int[np.ndarray, " n"]:
+        cloud, order = self.clouds[k], self.permutations[k]
+
+        def points(places: Int[np.ndarray, " r"] | slice, columns: slice) -> Float[np.ndarray, "r m"]:
+            return cloud[order[places], columns].astype(np.float32, copy=False)
+
+        if k not in self._squares:
+            self._squares[k] = np.empty(len(order))
+            for part in self._blocks(len(order)):
+                rows = cloud[part].astype(np.float32, copy=False)
+                self._squares[k][part] = np.einsum("id,id->i", rows, rows)
+        guess = None if far else np.arange(len(order))
+        found = nearest_order(target.astype(np.float32, copy=False), points, self._squares[k][order], guess=guess)
+        self._unproven += found.gap
+        return found.order
 
     def _sum_of_others(self, k: int) -> Float[np.ndarray, "n D"]:
         total = self.mean * self.mean.dtype.type(len(self.clouds))
@@ -202,3 +260,8 @@ class Matching:
     def _report(self, progress: AlignmentProgress | None, k: int) -> None:
         if progress is not None:
             progress(len(self.objectives) + 1, k + 1, self.objectives[-1] if self.objectives else float("nan"))
+
+
+def is_small(count: int, n: int, dim: int) -> bool:
+    """Whether assignments of so many clouds, [n, D] each, are searched among all pairs, from products in float64."""
+    return count * n * n * dim <= _SMALL_ROUND and working_dtype(n, dim) == np.float64

@@ -1,0 +1,258 @@
+"""The order of a large cloud that is nearest to a target, by no more products than it takes to prove it.
+
+Products are made of an eighth of the columns at first, and bounded from there: by Cauchy and Schwarz the rest of a
+product is at most that of the norms of what is left of two points. Where clouds have a common origin that proves of
+most rows which point is nearest; only the others go on, with twice as many columns, and what is left of them is
+searched with all costs known (`candidates.py`). An order that is planted takes an eighth of the product or a quarter,
+clouds without a common order all of it, once.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from moe_jax.compress.alignment.candidates import Pinned, assign_proven
+
+# Parts of the columns after which rows are looked at.
+_PARTS = (1 / 8, 1 / 4, 1 / 2)
+# Where fewer rows have their guess nearest after the first part, or fewer points are nearest to a row if there was no
+# guess, clouds have no common order, and bounds prove nothing before all columns are there. Without one, 0.63 are.
+_COMMON, _DISTINCT = 1 / 2, 0.8
+# Rows with all costs known, in parts of all, from which on the others are made known, too: pinning them saves little.
+_MANY = 1 / 4
+# A gap between an assignment and its proof, in parts of the squared norms. Rounding leaves as much.
+_TOLERANCE = 1e-6
+# Products that are made at a time.
+_BLOCK_PRODUCTS = 2**23
+
+Points = Callable[[Int[np.ndarray, " r"] | slice, slice], Float[np.ndarray, "r m"]]
+"""Some rows and columns of a cloud, float32."""
+
+
+class NearestOrder(NamedTuple):
+    """An order, and a proof of it.
+
+    Attributes:
+      order: int32[n]; `points[order]` is nearest to the target.
+      gap: by how much sum_i <target_i, points_order(i)> may be below the greatest, but for float32's rounding.
+      share: of the n^2 D multiplications, how many were made.
+    """
+
+    order: Int[np.ndarray, " n"]
+    gap: float
+    share: float
+
+
+def nearest_order(
+    target: Float[np.ndarray, "n D"],
+    points: Points,
+    squares: Float[np.ndarray, " n"],
+    *,
+    guess: Int[np.ndarray, " n"] | None = None,
+) -> NearestOrder:
+    """The order of points that is nearest to the target.
+
+    Args:
+      target: float32.
+      points: those of the cloud that is to be ordered.
+      squares: float64, their squared norms.
+      guess: an order that may be the nearest one; None: the nearest points by the first columns are tried.
+    """
+    search = _Search(target, points, squares, guess)
+    search.prove()
+    n = len(target)
+    while True:
+        found = assign_proven(search.costs(), search.rows, search.pinned(), tolerance=_TOLERANCE * search.scale)
+        if not len(found.wanted):
+            return NearestOrder(found.order, found.gap, search.made / (n * n * target.shape[1]))
+        many = len(search.rows) + len(found.wanted) > _MANY * n
+        search.complete(np.flatnonzero(search.pinned().columns >= 0) if many else found.wanted)
+
+
+class _Search:
+    """What is known of scores <t_i, x_j> - |x_j|^2 / 2.
+
+    Attributes:
+      rows: those of which all scores are known, or are being made.
+      made: multiplications.
+      scale: what the costs of an assignment are compared with.
+    """
+
+    def __init__(self, target: np.ndarray, points: Points, squares: np.ndarray, guess: np.ndarray | None):
+        self._target, self._points, self._squares, self._guess = target, points, squares, guess
+        n, self._dim = target.shape
+        self._target_squares = np.einsum("id,id->i", target, target).astype(np.float64)
+        eps = float(np.finfo(np.float32).eps)
+        # What sums of D products in float32 may be wrong in, at most.
+        greatest = float(np.sqrt(self._target_squares.max() * squares.max()))
+        self._rounding = 2 * self._dim * eps * (greatest + float(squares.max()) / 2)
+        self.scale = float(np.sqrt(self._target_squares.sum() * squares.sum()))
+        self.rows = np.arange(n)
+        self.made = 0
+        # Memory is taken only where it is written: of rows that are proven early nothing is.
+        self._products = np.empty((n, n), np.float32)
+        self._columns, self._slack = np.full(n, -1), np.zeros(n)
+        self._are_costs = 0  # rows whose products were made costs
+
+    def prove(self) -> None:
+        """Makes products, part by part, until of every row the nearest point is proven or everything is known."""
+        eps = float(np.finfo(np.float32).eps)
+        # What is left of squared norms, rounded up.
+        left_target = self._target_squares * (1 + self._dim * eps)
+        left_points = self._squares * (1 + self._dim * eps)
+        begin = 0
+        for part in (*_PARTS, 1.0):
+            end = round(self._dim * part)
+            if end == begin:
+                continue
+            columns, begin = slice(begin, end), end
+            chunk = self._points(slice(None), columns)
+            if end == self._dim:
+                self._finish(columns, chunk)
+                return
+            left_target -= np.einsum("id,id->i", self._target[:, columns], self._target[:, columns])
+            left_points -= np.einsum("id,id->i", chunk, chunk)
+            if not self._look(columns, chunk, np.maximum(left_target, 0), np.maximum(left_points, 0)):
+                rest = slice(end, self._dim)
+                self._finish(rest, self._points(slice(None), rest))
+                return
+            if not len(self.rows):
+                break
+        self._unpin_twice()
+
+    def _look(self, columns: slice, chunk: np.ndarray, left_target: np.ndarray, left_points: np.ndarray) -> bool:
+        """Adds products of some columns and keeps the rows of which they prove nothing.
+
+        Returns:
+          Whether bounds are of use: False if hardly any row has its guess nearest.
+        """
+        n, first = len(self._target), columns.start == 0
+        on_device = [
+            jnp.asarray(array, jnp.float32)
+            for array in (chunk, np.sqrt(left_points), self._squares / 2, (self._squares - left_points) / 2)
+        ]
+        every_nearest = np.empty(len(rows := self.rows), np.int64)
+        self.rows = np.empty_like(rows)
+        kept = 0
+        for begin, block, before in self._blocks(rows, first):
+            inside = min(len(block), len(rows) - begin)
+            guess = np.full(len(block), -1) if self._guess is None else self._guess[block]
+            products, nearest, second = _bounded(
+                jnp.asarray(self._target[block, columns]),
+                before,
+                jnp.asarray(np.sqrt(left_target[block]), jnp.float32),
+                jnp.asarray(guess, jnp.int32),
+                *on_device,
+            )
+            nearest, second = np.asarray(nearest)[:inside], np.asarray(second, np.float64)[:inside]
+            every_nearest[begin : begin + inside] = nearest
+            block, guess = block[:inside], nearest if self._guess is None else guess[:inside]
+            slack = self._own_scores(block, guess) - second - self._rounding
+            proven = slack > 0
+            self._columns[block[proven]], self._slack[block[proven]] = guess[proven], slack[proven]
+            left = np.flatnonzero(~proven)
+            self._products[kept : kept + len(left)] = np.asarray(products)[:inside][left]
+            self.rows[kept : kept + len(left)] = block[left]
+            kept += len(left)
+        self.made += len(rows) * n * (columns.stop - columns.start)
+        self.rows = self.rows[:kept]
+        if not first:
+            return True
+        if self._guess is None:
+            return len(np.unique(every_nearest)) >= _DISTINCT * n
+        return bool(np.mean(every_nearest == self._guess[rows]) >= _COMMON)
+
+    def _finish(self, columns: slice, chunk: np.ndarray) -> None:
+        """Adds the products of all other columns to the rows that are left."""
+        on_device = jnp.asarray(chunk)
+        for begin, block, before in self._blocks(self.rows, columns.start == 0):
+            done = min(begin + len(block), len(self.rows))
+            products = _added(jnp.asarray(self._target[block, columns]), before, on_device)
+            self._products[begin:done] = np.asarray(products)[: done - begin]
+        self.made += len(self.rows) * len(self._target) * (columns.stop - columns.start)
+        self._unpin_twice()
+
+    def _unpin_twice(self) -> None:
+        """Two rows may have the same nearest point: all of their scores are made known."""
+        held = np.flatnonzero(self._columns >= 0)
+        columns, times = np.unique(self._columns[held], return_counts=True)
+        twice = np.isin(self._columns[held], columns[times > 1])
+        if twice.any():
+            self.complete(held[twice])
+        if len(self.rows) > _MANY * len(self._target):
+            self.complete(np.flatnonzero(self._columns >= 0))
+
+    def complete(self, rows: Int[np.ndarray, " r"]) -> None:
+        """Makes all scores of rows known that were pinned."""
+        if not len(rows):
+            return
+        chunk = jnp.asarray(self._points(slice(None), slice(None)))
+        known = len(self.rows)
+        for begin, block, before in self._blocks(rows, True):
+            done = min(begin + len(block), len(rows))
+            products = _added(jnp.asarray(self._target[block]), before, chunk)
+            self._products[known + begin : known + done] = np.asarray(products)[: done - begin]
+        self.rows = np.append(self.rows, rows)
+        self._columns[rows], self._slack[rows] = -1, 0
+        self.made += len(rows) * len(self._target) * self._dim
+
+    def costs(self) -> Float[np.ndarray, "r n"]:
+        """Half of the squared distances of the known rows, but for the norm of the target; where the products were."""
+        halves = (self._squares / 2).astype(np.float32)
+        costs = self._products[: len(self.rows)]
+        new = costs[self._are_costs :]
+        np.subtract(halves, new, out=new)
+        self._are_costs = len(costs)
+        return costs
+
+    def pinned(self) -> Pinned:
+        """What is known of the other rows."""
+        return Pinned(self._columns, self._slack)
+
+    def _own_scores(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, " r"]:
+        own = np.einsum("id,id->i", self._target[rows], self._points(columns, slice(None)))
+        return own.astype(np.float64) - self._squares[columns] / 2
+
+    def _blocks(self, rows: Int[np.ndarray, " r"], first: bool) -> Iterator[tuple[int, np.ndarray, Array]]:
+        """Where a block of rows begins, its rows, as many in every block (the last is repeated), and their products."""
+        n = len(self._target)
+        size = min(n, max(1, _BLOCK_PRODUCTS // n))
+        for begin in range(0, len(rows), size):
+            block = rows[begin : begin + size]
+            more = size - len(block)
+            before = jnp.zeros((1, 1), jnp.float32)
+            if not first:
+                before = jnp.asarray(np.pad(self._products[begin : begin + len(block)], ((0, more), (0, 0))))
+            yield begin, np.append(block, np.repeat(block[-1], more)), before
+
+
+def _products(target: Float[Array, "b m"], before: Float[Array, "#b #n"], points: Float[Array, "n m"]) -> Array:
+    # In full float32: TPUs would round to bfloat16 and GPUs to TF32, coarser than the differences that decide.
+    return before + jnp.einsum("id,jd->ij", target, points, precision="highest")
+
+
+_added = jax.jit(_products)
+
+
+@jax.jit
+def _bounded(
+    target: Float[Array, "b m"],
+    before: Float[Array, "#b #n"],
+    left_target: Float[Array, " b"],
+    guess: Int[Array, " b"],
+    points: Float[Array, "n m"],
+    left_points: Float[Array, " n"],
+    halves: Float[Array, " n"],
+    halves_so_far: Float[Array, " n"],
+) -> tuple[Float[Array, "b n"], Int[Array, " b"], Float[Array, " b"]]:
+    """Products, the nearest point by them, and the greatest score that a point beside the guess can have."""
+    products = _products(target, before, points)
+    nearest = jnp.argmax(products - halves_so_far[None, :], axis=1).astype(jnp.int32)
+    guess = jnp.where(guess < 0, nearest, guess)
+    bounds = products + left_target[:, None] * left_points[None, :] - halves[None, :]
+    others = jnp.arange(len(points), dtype=jnp.int32)[None, :] != guess[:, None]
+    return products, nearest, jnp.max(jnp.where(others, bounds, -jnp.inf), axis=1)
