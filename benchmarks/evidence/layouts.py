@@ -56,7 +56,18 @@ def layer_decoding(tokens: int) -> Table:
     return Table(f"decode {tokens}", head, ("{}", "{:.0f}", "{:.2f}", "{:.1f}", "{:.2f}"))
 
 
-MIXTRAL_LAYER = Table("layer", ("", "measured", "aim"), ("{}", "{:g}", "{:g}"))
+TRUE_LAYERS = Table(
+    "layers",
+    ("layer", "experts", "minutes", "aim", "greatest resident memory, GB", "aim", "rounds of alignment",
+     "objective above that of the planted orders"),
+    ("{}", "{}", "{:.2f}", "{:g}", "{:.2f}", "{:g}", "{}", "{:+.3%}"),
+)  # fmt: skip
+TRUE_EXACT = Table(
+    "exact",
+    ("layer of independent experts", "objective above the exact searches' (aim 0.1 %)", "minutes", "rounds",
+     "exact searches, minutes", "rounds", "gap of the proof, of the objective"),
+    ("{}", "{:+.3%}", "{:.2f}", "{}", "{:.1f}", "{}", "{:.1e}"),
+)  # fmt: skip
 PEFT_STEP = Table(
     "step",
     ("", "trained", "held, MiB", "temporaries, MiB", "peak, of full", "time, of full"),

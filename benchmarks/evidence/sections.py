@@ -243,10 +243,11 @@ SECTIONS = (
         },
     ),
     _program(
-        "resmoe_mixtral_layer",
-        "python benchmarks/resmoe_mixtral_layer.py",
+        "true_layers",
+        "python benchmarks/true_layers.py",
         ("moe_jax/compress",),
-        layouts.MIXTRAL_LAYER,
+        layouts.TRUE_LAYERS,
+        layouts.TRUE_EXACT,
     ),
     _reported(
         "barycenter",

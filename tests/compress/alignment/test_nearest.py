@@ -1,0 +1,115 @@
+"""Orders of large clouds: those of exact searches among all pairs, with no more products than a proof takes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+
+from moe_jax.compress.alignment import barycenter, matching, nearest
+from moe_jax.compress.alignment.barycenter import free_support_barycenter, weight_matching
+from moe_jax.compress.alignment.nearest import nearest_order
+
+
+def clouds_of_common_origin(seed, count, n, dim, noise):
+    """In orders of their own; without a noise, they have nothing in common."""
+    random = np.random.default_rng(seed)
+    origin = random.standard_normal((n, dim))
+    clouds = [random.standard_normal((n, dim)) for _ in range(count)]
+    if noise is not None:
+        clouds = [(origin + noise * cloud)[random.permutation(n)] for cloud in clouds]
+    return [cloud.astype(np.float32) for cloud in clouds]
+
+
+def order_of(target, points, guess=None):
+    squares = np.einsum("id,id->i", points, points, dtype=np.float64)
+    return nearest_order(target, lambda rows, columns: points[rows, columns], squares, guess=guess)
+
+
+def score(target, points, order) -> float:
+    return float(np.vdot(target.astype(np.float64), points[order].astype(np.float64)))
+
+
+def best_score(target, points) -> float:
+    return score(target, points, linear_sum_assignment(-target.astype(np.float64) @ points.T)[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 9999),
+    n=st.integers(1, 60),
+    dim=st.integers(1, 80),
+    noise=st.sampled_from((0.0, 0.2, 0.7, 2.0, None)),
+    equal=st.integers(0, 5),
+    strange=st.integers(0, 12),
+    guessed=st.booleans(),
+)
+def test_orders_are_the_nearest_ones(seed, n, dim, noise, equal, strange, guessed):
+    points, target = clouds_of_common_origin(seed, 2, n, dim, noise)
+    points[:equal] = points[0]  # as neurons that are dead in both
+    target[:strange] = np.random.default_rng(seed).standard_normal(target[:strange].shape)
+    guess = np.arange(n) if guessed else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nearest, "_BLOCK_PRODUCTS", 7 * n)  # several blocks, the last one not whole
+        found = order_of(target, points, guess)
+    assert found.order.dtype == np.int32 and (np.sort(found.order) == np.arange(n)).all()
+    missed = best_score(target, points) - score(target, points, found.order)
+    assert missed <= found.gap + 1e-5 * np.linalg.norm(target) * np.linalg.norm(points)
+
+
+@pytest.mark.parametrize(("noise", "most"), [(0.1, 0.13), (0.3, 0.26), (0.6, 0.51), (None, 1.001)])
+def test_no_more_products_than_it_takes(noise, most):
+    points, target = clouds_of_common_origin(0, 2, 300, 512, noise)
+    found = order_of(target, points)
+    assert found.share <= most
+    assert score(target, points, found.order) == pytest.approx(best_score(target, points), rel=1e-6)
+    settled = order_of(target, points[found.order], np.arange(300))
+    assert settled.share <= most and (settled.order == np.arange(300)).all()
+
+
+def test_a_bound_holds_where_the_first_columns_mislead():
+    """The first eighth of the columns says one order, the others another."""
+    points, target = clouds_of_common_origin(0, 2, 60, 400, 0.1)
+    target[:, :50] = points[np.random.default_rng(0).permutation(60), :50]
+    for guess in (None, np.arange(60)):
+        found = order_of(target, points, guess)
+        assert score(target, points, found.order) == pytest.approx(best_score(target, points), rel=1e-6)
+
+
+@pytest.mark.parametrize("noise", [0.5, 1.5, None])
+@pytest.mark.parametrize("shape", [(8, 128, 768), (24, 96, 384)])
+def test_large_clouds_come_as_near_as_exact_searches(monkeypatch, noise, shape):
+    clouds = clouds_of_common_origin(1, *shape, noise)
+    exact = free_support_barycenter(clouds, solver="assignment")
+    monkeypatch.setattr(matching, "_SMALL_ROUND", 0)
+    found = free_support_barycenter(clouds, solver="assignment")
+    assert found.objective[-1] <= exact.objective[-1] * 1.001
+    assert exact.duality_gap is None and 0 <= found.duality_gap < 1e-5
+    assert found.converged or noise is None
+    aligned = np.stack([cloud[order] for cloud, order in zip(clouds, found.permutations, strict=True)])
+    aligned = aligned.astype(np.float64)
+    reached = float(((aligned - aligned.mean(axis=0)) ** 2).sum() / len(clouds))
+    assert found.objective[-1] == pytest.approx(reached, rel=1e-5)
+    # The search is the same from clouds, and points, in other orders.
+    random = np.random.default_rng(2)
+    other = [clouds[k][random.permutation(shape[1])] for k in random.permutation(shape[0])]
+    assert free_support_barycenter(other, solver="assignment").objective == found.objective
+
+
+def test_starts_rounds_and_a_single_cloud_of_large_clouds(monkeypatch):
+    monkeypatch.setattr(matching, "_SMALL_ROUND", 0)
+    clouds = clouds_of_common_origin(3, 5, 40, 60, None)
+    one = free_support_barycenter(clouds, solver="auto")
+    some = free_support_barycenter(clouds, solver="auto", starts=7)
+    assert some.objective[-1] <= one.objective[-1]
+    cut = free_support_barycenter(clouds, max_rounds=1)
+    assert cut.rounds == 1 and not cut.converged and cut.objective[0] == one.objective[0]
+    alone = free_support_barycenter(clouds[:1])
+    assert alone.converged and alone.objective[-1] == 0
+    started = free_support_barycenter(clouds, start=clouds[2])
+    assert started.objective[-1] == pytest.approx(one.objective[-1], rel=0.05)
+    orders = weight_matching(clouds)
+    assert (np.sort(orders, axis=1) == np.arange(40)).all()
+    # What gains next to nothing is not gone on with.
+    monkeypatch.setattr(barycenter, "_LEAST_GAIN_LARGE", 1.0)
+    assert free_support_barycenter(clouds).rounds == 2
