@@ -5,7 +5,9 @@ Functions take one matrix of all experts. Where one threshold holds for the whol
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +19,8 @@ from moe_jax.finite import largest_magnitude
 # Refitting ends when a round gains less than this part of the error, or after so many rounds.
 LEAST_GAIN, MOST_ROUNDS = 1e-3, 20
 _SAMPLED_ABOVE, _SAMPLE = 1 << 18, 1 << 14
+# Experts, or blocks of rows of so many entries, that are worked on at a time: each takes twice the memory of a kernel.
+_THREADS, _BLOCK = 4, 1 << 18
 # Squares of what is smaller come near the smallest number of float32; times this, they do not.
 _TINY, _LARGE = 2.0**-50, np.float32(2.0**64)
 
@@ -49,12 +53,17 @@ def concat_counts(residuals: Mapping[str, Float[np.ndarray, "..."]], keep: float
       residuals: the matrices.
       keep: share of all entries together that stays.
     """
-    magnitudes = np.concatenate([np.abs(residual).reshape(-1) for residual in residuals.values()])
-    mask = largest_mask(magnitudes, kept_entries(magnitudes.size, keep))
-    counts, start = {}, 0
-    for name, residual in residuals.items():
-        counts[name] = int(mask[start : start + residual.size].sum())
-        start += residual.size
+    magnitudes = {name: np.abs(residual).reshape(-1) for name, residual in residuals.items()}
+    size = sum(magnitude.size for magnitude in magnitudes.values())
+    left = kept_entries(size, keep)
+    if left == size:
+        return {name: magnitude.size for name, magnitude in magnitudes.items()}
+    least = _nth_largest(list(magnitudes.values()), left)
+    counts = {name: int(np.count_nonzero(magnitude > least)) for name, magnitude in magnitudes.items()}
+    left -= sum(counts.values())
+    for name, magnitude in magnitudes.items():  # of equal ones the first
+        equal = min(left, int(np.count_nonzero(magnitude == least)))
+        counts[name], left = counts[name] + equal, left - equal
     return counts
 
 
@@ -81,24 +90,28 @@ def largest_mask(residual: Float[np.ndarray, "..."], count: int) -> Bool[np.ndar
     magnitude = np.abs(residual).reshape(-1)
     if count >= magnitude.size:
         return np.ones(residual.shape, bool)
-    least = _nth_largest(magnitude, count)
+    least = _nth_largest([magnitude], count)
     mask = magnitude > least
     equal = np.flatnonzero(magnitude == least)
     mask[equal[: count - int(mask.sum())]] = True
     return mask.reshape(residual.shape)
 
 
-def _nth_largest(values: Float[np.ndarray, " n"], count: int) -> np.floating:
-    """The `count`-th largest value. Of many, a sample says between which bounds it lies, and only these are sorted."""
-    if values.size > _SAMPLED_ABOVE:
-        sample = np.sort(values[:: values.size // _SAMPLE])
-        at = (1 - count / values.size) * (sample.size - 1)
+def _nth_largest(parts: Sequence[Float[np.ndarray, " n"]], count: int) -> np.floating:
+    """The `count`-th largest value of all. Of many, a sample says between which bounds it lies, and only these are
+    sorted."""
+    size = sum(part.size for part in parts)
+    values = parts
+    if size > _SAMPLED_ABOVE:
+        sample = np.sort(np.concatenate([part[:: size // _SAMPLE] for part in parts]))
+        at = (1 - count / size) * (sample.size - 1)
         margin = 6 * math.sqrt(sample.size) / 2  # six standard deviations: it is nearly always between them
         lower, upper = sample[max(0, int(at - margin))], sample[min(sample.size - 1, int(at + margin) + 1)]
-        above = int(np.count_nonzero(values > upper))
-        between = values[(values >= lower) & (values <= upper)]
-        if above < count <= above + between.size:
+        above = sum(int(np.count_nonzero(part > upper)) for part in parts)
+        between = [part[(part >= lower) & (part <= upper)] for part in parts]
+        if above < count <= above + sum(part.size for part in between):
             values, count = between, count - above
+    values = np.concatenate(values)
     return np.partition(values, values.size - count)[values.size - count]
 
 
@@ -142,23 +155,37 @@ def _choose(
     importances: Sequence[np.ndarray | None] | None,
 ) -> Refit:
     """The best masks for a centre and, if asked for, the best centre for these masks."""
-    masks, error = [], 0.0
-    total, number = np.zeros_like(centre), np.zeros(centre.shape, np.uint16 if importances is None else np.float32)
-    for expert, kernel in enumerate(kernels):
-        residual, importance = kernel - centre, None if importances is None else importances[expert]
-        weigh = partial(_by_rows, importance)
-        mask = largest_mask(weigh(residual), count)
-        masks.append(mask)
-        residual[mask] = 0
-        total += weigh(weigh(residual))
-        number += weigh(weigh(~mask))
-        error += squared(weigh(residual))
-    if refit:
+    kernels = list(kernels)
+    factors = [None] * len(kernels) if importances is None else importances
+
+    def chosen(kernel: np.ndarray, factor: np.ndarray | None) -> Bool[np.ndarray, "..."]:
+        return largest_mask(_by_rows(factor, kernel - centre), count)
+
+    def refitted(rows: slice) -> tuple[np.ndarray, float]:
+        """Some rows of the best centre for the masks, and what is then left of the error."""
+        before, error = centre[rows], 0.0
+        total = np.zeros_like(before)
+        number = np.zeros(before.shape, np.uint16 if importances is None else np.float32)
+        for kernel, factor, mask in zip(kernels, factors, masks, strict=True):
+            weigh = partial(_by_rows, None if factor is None else factor[rows])
+            rest = kernel[rows] - before
+            rest[mask[rows]] = 0
+            total += weigh(weigh(rest))
+            number += weigh(weigh(~mask[rows]))
+            error += squared(weigh(rest))
+        if not refit:
+            return before, error
         moved = np.divide(total, number, out=np.zeros_like(total), where=number > 0)
         # Around its mean a set of numbers has less than around any other point: by the square of the distance, each.
-        error -= float(np.sum(moved.astype(np.float64) ** 2 * number))
-        centre = centre + moved
-    return Refit(centre, masks, max(error, 0.0), 1)
+        return before + moved, error - float(np.sum(moved.astype(np.float64) ** 2 * number))
+
+    # NumPy lets go of the interpreter in what takes time here; blocks of rows stay in the cache.
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        masks = list(threads.map(chosen, kernels, factors))
+        size = max(1, _BLOCK * len(centre) // max(1, centre.size))
+        parts = list(threads.map(refitted, [slice(at, at + size) for at in range(0, len(centre), size)]))
+    error = sum(error for _, error in parts)
+    return Refit(np.concatenate([rows for rows, _ in parts]) if refit else centre, masks, max(error, 0.0), 1)
 
 
 def _by_rows(factors: Float[np.ndarray, " i"] | None, array: np.ndarray) -> np.ndarray:
