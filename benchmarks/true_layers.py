@@ -1,6 +1,7 @@
 """MoE layers of true shapes through `moe-jax compress --method resmoe`, from the files to the files.
 
-    python benchmarks/true_layers.py [--layers NAME ...] [--exact] [--folder DIR] [--out benchmarks/results] [-- OPTIONS]
+    python benchmarks/true_layers.py [--layers NAME ...] [--exact] [--folder DIR] [--out benchmarks/results]
+        [-- OPTIONS]
 
 One layer each of Mixtral-8x7B (8 experts of 14336 neurons, width 4096), DeepSeekMoE-16B (64 of 1408, width 2048) and
 Qwen3-30B-A3B (128 of 768, width 2048), bfloat16. The weights are synthetic, twice:

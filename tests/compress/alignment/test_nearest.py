@@ -1,5 +1,6 @@
 """Orders of large clouds: those of exact searches among all pairs, with no more products than a proof takes."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -65,6 +66,23 @@ def test_no_more_products_than_it_takes(noise, most):
     assert score(target, points, found.order) == pytest.approx(best_score(target, points), rel=1e-6)
     settled = order_of(target, points[found.order], np.arange(300))
     assert settled.share <= most and (settled.order == np.arange(300)).all()
+
+
+@pytest.mark.parametrize("guess", [np.full(9, -1, np.int32), np.arange(9, dtype=np.int32)])
+def test_devices_and_hosts_look_alike(guess, monkeypatch):
+    random = np.random.default_rng(0)
+    products = random.standard_normal((9, 20)).astype(np.float32)
+    left_target = random.random(9).astype(np.float32)
+    of_points = [random.random(20).astype(np.float32) for _ in range(3)]
+    on_device = nearest._look_on_device(products, left_target, guess, *of_points)
+    monkeypatch.setattr(nearest, "_CACHED", 40)
+    on_host = nearest._look_on_host(products, left_target, guess, *of_points)
+    np.testing.assert_array_equal(on_device[0], on_host[0])
+    np.testing.assert_allclose(on_device[1], on_host[1], rtol=1e-6)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    points, target = clouds_of_common_origin(0, 2, 50, 64, 0.3)
+    found = order_of(target, points, None)
+    assert score(target, points, found.order) == pytest.approx(best_score(target, points), rel=1e-6)
 
 
 def test_a_bound_holds_where_the_first_columns_mislead():
