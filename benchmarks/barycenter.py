@@ -6,8 +6,8 @@ Needs POT beside the project: `pip install pot`. It is no dependency, and nothin
 
 DATA is a folder with `weights/stories260K/hf` and `text/tinyshakespeare/input.txt`: small MoEs are trained on it, of
 1024 neurons from random weights (gated, and plain with biases) and upcycled from stories260K, and kept in --work.
-MODELs are further model directories, such as `resmoe_quality.py` leaves behind in its WORK/models. Every MoE layer is a
-set of clouds; the random sets come with any call.
+MODELs are further directories of models with experts. Every MoE layer is a set of clouds; the random sets come with any
+call.
 
 Every solver begins with the points of the first expert and runs to its end. POT works in float64 with enough iterations
 of its network simplex to reach the optimum (by default it gives up near 2000 points). All barycenters are scored alike:

@@ -251,7 +251,7 @@ SECTIONS = (
     ),
     _reported(
         "barycenter",
-        "python benchmarks/barycenter.py DATA --models WORK/models/{random-e8-s0,upcycled-e8-s0,random-e4-s0}",
+        "python benchmarks/barycenter.py DATA --models MODEL ...",
         ("moe_jax/compress", "benchmarks/barycenters/clouds.py", "benchmarks/barycenters/others.py"),
         barycenters.report.Results,
         barycenters.report.report,
