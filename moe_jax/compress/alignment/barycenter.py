@@ -33,9 +33,9 @@ _ANNEALED_POINTS_CPU = 2048
 _ANNEALED_POINTS = 16384
 
 _MAX_ROUNDS_SMALL, _MAX_ROUNDS_LARGE = 100, 20
-# A round of large clouds that gains less than this part of the objective is the last one: all that would follow gain
-# some ten times as much together (on Gaussian clouds), and the objective is to be right to 0.1 %.
-_LEAST_GAIN_LARGE = 7e-5
+# Rounds of large clouds end when those to come would gain up to twice this part of the objective, see `descend`: it is
+# to be right to 0.1 %.
+_WORTH_LARGE = 5e-4
 
 
 class Barycenter(NamedTuple):
@@ -95,7 +95,7 @@ def free_support_barycenter(
     - `sinkhorn`: entropic plans under falling temperature, rounded by exact assignments.
     - `assignment`: exact assignments throughout. Small clouds go through `alternation` first, and so never end above
       it. Large ones (2^37 multiplications for a round, see `matching.py`) are aligned to the sum of those before them,
-      and a round that lowers the objective by less than 0.007 % is the last.
+      and rounds end when those to come would lower the objective by some 0.05 %.
     - `alternation`: exact assignments to the mean of all clouds in turn with the mean; the algorithm of POT's
       `free_support_barycenter`. Clouds without a common order are stuck after a round or two, some 5 % too high.
     - `auto`: `assignment`; but if the first round of coordinate descent changes more than 2 % of all places, annealing
@@ -208,7 +208,7 @@ def _search_large(solver, matching: Matching, source: int, max_rounds: int, prog
     if len(matching.clouds) == 1:
         matching.converged = True
         return _Found(matching, 0.0)
-    matching.descend(max_rounds, progress, least_gain=_LEAST_GAIN_LARGE)
+    matching.descend(max_rounds, progress, worth=_WORTH_LARGE)
     found = _Found(matching, matching.gap)
     if solver == "auto" and _is_worth_annealing(matching):
         found = min(found, _annealed(matching, max_rounds, progress), key=lambda one: one.matching.objective)

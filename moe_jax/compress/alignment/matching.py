@@ -135,11 +135,12 @@ class Matching:
             self.converged = not self.moved
 
     def descend(
-        self, max_rounds: int, progress: AlignmentProgress | None = None, *, least_gain: float = 0.0
+        self, max_rounds: int, progress: AlignmentProgress | None = None, *, worth: float = 0.0
     ) -> None:
         """Aligns one cloud after another to the sum of the others until no order changes.
 
-        It ends also with a round that lowers the objective by less than `least_gain` of it.
+        It ends also when all rounds to come will hardly lower the objective by twice `worth` of it. Without a common
+        order the r-th round gains about as much as 1 / r^2, so that those after it gain one to two times r times that.
 
         This is coordinate descent on sum_{j<k} ||cloud j - cloud k||^2, which is E^2 times the objective. Without the
         pull of a cloud towards where it is already, it leaves most of the orders in which `alternate` is stuck: its
@@ -148,6 +149,7 @@ class Matching:
         count = len(self.clouds)
         # Clouds in a row that are in their best order. Of two, one is if the other is.
         settled, enough = 0, 1 if count == 2 else count
+        done = 0
         self.converged = False
         while not self.converged and len(self.objectives) < max_rounds:
             changed = np.zeros(len(self.mean), bool)
@@ -163,7 +165,8 @@ class Matching:
                     break
             self._end_round(changed)
             self.converged = settled >= enough
-            if len(self.objectives) > 1 and self.objectives[-1] > self.objectives[-2] * (1 - least_gain):
+            done += 1
+            if worth and self.objectives[-1] * (1 + worth / done) > self.objectives[-2]:
                 break
 
     def _better_order(self, k: int, target: Float[np.ndarray, "n D"]) -> tuple[np.ndarray, np.ndarray]:

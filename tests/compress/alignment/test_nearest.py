@@ -129,5 +129,5 @@ def test_starts_rounds_and_a_single_cloud_of_large_clouds(monkeypatch):
     orders = weight_matching(clouds)
     assert (np.sort(orders, axis=1) == np.arange(40)).all()
     # What gains next to nothing is not gone on with.
-    monkeypatch.setattr(barycenter, "_LEAST_GAIN_LARGE", 1.0)
+    monkeypatch.setattr(barycenter, "_WORTH_LARGE", 1.0)
     assert free_support_barycenter(clouds).rounds == 2
