@@ -69,7 +69,7 @@ LAYERS = {
 }
 # Where the exact searches end within the hour.
 EXACT = {
-    "Mixtral-8x7B, a quarter of its neurons and width": Shape(8, 3584, 1024),
+    "Mixtral-8x7B, an eighth of its neurons and width": Shape(8, 1792, 512),
     "DeepSeekMoE-16B": LAYERS["DeepSeekMoE-16B"],
     "Qwen3-30B-A3B": LAYERS["Qwen3-30B-A3B"],
 }
