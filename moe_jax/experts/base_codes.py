@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels, CodedNF4
 from moe_jax.experts.forms.nf4 import NF4
-from moe_jax.experts.forms.quantized import Quantized, check_group_size
+from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized, check_group_size
 
 Code = Literal["8", "4", "3", "2", "nf4"]
 CODES: tuple[str, ...] = get_args(Code)
@@ -24,10 +24,12 @@ class BaseCodes:
     Attributes:
       code: bits of a code, 8, 4, 3 or 2, with a bfloat16 scale per group; or `nf4` (see `functional.nf4`).
       group_size: entries along the input axis that share a scale, a multiple of 8, by default 128. NF4 has its own.
+      table: every kernel has a table of levels of its own; for 4, 3 or 2 bits.
     """
 
     code: Code
     group_size: int | None = None
+    table: bool = False
 
     def __post_init__(self) -> None:
         check_member("code of a base", self.code, CODES)
@@ -36,13 +38,20 @@ class BaseCodes:
         if self.code != "nf4":
             object.__setattr__(self, "group_size", DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size)
         check_group_size(self.group_size)
+        if self.table and not self.may_have_table:
+            raise InputError(f"a base in codes {self.code!r} has no table of levels: only 4, 3 or 2 bits have")
+
+    @property
+    def may_have_table(self) -> bool:
+        """Whether the codes are of so few bits that their levels may be those of a table."""
+        return self.code in map(str, TABLE_BITS)
 
     @property
     def form(self) -> Coded:
         """The form of a kernel."""
         if self.group_size is None:
             return CodedNF4(codes=NF4())
-        return CodedLevels(codes=Quantized(bits=int(self.code), group_size=self.group_size))
+        return CodedLevels(codes=Quantized(bits=int(self.code), group_size=self.group_size, table=self.table))
 
     @property
     def adjective(self) -> str:
@@ -52,4 +61,4 @@ class BaseCodes:
     def describe(self) -> str:
         """In words, for tables."""
         groups = "" if self.group_size in (None, DEFAULT_GROUP_SIZE) else f" in groups of {self.group_size}"
-        return f"{self.adjective} codes{groups}"
+        return f"{self.adjective} codes{groups}" + (", fitted levels" if self.table else "")

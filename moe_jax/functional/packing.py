@@ -13,10 +13,12 @@ sign says which of two grids a group has:
 - negative: the even numbers `2 q - 2^bits`, from `-2^bits` to `2^bits - 2`. Zero is one of them: the better grid where
   many entries are zero, or next to nothing beside a few large ones.
 
-A scale of zero makes a group of zeros.
+A scale of zero makes a group of zeros. A kernel may have a table of its own instead, of any 2^bits levels.
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -25,6 +27,25 @@ from jaxtyping import Array, Float, Int, UInt8
 # Its eight bits of mantissa are finer than any code here; in float32, a scale would take a quarter
 # of the bytes of 128 one-bit codes.
 SCALE_DTYPE = jnp.bfloat16
+
+
+class Grid(NamedTuple):
+    """What codes stand for: a level times the scale of the code's group.
+
+    Attributes:
+      scales: of groups, or of rows; one for every code, or of axes of length 1.
+      table: the levels of the codes, ascending; None: those that the sign of the scale chooses.
+    """
+
+    scales: Float[Array, "*#s"]
+    table: Float[Array, " n"] | None = None
+
+    def numbers(self, codes: Float[Array, "*s"] | UInt8[Array, "*s"], bits: int) -> Float[Array, "*s"]:
+        """The numbers that unpacked codes represent, in the dtype of the scales."""
+        if self.table is None:
+            return scaled_levels(codes.astype(self.scales.dtype), self.scales, bits)
+        levels = select_levels(codes.astype(jnp.uint8), [self.table[code] for code in range(2**bits)], bits)
+        return levels.astype(self.scales.dtype) * self.scales
 
 
 def codes_shape(shape: tuple[int, int], bits: int) -> tuple[int, int]:
@@ -70,6 +91,17 @@ def scaled_levels(codes: Float[Array, "*s"], scales: Float[Array, "*#s"], bits: 
     return levels * scales
 
 
+def select_levels(
+    codes: UInt8[Array, "*s"], levels: Sequence[Float[Array, ""]], bits: int
+) -> Float[Array, "*s"]:
+    """The levels of unpacked codes, bit by bit: 2^bits - 1 selections are vector operations, and a look-up is not."""
+    levels = list(levels)
+    for bit in range(bits):
+        is_set = (codes >> jnp.uint8(bit)) & jnp.uint8(1) == 1
+        levels = [jnp.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2], strict=True)]
+    return levels[0]
+
+
 def dequantize(
     packed: UInt8[Array, "b o"],
     scales: Float[Array, "g s"],
@@ -77,6 +109,7 @@ def dequantize(
     bits: int,
     group_size: int | None,
     dtype: DTypeLike,
+    table: Float[Array, " n"] | None = None,
 ) -> Float[Array, "i o"]:
     """Levels times scales; [rows, o] in `dtype`.
 
@@ -87,13 +120,29 @@ def dequantize(
       bits: of a code.
       group_size: rows that share a scale; None: all.
       dtype: of the result.
+      table: see `Grid`.
     """
-    codes, scales = unpack(packed, rows, bits, dtype), scales.astype(dtype)
+    codes = unpack(packed, rows, bits, dtype)
+    return Grid(of_rows(scales.astype(dtype), rows, group_size), table).numbers(codes, bits)
+
+
+def of_rows(
+    of_groups: Float[Array, "g s"], rows: int, group_size: int | None, first: Int[Array, ""] | None = None
+) -> Float[Array, "i s"]:
+    """What rows have of their groups; as it is if all rows are of one.
+
+    Args:
+      of_groups: a row for every group of the kernel.
+      rows: how many.
+      group_size: rows of a group; None: all.
+      first: the row of the kernel at which they begin, which may be inside a group; None: at the first.
+    """
     if group_size is None:
-        return scaled_levels(codes, scales, bits)
-    groups, width = scales.shape
-    per_row = jnp.broadcast_to(scales[:, None, :], (groups, group_size, width)).reshape(-1, width)[:rows]
-    return scaled_levels(codes, per_row, bits)
+        return of_groups
+    if first is not None:
+        return jnp.take(of_groups, (first + jnp.arange(rows, dtype=jnp.int32)) // group_size, axis=0)
+    groups, width = of_groups.shape
+    return jnp.broadcast_to(of_groups[:, None, :], (groups, group_size, width)).reshape(-1, width)[:rows]
 
 
 def _word(bits: int) -> tuple[int, int]:

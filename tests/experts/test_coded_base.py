@@ -36,6 +36,7 @@ DELTAS = {"low-rank": {"rank": 3}, "quantized": {"bits": 2, "group_size": 8}, "s
 STORED = {
     "4 bits": BaseCodes(code="4", group_size=8),
     "3 bits": BaseCodes(code="3", group_size=16),  # does not divide the 24 neurons
+    "3 bits, fitted": BaseCodes(code="3", group_size=16, table=True),
     "nf4": BaseCodes(code="nf4"),
 }
 
@@ -140,10 +141,11 @@ def test_a_bank_equals_that_over_the_kernels_its_codes_stand_for(kind, strategy,
     form = config.base_codes.form
     for name, matrix in ffn_matrices(FFN, D_MODEL).items():
         arrays = nnx.merge(graphdef, params, rest).base[name].arrays()
-        _, through = jax.vjp(lambda scales, a=arrays, m=matrix: form.materialise(None, a | {"coded/scales": scales}, m),
-                             arrays["coded/scales"])  # fmt: skip
-        (of_scales,) = through(of_plain["base"][name]["kernel"][...])
-        assert_close(of_params["base"][name]["coded"]["scales"][...], of_scales)
+        trained = {path: array for path, array in arrays.items() if form.is_trained(path, array)}
+        _, through = jax.vjp(lambda own, a=arrays, m=matrix: form.materialise(None, a | own, m), trained)
+        (expected,) = through(of_plain["base"][name]["kernel"][...])
+        got = {path: of_params["base"][name]["coded"][path.removeprefix("coded/")][...] for path in trained}
+        assert_close(got, expected)
 
 
 @one_in(2)
@@ -283,6 +285,8 @@ def test_experts_on_the_host_are_those_of_the_bank():
     [
         (lambda: BaseCodes(code="5"), "unknown code of a base '5'"),
         (lambda: BaseCodes(code="4", group_size=12), "group_size=12 must be a multiple of 8"),
+        (lambda: BaseCodes(code="8", table=True), "a base in codes '8' has no table of levels"),
+        (lambda: BaseCodes(code="nf4", table=True), "a base in codes 'nf4' has no table of levels"),
         (lambda: BaseCodes(code="nf4", group_size=64), "group_size=64 does not go with an NF4 base"),
         (lambda: BankConfig(base_codes=STORED["nf4"]), "base_codes go with a shared base"),
         (

@@ -9,6 +9,7 @@ the squared error, and 18 % if done twice, where the residuals have 0.72 of the 
 0.074 of it, the grid of the centre is coarser than what it would be moved by, and the gain is 0.2 %.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -65,14 +66,19 @@ class Coded(NamedTuple):
             write(f"experts/delta/{name}/{leaf}", array)
 
 
-def codes_of_options(bits: Any, group_size: int | None) -> BaseCodes | None:
+def codes_of_options(bits: Any, group_size: int | None, *, table: bool = False) -> BaseCodes | None:
     """The codes that the options `centre_bits` and `centre_group_size` of a method ask for; None: none.
+
+    Args:
+      bits, group_size: these options.
+      table: codes that may have a table of levels have one.
 
     Raises:
       InputError: if they are out of range, or the second stands alone.
     """
     if bits is not None:
-        return BaseCodes(code=str(bits), group_size=group_size)  # type: ignore[arg-type]
+        codes = BaseCodes(code=str(bits), group_size=group_size)  # type: ignore[arg-type]
+        return dataclasses.replace(codes, table=table and codes.may_have_table)
     if group_size is not None:
         raise InputError(f"centre_group_size={group_size} goes with centre_bits: the centre has no codes without them")
     return None

@@ -31,11 +31,25 @@ from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 
 class Encoded(NamedTuple):
-    """Quantised numbers: packed codes and scales (see `functional.packing`), and the float32 values they stand for."""
+    """A kernel in codes.
 
-    codes: np.ndarray
-    scales: np.ndarray
-    approximation: np.ndarray
+    Attributes:
+      leaves: by name, as `functional.packing` describes them: packed codes, their scales, and what else the form has.
+      approximation: float32, what they stand for.
+    """
+
+    leaves: Mapping[str, Any]
+    approximation: Any
+
+    @property
+    def codes(self) -> Any:
+        """Packed codes."""
+        return self.leaves["codes"]
+
+    @property
+    def scales(self) -> Any:
+        """Their scales."""
+        return self.leaves["scales"]
 
 
 class Coder(Protocol):
@@ -45,8 +59,10 @@ class Coder(Protocol):
         """The best approximation `left @ right.T` of a rank: `left` [n, r] and `right` [w, r], float32."""
         ...
 
-    def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
-        """Quantises; a scale is shared by `group_size` rows of a column, or by all entries (None)."""
+    def quantize(
+        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, table: bool = False
+    ) -> Encoded:
+        """Quantises, in the format that the options of `forms.Quantized` describe."""
         ...
 
 

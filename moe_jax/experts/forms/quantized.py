@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from moe_jax.errors import MAX_SIZE, InputError
 from moe_jax.experts.forms.by_name import register
@@ -15,11 +15,12 @@ from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import Coder, KernelForm
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.block_synthesis import InTriton
-from moe_jax.functional.packing import SCALE_DTYPE, codes_shape, dequantize, pack, scaled_levels, scales_shape, unpack
+from moe_jax.functional.packing import SCALE_DTYPE, Grid, codes_shape, of_rows, pack, scales_shape, unpack
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.packed_tile import PackedTile, why_not_packed
 
 BITS = (8, 4, 3, 2, 1)
+TABLE_BITS = (4, 3, 2)
 
 
 @register("quantized")
@@ -27,18 +28,30 @@ BITS = (8, 4, 3, 2, 1)
 class Quantized(KernelForm):
     """`W` plus packed `codes` [E, bytes, out] times `scales` [E, groups, out] (or [E, 1, 1]), which are zero at first.
 
+    Kernels in Pallas, for TPUs and GPUs, know the codes of the plain format only (`is_plain`); others are made by plain
+    XLA, a tile at a time.
+
     Attributes:
       bits: per code: 8, 4, 3, 2 or 1.
       group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
+      table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; for 4, 3 or 2 bits.
     """
 
     bits: int
     group_size: int | None = None
+    table: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise InputError(f"bits={self.bits} must be one of {', '.join(map(str, BITS))}")
         check_group_size(self.group_size)
+        if self.table and self.bits not in TABLE_BITS:
+            raise InputError(f"bits={self.bits} have no table of levels: only 4, 3 or 2 bits have")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a code and its scale alone say what a code stands for."""
+        return not self.table
 
     @property
     def has_codes(self) -> bool:
@@ -48,11 +61,11 @@ class Quantized(KernelForm):
     @property
     def codes_in_groups(self) -> tuple[int, int] | None:
         """See `ExpertForm`."""
-        return None if self.group_size is None else (self.bits, self.group_size)
+        return None if self.group_size is None or not self.is_plain else (self.bits, self.group_size)
 
     def describe(self) -> str:
         """See `ExpertForm`."""
-        return f"quantized, {self.bits} bits"
+        return f"quantized, {self.bits} bits" + (", fitted levels" if self.table else "")
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
@@ -60,16 +73,29 @@ class Quantized(KernelForm):
         """See `KernelForm`."""
         # No code stands for zero; the scales are zero.
         codes = pack(jnp.full(matrix.shape, 2 ** (self.bits - 1), jnp.int32), self.bits)
-        return {
-            "codes": jnp.broadcast_to(codes, (*stack, *codes_shape(matrix.shape, self.bits))),
-            "scales": jnp.zeros((*stack, *scales_shape(matrix.shape, self.group_size)), SCALE_DTYPE),
-        }
+        return self.uniform(jnp.broadcast_to(codes, (*stack, *codes_shape(matrix.shape, self.bits))), matrix, 0)
+
+    def uniform(self, codes: UInt8[Array, "*stack b o"], matrix: Matrix, scale: float) -> dict[str, Array]:
+        """Leaves whose scales are all alike, and the levels the odd numbers.
+
+        Args:
+          codes: packed.
+          matrix: the matrix.
+          scale: half the step between the levels.
+        """
+        stack = codes.shape[:-2]
+        leaves = {"codes": codes, "scales": jnp.full((*stack, *scales_shape(matrix.shape, self.group_size)), scale,
+                                                     SCALE_DTYPE)}  # fmt: skip
+        if self.table:
+            odd = jnp.arange(1 - 2**self.bits, 2**self.bits, 2, dtype=jnp.int32).astype(SCALE_DTYPE)
+            leaves["table"] = jnp.broadcast_to(odd, (*stack, 2**self.bits))
+        return leaves
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
         """See `KernelForm`."""
         codes = P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")
-        return {"codes": codes, "scales": P("expert", None, None)}
+        return {"codes": codes, "scales": P("expert", None, None), "table": P("expert", None)}
 
     # ---- what it means, and how it is applied -----------------------------------------------------------------------
 
@@ -79,24 +105,26 @@ class Quantized(KernelForm):
         return delta if base is None else base + delta
 
     def _delta(self, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        codes, scales, rows = window.columns(arrays["codes"]), arrays["scales"], window.shape[0]
-        if self.group_size is None:
-            return dequantize(codes, scales, rows, self.bits, None, jnp.float32)
-        scales = window.columns(scales)
-        if window.origin is None:
-            return dequantize(codes, scales, rows, self.bits, self.group_size, jnp.float32)
+        rows, first = window.shape[0], None if window.origin is None else window.origin[0]
+        scales = arrays["scales"].astype(jnp.float32)
+        if self.group_size is not None:
+            scales = window.columns(scales)
         # A shard may begin inside a group, and holds the scales of all groups.
-        group = (window.origin[0] + jnp.arange(rows, dtype=jnp.int32)) // self.group_size
-        scales = jnp.take(scales.astype(jnp.float32), group, axis=0)
-        return scaled_levels(unpack(codes, rows, self.bits, jnp.float32), scales, self.bits)
+        grid = Grid(of_rows(scales, rows, self.group_size, first), arrays.get("table"))
+        codes = unpack(window.columns(arrays["codes"]), rows, self.bits, jnp.uint8 if self.table else jnp.float32)
+        return grid.numbers(codes, self.bits)
 
     def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
         """See `KernelForm`."""
+        if not self.is_plain:
+            return f"{self.describe()}: kernels know no codes but those of a grid with one scale per group"
         reason = why_not_packed(self.bits, self.group_size, shape[0])
         return PackedTile(self.bits, self.group_size, shape[0]) if reason is None else reason
 
-    def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton:
+    def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton | None:
         """See `KernelForm`."""
+        if not self.is_plain:
+            return None
         from moe_jax.kernels.gpu.triton_makers import ScaledCodes
 
         own = arrays["codes"], arrays["scales"], origin[:1]
@@ -104,10 +132,10 @@ class Quantized(KernelForm):
 
     def specs(self, split: Split) -> dict[str, P]:
         """See `KernelForm`."""
-        if split == "in":
-            return {"codes": P("expert", "tensor", None), "scales": P("expert", None, None)}
-        per_column = None if self.group_size is None else "tensor"
-        return {"codes": P("expert", None, "tensor"), "scales": P("expert", None, per_column)}
+        per_column = None if self.group_size is None or split == "in" else "tensor"
+        codes = P("expert", "tensor", None) if split == "in" else P("expert", None, "tensor")
+        specs = {"codes": codes, "scales": P("expert", None, per_column)}
+        return specs | ({"table": P("expert", None)} if self.table else {})
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
 
@@ -130,8 +158,8 @@ class Quantized(KernelForm):
         kept: Bool[np.ndarray, "i o"] | None = None,
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """See `KernelForm`."""
-        made = coder.quantize(residual, bits=self.bits, group_size=self.group_size)
-        return {"codes": made.codes, "scales": made.scales}, made.approximation
+        made = coder.quantize(residual, **dataclasses.asdict(self))
+        return dict(made.leaves), made.approximation
 
 
 def check_group_size(group_size: int | None) -> None:

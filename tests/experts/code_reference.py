@@ -1,0 +1,25 @@
+"""What codes stand for, entry by entry from the words of the format, float64 (see `functional.packing`)."""
+
+import numpy as np
+
+
+def unpacked(codes: np.ndarray, rows: int, bits: int) -> np.ndarray:
+    """[rows, o], whole numbers."""
+    fields = np.unpackbits(np.asarray(codes, np.uint8), axis=0, bitorder="little")[: rows * bits]
+    return sum(fields.reshape(rows, bits, -1)[:, bit].astype(int) << bit for bit in range(bits))
+
+
+def decoded(leaves, form, rows: int) -> np.ndarray:
+    """The kernel [rows, o] of one expert, of a `Quantized` form."""
+    leaves = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+    codes = unpacked(leaves["codes"], rows, form.bits)
+    scales, out = leaves["scales"].astype(np.float64), np.empty(codes.shape)
+    for row, code in enumerate(codes):
+        group = 0 if form.group_size is None else row // form.group_size
+        scale = np.broadcast_to(scales[group], code.shape)
+        if form.table:
+            levels = leaves["table"].astype(np.float64)[code]
+        else:
+            levels = np.where(scale < 0, 2 * code - 2**form.bits, 2 * code + 1 - 2**form.bits)
+        out[row] = levels * scale
+    return out
