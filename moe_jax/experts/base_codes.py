@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels, CodedNF4
 from moe_jax.experts.forms.nf4 import NF4
-from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized, check_group_size
+from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized, check_group_size, check_scale_bits
 
 Code = Literal["8", "4", "3", "2", "nf4"]
 CODES: tuple[str, ...] = get_args(Code)
@@ -25,11 +25,13 @@ class BaseCodes:
       code: bits of a code, 8, 4, 3 or 2, with a bfloat16 scale per group; or `nf4` (see `functional.nf4`).
       group_size: entries along the input axis that share a scale, a multiple of 8, by default 128. NF4 has its own.
       table: every kernel has a table of levels of its own; for 4, 3 or 2 bits.
+      scale_bits: of a scale: 16, or 8 (see `functional.packing`). NF4 has its own.
     """
 
     code: Code
     group_size: int | None = None
     table: bool = False
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         check_member("code of a base", self.code, CODES)
@@ -38,6 +40,9 @@ class BaseCodes:
         if self.code != "nf4":
             object.__setattr__(self, "group_size", DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size)
         check_group_size(self.group_size)
+        check_scale_bits(self.scale_bits)
+        if self.code == "nf4" and self.scale_bits != 16:
+            raise InputError(f"scale_bits={self.scale_bits} does not go with an NF4 base, which has scales of its own")
         if self.table and not self.may_have_table:
             raise InputError(f"a base in codes {self.code!r} has no table of levels: only 4, 3 or 2 bits have")
 
@@ -51,7 +56,10 @@ class BaseCodes:
         """The form of a kernel."""
         if self.group_size is None:
             return CodedNF4(codes=NF4())
-        return CodedLevels(codes=Quantized(bits=int(self.code), group_size=self.group_size, table=self.table))
+        form = Quantized(
+            bits=int(self.code), group_size=self.group_size, table=self.table, scale_bits=self.scale_bits
+        )
+        return CodedLevels(codes=form)
 
     @property
     def adjective(self) -> str:
@@ -61,4 +69,5 @@ class BaseCodes:
     def describe(self) -> str:
         """In words, for tables."""
         groups = "" if self.group_size in (None, DEFAULT_GROUP_SIZE) else f" in groups of {self.group_size}"
-        return f"{self.adjective} codes{groups}" + (", fitted levels" if self.table else "")
+        more = (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
+        return f"{self.adjective} codes{groups}{more}"

@@ -14,10 +14,14 @@ sign says which of two grids a group has:
   many entries are zero, or next to nothing beside a few large ones.
 
 A scale of zero makes a group of zeros. A kernel may have a table of its own instead, of any 2^bits levels.
+
+Scales may be codes themselves (double quantisation; QLoRA, arXiv 2305.14314, section 3), of eight bits c from -127 to
+127: `step * c |c| / 127^2`, where the step is the largest of the scales of a group of rows, one for each of them. By
+the square, scales of columns a thousandth as large as the largest still have a code of their own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -27,6 +31,7 @@ from jaxtyping import Array, Float, Int, UInt8
 # Its eight bits of mantissa are finer than any code here; in float32, a scale would take a quarter
 # of the bytes of 128 one-bit codes.
 SCALE_DTYPE = jnp.bfloat16
+_MOST = 127
 
 
 class Grid(NamedTuple):
@@ -56,6 +61,30 @@ def codes_shape(shape: tuple[int, int], bits: int) -> tuple[int, int]:
 def scales_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, int]:
     """Shape of the scales of a kernel [i, o]: [ceil(i / group_size), o], or [1, 1] for one per kernel."""
     return (1, 1) if group_size is None else (math.ceil(shape[0] / group_size), shape[1])
+
+
+def scale_leaves(scales: Float[Array, "*stack g s"], scale_bits: int) -> dict[str, Array]:
+    """Scales as they are stored: `scales`, or `scale_codes` int8 and `scale_steps` [..., g, 1].
+
+    Args:
+      scales: float32.
+      scale_bits: 16, or 8.
+    """
+    if scale_bits == 16:
+        return {"scales": scales.astype(SCALE_DTYPE)}
+    steps = jnp.max(jnp.abs(scales), axis=-1, keepdims=True).astype(SCALE_DTYPE)
+    wide = steps.astype(jnp.float32)
+    roots = jnp.sqrt(jnp.abs(scales) / jnp.where(wide > 0, wide, 1))
+    codes = jnp.sign(scales) * jnp.clip(jnp.round(_MOST * roots), 0, _MOST)
+    return {"scale_codes": codes.astype(jnp.int8), "scale_steps": steps}
+
+
+def scales_of(leaves: Mapping[str, Array]) -> Float[Array, "*stack g s"]:
+    """The scales that leaves stand for, float32; see `scale_leaves`."""
+    if "scales" in leaves:
+        return leaves["scales"].astype(jnp.float32)
+    codes = leaves["scale_codes"].astype(jnp.float32)
+    return leaves["scale_steps"].astype(jnp.float32) * (codes * jnp.abs(codes) / _MOST**2)
 
 
 def pack(codes: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:

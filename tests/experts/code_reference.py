@@ -9,11 +9,18 @@ def unpacked(codes: np.ndarray, rows: int, bits: int) -> np.ndarray:
     return sum(fields.reshape(rows, bits, -1)[:, bit].astype(int) << bit for bit in range(bits))
 
 
+def _scales(leaves, form) -> np.ndarray:
+    if form.scale_bits == 16:
+        return leaves["scales"].astype(np.float64)
+    codes, steps = leaves["scale_codes"].astype(np.float64), leaves["scale_steps"].astype(np.float64)
+    return steps * np.sign(codes) * (codes / 127) ** 2
+
+
 def decoded(leaves, form, rows: int) -> np.ndarray:
     """The kernel [rows, o] of one expert, of a `Quantized` form."""
     leaves = {name: np.asarray(leaf) for name, leaf in leaves.items()}
     codes = unpacked(leaves["codes"], rows, form.bits)
-    scales, out = leaves["scales"].astype(np.float64), np.empty(codes.shape)
+    scales, out = _scales(leaves, form), np.empty(codes.shape)
     for row, code in enumerate(codes):
         group = 0 if form.group_size is None else row // form.group_size
         scale = np.broadcast_to(scales[group], code.shape)

@@ -24,6 +24,9 @@ FORMATS = {
     "a table": Quantized(bits=3, group_size=16, table=True),
     "a table for one scale": Quantized(bits=2, table=True),
     "a table of 16": Quantized(bits=4, group_size=8, table=True),
+    "8-bit scales": Quantized(bits=3, group_size=8, scale_bits=8),
+    "8-bit scales of signs": Quantized(bits=1, group_size=16, scale_bits=8),
+    "both": Quantized(bits=2, group_size=16, table=True, scale_bits=8),
 }
 
 
@@ -87,8 +90,14 @@ def test_gradients_are_those_of_finite_differences(name):
             assert float(gradients[leaf][place]) == pytest.approx(slope, rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("axes", [{"expert": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        *((name, {"expert": 4, "tensor": 2}) for name in FORMATS if name != "a table of 16"),
+        ("a table of 16", {"data": 2, "fsdp": 2, "expert": 2}),
+    ],
+    ids=str,
+)
 def test_banks_over_a_mesh_are_those_of_one_device(name, axes):
     config, expert = BankConfig(FORMATS[name], base="none"), FFNConfig(dim=32)
 
@@ -136,6 +145,8 @@ def test_fresh_deltas_are_zero_and_no_kernel_in_pallas_is_asked_for_them(name):
     ("options", "said"),
     [
         ({"bits": 8, "table": True}, "bits=8 have no table of levels: only 4, 3 or 2 bits have"),
+        ({"bits": 4, "scale_bits": 4, "group_size": 8}, "scale_bits=4 must be 16 or 8"),
+        ({"bits": 4, "scale_bits": 8}, "scale_bits=8 go with groups"),
         ({"bits": 1, "table": True}, "bits=1 have no table of levels"),
     ],
 )

@@ -36,7 +36,7 @@ DELTAS = {"low-rank": {"rank": 3}, "quantized": {"bits": 2, "group_size": 8}, "s
 STORED = {
     "4 bits": BaseCodes(code="4", group_size=8),
     "3 bits": BaseCodes(code="3", group_size=16),  # does not divide the 24 neurons
-    "3 bits, fitted": BaseCodes(code="3", group_size=16, table=True),
+    "3 bits, fitted": BaseCodes(code="3", group_size=16, table=True, scale_bits=8),
     "nf4": BaseCodes(code="nf4"),
 }
 
@@ -286,6 +286,7 @@ def test_experts_on_the_host_are_those_of_the_bank():
         (lambda: BaseCodes(code="5"), "unknown code of a base '5'"),
         (lambda: BaseCodes(code="4", group_size=12), "group_size=12 must be a multiple of 8"),
         (lambda: BaseCodes(code="8", table=True), "a base in codes '8' has no table of levels"),
+        (lambda: BaseCodes(code="nf4", scale_bits=8), "scale_bits=8 does not go with an NF4 base"),
         (lambda: BaseCodes(code="nf4", table=True), "a base in codes 'nf4' has no table of levels"),
         (lambda: BaseCodes(code="nf4", group_size=64), "group_size=64 does not go with an NF4 base"),
         (lambda: BankConfig(base_codes=STORED["nf4"]), "base_codes go with a shared base"),

@@ -66,19 +66,24 @@ class Coded(NamedTuple):
             write(f"experts/delta/{name}/{leaf}", array)
 
 
-def codes_of_options(bits: Any, group_size: int | None, *, table: bool = False) -> BaseCodes | None:
+def codes_of_options(
+    bits: Any, group_size: int | None, *, table: bool = False, scale_bits: int = 16
+) -> BaseCodes | None:
     """The codes that the options `centre_bits` and `centre_group_size` of a method ask for; None: none.
 
     Args:
       bits, group_size: these options.
       table: codes that may have a table of levels have one.
+      scale_bits: of their scales; NF4 has its own.
 
     Raises:
       InputError: if they are out of range, or the second stands alone.
     """
     if bits is not None:
         codes = BaseCodes(code=str(bits), group_size=group_size)  # type: ignore[arg-type]
-        return dataclasses.replace(codes, table=table and codes.may_have_table)
+        if codes.group_size is None:
+            return codes
+        return dataclasses.replace(codes, table=table and codes.may_have_table, scale_bits=scale_bits)
     if group_size is not None:
         raise InputError(f"centre_group_size={group_size} goes with centre_bits: the centre has no codes without them")
     return None

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from moe_jax.compress.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.compress.coding.quantizer import quantize
 from moe_jax.compress.coding.truncated_svd import truncated_svd
-from moe_jax.experts.forms.protocol import Encoded
+from moe_jax.experts.forms.protocol import Encoded, MoreOfCodes
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class LeastError:
         return u * root, v * root
 
     def quantize(
-        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, table: bool = False
+        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
         """See `Coder`."""
-        made = quantize(values, bits=bits, group_size=group_size, table=table, fit=self.fit, even=self.even)
+        made = quantize(values, bits=bits, group_size=group_size, fit=self.fit, even=self.even, **more)
         return jax.tree.map(np.asarray, made)
 
 
@@ -71,11 +71,10 @@ class LeastOutputError:
         return scipy.linalg.solve_triangular(self._factor, u * root, trans=1, check_finite=False), v * root
 
     def quantize(
-        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, table: bool = False
+        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
         """See `Coder`."""
-        options: dict[str, Any] = {"bits": bits, "group_size": group_size, "table": table}
-        options |= {"fit": self.fit, "even": self.even}
+        options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
         if self.feedback:
             made = quantize_with_feedback(values, self._factor, **options)
         else:

@@ -19,7 +19,7 @@ import scipy.linalg
 from jax import lax
 from jaxtyping import Array, Float
 
-from moe_jax.compress.coding.quantizer import best_scales, fitted_table, nearest_codes, stored
+from moe_jax.compress.coding.quantizer import as_read, best_scales, fitted_table, nearest_codes, stored
 from moe_jax.errors import InputError
 from moe_jax.experts.forms.protocol import Encoded
 from moe_jax.functional.packing import Grid, pack
@@ -52,7 +52,7 @@ def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i 
     raise InputError("a second moment is not positive semi-definite: the calibration is damaged; make it again")
 
 
-@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table"))
+@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits"))
 def quantize_with_feedback(
     kernel: Float[Array, "i o"],
     factor: Float[Array, "i i"],
@@ -62,6 +62,7 @@ def quantize_with_feedback(
     fit: bool = True,
     even: bool = False,
     table: bool = False,
+    scale_bits: int = 16,
 ) -> Encoded:
     """Quantises for the least change of the outputs.
 
@@ -72,6 +73,7 @@ def quantize_with_feedback(
       group_size: rows that share a scale; None: one scale for all entries, chosen for the kernel as it is.
       fit, even: as of `quantize`.
       table: the kernel has a table of levels of its own, fitted to the kernel as it is.
+      scale_bits: as of `quantize`.
     """
     rows, width = kernel.shape
     size = min(rows, 128) if group_size is None else group_size
@@ -99,7 +101,7 @@ def quantize_with_feedback(
         group_weights = lax.dynamic_slice_in_dim(weights, start, size)
         scales = common
         if scales is None:
-            scales = choose(targets[None], group_weights[None], whole=False)[0]
+            scales = as_read(choose(targets[None], group_weights[None], whole=False)[0], scale_bits)
         within = lax.dynamic_slice_in_dim(shares_of_group, start, size)
 
         def code_row(row_errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:
@@ -115,4 +117,4 @@ def quantize_with_feedback(
     starts = jnp.arange(0, rows + padding, size, dtype=jnp.int32)
     _, (codes, scales) = lax.scan(code_group, jnp.zeros_like(kernel), starts)
     packed = pack(codes.reshape(-1, width)[:rows].astype(jnp.int32), bits)
-    return stored(packed, scales if common is None else common, levels, rows, bits, group_size)
+    return stored(packed, scales if common is None else common, levels, rows, bits, group_size, scale_bits)

@@ -9,7 +9,7 @@ from jax.scipy.special import ndtri
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.forms.protocol import Encoded
-from moe_jax.functional.packing import SCALE_DTYPE, Grid, dequantize, pack
+from moe_jax.functional.packing import SCALE_DTYPE, Grid, dequantize, pack, scale_leaves, scales_of
 
 # Where the search for a scale begins: the largest level as a share of the largest absolute value of a group. On the odd
 # grid each is only the neighbourhood of a best scale, which least squares then finds.
@@ -27,7 +27,7 @@ _FITTING_ROUNDS = 3
 _TABLE_ROUNDS = 12
 
 
-@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table"))
+@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits"))
 def quantize(
     kernel: Float[Array, "i o"],
     *,
@@ -38,6 +38,7 @@ def quantize(
     weights: Float[Array, " i"] | None = None,
     even: bool = False,
     table: bool = False,
+    scale_bits: int = 16,
 ) -> Encoded:
     """Quantises: leaves as `functional.packing` describes them. Codes are chosen for scales, and a table, as stored.
 
@@ -52,6 +53,7 @@ def quantize(
       weights: of the squared errors of rows, when scales are chosen; None: all alike.
       even: every group is on the even grid, which has a zero, with a fitted scale; not for one bit.
       table: the kernel has a table of levels of its own, fitted together with its scales.
+      scale_bits: of a scale, 16 or 8: see `functional.packing`.
     """
     rows, width = kernel.shape
     size = rows if group_size is None else group_size
@@ -66,8 +68,9 @@ def quantize(
         counts = counts * jnp.pad(weights / largest, (0, -rows % size)).reshape(-1, size)[:, :, None]
     levels = fitted_table(groups, counts, bits=bits, whole=whole) if table else None
     scales = best_scales(groups, counts, bits=bits, whole=whole, fit=fit, even=even, table=levels)
+    scales = as_read(scales, scale_bits)
     codes = nearest_codes(groups, Grid(scales, levels), bits).astype(jnp.int32).reshape(-1, width)[:rows]
-    return stored(pack(codes, bits), scales[:, 0, :], levels, rows, bits, group_size)
+    return stored(pack(codes, bits), scales[:, 0, :], levels, rows, bits, group_size, scale_bits)
 
 
 def stored(
@@ -77,12 +80,18 @@ def stored(
     rows: int,
     bits: int,
     group_size: int | None,
+    scale_bits: int,
 ) -> Encoded:
     """Packed codes, scales and table as the leaves of a kernel, and what they stand for, float32."""
-    leaves = {"codes": codes, "scales": scales.astype(SCALE_DTYPE)}
+    leaves = {"codes": codes, **scale_leaves(scales, scale_bits)}
     if table is not None:
         leaves["table"] = table.astype(SCALE_DTYPE)
-    return Encoded(leaves, dequantize(codes, leaves["scales"], rows, bits, group_size, jnp.float32, table))
+    return Encoded(leaves, dequantize(codes, scales_of(leaves), rows, bits, group_size, jnp.float32, table))
+
+
+def as_read(scales: Float[Array, "*stack g s"], scale_bits: int) -> Float[Array, "*stack g s"]:
+    """Scales as they will be read once they are stored, float32."""
+    return scales_of(scale_leaves(scales, scale_bits))
 
 
 def fitted_table(

@@ -124,11 +124,13 @@ class Quantized:
       bits: of a code: 8, 4, 3, 2 or 1.
       group_size: entries along the input axis that share a scale, a multiple of 8; None: the whole kernel.
       table: every kernel has a table of levels that is fitted to it; for 4, 3 or 2 bits.
+      scale_bits: of a scale: 16, or 8.
     """
 
     bits: int
     group_size: int | None = DEFAULT_GROUP_SIZE
     table: bool = False
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         self._bank("shared")  # checks them

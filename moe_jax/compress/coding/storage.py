@@ -100,6 +100,7 @@ def stored_bytes(
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
     value_bits: int | None = None,
+    scale_bits: int = 16,
     dtype: str | None = None,
 ) -> list[Stored]:
     """Counts a model in several forms.
@@ -113,6 +114,7 @@ def stored_bytes(
       base: whether the experts share a centre.
       base_codes: of the centre, in forms that have one; None: it has the dtype of the model.
       value_bits: of the entries of sparse forms; None: they have the dtype of the model.
+      scale_bits: of the scales of quantised forms.
       dtype: of all parameters; None: that of the config.
 
     Raises:
@@ -133,7 +135,14 @@ def stored_bytes(
             moe = config.moe(i)
             if moe not in of_shape:
                 target = form_layer(
-                    form, moe, config.d_model, keep=keep, base=base, base_codes=base_codes, value_bits=value_bits
+                    form,
+                    moe,
+                    config.d_model,
+                    keep=keep,
+                    base=base,
+                    base_codes=base_codes,
+                    value_bits=value_bits,
+                    scale_bits=scale_bits,
                 )
                 of_shape[moe] = _compared(form, target, layer_bytes(target, config.d_model, kind))
             if form == REMOVED:
@@ -163,11 +172,12 @@ def form_layer(
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
     value_bits: int | None = None,
+    scale_bits: int = 16,
 ) -> MoEConfig:
     """A layer with its experts in a form; of a form that is never written, the one that it is compared with.
 
     Args:
-      form, keep, base, base_codes, value_bits: see `stored_bytes`.
+      form, keep, base, base_codes, value_bits, scale_bits: see `stored_bytes`.
       moe: the layer as it is.
       d_model: width of the model.
 
@@ -194,7 +204,7 @@ def form_layer(
         design = "concat" if form == "svd" else "separate"
         bank = _bank(LowRank(keep=keep, design=design), moe, d_model, base)
     elif form in QUANTIZED:
-        bank = _bank(Quantized(bits=_BITS[form]), moe, d_model, base)
+        bank = _bank(Quantized(bits=_BITS[form], scale_bits=scale_bits), moe, d_model, base)
     else:
         bank = BankConfig()
     if bank.has_base:

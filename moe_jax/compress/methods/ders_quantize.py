@@ -41,6 +41,7 @@ class Quantize(Method):
       levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
         only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
         levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
       centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
         By default it is stored in the dtype of the model.
       centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
@@ -54,6 +55,7 @@ class Quantize(Method):
     scale: Literal["mse", "absmax"] = "mse"
     feedback: bool = True
     levels: Levels = "any"
+    scale_bits: int = 16
     centre_bits: Code | None = None
     centre_group_size: int | None = None
 
@@ -89,8 +91,14 @@ class Quantize(Method):
 
     @property
     def _codes(self) -> BaseCodes | None:
-        return codes_of_options(self.centre_bits, self.centre_group_size, table=self.levels == "fitted")
+        table = self.levels == "fitted"
+        return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
 
     @property
     def _scheme(self) -> Quantized:
-        return Quantized(bits=self.bits, group_size=self.group_size or None, table=self.levels == "fitted")
+        return Quantized(
+            bits=self.bits,
+            group_size=self.group_size or None,
+            table=self.levels == "fitted",
+            scale_bits=self.scale_bits,
+        )

@@ -45,6 +45,7 @@ from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError, check_member, shown
 from moe_jax.experts import BaseCodes
 from moe_jax.experts.base_codes import Code
+from moe_jax.experts.forms.quantized import check_scale_bits
 from moe_jax.models import MoEConfig
 
 # A solver that leaves the neurons in the order in which they are: the centre is the average expert.
@@ -76,6 +77,7 @@ class ResMoE(Method):
       levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
         only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
         levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
       target_bytes: instead of `keep`, a budget for the experts of all compressed layers, everything included.
       budget_bits: the same as average bits per weight of these experts; by default no budget.
       centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
@@ -95,6 +97,7 @@ class ResMoE(Method):
     solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
     feedback: bool = True
     levels: Levels = "any"
+    scale_bits: int = 16
     target_bytes: int | None = None
     budget_bits: float | None = None
     centre_bits: Code | None = None
@@ -110,7 +113,8 @@ class ResMoE(Method):
     @property
     def codes(self) -> BaseCodes | None:
         """The codes of the centre; None: it has the dtype of the model."""
-        return codes_of_options(self.centre_bits, self.centre_group_size, table=self.levels == "fitted")
+        table = self.levels == "fitted"
+        return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
 
     @functools.cached_property
     def choice(self) -> Scheme | Budget:
@@ -128,6 +132,9 @@ class ResMoE(Method):
         schemes = schemes_to_try([kind] if kind is not None else list(SCHEMES.values()), self.design)
         if self.levels != "any" and (given or kind is not Quantized):
             raise InputError(f"levels={self.levels} go with --residual quantized, without a budget")
+        check_scale_bits(self.scale_bits)
+        if self.scale_bits == 8 and self.centre_bits is None and (given or kind is not Quantized):
+            raise InputError("scale_bits=8 goes with --residual quantized, without a budget, or with --centre-bits")
         if self.target_bytes is not None:
             return TargetBytes(target=self.target_bytes, schemes=schemes, codes=self.codes)
         if self.budget_bits is not None:
@@ -137,7 +144,7 @@ class ResMoE(Method):
                 raise InputError("keep does not go with a quantized residual, of which every entry stays: give bits")
             bits = DEFAULT_BITS if bits is None else bits
             check_levels(self.levels, bits)
-            return Quantized(bits=bits, table=self.levels == "fitted")
+            return Quantized(bits=bits, table=self.levels == "fitted", scale_bits=self.scale_bits)
         if self.keep is None:
             raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
         if kind is LowRank:

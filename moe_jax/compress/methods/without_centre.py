@@ -137,6 +137,7 @@ class PlainQuantize(WithoutCentre):
       levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
         only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
         levels for every kernel, fitted to it, of 4, 3 or 2 bits.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
@@ -146,6 +147,7 @@ class PlainQuantize(WithoutCentre):
     group_size: int = DEFAULT_GROUP_SIZE
     feedback: bool = True
     levels: Levels = "any"
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         check_levels(self.levels, self.bits)
@@ -154,4 +156,9 @@ class PlainQuantize(WithoutCentre):
     @property
     def scheme(self) -> Quantized:
         """See `WithoutCentre`."""
-        return Quantized(bits=self.bits, group_size=self.group_size or None, table=self.levels == "fitted")
+        return Quantized(
+            bits=self.bits,
+            group_size=self.group_size or None,
+            table=self.levels == "fitted",
+            scale_bits=self.scale_bits,
+        )

@@ -9,7 +9,7 @@ and registers it (`moe_jax.experts.forms.by_name`). Nothing else asks which form
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,13 @@ class Encoded(NamedTuple):
         return self.leaves["scales"]
 
 
+class MoreOfCodes(TypedDict, total=False):
+    """What the format of codes may have beside bits and groups: options of `forms.Quantized`."""
+
+    table: bool
+    scale_bits: int
+
+
 class Coder(Protocol):
     """The numerical methods with which compression encodes residuals."""
 
@@ -60,7 +67,7 @@ class Coder(Protocol):
         ...
 
     def quantize(
-        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, table: bool = False
+        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
         """Quantises, in the format that the options of `forms.Quantized` describe."""
         ...

@@ -15,7 +15,7 @@ from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import Coder, KernelForm
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.block_synthesis import InTriton
-from moe_jax.functional.packing import SCALE_DTYPE, Grid, codes_shape, of_rows, pack, scales_shape, unpack
+from moe_jax.functional.packing import SCALE_DTYPE, Grid, codes_shape, of_rows, pack, scales_of, scales_shape, unpack
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.packed_tile import PackedTile, why_not_packed
 
@@ -35,23 +35,28 @@ class Quantized(KernelForm):
       bits: per code: 8, 4, 3, 2 or 1.
       group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
       table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; for 4, 3 or 2 bits.
+      scale_bits: 16, or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps` [E, groups, 1].
     """
 
     bits: int
     group_size: int | None = None
     table: bool = False
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise InputError(f"bits={self.bits} must be one of {', '.join(map(str, BITS))}")
         check_group_size(self.group_size)
+        check_scale_bits(self.scale_bits)
+        if self.scale_bits == 8 and self.group_size is None:
+            raise InputError("scale_bits=8 go with groups: one scale for a whole kernel takes next to nothing")
         if self.table and self.bits not in TABLE_BITS:
             raise InputError(f"bits={self.bits} have no table of levels: only 4, 3 or 2 bits have")
 
     @property
     def is_plain(self) -> bool:
         """Whether a code and its scale alone say what a code stands for."""
-        return not self.table
+        return not self.table and self.scale_bits == 16
 
     @property
     def has_codes(self) -> bool:
@@ -65,7 +70,8 @@ class Quantized(KernelForm):
 
     def describe(self) -> str:
         """See `ExpertForm`."""
-        return f"quantized, {self.bits} bits" + (", fitted levels" if self.table else "")
+        more = (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
+        return f"quantized, {self.bits} bits{more}"
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
@@ -84,8 +90,12 @@ class Quantized(KernelForm):
           scale: half the step between the levels.
         """
         stack = codes.shape[:-2]
-        leaves = {"codes": codes, "scales": jnp.full((*stack, *scales_shape(matrix.shape, self.group_size)), scale,
-                                                     SCALE_DTYPE)}  # fmt: skip
+        shape = (*stack, *scales_shape(matrix.shape, self.group_size))
+        leaves = {"codes": codes, "scales": jnp.full(shape, scale, SCALE_DTYPE)}
+        if self.scale_bits == 8:
+            # Of scales of zero, too, so that a step has a gradient.
+            leaves = {"codes": codes, "scale_codes": jnp.full(shape, 127, jnp.int8)}
+            leaves["scale_steps"] = jnp.full((*shape[:-1], 1), scale, SCALE_DTYPE)
         if self.table:
             odd = jnp.arange(1 - 2**self.bits, 2**self.bits, 2, dtype=jnp.int32).astype(SCALE_DTYPE)
             leaves["table"] = jnp.broadcast_to(odd, (*stack, 2**self.bits))
@@ -95,7 +105,8 @@ class Quantized(KernelForm):
     def stored_specs(cls, split: Split) -> dict[str, P]:
         """See `KernelForm`."""
         codes = P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")
-        return {"codes": codes, "scales": P("expert", None, None), "table": P("expert", None)}
+        of_groups = dict.fromkeys(("scales", "scale_codes", "scale_steps"), P("expert", None, None))
+        return {"codes": codes, **of_groups, "table": P("expert", None)}
 
     # ---- what it means, and how it is applied -----------------------------------------------------------------------
 
@@ -106,9 +117,9 @@ class Quantized(KernelForm):
 
     def _delta(self, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
         rows, first = window.shape[0], None if window.origin is None else window.origin[0]
-        scales = arrays["scales"].astype(jnp.float32)
-        if self.group_size is not None:
-            scales = window.columns(scales)
+        names = ("scales",) if self.scale_bits == 16 else ("scale_codes",)
+        own = {name: window.columns(arrays[name]) for name in names} if self.group_size is not None else {}
+        scales = scales_of({**arrays, **own})
         # A shard may begin inside a group, and holds the scales of all groups.
         grid = Grid(of_rows(scales, rows, self.group_size, first), arrays.get("table"))
         codes = unpack(window.columns(arrays["codes"]), rows, self.bits, jnp.uint8 if self.table else jnp.float32)
@@ -135,6 +146,8 @@ class Quantized(KernelForm):
         per_column = None if self.group_size is None or split == "in" else "tensor"
         codes = P("expert", "tensor", None) if split == "in" else P("expert", None, "tensor")
         specs = {"codes": codes, "scales": P("expert", None, per_column)}
+        if self.scale_bits == 8:
+            specs = {"codes": codes, "scale_codes": specs["scales"], "scale_steps": P("expert", None, None)}
         return specs | ({"table": P("expert", None)} if self.table else {})
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
@@ -160,6 +173,12 @@ class Quantized(KernelForm):
         """See `KernelForm`."""
         made = coder.quantize(residual, **dataclasses.asdict(self))
         return dict(made.leaves), made.approximation
+
+
+def check_scale_bits(scale_bits: int) -> None:
+    """Raises `InputError` unless scales can have so many bits."""
+    if scale_bits not in (16, 8):
+        raise InputError(f"scale_bits={scale_bits} must be 16 or 8")
 
 
 def check_group_size(group_size: int | None) -> None:

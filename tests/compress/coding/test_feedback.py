@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from moe_jax.compress.coding.coder import LeastError, LeastOutputError
 from moe_jax.compress.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.errors import InputError
-from moe_jax.experts.forms.quantized import TABLE_BITS
+from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized
+from tests.experts.code_reference import decoded
 
 
 def moment_of(rows: int, seed: int, samples: int | None = None) -> np.ndarray:
@@ -93,6 +94,22 @@ def test_singular_moments_have_a_factor_and_others_are_refused() -> None:
     np.testing.assert_array_equal(triangular_factor(np.zeros((3, 3), np.float32)), np.eye(3))
     with pytest.raises(InputError, match="not positive semi-definite"):
         triangular_factor(np.array([[1, 5], [5, 1]], np.float32))
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+def test_feedback_knows_the_scales_of_eight_bits_that_are_read(bits: int) -> None:
+    """Columns of very different sizes, and what is read is what the next rows made up for."""
+    columns = np.exp(np.random.default_rng(1).standard_normal(8))
+    kernel = (np.random.default_rng(0).standard_normal((40, 8)) * columns).astype(np.float32)
+    moment = moment_of(40, 2)
+    eight, plain = (
+        LeastOutputError(moment).quantize(kernel, bits=bits, group_size=8, scale_bits=scale_bits)
+        for scale_bits in (8, 16)
+    )
+    form = Quantized(bits=bits, group_size=8, scale_bits=8)
+    np.testing.assert_allclose(eight.approximation, decoded(eight.leaves, form, 40), rtol=1e-6, atol=1e-7)
+    ours, others = (output_error(kernel - made.approximation, moment) for made in (eight, plain))
+    assert ours < 1.1 * others
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])

@@ -259,3 +259,41 @@ def test_rows_that_do_not_count_do_not_choose_the_levels():
 
     assert error(64, weights) == pytest.approx(error(32), rel=1e-3)
     assert error(64) > 1.1 * error(32)
+
+
+# ---- scales of eight bits ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.sampled_from((1, 13, 40)),
+    bits=st.sampled_from(BITS),
+    spread=st.sampled_from((0.0, 1.0, 2.0)),
+)
+def test_scales_of_eight_bits_cost_next_to_nothing(seed, rows, bits, spread):
+    """However much columns differ in size: by the square root, none is rounded to zero."""
+    rng = np.random.default_rng(seed)
+    kernel = (rng.standard_normal((rows, 24)) * np.exp(spread * rng.standard_normal(24))).astype(np.float32)
+    made, plain = (quantize(kernel, bits=bits, group_size=16, scale_bits=scale_bits) for scale_bits in (8, 16))
+    form, groups = Quantized(bits=bits, group_size=16, scale_bits=8), -(-rows // 16)
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in made.leaves.items()} == {
+        "codes": (codes_shape(kernel.shape, bits), np.uint8),
+        "scale_codes": ((groups, 24), np.int8),
+        "scale_steps": ((groups, 1), "bfloat16"),
+    }
+    np.testing.assert_allclose(made.approximation, decoded(made.leaves, form, rows), rtol=1e-5)
+    errors, others = (squared_errors(kernel, one.approximation, None)[0, 0] for one in (made, plain))
+    # An eighth of a step of the codes or less: only codes of 8 bits notice, of groups that they fit exactly.
+    assert errors <= 1.06 * others + 2e-4 * np.sum(kernel**2)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_groups_half_as_long_with_scales_of_half_as_many_bits_are_better(bits):
+    """At equal bytes."""
+    kernel = np.random.default_rng(0).standard_normal((256, 64)).astype(np.float32)
+    errors = [
+        np.sum((np.asarray(quantize(kernel, bits=bits, group_size=size, scale_bits=each).approximation) - kernel) ** 2)
+        for size, each in ((32, 8), (64, 16))
+    ]
+    assert errors[0] < 0.95 * errors[1]
