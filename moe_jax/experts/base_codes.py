@@ -26,12 +26,16 @@ class BaseCodes:
       group_size: entries along the input axis that share a scale, a multiple of 8, by default 128. NF4 has its own.
       table: every kernel has a table of levels of its own; for 4, 3 or 2 bits.
       scale_bits: of a scale: 16, or 8 (see `functional.packing`). NF4 has its own.
+      gate_bits, up_bits, down_bits: bits of the codes of these matrices; None: as `code` says. Not with NF4.
     """
 
     code: Code
     group_size: int | None = None
     table: bool = False
     scale_bits: int = 16
+    gate_bits: int | None = None
+    up_bits: int | None = None
+    down_bits: int | None = None
 
     def __post_init__(self) -> None:
         check_member("code of a base", self.code, CODES)
@@ -43,13 +47,22 @@ class BaseCodes:
         check_scale_bits(self.scale_bits)
         if self.code == "nf4" and self.scale_bits != 16:
             raise InputError(f"scale_bits={self.scale_bits} does not go with an NF4 base, which has scales of its own")
+        for bits in self._own_bits.values():
+            check_member("code of a base", str(bits), CODES)
+            if self.code == "nf4":
+                raise InputError(f"a base in NF4 codes has no matrices of {bits} bits")
         if self.table and not self.may_have_table:
             raise InputError(f"a base in codes {self.code!r} has no table of levels: only 4, 3 or 2 bits have")
 
     @property
+    def _own_bits(self) -> dict[str, int]:
+        given = {"gate": self.gate_bits, "up": self.up_bits, "down": self.down_bits}
+        return {name: bits for name, bits in given.items() if bits is not None}
+
+    @property
     def may_have_table(self) -> bool:
         """Whether the codes are of so few bits that their levels may be those of a table."""
-        return self.code in map(str, TABLE_BITS)
+        return all(code in map(str, TABLE_BITS) for code in (self.code, *map(str, self._own_bits.values())))
 
     @property
     def form(self) -> Coded:
@@ -57,14 +70,23 @@ class BaseCodes:
         if self.group_size is None:
             return CodedNF4(codes=NF4())
         form = Quantized(
-            bits=int(self.code), group_size=self.group_size, table=self.table, scale_bits=self.scale_bits
+            bits=int(self.code),
+            group_size=self.group_size,
+            table=self.table,
+            scale_bits=self.scale_bits,
+            gate_bits=self.gate_bits,
+            up_bits=self.up_bits,
+            down_bits=self.down_bits,
         )
         return CodedLevels(codes=form)
 
     @property
     def adjective(self) -> str:
         """Such as `4-bit`."""
-        return "NF4" if self.group_size is None else f"{self.code}-bit"
+        if self.group_size is None:
+            return "NF4"
+        own = ", ".join(f"{name} {bits}" for name, bits in self._own_bits.items())
+        return f"{self.code}-bit{own and f' ({own})'}"
 
     def describe(self) -> str:
         """In words, for tables."""

@@ -99,7 +99,7 @@ def calibration(place: Place, subject: Subject, draw: int) -> Calibration:
         spread = drawn[np.linspace(0, len(drawn) - 1, _MEASURED).astype(int)]
         known = measure_sensitivities(source, spread, partial(read_layer, folder), mesh=_one_device())
         write_sensitivities(folder, known)
-    layers = {layer: read_layer(folder, layer)._replace(sensitivity=known[layer]) for layer in source.config.moe_layers}
+    layers = {i: read_layer(folder, i)._replace(sensitivities=known[i]) for i in source.config.moe_layers}
     # Only the lineage of a model that is thrown away names a file: it needs one that is there.
     return Calibration(folder / KEY_FILE, layers)
 

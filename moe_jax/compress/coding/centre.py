@@ -113,7 +113,7 @@ def encoded_centre(
 ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
     """The leaves of a centre in codes, and what they stand for, float32."""
     wide = np.asarray(centre, np.float32)
-    return codes.form.encode(wide, matrix, np.dtype(np.float32), coder)
+    return codes.form.of_matrix(matrix).encode(wide, matrix, np.dtype(np.float32), coder)
 
 
 def write_centre(name: str, centre: Centre, write: Write) -> None:
@@ -126,7 +126,7 @@ def centre_bytes(codes: BaseCodes | None, matrix: Matrix, itemsize: int) -> int:
     """Bytes of the centre of a matrix, in codes, or of so many bytes a number."""
     if codes is None:
         return matrix.size * itemsize
-    leaves = shapes_of(lambda rngs: codes.form.fresh(rngs, matrix, (), np.dtype(np.float32)))
+    leaves = shapes_of(lambda rngs: codes.form.of_matrix(matrix).fresh(rngs, matrix, (), np.dtype(np.float32)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
 
 

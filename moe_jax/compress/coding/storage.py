@@ -218,6 +218,15 @@ def disk_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> int:
     return layer_bytes(moe, d_model, dtype).total + LEAF_OVERHEAD * len(_bank_leaves(moe, d_model, dtype))
 
 
+def disk_bytes_by_matrix(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, int]:
+    """`disk_bytes` of the leaves of every matrix; for experts whose matrices have no leaves in common."""
+    sizes = dict.fromkeys(moe.expert.matrices, 0)
+    for path, leaf in _bank_leaves(moe, d_model, dtype).items():
+        (name,) = set(path.split("/")) & sizes.keys()
+        sizes[name] += count_bytes([leaf]) + LEAF_OVERHEAD
+    return sizes
+
+
 def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
     """What the experts of a layer take.
 

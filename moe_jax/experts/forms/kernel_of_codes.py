@@ -63,6 +63,10 @@ class Coded(KernelForm):
         """See `ExpertForm`."""
         return True
 
+    def of_matrix(self, matrix: Matrix) -> "Coded":
+        """See `KernelForm`."""
+        return dataclasses.replace(self, codes=self.codes.of_matrix(matrix))
+
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
         """See `KernelForm`."""

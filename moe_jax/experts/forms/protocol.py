@@ -216,6 +216,13 @@ class KernelForm(ExpertForm):
         """The same for `shared_leaves`."""
         return {}
 
+    def of_matrix(self, matrix: Matrix) -> "KernelForm":
+        """The form that the kernels of a matrix have, if those of others may differ; by default this form.
+
+        The methods that take arrays are methods of that form.
+        """
+        return self
+
     def leaf_names(self, matrix: Matrix) -> tuple[str, ...]:
         """Paths of the leaves of a matrix."""
         return tuple(shapes_of(lambda rngs: self.fresh(rngs, matrix, (1,), jnp.dtype(jnp.float32))))

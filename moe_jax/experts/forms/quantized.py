@@ -21,6 +21,7 @@ from moe_jax.kernels.tpu.packed_tile import PackedTile, why_not_packed
 
 BITS = (8, 4, 3, 2, 1)
 TABLE_BITS = (4, 3, 2)
+_OWN_BITS = ("gate_bits", "up_bits", "down_bits")
 
 
 @register("quantized")
@@ -36,22 +37,39 @@ class Quantized(KernelForm):
       group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
       table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; for 4, 3 or 2 bits.
       scale_bits: 16, or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps` [E, groups, 1].
+      gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
     """
 
     bits: int
     group_size: int | None = None
     table: bool = False
     scale_bits: int = 16
+    gate_bits: int | None = None
+    up_bits: int | None = None
+    down_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise InputError(f"bits={self.bits} must be one of {', '.join(map(str, BITS))}")
+        for bits in (self.bits, *self._own_bits.values()):
+            if bits not in BITS:
+                raise InputError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
+            if self.table and bits not in TABLE_BITS:
+                raise InputError(f"bits={bits} have no table of levels: only 4, 3 or 2 bits have")
         check_group_size(self.group_size)
         check_scale_bits(self.scale_bits)
         if self.scale_bits == 8 and self.group_size is None:
             raise InputError("scale_bits=8 go with groups: one scale for a whole kernel takes next to nothing")
-        if self.table and self.bits not in TABLE_BITS:
-            raise InputError(f"bits={self.bits} have no table of levels: only 4, 3 or 2 bits have")
+
+    @property
+    def _own_bits(self) -> dict[str, int]:
+        """Of the matrices that have others than `bits`."""
+        given = zip(("gate", "up", "down"), (getattr(self, name) for name in _OWN_BITS), strict=True)
+        return {name: bits for name, bits in given if bits is not None}
+
+    def of_matrix(self, matrix: Matrix) -> "Quantized":
+        """See `KernelForm`."""
+        own = self._own_bits
+        same = dict.fromkeys(_OWN_BITS)
+        return dataclasses.replace(self, bits=own.get(matrix.name, self.bits), **same) if own else self
 
     @property
     def is_plain(self) -> bool:
@@ -66,17 +84,21 @@ class Quantized(KernelForm):
     @property
     def codes_in_groups(self) -> tuple[int, int] | None:
         """See `ExpertForm`."""
-        return None if self.group_size is None or not self.is_plain else (self.bits, self.group_size)
+        alike = self.is_plain and not self._own_bits
+        return (self.bits, self.group_size) if alike and self.group_size is not None else None
 
     def describe(self) -> str:
         """See `ExpertForm`."""
+        own = ", ".join(f"{name} {bits}" for name, bits in self._own_bits.items())
         more = (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
-        return f"quantized, {self.bits} bits{more}"
+        return f"quantized, {self.bits} bits{own and f' ({own})'}{more}"
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
         """See `KernelForm`."""
+        if self._own_bits:
+            return self.of_matrix(matrix).fresh(rngs, matrix, stack, dtype)
         # No code stands for zero; the scales are zero.
         codes = pack(jnp.full(matrix.shape, 2 ** (self.bits - 1), jnp.int32), self.bits)
         return self.uniform(jnp.broadcast_to(codes, (*stack, *codes_shape(matrix.shape, self.bits))), matrix, 0)
@@ -116,6 +138,7 @@ class Quantized(KernelForm):
         return delta if base is None else base + delta
 
     def _delta(self, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
+        assert not self._own_bits, "tiles are made by the form of their matrix"
         rows, first = window.shape[0], None if window.origin is None else window.origin[0]
         names = ("scales",) if self.scale_bits == 16 else ("scale_codes",)
         own = {name: window.columns(arrays[name]) for name in names} if self.group_size is not None else {}
@@ -154,7 +177,7 @@ class Quantized(KernelForm):
 
     def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
         """See `KernelForm`."""
-        return self.bits / 8 * sum(matrix.size for matrix in matrices)
+        return sum(self.of_matrix(matrix).bits / 8 * matrix.size for matrix in matrices)
 
     def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         """See `KernelForm`."""
@@ -171,7 +194,8 @@ class Quantized(KernelForm):
         kept: Bool[np.ndarray, "i o"] | None = None,
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """See `KernelForm`."""
-        made = coder.quantize(residual, **dataclasses.asdict(self))
+        options = dataclasses.asdict(self.of_matrix(matrix))
+        made = coder.quantize(residual, **{name: options[name] for name in options if name not in _OWN_BITS})
         return dict(made.leaves), made.approximation
 
 
