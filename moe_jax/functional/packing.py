@@ -15,6 +15,9 @@ sign says which of two grids a group has:
 
 A scale of zero makes a group of zeros. A kernel may have a table of its own instead, of any 2^bits levels.
 
+Or a group has a zero point z, of eight bits: its levels are `2 (q - z / 2^(8 - bits))`. Both grids are special cases;
+zero always lies among the levels, or between two of them.
+
 Scales may be codes themselves (double quantisation; QLoRA, arXiv 2305.14314, section 3), of eight bits c from -127 to
 127: `step * c |c| / 127^2`, where the step is the largest of the scales of a group of rows, one for each of them. By
 the square, scales of columns a thousandth as large as the largest still have a code of their own.
@@ -40,13 +43,17 @@ class Grid(NamedTuple):
     Attributes:
       scales: of groups, or of rows; one for every code, or of axes of length 1.
       table: the levels of the codes, ascending; None: those that the sign of the scale chooses.
+      zeros: the codes, in fractions of one, that would stand for zero, of groups as scales are; None: there are none.
     """
 
     scales: Float[Array, "*#s"]
     table: Float[Array, " n"] | None = None
+    zeros: Float[Array, "*#s"] | None = None
 
     def numbers(self, codes: Float[Array, "*s"] | UInt8[Array, "*s"], bits: int) -> Float[Array, "*s"]:
         """The numbers that unpacked codes represent, in the dtype of the scales."""
+        if self.zeros is not None:
+            return 2 * (codes.astype(self.scales.dtype) - self.zeros) * self.scales
         if self.table is None:
             return scaled_levels(codes.astype(self.scales.dtype), self.scales, bits)
         levels = select_levels(codes.astype(jnp.uint8), [self.table[code] for code in range(2**bits)], bits)
@@ -85,6 +92,16 @@ def scales_of(leaves: Mapping[str, Array]) -> Float[Array, "*stack g s"]:
         return leaves["scales"].astype(jnp.float32)
     codes = leaves["scale_codes"].astype(jnp.float32)
     return leaves["scale_steps"].astype(jnp.float32) * (codes * jnp.abs(codes) / _MOST**2)
+
+
+def zero_leaf(zeros: Float[Array, "*s"], bits: int) -> UInt8[Array, "*s"]:
+    """Zero points, in codes, as they are stored."""
+    return jnp.clip(jnp.round(zeros * 2 ** (8 - bits)), 0, 255).astype(jnp.uint8)
+
+
+def zeros_of(leaf: UInt8[Array, "*s"], bits: int) -> Float[Array, "*s"]:
+    """The zero points that a leaf stands for, in codes, float32."""
+    return leaf.astype(jnp.float32) / 2 ** (8 - bits)
 
 
 def pack(codes: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:
@@ -139,6 +156,7 @@ def dequantize(
     group_size: int | None,
     dtype: DTypeLike,
     table: Float[Array, " n"] | None = None,
+    zeros: Float[Array, "g s"] | None = None,
 ) -> Float[Array, "i o"]:
     """Levels times scales; [rows, o] in `dtype`.
 
@@ -149,10 +167,11 @@ def dequantize(
       bits: of a code.
       group_size: rows that share a scale; None: all.
       dtype: of the result.
-      table: see `Grid`.
+      table, zeros: see `Grid`.
     """
     codes = unpack(packed, rows, bits, dtype)
-    return Grid(of_rows(scales.astype(dtype), rows, group_size), table).numbers(codes, bits)
+    of_all = None if zeros is None else of_rows(zeros.astype(dtype), rows, group_size)
+    return Grid(of_rows(scales.astype(dtype), rows, group_size), table, of_all).numbers(codes, bits)
 
 
 def of_rows(

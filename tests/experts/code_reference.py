@@ -24,7 +24,9 @@ def decoded(leaves, form, rows: int) -> np.ndarray:
     for row, code in enumerate(codes):
         group = 0 if form.group_size is None else row // form.group_size
         scale = np.broadcast_to(scales[group], code.shape)
-        if form.table:
+        if form.zero_points:
+            levels = 2 * (code - leaves["zeros"][group].astype(np.float64) * 2**form.bits / 256)
+        elif form.table:
             levels = leaves["table"].astype(np.float64)[code]
         else:
             levels = np.where(scale < 0, 2 * code - 2**form.bits, 2 * code + 1 - 2**form.bits)

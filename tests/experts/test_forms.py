@@ -39,6 +39,7 @@ FORMS = [
     Quantized(bits=3),
     Quantized(bits=2, group_size=8, table=True),
     Quantized(bits=3, group_size=8, scale_bits=8),
+    Quantized(bits=8, group_size=8, zero_points=True),
 ]
 BANKS = [BankConfig(form) for form in FORMS]
 BANKS += [BankConfig(form, base="none") for form in FORMS[1:]]

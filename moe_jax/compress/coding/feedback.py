@@ -19,10 +19,10 @@ import scipy.linalg
 from jax import lax
 from jaxtyping import Array, Float
 
-from moe_jax.compress.coding.quantizer import as_read, best_scales, fitted_table, nearest_codes, stored
+from moe_jax.compress.coding.quantizer import best_grid, fitted_table, nearest_codes, stored
 from moe_jax.errors import InputError
 from moe_jax.experts.forms.protocol import Encoded
-from moe_jax.functional.packing import Grid, pack
+from moe_jax.functional.packing import Grid
 
 DAMPING = 0.01
 """Of the mean of its diagonal, added to the diagonal of a second moment: as published."""
@@ -52,7 +52,7 @@ def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i 
     raise InputError("a second moment is not positive semi-definite: the calibration is damaged; make it again")
 
 
-@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits"))
+@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points"))
 def quantize_with_feedback(
     kernel: Float[Array, "i o"],
     factor: Float[Array, "i i"],
@@ -63,6 +63,7 @@ def quantize_with_feedback(
     even: bool = False,
     table: bool = False,
     scale_bits: int = 16,
+    zero_points: bool = False,
 ) -> Encoded:
     """Quantises for the least change of the outputs.
 
@@ -73,7 +74,7 @@ def quantize_with_feedback(
       group_size: rows that share a scale; None: one scale for all entries, chosen for the kernel as it is.
       fit, even: as of `quantize`.
       table: the kernel has a table of levels of its own, fitted to the kernel as it is.
-      scale_bits: as of `quantize`.
+      scale_bits, zero_points: as of `quantize`.
     """
     rows, width = kernel.shape
     size = min(rows, 128) if group_size is None else group_size
@@ -89,32 +90,31 @@ def quantize_with_feedback(
         levels = fitted_table(
             kernel.reshape(by_group), weights.reshape(*by_group[:2], 1), bits=bits, whole=group_size is None
         )
-    choose = partial(best_scales, bits=bits, fit=fit, even=even, table=levels)
-    common = None
-    if group_size is None:
-        common = choose(kernel[None], weights[None], whole=True)[0]
+    choose = partial(
+        best_grid, bits=bits, fit=fit, even=even, scale_bits=scale_bits, zero_points=zero_points, table=levels
+    )
+    common = choose(kernel[None], weights[None], whole=True) if group_size is None else None
 
-    def code_group(errors: Float[Array, "i o"], start: Array) -> tuple[Float[Array, "i o"], tuple[Array, Array]]:
+    def code_group(errors: Float[Array, "i o"], start: Array) -> tuple[Float[Array, "i o"], tuple[Array, Grid]]:
         shares_of_group = lax.dynamic_slice_in_dim(shares, start, size, axis=1)
         own = lax.dynamic_slice_in_dim(kernel, start, size)
         targets = own + jnp.matmul(shares_of_group.T, errors, precision="highest")
         group_weights = lax.dynamic_slice_in_dim(weights, start, size)
-        scales = common
-        if scales is None:
-            scales = as_read(choose(targets[None], group_weights[None], whole=False)[0], scale_bits)
+        grid = choose(targets[None], group_weights[None], whole=False) if common is None else common
+        of_row = jax.tree.map(lambda scales: scales[0, 0], grid._replace(table=None))._replace(table=levels)
         within = lax.dynamic_slice_in_dim(shares_of_group, start, size)
 
         def code_row(row_errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:
             target = targets[row] + jnp.matmul(within[:, row], row_errors, precision="highest")
-            codes = nearest_codes(target[None], Grid(scales, levels), bits)[0]
-            error = own[row] - Grid(scales[0], levels).numbers(codes, bits)
+            codes = nearest_codes(target, of_row, bits)
+            error = own[row] - of_row.numbers(codes, bits)
             return row_errors.at[row].set(error), codes
 
         counted = jnp.arange(size, dtype=jnp.int32)
         row_errors, codes = lax.scan(code_row, jnp.zeros_like(own), counted)
-        return lax.dynamic_update_slice_in_dim(errors, row_errors, start, 0), (codes, scales[0])
+        return lax.dynamic_update_slice_in_dim(errors, row_errors, start, 0), (codes, of_row._replace(table=None))
 
     starts = jnp.arange(0, rows + padding, size, dtype=jnp.int32)
-    _, (codes, scales) = lax.scan(code_group, jnp.zeros_like(kernel), starts)
-    packed = pack(codes.reshape(-1, width)[:rows].astype(jnp.int32), bits)
-    return stored(packed, scales if common is None else common, levels, rows, bits, group_size, scale_bits)
+    _, (codes, grids) = lax.scan(code_group, jnp.zeros_like(kernel), starts)
+    grid = jax.tree.map(lambda scales: scales[:, None, :], grids)._replace(table=levels) if common is None else common
+    return stored(codes, grid, rows, bits, group_size, scale_bits)

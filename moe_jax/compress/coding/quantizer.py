@@ -8,8 +8,10 @@ from jax import lax
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Float, Int
 
+from moe_jax.compress.coding import zero_points as asymmetric
+from moe_jax.compress.coding.zero_points import asymmetric_grid
 from moe_jax.experts.forms.protocol import Encoded
-from moe_jax.functional.packing import SCALE_DTYPE, Grid, dequantize, pack, scale_leaves, scales_of
+from moe_jax.functional.packing import SCALE_DTYPE, Grid, dequantize, pack, scale_leaves, scales_of, zero_leaf
 
 # Where the search for a scale begins: the largest level as a share of the largest absolute value of a group. On the odd
 # grid each is only the neighbourhood of a best scale, which least squares then finds.
@@ -27,7 +29,7 @@ _FITTING_ROUNDS = 3
 _TABLE_ROUNDS = 12
 
 
-@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits"))
+@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points"))
 def quantize(
     kernel: Float[Array, "i o"],
     *,
@@ -39,6 +41,7 @@ def quantize(
     even: bool = False,
     table: bool = False,
     scale_bits: int = 16,
+    zero_points: bool = False,
 ) -> Encoded:
     """Quantises: leaves as `functional.packing` describes them. Codes are chosen for scales, and a table, as stored.
 
@@ -54,6 +57,7 @@ def quantize(
       even: every group is on the even grid, which has a zero, with a fitted scale; not for one bit.
       table: the kernel has a table of levels of its own, fitted together with its scales.
       scale_bits: of a scale, 16 or 8: see `functional.packing`.
+      zero_points: every group has a zero point beside its scale.
     """
     rows, width = kernel.shape
     size = rows if group_size is None else group_size
@@ -67,31 +71,51 @@ def quantize(
         largest = jnp.maximum(jnp.max(weights), jnp.finfo(jnp.float32).tiny)
         counts = counts * jnp.pad(weights / largest, (0, -rows % size)).reshape(-1, size)[:, :, None]
     levels = fitted_table(groups, counts, bits=bits, whole=whole) if table else None
-    scales = best_scales(groups, counts, bits=bits, whole=whole, fit=fit, even=even, table=levels)
-    scales = as_read(scales, scale_bits)
-    codes = nearest_codes(groups, Grid(scales, levels), bits).astype(jnp.int32).reshape(-1, width)[:rows]
-    return stored(pack(codes, bits), scales[:, 0, :], levels, rows, bits, group_size, scale_bits)
+    choose = partial(best_grid, bits=bits, fit=fit, even=even, scale_bits=scale_bits, zero_points=zero_points)
+    grid = choose(groups, counts, whole=whole, table=levels)
+    return stored(nearest_codes(groups, grid, bits), grid, rows, bits, group_size, scale_bits)
 
 
 def stored(
-    codes: Array,
-    scales: Float[Array, "g s"],
-    table: Float[Array, " n"] | None,
-    rows: int,
-    bits: int,
-    group_size: int | None,
-    scale_bits: int,
+    codes: Float[Array, "g s o"], grid: Grid, rows: int, bits: int, group_size: int | None, scale_bits: int
 ) -> Encoded:
-    """Packed codes, scales and table as the leaves of a kernel, and what they stand for, float32."""
-    leaves = {"codes": codes, **scale_leaves(scales, scale_bits)}
-    if table is not None:
-        leaves["table"] = table.astype(SCALE_DTYPE)
-    return Encoded(leaves, dequantize(codes, scales_of(leaves), rows, bits, group_size, jnp.float32, table))
+    """The leaves of a kernel and what they stand for, float32.
+
+    Args:
+      codes: as floats; group by group.
+      grid: of the groups, [g, 1, o], as it will be read.
+      rows: of the kernel; others only fill up the last group.
+      bits, group_size, scale_bits: as of `quantize`.
+    """
+    packed = pack(codes.astype(jnp.int32).reshape(-1, codes.shape[-1])[:rows], bits)
+    leaves = {"codes": packed, **scale_leaves(grid.scales[:, 0, :], scale_bits)}
+    if grid.table is not None:
+        leaves["table"] = grid.table.astype(SCALE_DTYPE)
+    zeros = None
+    if grid.zeros is not None:
+        zeros = grid.zeros[:, 0, :]
+        leaves["zeros"] = zero_leaf(zeros, bits)
+    scales = scales_of(leaves)
+    return Encoded(leaves, dequantize(packed, scales, rows, bits, group_size, jnp.float32, grid.table, zeros))
 
 
-def as_read(scales: Float[Array, "*stack g s"], scale_bits: int) -> Float[Array, "*stack g s"]:
-    """Scales as they will be read once they are stored, float32."""
-    return scales_of(scale_leaves(scales, scale_bits))
+def best_grid(
+    groups: Float[Array, "g s o"],
+    weights: Float[Array, "g s 1"],
+    *,
+    bits: int,
+    whole: bool,
+    fit: bool,
+    even: bool,
+    scale_bits: int,
+    zero_points: bool,
+    table: Float[Array, " n"] | None = None,
+) -> Grid:
+    """The grids of groups of entries, [g, 1, o], as they will be read; see `quantize` and `best_scales`."""
+    if zero_points:
+        return asymmetric_grid(groups, weights, bits=bits, scale_bits=scale_bits, fit=fit)
+    scales = best_scales(groups, weights, bits=bits, whole=whole, fit=fit, even=even, table=table)
+    return Grid(scales_of(scale_leaves(scales, scale_bits)), table)
 
 
 def fitted_table(
@@ -212,6 +236,8 @@ def best_scales(
 
 def nearest_codes(groups: Float[Array, "g s o"], grid: Grid, bits: int) -> Float[Array, "g s o"]:
     """The code of the nearest level for every entry, and of two equally near ones the greater; as floats."""
+    if grid.zeros is not None:
+        return asymmetric.nearest_codes(groups, grid, bits)
     scales = grid.scales
     steps = jnp.where(scales == 0, 0, groups / jnp.where(scales == 0, 1, scales))
     if grid.table is None:

@@ -125,12 +125,14 @@ class Quantized:
       group_size: entries along the input axis that share a scale, a multiple of 8; None: the whole kernel.
       table: every kernel has a table of levels that is fitted to it; for 4, 3 or 2 bits.
       scale_bits: of a scale: 16, or 8.
+      zero_points: groups have zero points.
     """
 
     bits: int
     group_size: int | None = DEFAULT_GROUP_SIZE
     table: bool = False
     scale_bits: int = 16
+    zero_points: bool = False
 
     def __post_init__(self) -> None:
         self._bank("shared")  # checks them
@@ -161,11 +163,13 @@ LEVELS: tuple[str, ...] = get_args(Levels)
 """Of codes: of every group the better of two grids, always the one with a zero, or a table fitted to every kernel."""
 
 
-def check_levels(levels: str, bits: int) -> None:
+def check_levels(levels: str, bits: int, *, zero_points: bool = False) -> None:
     """Raises `InputError` if codes of so many bits have no such levels."""
     check_member("levels", levels, LEVELS)
     if bits == 1 and levels == "even":
         raise InputError("levels=even: one bit has no zero; choose 2 bits or more")
+    if zero_points and levels != "any":
+        raise InputError(f"levels={levels} do not go with zero points, which say where levels lie")
 
 
 def check_keep(keep: float | None) -> None:

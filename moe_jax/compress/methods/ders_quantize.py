@@ -42,6 +42,7 @@ class Quantize(Method):
         only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
         levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
       scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
+      zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
       centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
         By default it is stored in the dtype of the model.
       centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
@@ -56,12 +57,13 @@ class Quantize(Method):
     feedback: bool = True
     levels: Levels = "any"
     scale_bits: int = 16
+    zero_points: bool = False
     centre_bits: Code | None = None
     centre_group_size: int | None = None
 
     def __post_init__(self) -> None:
         check_member("scale", self.scale, SCALES)
-        check_levels(self.levels, self.bits)
+        check_levels(self.levels, self.bits, zero_points=self.zero_points)
         if self.scale != "mse" and self.levels != "any":
             raise InputError(f"levels={self.levels} have scales of least squared error: leave scale={self.scale} out")
         self._scheme  # noqa: B018  (checks bits and group size)
@@ -101,4 +103,5 @@ class Quantize(Method):
             group_size=self.group_size or None,
             table=self.levels == "fitted",
             scale_bits=self.scale_bits,
+            zero_points=self.zero_points,
         )

@@ -138,6 +138,7 @@ class PlainQuantize(WithoutCentre):
         only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
         levels for every kernel, fitted to it, of 4, 3 or 2 bits.
       scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
+      zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
@@ -148,9 +149,10 @@ class PlainQuantize(WithoutCentre):
     feedback: bool = True
     levels: Levels = "any"
     scale_bits: int = 16
+    zero_points: bool = False
 
     def __post_init__(self) -> None:
-        check_levels(self.levels, self.bits)
+        check_levels(self.levels, self.bits, zero_points=self.zero_points)
         super().__post_init__()
 
     @property
@@ -161,4 +163,5 @@ class PlainQuantize(WithoutCentre):
             group_size=self.group_size or None,
             table=self.levels == "fitted",
             scale_bits=self.scale_bits,
+            zero_points=self.zero_points,
         )

@@ -57,6 +57,7 @@ class MoreOfCodes(TypedDict, total=False):
 
     table: bool
     scale_bits: int
+    zero_points: bool
 
 
 class Coder(Protocol):

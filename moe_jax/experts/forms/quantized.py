@@ -15,7 +15,17 @@ from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import Coder, KernelForm
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.block_synthesis import InTriton
-from moe_jax.functional.packing import SCALE_DTYPE, Grid, codes_shape, of_rows, pack, scales_of, scales_shape, unpack
+from moe_jax.functional.packing import (
+    SCALE_DTYPE,
+    Grid,
+    codes_shape,
+    of_rows,
+    pack,
+    scales_of,
+    scales_shape,
+    unpack,
+    zeros_of,
+)
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.packed_tile import PackedTile, why_not_packed
 
@@ -37,6 +47,7 @@ class Quantized(KernelForm):
       group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
       table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; for 4, 3 or 2 bits.
       scale_bits: 16, or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps` [E, groups, 1].
+      zero_points: groups have `zeros` [E, groups, out], zero points of eight bits; not for one bit.
       gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
     """
 
@@ -44,12 +55,14 @@ class Quantized(KernelForm):
     group_size: int | None = None
     table: bool = False
     scale_bits: int = 16
+    zero_points: bool = False
     gate_bits: int | None = None
     up_bits: int | None = None
     down_bits: int | None = None
 
     def __post_init__(self) -> None:
-        for bits in (self.bits, *self._own_bits.values()):
+        every = self.bits, *self._own_bits.values()
+        for bits in every:
             if bits not in BITS:
                 raise InputError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
             if self.table and bits not in TABLE_BITS:
@@ -58,6 +71,8 @@ class Quantized(KernelForm):
         check_scale_bits(self.scale_bits)
         if self.scale_bits == 8 and self.group_size is None:
             raise InputError("scale_bits=8 go with groups: one scale for a whole kernel takes next to nothing")
+        if self.zero_points and (self.table or 1 in every or self.group_size is None):
+            raise InputError("zero points go with groups, 2 bits or more, and levels at equal distances (no table)")
 
     @property
     def _own_bits(self) -> dict[str, int]:
@@ -74,7 +89,7 @@ class Quantized(KernelForm):
     @property
     def is_plain(self) -> bool:
         """Whether a code and its scale alone say what a code stands for."""
-        return not self.table and self.scale_bits == 16
+        return not self.table and not self.zero_points and self.scale_bits == 16
 
     @property
     def has_codes(self) -> bool:
@@ -91,6 +106,7 @@ class Quantized(KernelForm):
         """See `ExpertForm`."""
         own = ", ".join(f"{name} {bits}" for name, bits in self._own_bits.items())
         more = (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
+        more += ", zero points" if self.zero_points else ""
         return f"quantized, {self.bits} bits{own and f' ({own})'}{more}"
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
@@ -118,6 +134,9 @@ class Quantized(KernelForm):
             # Of scales of zero, too, so that a step has a gradient.
             leaves = {"codes": codes, "scale_codes": jnp.full(shape, 127, jnp.int8)}
             leaves["scale_steps"] = jnp.full((*shape[:-1], 1), scale, SCALE_DTYPE)
+        if self.zero_points:
+            # Of the odd numbers; of eight bits, of the even ones.
+            leaves["zeros"] = jnp.full(shape, 128 - 2 ** (7 - self.bits) if self.bits < 8 else 128, jnp.uint8)
         if self.table:
             odd = jnp.arange(1 - 2**self.bits, 2**self.bits, 2, dtype=jnp.int32).astype(SCALE_DTYPE)
             leaves["table"] = jnp.broadcast_to(odd, (*stack, 2**self.bits))
@@ -127,7 +146,7 @@ class Quantized(KernelForm):
     def stored_specs(cls, split: Split) -> dict[str, P]:
         """See `KernelForm`."""
         codes = P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")
-        of_groups = dict.fromkeys(("scales", "scale_codes", "scale_steps"), P("expert", None, None))
+        of_groups = dict.fromkeys(("scales", "scale_codes", "scale_steps", "zeros"), P("expert", None, None))
         return {"codes": codes, **of_groups, "table": P("expert", None)}
 
     # ---- what it means, and how it is applied -----------------------------------------------------------------------
@@ -140,11 +159,13 @@ class Quantized(KernelForm):
     def _delta(self, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
         assert not self._own_bits, "tiles are made by the form of their matrix"
         rows, first = window.shape[0], None if window.origin is None else window.origin[0]
-        names = ("scales",) if self.scale_bits == 16 else ("scale_codes",)
-        own = {name: window.columns(arrays[name]) for name in names} if self.group_size is not None else {}
-        scales = scales_of({**arrays, **own})
+        by_column = ("scales", "scale_codes", "zeros") if self.group_size is not None else ()
+        own = {name: window.columns(array) if name in by_column else array for name, array in arrays.items()}
         # A shard may begin inside a group, and holds the scales of all groups.
-        grid = Grid(of_rows(scales, rows, self.group_size, first), arrays.get("table"))
+        scales, zeros = of_rows(scales_of(own), rows, self.group_size, first), None
+        if self.zero_points:
+            zeros = of_rows(zeros_of(own["zeros"], self.bits), rows, self.group_size, first)
+        grid = Grid(scales, arrays.get("table"), zeros)
         codes = unpack(window.columns(arrays["codes"]), rows, self.bits, jnp.uint8 if self.table else jnp.float32)
         return grid.numbers(codes, self.bits)
 
@@ -169,8 +190,10 @@ class Quantized(KernelForm):
         per_column = None if self.group_size is None or split == "in" else "tensor"
         codes = P("expert", "tensor", None) if split == "in" else P("expert", None, "tensor")
         specs = {"codes": codes, "scales": P("expert", None, per_column)}
+        if self.zero_points:
+            specs["zeros"] = specs["scales"]
         if self.scale_bits == 8:
-            specs = {"codes": codes, "scale_codes": specs["scales"], "scale_steps": P("expert", None, None)}
+            specs |= {"scale_codes": specs.pop("scales"), "scale_steps": P("expert", None, None)}
         return specs | ({"table": P("expert", None)} if self.table else {})
 
     # ---- what it costs ----------------------------------------------------------------------------------------------

@@ -96,17 +96,17 @@ def test_singular_moments_have_a_factor_and_others_are_refused() -> None:
         triangular_factor(np.array([[1, 5], [5, 1]], np.float32))
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2, 1])
-def test_feedback_knows_the_scales_of_eight_bits_that_are_read(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "zero_points"), [(4, False), (4, True), (3, False), (2, True), (1, False)])
+def test_feedback_knows_the_scales_and_zero_points_that_are_read(bits: int, zero_points: bool) -> None:
     """Columns of very different sizes, and what is read is what the next rows made up for."""
     columns = np.exp(np.random.default_rng(1).standard_normal(8))
     kernel = (np.random.default_rng(0).standard_normal((40, 8)) * columns).astype(np.float32)
     moment = moment_of(40, 2)
     eight, plain = (
-        LeastOutputError(moment).quantize(kernel, bits=bits, group_size=8, scale_bits=scale_bits)
-        for scale_bits in (8, 16)
+        LeastOutputError(moment).quantize(kernel, bits=bits, group_size=8, **more)
+        for more in ({"scale_bits": 8, "zero_points": zero_points}, {})
     )
-    form = Quantized(bits=bits, group_size=8, scale_bits=8)
+    form = Quantized(bits=bits, group_size=8, scale_bits=8, zero_points=zero_points)
     np.testing.assert_allclose(eight.approximation, decoded(eight.leaves, form, 40), rtol=1e-6, atol=1e-7)
     ours, others = (output_error(kernel - made.approximation, moment) for made in (eight, plain))
     assert ours < 1.1 * others

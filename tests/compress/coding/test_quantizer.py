@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_jax.compress.coding.quantizer import quantize
 from moe_jax.experts.forms import Quantized
-from moe_jax.functional.packing import codes_shape, scales_shape
+from moe_jax.functional.packing import codes_shape, pack, scales_shape
 from tests.experts.code_reference import decoded
 
 BITS = (8, 4, 3, 2, 1)
@@ -297,3 +297,50 @@ def test_groups_half_as_long_with_scales_of_half_as_many_bits_are_better(bits):
         for size, each in ((32, 8), (64, 16))
     ]
     assert errors[0] < 0.95 * errors[1]
+
+
+# ---- zero points ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.sampled_from((1, 13, 40)),
+    bits=st.sampled_from((8, 4, 3, 2)),
+    scale_bits=st.sampled_from((16, 8)),
+    fit=st.booleans(),
+    mean=st.sampled_from((0.0, 0.7, -3.0)),
+)
+def test_zero_points_are_what_the_format_says_and_codes_the_nearest(seed, rows, bits, scale_bits, fit, mean):
+    kernel = (np.random.default_rng(seed).standard_normal((rows, 3)) + mean).astype(np.float32)
+    options = {"bits": bits, "group_size": 16, "zero_points": True, "scale_bits": scale_bits}
+    made, form = quantize(kernel, **options, fit=fit), Quantized(**options)
+    zeros = np.asarray(made.leaves["zeros"])
+    assert zeros.dtype == np.uint8 and zeros.shape == scales_shape(kernel.shape, 16)
+    approximation = decoded(made.leaves, form, rows)
+    np.testing.assert_allclose(made.approximation, approximation, rtol=1e-5, atol=1e-6)
+    codes = np.arange(2**bits)[:, None, None]
+    every = np.stack([decoded({**made.leaves, "codes": pack(jnp.full((rows, 3), code, jnp.int32), bits)}, form, rows)
+                      for code in codes[:, 0, 0]])  # fmt: skip
+    nearest = np.abs(every - kernel).min(axis=0)
+    np.testing.assert_allclose(np.abs(kernel - approximation), nearest, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_zero_points_are_for_what_does_not_lie_around_zero(bits):
+    """And fitting is never worse than the span of the entries."""
+    kernel = (np.random.default_rng(0).gamma(2, size=(128, 32)) - 1).astype(np.float32)
+
+    def errors(**options):
+        made = quantize(kernel, bits=bits, group_size=64, **options)
+        return squared_errors(kernel, made.approximation, 64)
+
+    fitted, spanned = errors(zero_points=True), errors(zero_points=True, fit=False)
+    assert (fitted <= spanned).all() and fitted.sum() < 0.7 * errors().sum()
+
+
+def test_groups_of_zeros_have_zero_points_that_do_not_matter():
+    kernel = np.zeros((20, 2), np.float32)
+    kernel[8:16] = 1.5
+    made = quantize(kernel, bits=2, group_size=8, zero_points=True)
+    np.testing.assert_allclose(made.approximation, kernel, rtol=2**-8)
