@@ -24,7 +24,7 @@ class BaseCodes:
     Attributes:
       code: bits of a code, 8, 4, 3 or 2, with a bfloat16 scale per group; or `nf4` (see `functional.nf4`).
       group_size: entries along the input axis that share a scale, a multiple of 8, by default 128. NF4 has its own.
-      table: every kernel has a table of levels of its own; for 4, 3 or 2 bits.
+      table: every kernel of 4, 3 or 2 bits has a table of levels of its own.
       scale_bits: of a scale: 16, or 8 (see `functional.packing`). NF4 has its own.
       gate_bits, up_bits, down_bits: bits of the codes of these matrices; None: as `code` says. Not with NF4.
     """
@@ -61,8 +61,8 @@ class BaseCodes:
 
     @property
     def may_have_table(self) -> bool:
-        """Whether the codes are of so few bits that their levels may be those of a table."""
-        return all(code in map(str, TABLE_BITS) for code in (self.code, *map(str, self._own_bits.values())))
+        """Whether codes are of so few bits that their levels may be those of a table."""
+        return any(code in map(str, TABLE_BITS) for code in (self.code, *map(str, self._own_bits.values())))
 
     @property
     def form(self) -> Coded:

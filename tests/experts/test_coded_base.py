@@ -36,7 +36,7 @@ DELTAS = {"low-rank": {"rank": 3}, "quantized": {"bits": 2, "group_size": 8, "up
 STORED = {
     "4 bits": BaseCodes(code="4", group_size=8),
     "3 bits": BaseCodes(code="3", group_size=16, down_bits=2),  # 16 does not divide the 24 neurons
-    "3 bits, fitted": BaseCodes(code="3", group_size=16, table=True, scale_bits=8),
+    "3 bits, fitted": BaseCodes(code="3", group_size=16, up_bits=8, table=True, scale_bits=8),
     "nf4": BaseCodes(code="nf4"),
 }
 
@@ -287,7 +287,6 @@ def test_experts_on_the_host_are_those_of_the_bank():
         (lambda: BaseCodes(code="4", group_size=12), "group_size=12 must be a multiple of 8"),
         (lambda: BaseCodes(code="4", down_bits=5), "unknown code of a base '5'"),
         (lambda: BaseCodes(code="nf4", up_bits=4), "a base in NF4 codes has no matrices of 4 bits"),
-        (lambda: BaseCodes(code="4", up_bits=8, table=True), "a base in codes '4' has no table of levels"),
         (lambda: BaseCodes(code="8", table=True), "a base in codes '8' has no table of levels"),
         (lambda: BaseCodes(code="nf4", scale_bits=8), "scale_bits=8 does not go with an NF4 base"),
         (lambda: BaseCodes(code="nf4", table=True), "a base in codes 'nf4' has no table of levels"),

@@ -26,6 +26,7 @@ from moe_jax.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.sharding import make_mesh
 from moe_jax.train.tokenizer import Tokenizer
 
+PERMUTED = ", permuted"
 SAMPLES_PER_DOMAIN = 32
 _CHARACTERS = 400_000
 # Windows by which it is measured how much depends on each layer.
@@ -49,7 +50,7 @@ class Subject:
     @property
     def label(self) -> str:
         """Key in the results."""
-        return f"{self.model}, permuted" if self.permuted else self.model
+        return self.model + PERMUTED if self.permuted else self.model
 
 
 @lru_cache(maxsize=2)

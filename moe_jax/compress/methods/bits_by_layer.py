@@ -34,6 +34,7 @@ from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts import BankConfig, BaseCodes, forms
 from moe_jax.experts.forms import Matrix
+from moe_jax.experts.forms.quantized import TABLE_BITS
 from moe_jax.models import MoEConfig
 
 Choice = tuple[int | None, int]
@@ -96,6 +97,9 @@ class Allocate(Method):
       target_bytes: the same in bytes; one of both.
       group_size: entries along the input axis that share a scale.
       solver: of the alignment around a centre, see `barycenter`; `identity` takes the neurons as they are.
+      levels: `any`: of every group the better of two grids; `fitted`: codes of 4, 3 or 2 bits have a table of levels,
+        one for every kernel, fitted to it.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("budget_bits", (2.0, 2.5, 3.0, 4.0))
@@ -108,13 +112,16 @@ class Allocate(Method):
     target_bytes: int | None = None
     group_size: int = DEFAULT_GROUP_SIZE
     solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
+    levels: Literal["any", "fitted"] = "any"
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         check_member("solver", self.solver, (*SOLVERS, IDENTITY))
+        check_member("levels", self.levels, ("any", "fitted"))
         if (self.budget_bits is None) == (self.target_bytes is None):
             raise InputError("allocate needs --budget-bits or --target-bytes, and not both")
         self.budget  # noqa: B018  (checks both)
-        forms.Quantized(bits=2, group_size=self.group_size)  # checks the group size
+        forms.Quantized(bits=2, group_size=self.group_size, scale_bits=self.scale_bits)  # checks both
 
     @functools.cached_property
     def budget(self) -> Budget:
@@ -181,12 +188,17 @@ class Allocate(Method):
     def _bank(self, layer: SourceLayer, choices: Sequence[Choice]) -> BankConfig:
         """Of a layer, with a choice for every matrix."""
         centres, bits = (dict(zip(layer.shapes, some, strict=True)) for some in zip(*choices, strict=True))
-        form = forms.Quantized(bits=bits["up"], group_size=self.group_size, **_others(bits))
+        form = forms.Quantized(bits=bits["up"], **self._format(*bits.values()), **_others(bits))
         if centres["up"] is None:
             return BankConfig(form, base="none")
-        code = str(centres["up"])
-        codes = BaseCodes(code=code, group_size=self.group_size, **_others(centres))  # type: ignore[arg-type]
+        of_centre = self._format(*centres.values())
+        codes = BaseCodes(code=str(centres["up"]), **of_centre, **_others(centres))  # type: ignore[arg-type]
         return BankConfig(form, base_codes=codes)
+
+    def _format(self, *bits: int | None) -> dict[str, Any]:
+        """How codes of so many bits, or if there are several some of them, are stored."""
+        table = self.levels == "fitted" and not {*bits}.isdisjoint(TABLE_BITS)
+        return {"group_size": self.group_size, "table": table, "scale_bits": self.scale_bits}
 
     def _by_matrix(self, layer: SourceLayer, errors: Float[np.ndarray, "m c"]) -> list[list[Candidate]]:
         """For every matrix, all choices."""
@@ -220,7 +232,7 @@ class Allocate(Method):
         mean = mean_kernel(kernels)
         centres: dict[int | None, np.ndarray] = {None: np.zeros((1, 1), np.float32)}
         for bits in {centre for centre, _ in CHOICES if centre is not None}:
-            centres[bits] = LeastError().quantize(mean, bits=bits, group_size=self.group_size).approximation
+            centres[bits] = LeastError().quantize(mean, bits=bits, **self._format(bits)).approximation
         errors, norm = np.zeros(len(CHOICES)), 0.0
         for kernel, coder in zip(kernels, expert_coders(layer, name, permutations), strict=True):
             moment = coder.moment
@@ -228,7 +240,7 @@ class Allocate(Method):
             norm += float(np.sum(kernel * (moment @ kernel), dtype=np.float64))
             for number, (centre, bits) in enumerate(CHOICES):
                 residual = kernel - centres[centre]
-                made = coder.quantize(residual, bits=bits, group_size=self.group_size).approximation
+                made = coder.quantize(residual, bits=bits, **self._format(bits)).approximation
                 difference = made - residual
                 errors[number] += float(np.sum(difference * (moment @ difference), dtype=np.float64))
         return np.array([output_error(error, norm) for error in errors])

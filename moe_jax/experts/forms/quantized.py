@@ -45,7 +45,7 @@ class Quantized(KernelForm):
     Attributes:
       bits: per code: 8, 4, 3, 2 or 1.
       group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
-      table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; for 4, 3 or 2 bits.
+      table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; of matrices of 4, 3 or 2 bits.
       scale_bits: 16, or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps` [E, groups, 1].
       zero_points: groups have `zeros` [E, groups, out], zero points of eight bits; not for one bit.
       gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
@@ -65,8 +65,8 @@ class Quantized(KernelForm):
         for bits in every:
             if bits not in BITS:
                 raise InputError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
-            if self.table and bits not in TABLE_BITS:
-                raise InputError(f"bits={bits} have no table of levels: only 4, 3 or 2 bits have")
+        if self.table and not {self.bits, *self._own_bits.values()} & set(TABLE_BITS):
+            raise InputError(f"bits={self.bits} have no table of levels: only 4, 3 or 2 bits have")
         check_group_size(self.group_size)
         check_scale_bits(self.scale_bits)
         if self.scale_bits == 8 and self.group_size is None:
@@ -83,8 +83,9 @@ class Quantized(KernelForm):
     def of_matrix(self, matrix: Matrix) -> "Quantized":
         """See `KernelForm`."""
         own = self._own_bits
-        same = dict.fromkeys(_OWN_BITS)
-        return dataclasses.replace(self, bits=own.get(matrix.name, self.bits), **same) if own else self
+        bits = own.get(matrix.name, self.bits)
+        given = dict.fromkeys(_OWN_BITS) | {"bits": bits, "table": self.table and bits in TABLE_BITS}
+        return dataclasses.replace(self, **given) if own else self
 
     @property
     def is_plain(self) -> bool:

@@ -155,7 +155,8 @@ def test_matrices_get_bits_of_their_own(source, calibrated, tmp_path):
     layers = {
         i: one._replace(sensitivities={"gate": 1e-5, "up": 1e-5, "down": 1.0}) for i, one in calibration.layers.items()
     }
-    method = make_method("allocate", {"target_bytes": 8_000, "group_size": 8, "solver": "identity"})
+    options = {"target_bytes": 11_000, "group_size": 8, "solver": "identity", "levels": "fitted", "scale_bits": 8}
+    method = make_method("allocate", options)
     report = compress(
         source, tmp_path / "out", method, calibration=calibration._replace(layers=layers), described={}
     )
@@ -180,6 +181,8 @@ def test_matrices_get_bits_of_their_own(source, calibrated, tmp_path):
         ({"budget_bits": 3.0, "target_bytes": 10}, "and not both"),
         ({"budget_bits": 3.0, "group_size": 5}, "multiple of 8"),
         ({"budget_bits": -1.0}, "must be above 0"),
+        ({"budget_bits": 3.0, "levels": "even"}, "levels"),
+        ({"budget_bits": 3.0, "scale_bits": 4}, "scale_bits"),
     ],
 )
 def test_options_that_will_not_do(options, message):
