@@ -28,6 +28,7 @@ FORMATS = {
     "8-bit scales of signs": Quantized(bits=1, group_size=16, scale_bits=8),
     "zero points": Quantized(bits=4, group_size=8, zero_points=True),
     "zero points and 8-bit scales": Quantized(bits=3, group_size=16, zero_points=True, scale_bits=8),
+    "signs with zero points": Quantized(bits=1, group_size=8, zero_points=True),
     "both": Quantized(bits=2, group_size=16, table=True, scale_bits=8),
 }
 
@@ -149,7 +150,6 @@ def test_fresh_deltas_are_zero_and_no_kernel_in_pallas_is_asked_for_them(name):
         ({"bits": 8, "table": True}, "bits=8 have no table of levels: only 4, 3 or 2 bits have"),
         ({"bits": 4, "scale_bits": 4, "group_size": 8}, "scale_bits=4 must be 16 or 8"),
         ({"bits": 4, "scale_bits": 8}, "scale_bits=8 go with groups"),
-        ({"bits": 1, "group_size": 8, "zero_points": True}, "zero points go with groups, 2 bits or more"),
         ({"bits": 4, "zero_points": True}, "zero points go with groups"),
         ({"bits": 4, "group_size": 8, "table": True, "zero_points": True}, "(no table)"),
         ({"bits": 1, "table": True}, "bits=1 have no table of levels"),

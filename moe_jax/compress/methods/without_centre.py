@@ -11,6 +11,7 @@ import numpy as np
 from moe_jax.compress.alignment.design_matrix import aligned_experts, unaligned
 from moe_jax.compress.allocation.budget import same_scheme
 from moe_jax.compress.allocation.trials import mean_shares
+from moe_jax.compress.calibration.expert_coders import ExpertCoder
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Levels, LowRank, Pruned, Quantized, Scheme, check_levels
 from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
@@ -27,11 +28,13 @@ class WithoutCentre(Method):
     Attributes:
       feedback: see `write_experts`.
       levels: see `PlainQuantize`.
+      coder: that of all kernels, for a method that has one of its own and looks at no inputs.
     """
 
     feedback: bool = True
     levels: Levels = "any"
     origin: ClassVar[str | None] = NO_BASE
+    coder: ClassVar[ExpertCoder | None] = None
 
     @property
     @abc.abstractmethod
@@ -74,6 +77,7 @@ class WithoutCentre(Method):
             refit=False,
             feedback=self.feedback,
             even=self.levels == "even",
+            coder=self.coder,
         )
         return measure.figures(seconds=time.monotonic() - began, choice=target.bank.form.describe())
 

@@ -47,7 +47,7 @@ class Quantized(KernelForm):
       group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
       table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; of matrices of 4, 3 or 2 bits.
       scale_bits: 16, or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps` [E, groups, 1].
-      zero_points: groups have `zeros` [E, groups, out], zero points of eight bits; not for one bit.
+      zero_points: groups have `zeros` [E, groups, out], zero points of eight bits.
       gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
     """
 
@@ -61,8 +61,7 @@ class Quantized(KernelForm):
     down_bits: int | None = None
 
     def __post_init__(self) -> None:
-        every = self.bits, *self._own_bits.values()
-        for bits in every:
+        for bits in (self.bits, *self._own_bits.values()):
             if bits not in BITS:
                 raise InputError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
         if self.table and not {self.bits, *self._own_bits.values()} & set(TABLE_BITS):
@@ -71,8 +70,8 @@ class Quantized(KernelForm):
         check_scale_bits(self.scale_bits)
         if self.scale_bits == 8 and self.group_size is None:
             raise InputError("scale_bits=8 go with groups: one scale for a whole kernel takes next to nothing")
-        if self.zero_points and (self.table or 1 in every or self.group_size is None):
-            raise InputError("zero points go with groups, 2 bits or more, and levels at equal distances (no table)")
+        if self.zero_points and (self.table or self.group_size is None):
+            raise InputError("zero points go with groups, and with levels at equal distances (no table)")
 
     @property
     def _own_bits(self) -> dict[str, int]:

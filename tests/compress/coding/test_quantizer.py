@@ -306,7 +306,7 @@ def test_groups_half_as_long_with_scales_of_half_as_many_bits_are_better(bits):
 @given(
     seed=st.integers(0, 1000),
     rows=st.sampled_from((1, 13, 40)),
-    bits=st.sampled_from((8, 4, 3, 2)),
+    bits=st.sampled_from(BITS),
     scale_bits=st.sampled_from((16, 8)),
     fit=st.booleans(),
     mean=st.sampled_from((0.0, 0.7, -3.0)),
