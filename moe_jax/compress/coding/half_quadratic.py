@@ -81,16 +81,16 @@ def zero_points(
         return jnp.sum(jnp.where(counted, terms, 0), axis=1, keepdims=True) / members
 
     def step(state: tuple[Array, Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array, Array], None]:
-        zeros, beta, before, goes_on = state
+        zeros, beta, before, falls = state
         codes = jnp.clip(jnp.round(groups / unit + zeros), 0, top)
         errors = groups - unit * (codes - zeros)
         now = jnp.sum(mean(jnp.abs(errors))) / zeros.size
-        goes_on = goes_on & (now < before)
         size = jnp.abs(errors)
         left = size - jnp.where(size > 0, size, 1) ** (NORM - 1) / beta
         shrunk = jnp.sign(errors) * jnp.maximum(left, 0)
         found = mean(codes - (groups - shrunk) / unit)
-        return (jnp.where(goes_on, found, zeros), beta * GROWTH, now, goes_on), None
+        # As published, the step in which the error no longer falls is the last one that counts.
+        return (jnp.where(falls, found, zeros), beta * GROWTH, now, falls & (now < before)), None
 
     start = -least / unit, jnp.float32(BETA), jnp.float32(jnp.inf), jnp.bool_(True)
     (zeros, *_), _ = lax.scan(step, start, None, length=ROUNDS)

@@ -25,6 +25,7 @@ from moe_jax.model_dir import ModelDirectory
 from moe_jax.sharding import make_mesh
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from tests.compress.conftest import MemorySource
+from tests.tiers import long
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +150,21 @@ def test_combinations_that_are_left_out_are_no_better_than_one_that_is_there(siz
     assert sorted(best, key=lambda c: -c.error) == best
 
 
-def test_matrices_get_bits_of_their_own(source, calibrated, tmp_path):
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"target_bytes": 8_000},
+        pytest.param({"target_bytes": 11_000, "levels": "fitted", "scale_bits": 8}, marks=long),  # compiles much
+    ],
+    ids=["plain", "fitted levels and 8-bit scales"],
+)
+def test_matrices_get_bits_of_their_own(source, calibrated, more, tmp_path):
     """Where little depends on all but `down`, that has more; and what is merged gives the same as what is in codes."""
     calibration, *_ = calibrated
     layers = {
         i: one._replace(sensitivities={"gate": 1e-5, "up": 1e-5, "down": 1.0}) for i, one in calibration.layers.items()
     }
-    options = {"target_bytes": 11_000, "group_size": 8, "solver": "identity", "levels": "fitted", "scale_bits": 8}
-    method = make_method("allocate", options)
+    method = make_method("allocate", {"group_size": 8, "solver": "identity", **more})
     report = compress(
         source, tmp_path / "out", method, calibration=calibration._replace(layers=layers), described={}
     )
