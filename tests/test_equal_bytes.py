@@ -11,10 +11,10 @@ from moe_jax.compress import make_method
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from evidence.equal_bytes.entries import DRAWS, ENTRIES, UNCOMPRESSED  # noqa: E402
+from evidence.equal_bytes.entries import ABLATIONS, DRAWS, ENTRIES, RECOVERIES, UNCOMPRESSED  # noqa: E402
 from evidence.equal_bytes.models import Subject  # noqa: E402
 from evidence.equal_bytes.plan import comparisons  # noqa: E402
-from evidence.equal_bytes.report import tables, write_report  # noqa: E402
+from evidence.equal_bytes.report import ablations, recoveries, tables, write_report  # noqa: E402
 from evidence.equal_bytes.study import Comparison  # noqa: E402
 from evidence.results import NoSettings, ResultsFile  # noqa: E402
 from evidence.stamp import Stamp  # noqa: E402
@@ -30,9 +30,13 @@ def results(tmp_path):
 
 
 def test_every_entry_is_a_method_with_its_options():
-    for entry in ENTRIES:
+    every = [*ENTRIES, *(one for _, recovered in RECOVERIES for one in recovered)]
+    for entry in every:
         make_method(entry.method, dict(entry.options))
-    assert len({entry.label for entry in ENTRIES}) == len(ENTRIES)
+    assert len({entry.label for entry in every}) == len(every)
+    labels = {entry.label for entry in ENTRIES}
+    assert all(entry.label in labels for entry, _ in RECOVERIES)
+    assert all(entry.label in labels for steps in ABLATIONS.values() for _, entry in steps)
 
 
 def test_only_calibrated_entries_are_done_for_every_draw(results, tmp_path):
@@ -44,6 +48,30 @@ def test_only_calibrated_entries_are_done_for_every_draw(results, tmp_path):
     for entry in ENTRIES:
         done = [path for path in paths if path[3] == entry.label]
         assert len(done) == (len(DRAWS) if entry.calibrated else 1)
+
+
+def test_only_what_is_asked_for_is_done_with_further_draws(results, tmp_path):
+    calibrated = [entry for entry in ENTRIES if entry.calibrated]
+    study = Comparison(Subject("stories260K", "a"), more_draws=(calibrated[0],))
+    kept_path(Place(tmp_path, tmp_path), "stories260K", "a").mkdir(parents=True)
+    paths = [job.path for job in study.jobs(results, Place(tmp_path, tmp_path))]
+    further = {path[3] for path in paths if path[4] != "0"}
+    assert further == {calibrated[0].label} and len(paths) == 1 + len(ENTRIES) + len(DRAWS) - 1
+
+
+def test_steps_and_recoveries_are_reported_beside_what_they_change(results):
+    study = Comparison(Subject("stories260K", "a"))
+    losses = {"code": 1.0}
+    results.put(*study.path(UNCOMPRESSED, 0), value={"losses": losses, "kl": {"code": 0.0}})
+    (before, (recovered, _)), *_ = RECOVERIES
+    (_, first), (_, second), *_ = ABLATIONS[2]
+    for entry, loss in ((before, 1.3), (recovered, 1.2), (first, 1.5), (second, 1.6)):
+        value = {"losses": {"code": loss}, "kl": {"code": 0.0}, "bits_per_weight": 2.0}
+        results.put(*study.path(entry.label, 0), value=value)
+    (table,) = recoveries(results).values()
+    assert table.index("+0.3000") < table.index("+0.2000")
+    (table,) = ablations(results).values()
+    assert table.index("+0.5000") < table.index("+0.6000")
 
 
 def test_models_are_named_apart():

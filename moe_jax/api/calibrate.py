@@ -61,7 +61,7 @@ def calibrate(
       seed: of the draw.
       place: says where the recording is kept, and found again; None: in a temporary folder, as long as the result.
       mesh: devices that share the work; None: the first one.
-      sensitivities: whether it is also measured how much depends on each layer.
+      sensitivities: whether it is also measured how much depends on each matrix of each layer.
       progress: called after every layer.
 
     Raises:
@@ -116,7 +116,7 @@ def open_calibration(
       keep: what has to live as long.
     """
     known = read_sensitivities(folder) or {}
-    found = {i: read_layer(folder, i)._replace(sensitivity=known.get(i)) for i in layers}
+    found = {i: read_layer(folder, i)._replace(sensitivities=known.get(i)) for i in layers}
     return Calibration(as_path(text), found, folder, keep)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _ADAPT = ("perft-r", "perft-e", "perft-d", "perft-s", "lora")
 _OF_CENTRE = ("centre_bits", "centre_group_size")
-_NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", *_OF_CENTRE, "compress_layers", "dtype")
+_NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", *_OF_CENTRE, "scale_bits", "compress_layers", "dtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,8 @@ class Options(UpcycleFlags, AdaptFlags):
     """With --compress: bits of a code of the centre, which has the dtype of all parameters by default."""
     centre_group_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """With --centre-bits: entries that share a scale, by default 128."""
+    scale_bits: Annotated[int | None, tyro.conf.arg(metavar="16|8")] = None
+    """With --compress: bits of a scale of quantised weights and of a centre in codes, by default 16."""
     compress_layers: Annotated[str | None, tyro.conf.arg(metavar="all|top:N|0,3,8-11")] = None
     """With --compress: the MoE layers to compress; by default all. Of a model with an encoder also
     encoder:SOME,decoder:SOME, counted in each stack."""
@@ -149,6 +151,7 @@ GROUPS = {
         "storage",
         "bits",
         *_OF_CENTRE,
+        "scale_bits",
         "compress_layers",
         "dtype",
     ),
@@ -296,6 +299,7 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
         bits=options.bits,
         centre_bits=options.centre_bits,
         centre_group_size=options.centre_group_size,
+        scale_bits=16 if options.scale_bits is None else options.scale_bits,
         layers=options.compress_layers,
         dtype=options.dtype,
     )

@@ -73,6 +73,7 @@ def planned_compression(
     bits: int | None,
     centre_bits: str | None,
     centre_group_size: int | None,
+    scale_bits: int,
     layers: str | None,
     dtype: str | None,
 ) -> PlannedCompression:
@@ -84,7 +85,7 @@ def planned_compression(
     check_member("method", method, tuple(METHODS))
     forms = METHODS[method].forms
     base = "none" if METHODS[method].origin == NO_BASE else "shared"
-    codes = codes_of_options(centre_bits, centre_group_size)
+    codes = codes_of_options(centre_bits, centre_group_size, scale_bits=scale_bits)
     if codes is not None and "centre_bits" not in {field.name for field in dataclasses.fields(METHODS[method])}:
         raise InputError(f"--centre-bits does not go with {method}, which has no centre")
     indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
@@ -103,6 +104,7 @@ def planned_compression(
             base=base,
             base_codes=codes,
             value_bits=value_bits,
+            scale_bits=scale_bits,
             dtype=dtype,
         )
     return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))

@@ -20,6 +20,7 @@ class LayerFigures:
       error_per_neuron: (1/E) sum_k ||W^_k - W_k||^2 / f, the error of a layer in methods.md 5.
       output_error: of the outputs of all matrices on the calibration text, each for the inputs that it had: the root of
         sum tr(E^T H E) / sum tr(W^T H W), E = W^ - W, H being the second moment of the inputs; None without a text.
+      predicted_divergence: KL(p || q) of the model's predictions, nats per token, that `allocate` expects.
       delta_error: ||W^ - W|| / ||W - base||; None also where every expert equals the base. It is 1 where nothing of
         the deltas is left, and sqrt(p / (1 - p)) for DARE, whose rescaled entries are right only on average.
       cosine_mean, cosine_min: between an expert and the base, mean and least over the experts.
@@ -35,6 +36,7 @@ class LayerFigures:
     relative_error: float
     error_per_neuron: float
     output_error: float | None = None
+    predicted_divergence: float | None = None
     delta_error: float | None = None
     cosine_mean: float | None = None
     cosine_min: float | None = None

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels, CodedNF4
 from moe_jax.experts.forms.nf4 import NF4
-from moe_jax.experts.forms.quantized import Quantized, check_group_size
+from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized, check_group_size, check_scale_bits
 
 Code = Literal["8", "4", "3", "2", "nf4"]
 CODES: tuple[str, ...] = get_args(Code)
@@ -24,10 +24,18 @@ class BaseCodes:
     Attributes:
       code: bits of a code, 8, 4, 3 or 2, with a bfloat16 scale per group; or `nf4` (see `functional.nf4`).
       group_size: entries along the input axis that share a scale, a multiple of 8, by default 128. NF4 has its own.
+      table: every kernel of 4, 3 or 2 bits has a table of levels of its own.
+      scale_bits: of a scale: 16, or 8 (see `functional.packing`). NF4 has its own.
+      gate_bits, up_bits, down_bits: bits of the codes of these matrices; None: as `code` says. Not with NF4.
     """
 
     code: Code
     group_size: int | None = None
+    table: bool = False
+    scale_bits: int = 16
+    gate_bits: int | None = None
+    up_bits: int | None = None
+    down_bits: int | None = None
 
     def __post_init__(self) -> None:
         check_member("code of a base", self.code, CODES)
@@ -36,20 +44,52 @@ class BaseCodes:
         if self.code != "nf4":
             object.__setattr__(self, "group_size", DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size)
         check_group_size(self.group_size)
+        check_scale_bits(self.scale_bits)
+        if self.code == "nf4" and self.scale_bits != 16:
+            raise InputError(f"scale_bits={self.scale_bits} does not go with an NF4 base, which has scales of its own")
+        for bits in self._own_bits.values():
+            check_member("code of a base", str(bits), CODES)
+            if self.code == "nf4":
+                raise InputError(f"a base in NF4 codes has no matrices of {bits} bits")
+        if self.table and not self.may_have_table:
+            raise InputError(f"a base in codes {self.code!r} has no table of levels: only 4, 3 or 2 bits have")
+
+    @property
+    def _own_bits(self) -> dict[str, int]:
+        given = {"gate": self.gate_bits, "up": self.up_bits, "down": self.down_bits}
+        return {name: bits for name, bits in given.items() if bits is not None}
+
+    @property
+    def may_have_table(self) -> bool:
+        """Whether codes are of so few bits that their levels may be those of a table."""
+        return any(code in map(str, TABLE_BITS) for code in (self.code, *map(str, self._own_bits.values())))
 
     @property
     def form(self) -> Coded:
         """The form of a kernel."""
         if self.group_size is None:
             return CodedNF4(codes=NF4())
-        return CodedLevels(codes=Quantized(bits=int(self.code), group_size=self.group_size))
+        form = Quantized(
+            bits=int(self.code),
+            group_size=self.group_size,
+            table=self.table,
+            scale_bits=self.scale_bits,
+            gate_bits=self.gate_bits,
+            up_bits=self.up_bits,
+            down_bits=self.down_bits,
+        )
+        return CodedLevels(codes=form)
 
     @property
     def adjective(self) -> str:
         """Such as `4-bit`."""
-        return "NF4" if self.group_size is None else f"{self.code}-bit"
+        if self.group_size is None:
+            return "NF4"
+        own = ", ".join(f"{name} {bits}" for name, bits in self._own_bits.items())
+        return f"{self.code}-bit{own and f' ({own})'}"
 
     def describe(self) -> str:
         """In words, for tables."""
         groups = "" if self.group_size in (None, DEFAULT_GROUP_SIZE) else f" in groups of {self.group_size}"
-        return f"{self.adjective} codes{groups}"
+        more = (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
+        return f"{self.adjective} codes{groups}{more}"

@@ -73,7 +73,8 @@ class KernelBank(ExpertBank):
             kernels = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in matrices}
             for name in kernels if self.config.has_base else ():
                 if self.config.base_codes is not None:
-                    kernels[name] = kernels[name].over(self.config.base_codes.form, self.base[name].arrays())
+                    codes = self.config.base_codes.form.of_matrix(kernels[name].matrix)
+                    kernels[name] = kernels[name].over(codes, self.base[name].arrays())
                 else:
                     kernels[name].arrays[BASE] = self.base[name].materialise()
             return apply_experts(x, routing, kernels, self.stacked_biases(), activation, self.exchange)
@@ -103,7 +104,7 @@ class KernelBank(ExpertBank):
     def _form(self, name: str) -> KernelForm:
         """The form of the experts' own arrays. With a base, NF4 and LoRA belong to the base."""
         if self._own_form.over_base:
-            return self._own_form
+            return self._own_form.of_matrix(self._matrices[name])
         return whole_form(self.expert.nf4, lora_for(self.expert.lora, name))
 
     def _arrays(self, name: str) -> dict[str, Array]:

@@ -95,7 +95,7 @@ def ffn_linears(
             matrix.shape,
             bias=bias,
             nf4=config.nf4,
-            codes=codes,
+            codes=None if codes is None else codes.of_matrix(matrix),
             lora=lora,
             split=matrix.split,
             rngs=rngs,

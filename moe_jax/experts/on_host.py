@@ -55,6 +55,7 @@ def expert_kernels(
         kernels = read(f"{bank}/{name}/kernel")
         yield from (kernels[expert] for expert in (range(len(kernels)) if experts is None else experts))
         return
+    form = form.of_matrix(matrix)
     base = base_kernel(read, config, bank, matrix) if config.has_base else None
     own = {leaf: read(f"{bank}/delta/{name}/{leaf}") for leaf in form.leaf_names(matrix)}
     shared = {leaf: read(f"{bank}/delta/{leaf}") for leaf in form.shared_leaves}
@@ -79,12 +80,12 @@ def base_kernel(read: Reader, config: BankConfig, bank: str, matrix: Matrix) -> 
     if config.base_codes is None:
         return leaves["kernel"]
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return np.asarray(_base_of_codes(leaves, config.base_codes.form, matrix))
+        return np.asarray(_base_of_codes(leaves, config.base_codes.form.of_matrix(matrix), matrix))
 
 
 def base_leaves(config: BankConfig, matrix: Matrix) -> dict[str, str]:
     """The leaves that store the base of a matrix, by their names: paths below the bank."""
-    names = ("kernel",) if config.base_codes is None else config.base_codes.form.leaf_names(matrix)
+    names = ("kernel",) if config.base_codes is None else config.base_codes.form.of_matrix(matrix).leaf_names(matrix)
     return {name: f"base/{matrix.name}/{name}" for name in names}
 
 

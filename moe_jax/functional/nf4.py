@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.grouped import PRODUCT, over_columns, tile_width
+from moe_jax.functional.packing import select_levels
 
 BLOCK, SCALE_BLOCK = 64, 256
 
@@ -133,7 +134,7 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
     codes, scales = _columns(leaves["codes"], start, width), block_scales(leaves, whole, start, width)
     first_row = leaves["origin"][0] if "origin" in leaves else 0
     halves = (codes[:, None, :] >> jnp.array([0, 4], jnp.uint8)[None, :, None]) & jnp.uint8(15)
-    levels = _levels(halves.reshape(-1, width)[:rows])
+    levels = select_levels(halves.reshape(-1, width)[:rows], [jnp.float32(level) for level in LEVELS], 4)
     if "origin" in leaves:
         block = (first_row + jnp.arange(rows, dtype=jnp.int32)) // BLOCK
         return levels * jnp.take(scales, block, axis=0, mode="clip")
@@ -196,15 +197,6 @@ def _backward(rows: int, whole: int | None, leaves: Leaves, dout: Array) -> tupl
 
 
 nf4_matmul.defvjp(_forward, _backward)
-
-
-def _levels(codes: UInt8[Array, "i w"]) -> Float[Array, "i w"]:
-    """The levels of codes, selected bit by bit: fifteen selections are vector operations, and a look-up is not."""
-    levels = [jnp.float32(level) for level in LEVELS]
-    for bit in range(4):
-        is_set = (codes >> jnp.uint8(bit)) & jnp.uint8(1) == 1
-        levels = [jnp.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2], strict=True)]
-    return levels[0]
 
 
 def _blocks(array: Array, size: int) -> Array:

@@ -13,10 +13,19 @@ sign says which of two grids a group has:
 - negative: the even numbers `2 q - 2^bits`, from `-2^bits` to `2^bits - 2`. Zero is one of them: the better grid where
   many entries are zero, or next to nothing beside a few large ones.
 
-A scale of zero makes a group of zeros.
+A scale of zero makes a group of zeros. A kernel may have a table of its own instead, of any 2^bits levels.
+
+Or a group has a zero point z, of eight bits: its levels are `2 (q - z / 2^(8 - bits))`. Both grids are special cases;
+zero always lies among the levels, or between two of them.
+
+Scales may be codes themselves (double quantisation; QLoRA, arXiv 2305.14314, section 3), of eight bits c from -127 to
+127: `step * c |c| / 127^2`, where the step is the largest of the scales of a group of rows, one for each of them. By
+the square, scales of columns a thousandth as large as the largest still have a code of their own.
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -25,6 +34,30 @@ from jaxtyping import Array, Float, Int, UInt8
 # Its eight bits of mantissa are finer than any code here; in float32, a scale would take a quarter
 # of the bytes of 128 one-bit codes.
 SCALE_DTYPE = jnp.bfloat16
+_MOST = 127
+
+
+class Grid(NamedTuple):
+    """What codes stand for: a level times the scale of the code's group.
+
+    Attributes:
+      scales: of groups, or of rows; one for every code, or of axes of length 1.
+      table: the levels of the codes, ascending; None: those that the sign of the scale chooses.
+      zeros: the codes, in fractions of one, that would stand for zero, of groups as scales are; None: there are none.
+    """
+
+    scales: Float[Array, "*#s"]
+    table: Float[Array, " n"] | None = None
+    zeros: Float[Array, "*#s"] | None = None
+
+    def numbers(self, codes: Float[Array, "*s"] | UInt8[Array, "*s"], bits: int) -> Float[Array, "*s"]:
+        """The numbers that unpacked codes represent, in the dtype of the scales."""
+        if self.zeros is not None:
+            return 2 * (codes.astype(self.scales.dtype) - self.zeros) * self.scales
+        if self.table is None:
+            return scaled_levels(codes.astype(self.scales.dtype), self.scales, bits)
+        levels = select_levels(codes.astype(jnp.uint8), [self.table[code] for code in range(2**bits)], bits)
+        return levels.astype(self.scales.dtype) * self.scales
 
 
 def codes_shape(shape: tuple[int, int], bits: int) -> tuple[int, int]:
@@ -35,6 +68,40 @@ def codes_shape(shape: tuple[int, int], bits: int) -> tuple[int, int]:
 def scales_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, int]:
     """Shape of the scales of a kernel [i, o]: [ceil(i / group_size), o], or [1, 1] for one per kernel."""
     return (1, 1) if group_size is None else (math.ceil(shape[0] / group_size), shape[1])
+
+
+def scale_leaves(scales: Float[Array, "*stack g s"], scale_bits: int) -> dict[str, Array]:
+    """Scales as they are stored: `scales`, or `scale_codes` int8 and `scale_steps` [..., g, 1].
+
+    Args:
+      scales: float32.
+      scale_bits: 16, or 8.
+    """
+    if scale_bits == 16:
+        return {"scales": scales.astype(SCALE_DTYPE)}
+    steps = jnp.max(jnp.abs(scales), axis=-1, keepdims=True).astype(SCALE_DTYPE)
+    wide = steps.astype(jnp.float32)
+    roots = jnp.sqrt(jnp.abs(scales) / jnp.where(wide > 0, wide, 1))
+    codes = jnp.sign(scales) * jnp.clip(jnp.round(_MOST * roots), 0, _MOST)
+    return {"scale_codes": codes.astype(jnp.int8), "scale_steps": steps}
+
+
+def scales_of(leaves: Mapping[str, Array]) -> Float[Array, "*stack g s"]:
+    """The scales that leaves stand for, float32; see `scale_leaves`."""
+    if "scales" in leaves:
+        return leaves["scales"].astype(jnp.float32)
+    codes = leaves["scale_codes"].astype(jnp.float32)
+    return leaves["scale_steps"].astype(jnp.float32) * (codes * jnp.abs(codes) / _MOST**2)
+
+
+def zero_leaf(zeros: Float[Array, "*s"], bits: int) -> UInt8[Array, "*s"]:
+    """Zero points, in codes, as they are stored."""
+    return jnp.clip(jnp.round(zeros * 2 ** (8 - bits)), 0, 255).astype(jnp.uint8)
+
+
+def zeros_of(leaf: UInt8[Array, "*s"], bits: int) -> Float[Array, "*s"]:
+    """The zero points that a leaf stands for, in codes, float32."""
+    return leaf.astype(jnp.float32) / 2 ** (8 - bits)
 
 
 def pack(codes: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:
@@ -70,6 +137,17 @@ def scaled_levels(codes: Float[Array, "*s"], scales: Float[Array, "*#s"], bits: 
     return levels * scales
 
 
+def select_levels(
+    codes: UInt8[Array, "*s"], levels: Sequence[Float[Array, ""]], bits: int
+) -> Float[Array, "*s"]:
+    """The levels of unpacked codes, bit by bit: 2^bits - 1 selections are vector operations, and a look-up is not."""
+    levels = list(levels)
+    for bit in range(bits):
+        is_set = (codes >> jnp.uint8(bit)) & jnp.uint8(1) == 1
+        levels = [jnp.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2], strict=True)]
+    return levels[0]
+
+
 def dequantize(
     packed: UInt8[Array, "b o"],
     scales: Float[Array, "g s"],
@@ -77,6 +155,8 @@ def dequantize(
     bits: int,
     group_size: int | None,
     dtype: DTypeLike,
+    table: Float[Array, " n"] | None = None,
+    zeros: Float[Array, "g s"] | None = None,
 ) -> Float[Array, "i o"]:
     """Levels times scales; [rows, o] in `dtype`.
 
@@ -87,13 +167,30 @@ def dequantize(
       bits: of a code.
       group_size: rows that share a scale; None: all.
       dtype: of the result.
+      table, zeros: see `Grid`.
     """
-    codes, scales = unpack(packed, rows, bits, dtype), scales.astype(dtype)
+    codes = unpack(packed, rows, bits, dtype)
+    of_all = None if zeros is None else of_rows(zeros.astype(dtype), rows, group_size)
+    return Grid(of_rows(scales.astype(dtype), rows, group_size), table, of_all).numbers(codes, bits)
+
+
+def of_rows(
+    of_groups: Float[Array, "g s"], rows: int, group_size: int | None, first: Int[Array, ""] | None = None
+) -> Float[Array, "i s"]:
+    """What rows have of their groups; as it is if all rows are of one.
+
+    Args:
+      of_groups: a row for every group of the kernel.
+      rows: how many.
+      group_size: rows of a group; None: all.
+      first: the row of the kernel at which they begin, which may be inside a group; None: at the first.
+    """
     if group_size is None:
-        return scaled_levels(codes, scales, bits)
-    groups, width = scales.shape
-    per_row = jnp.broadcast_to(scales[:, None, :], (groups, group_size, width)).reshape(-1, width)[:rows]
-    return scaled_levels(codes, per_row, bits)
+        return of_groups
+    if first is not None:
+        return jnp.take(of_groups, (first + jnp.arange(rows, dtype=jnp.int32)) // group_size, axis=0)
+    groups, width = of_groups.shape
+    return jnp.broadcast_to(of_groups[:, None, :], (groups, group_size, width)).reshape(-1, width)[:rows]
 
 
 def _word(bits: int) -> tuple[int, int]:

@@ -78,6 +78,30 @@ def test_training_moves_scales_and_keeps_codes(small, models, tmp_path, capsys):
         assert np.array_equal(before.read(path), after.read(path)) != moves
 
 
+def test_tables_and_small_scales_are_counted_trained_and_exported(models, tmp_path, capsys, out_of):
+    more = ("--scale-bits", "8")
+    assert run(models["one"], tmp_path / "out", *RESMOE, "3", *more, "--levels", "fitted") == 0
+    out = ModelDirectory(tmp_path / "out")
+    specs = {path: spec for path, spec in out.specs().items() if "/experts/" in path}
+    options = ("--residual", "quantized:2", "--centre-bits", "3", *more, "--json")
+    (form,) = json.loads(out_of("plan", models["one"], "--compress", "resmoe", *options))["compression"]["forms"]
+    tables = sum(2 * spec.size for path, spec in specs.items() if path.endswith("/table"))
+    assert tables and form["expert_bytes"] == sum(s.size * s.dtype.itemsize for s in specs.values()) - tables
+    export(out, tmp_path / "hf", console=Console(quiet=True))
+    np.testing.assert_allclose(logits(open_source(tmp_path / "hf")), logits(out), atol=1e-3)
+
+    (tmp_path / "text.txt").write_text("All the world is a stage, and all the men and women merely players. " * 10)
+    recipe = RECIPE.format(folder=tmp_path).replace("1e-3", "0.1")  # or bfloat16 would not see that steps near 1 move
+    (tmp_path / "recipe.toml").write_text(f"{recipe}[mesh]\ndata = 8\n")
+    assert cli.main(["train", str(tmp_path / "recipe.toml")]) == 0, capsys.readouterr().err
+    after = ModelDirectory(tmp_path / "run" / "model")
+    for folder in ("base/up/coded", "delta/up"):
+        leaves = {"table": True, "scale_steps": True, "scale_codes": False, "codes": False}
+        for leaf, moves in leaves.items():
+            path = f"layers/0/mlp/experts/{folder}/{leaf}"
+            assert np.array_equal(out.read(path), after.read(path)) != moves, path
+
+
 @one_in(2)
 @pytest.mark.parametrize("base", ["stored", "nf4"])
 def test_lora_beside_the_centre_is_merged_into_a_plain_one(base, small, tmp_path, out_of):

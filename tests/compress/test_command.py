@@ -276,7 +276,8 @@ def test_a_sweep(models, tmp_path, out_of, nll, text):
     found = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert json.loads(printed) == found
     points = {(point["method"], point["value"]): point for point in found["measured"]["points"]}
-    assert list(points) == [("ders-sparsify", 0.9), ("ders-quantize", 1), ("quantize", 1)]  # those that sweep them
+    swept = ("ders-sparsify", 0.9), ("ders-quantize", 1), ("quantize", 1), ("hqq", 1)  # by those that sweep these
+    assert tuple(points) == swept
 
     one = ("compress", models["one"], tmp_path / "one", "--method", "ders-quantize", "--bits", 1)
     report = json.loads(out_of(*one, "--json").splitlines()[-1])

@@ -37,10 +37,14 @@ FORMS = [
     Sparse(rate=0.5, encoding="bitmap"),
     Quantized(bits=2, group_size=8),
     Quantized(bits=3),
+    Quantized(bits=2, group_size=8, table=True),
+    Quantized(bits=3, group_size=8, scale_bits=8),
+    Quantized(bits=8, group_size=8, zero_points=True),
 ]
 BANKS = [BankConfig(form) for form in FORMS]
 BANKS += [BankConfig(form, base="none") for form in FORMS[1:]]
 BANKS += [BankConfig(LowRank(rank=2), base_codes=BaseCodes(code="3", group_size=8))]
+BANKS += [BankConfig(LowRank(rank=2), base_codes=BaseCodes(code="3", group_size=8, table=True, scale_bits=8))]
 BANKS += [BankConfig(Sparse(rate=0.8), base_codes=BaseCodes(code="nf4"))]
 BANKS += [BankConfig(AdapterExperts(adapter=AdapterConfig(rank=2, activation="gelu")), train_base=False)]
 

@@ -174,6 +174,7 @@ def test_a_restart_from_one_place_to_another(bucket, place, before, after, capsy
     assert "already exists, and a restart is a new run" in capsys.readouterr().err
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("delay", [0, 1000], ids=["lists at once", "lists much later"])
 def test_a_restart_is_killed_and_given_again(bucket, place, monkeypatch, no_waiting, delay):  # noqa: F811
     assert cli.main(["train", "recipe.toml", "--set", "train.steps=4"]) == 0

@@ -13,6 +13,7 @@ from flax import nnx
 
 from evidence.equal_bytes.entries import Entry
 from evidence.equal_bytes.models import Subject, calibration, opened
+from evidence.equal_bytes.recovery import recovered
 from evidence.studies.compression_job import dense_source, scored_texts
 from evidence.studies.full_experts import all_full_experts, count_of, experts_of, with_experts
 from evidence.studies.jobs import Place
@@ -53,6 +54,8 @@ def compare(place: Place, asked: Asked) -> dict[str, Any]:
       kl: of every domain's test text, KL(p || q) in nats per token, p being what the model was and q what it is.
       bits_per_weight, expert_bytes: of the experts on the disk, everything included.
       output_error: of every layer, of calibrated methods.
+      predicted_kl: what `allocate` expected, nats per token.
+      rate, tried: of a recovery, see `recovery.Recovered`.
       What the probes give.
     """
     source, whole = opened(place, asked.subject)
@@ -71,18 +74,28 @@ def compare(place: Place, asked: Asked) -> dict[str, Any]:
             described={},
         )
         model = ModelDirectory(Path(name) / "model")
+        made, learned = None, {}
+        if entry.recovery is not None:
+            weight, draw = entry.recovery, asked.draw
+            recovery = recovered(place, asked.subject, model, source, weight=weight, seed=draw)
+            made, learned = recovery.model, {"rate": recovery.rate, "tried": recovery.tried}
         same = all(model.config.moe(i).num_experts == whole.config.moe(i).num_experts for i in whole.config.moe_layers)
-        if same:  # one program scores the models of all these methods
+        if made is not None:
+            leaves, same = whole, False
+        elif same:  # one program scores the models of all these methods
             leaves = with_experts(whole, all_full_experts(model))
             made = model_of(leaves)
         else:
             leaves, made = whole, load_model(model, param_dtype="float32")
-    found = _scores(place, asked.subject, made)
+    found = _scores(place, asked.subject, made) | learned
     found["expert_bytes"] = report.expert_bytes_after
     found["bits_per_weight"] = 8 * report.expert_bytes_after / count_of(experts_of(whole))
     errors = [layer.output_error for layer in report.layers]
     if None not in errors:
         found["output_error"] = errors
+    predicted = [layer.predicted_divergence for layer in report.layers]
+    if None not in predicted:
+        found["predicted_kl"] = sum(predicted)
     return found | (probed(place, scale, leaves, whole, asked.probes) if asked.probes and same else {})
 
 

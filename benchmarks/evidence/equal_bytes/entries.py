@@ -21,6 +21,8 @@ class Entry:
       options: of the method.
       calibrated: whether it is given a text; then it is done for every draw of that.
       dense: whether deltas are taken from the dense model.
+      recovery: routers and norms then learn for some steps, with this weight of the logits of the model before and the
+        rest of the text; None: they do not.
     """
 
     family: str
@@ -29,6 +31,7 @@ class Entry:
     options: tuple[tuple[str, Any], ...]
     calibrated: bool = False
     dense: bool = False
+    recovery: float | None = None
 
     @property
     def label(self) -> str:
@@ -72,15 +75,68 @@ def _kept(family: str, method: str, *keeps: float, calibrated: bool = False, **o
     ]
 
 
-def _budgets(family: str, *budgets: float) -> list[Entry]:
+def _budgets(family: str, *budgets: float, **options: Any) -> list[Entry]:
     return [
-        _entry(family, f"{budget:g} bits", "allocate", calibrated=True, budget_bits=budget) for budget in budgets
+        _entry(family, f"{budget:g} bits", "allocate", calibrated=True, budget_bits=budget, **options)
+        for budget in budgets
+    ]
+
+
+def _steps(residual: int) -> list[tuple[str, Entry]]:
+    """One gain after another, around a centre of 4 bits but for the first."""
+    quantized = {"residual": f"quantized:{residual}"}
+
+    def shared(family: str, *, calibrated: bool = True, **options: Any) -> Entry:
+        given = {**quantized, "centre_bits": "4", **options}
+        return _entry(family, f"4 + {residual} bits", "resmoe", calibrated=calibrated, **given)
+
+    # One bit has two levels, whatever they are.
+    fitted = [
+        ("fitted levels, rounded", shared("fitted levels, rounded", calibrated=False, levels="fitted")),
+        ("fitted levels, feedback", shared("fitted levels, GPTQ", levels="fitted")),
+        ("and scales in 8 bits", shared("fitted levels, GPTQ, 8-bit scales", levels="fitted", scale_bits=8)),
+    ]
+    return [
+        (
+            "a centre in bfloat16, rounded",
+            _entry("a centre in bfloat16", f"16 + {residual} bits", "resmoe", **quantized),
+        ),
+        ("the centre in 4 bits", shared(SHARED_RTN, calibrated=False)),
+        ("scales weighed by a text", shared("weighed scales around a centre", feedback=False)),
+        ("feedback", shared(SHARED_GPTQ)),
+        *(fitted if residual > 1 else ()),
+    ]
+
+
+def _recoveries() -> list[tuple[Entry, list[Entry]]]:
+    """What loses much, and the same once routers and norms have learnt, with these weights of the teacher's logits."""
+    losing = (
+        *_plain(GPTQ, calibrated=True)[2:3],
+        *_shared(SHARED_GPTQ, calibrated=True)[1:2],
+        *_kept("HC-SMoE", "hc-smoe", 0.5, calibrated=True),
+        *_kept("REAP", "reap", 0.75, calibrated=True),
+    )
+    return [
+        (
+            entry,
+            [
+                dataclasses.replace(entry, name=f"{entry.name}, recovered {weight:g}", recovery=weight)
+                for weight in (1.0, 0.5)
+            ],
+        )
+        for entry in losing
     ]
 
 
 RTN, GPTQ = "rounding", "GPTQ"
 SHARED_RTN, SHARED_GPTQ = "shared centre, rounding", "shared centre, GPTQ"
-ALLOCATED = "allocated by layer"
+ALLOCATED = "allocated"
+ALLOCATED_FITTED = "allocated, fitted levels"
+
+ABLATIONS = {residual: _steps(residual) for residual in (2, 1)}
+"""By bits of the residuals: steps of the method in words, and their entries."""
+RECOVERIES = _recoveries()
+"""Entries, and the same recovered. Done on one model."""
 
 ENTRIES: tuple[Entry, ...] = (
     *_plain(RTN, calibrated=False),
@@ -88,6 +144,8 @@ ENTRIES: tuple[Entry, ...] = (
     *_shared(SHARED_RTN, calibrated=False),
     *_shared(SHARED_GPTQ, calibrated=True),
     *_budgets(ALLOCATED, 2.5, 1.75, 2.0, 3.0, 4.0),
+    *_budgets(ALLOCATED_FITTED, 2.5, 1.75, 2.0, 3.0, 4.0, levels="fitted", scale_bits=8),
+    *_plain("GPTQ, fitted levels", calibrated=True, levels="fitted", scale_bits=8)[:3],
     *_plain("weighed scales, no feedback", calibrated=True, feedback=False)[:3],
     *_kept("ResMoE", "resmoe", 0.25, 0.5, 0.1),
     *_kept("SVD, whitened", "svd", 0.25, 0.5, calibrated=True, design="separate"),
@@ -96,4 +154,6 @@ ENTRIES: tuple[Entry, ...] = (
     *_kept("REAP", "reap", 0.5, 0.75, calibrated=True),
     *_kept("HC-SMoE", "hc-smoe", 0.5, 0.75, 0.25, calibrated=True),
     *_kept("M-SMoE", "msmoe", 0.5, 0.25, calibrated=True),
+    # What is there already is not done twice.
+    *(entry for steps in ABLATIONS.values() for _, entry in steps if entry.family not in (SHARED_RTN, SHARED_GPTQ)),
 )

@@ -26,6 +26,7 @@ from moe_jax.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.sharding import make_mesh
 from moe_jax.train.tokenizer import Tokenizer
 
+PERMUTED = ", permuted"
 SAMPLES_PER_DOMAIN = 32
 _CHARACTERS = 400_000
 # Windows by which it is measured how much depends on each layer.
@@ -49,7 +50,7 @@ class Subject:
     @property
     def label(self) -> str:
         """Key in the results."""
-        return f"{self.model}, permuted" if self.permuted else self.model
+        return self.model + PERMUTED if self.permuted else self.model
 
 
 @lru_cache(maxsize=2)
@@ -99,7 +100,7 @@ def calibration(place: Place, subject: Subject, draw: int) -> Calibration:
         spread = drawn[np.linspace(0, len(drawn) - 1, _MEASURED).astype(int)]
         known = measure_sensitivities(source, spread, partial(read_layer, folder), mesh=_one_device())
         write_sensitivities(folder, known)
-    layers = {layer: read_layer(folder, layer)._replace(sensitivity=known[layer]) for layer in source.config.moe_layers}
+    layers = {i: read_layer(folder, i)._replace(sensitivities=known[i]) for i in source.config.moe_layers}
     # Only the lineage of a model that is thrown away names a file: it needs one that is there.
     return Calibration(folder / KEY_FILE, layers)
 

@@ -1,21 +1,58 @@
 """Which models are compared, and how often."""
 
+from evidence.equal_bytes.entries import (
+    ALLOCATED,
+    ALLOCATED_FITTED,
+    ENTRIES,
+    GPTQ,
+    RECOVERIES,
+    RTN,
+    SHARED_GPTQ,
+    Entry,
+)
 from evidence.equal_bytes.models import Subject
 from evidence.equal_bytes.study import Comparison
-from evidence.studies.plan import DRAWN, FOUR, VANILLA
+from evidence.studies.plan import BRANCHES, DRAWN, FOUR, VANILLA
 from evidence.studies.probes import Probes
 from evidence.studies.scales import MIDDLE, SMOLLM, STORIES
 
 _PROBES = Probes(questions=100, prompts=8)
+_RECOVERED = tuple(entry for _, recovered in RECOVERIES for entry in recovered)
+# Of SmolLM2 an entry takes minutes: what says most, and of that the most important with further draws and permuted.
+_BITS = ("2 bits", "3 bits", "4 bits")
+_OF_SMOLLM_BY_FAMILY = {
+    RTN: _BITS,
+    GPTQ: _BITS,
+    SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits", "4 + 3 bits", "3 + 1 bits", "3 + 2 bits"),
+    ALLOCATED: ("2.5 bits", "1.75 bits", "3 bits"),
+    ALLOCATED_FITTED: ("2.5 bits", "1.75 bits", "3 bits"),
+    "GPTQ, fitted levels": ("3 bits",),
+    "ResMoE": ("keep 0.25",),
+    "D2-MoE": ("keep 0.25",),
+    "Wanda": ("keep 0.25",),
+    "REAP": ("keep 0.75",),
+    "HC-SMoE": ("keep 0.5",),
+}
+_REPEATED_BY_FAMILY = {GPTQ: ("3 bits",), SHARED_GPTQ: ("4 + 2 bits",), ALLOCATED_FITTED: ("2.5 bits",)}
+
+
+def _named(by_family: dict[str, tuple[str, ...]]) -> tuple[Entry, ...]:
+    known = {(entry.family, entry.name): entry for entry in ENTRIES}
+    return tuple(known[family, name] for family, names in by_family.items() for name in names)
+
+
+_OF_SMOLLM, _REPEATED = _named(_OF_SMOLLM_BY_FAMILY), _named(_REPEATED_BY_FAMILY)
 
 
 def comparisons() -> list[Comparison]:
-    """The models that `claims.py` keeps: of one origin, the same with neurons in another order, and of none."""
+    """The models that `claims.py` keeps: of one origin, the same with neurons in another order, and of less."""
     return [
-        Comparison(Subject(STORIES.name, f"{VANILLA}-s0")),
+        Comparison(Subject(STORIES.name, f"{VANILLA}-s0"), entries=(*ENTRIES, *_RECOVERED)),
         Comparison(Subject(STORIES.name, f"{VANILLA}-s0", permuted=True)),
+        # Experts from models of one domain each, which have less in common than copies of one.
+        Comparison(Subject(STORIES.name, f"{BRANCHES}-s0")),
         Comparison(Subject(MIDDLE.name, f"{VANILLA}-s0"), probes=Probes(questions=0, prompts=8)),
         Comparison(Subject(MIDDLE.name, f"{DRAWN}-s0"), probes=Probes(questions=0, prompts=8)),
-        Comparison(Subject(SMOLLM.name, FOUR), probes=_PROBES),
-        Comparison(Subject(SMOLLM.name, FOUR, permuted=True), draws=(0,)),
+        Comparison(Subject(SMOLLM.name, FOUR), probes=_PROBES, entries=_OF_SMOLLM, more_draws=_REPEATED),
+        Comparison(Subject(SMOLLM.name, FOUR, permuted=True), draws=(0,), entries=_REPEATED),
     ]

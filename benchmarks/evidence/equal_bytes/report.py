@@ -11,22 +11,26 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from evidence.equal_bytes.entries import (
+    ABLATIONS,
     ALLOCATED,
+    ALLOCATED_FITTED,
     COMPARISON,
     ENTRIES,
     GPTQ,
+    RECOVERIES,
     RTN,
     SHARED_GPTQ,
     SHARED_RTN,
     UNCOMPRESSED,
     Entry,
 )
+from evidence.equal_bytes.models import PERMUTED
 from evidence.results import NoSettings, ResultsFile
 from evidence.tables import markdown
 
 NAME = "equal_bytes"
 OTHER = "others"
-_COLUMNS = (RTN, GPTQ, SHARED_RTN, SHARED_GPTQ, ALLOCATED)
+_COLUMNS = (RTN, GPTQ, SHARED_RTN, SHARED_GPTQ, ALLOCATED, ALLOCATED_FITTED)
 _SIZES = (1.6, 1.85, 2.3, 2.85, 3.3, 4.3, 5.35, 8.3)
 
 
@@ -40,6 +44,7 @@ class Point(NamedTuple):
       kl: from the model as it was.
       agreement: share of greedy tokens that are those of the model as it was, until the first other one; None: not
         asked.
+      predicted_kl: what `allocate` expected; None: the entry is another method.
     """
 
     entry: Entry
@@ -48,6 +53,7 @@ class Point(NamedTuple):
     spread: float | None
     kl: float
     agreement: float | None
+    predicted_kl: float | None
 
 
 def opened(folder: Path) -> ResultsFile:
@@ -65,8 +71,12 @@ def write_report(results: ResultsFile, out: Path) -> str:
 
 def report(results: ResultsFile) -> str:
     """Everything that was measured."""
-    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables(results).items())
+    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in _all_tables(results).items())
     return f"# Equal bytes\n\n{text}\n"
+
+
+def _all_tables(results: ResultsFile) -> dict[str, str]:
+    return tables(results) | ablations(results) | recoveries(results)
 
 
 def blocks(results: ResultsFile) -> dict[str, str]:
@@ -75,12 +85,51 @@ def blocks(results: ResultsFile) -> dict[str, str]:
     for scale, label in _models(results):
         before, best = _whole(results, scale, label), {}
         for point in points(results, scale, label):
+            if point.entry.recovery is not None:
+                continue  # in a table of their own
             column = point.entry.family if point.entry.family in _COLUMNS else OTHER
             best.setdefault(column, []).append(point)
         rows = [(f"{most:g}", *(_lowest(best.get(column, ()), most, before) for column in (*_COLUMNS, OTHER)))
                 for most in _SIZES]  # fmt: skip
         found[f"{scale}, {label}"] = markdown(("bits per weight at most", *_COLUMNS, OTHER), rows)
+    return found | ablations(results) | recoveries(results)
+
+
+def ablations(results: ResultsFile) -> dict[str, str]:
+    """What every step of the method adds, by model and bits of the residuals."""
+    found = {}
+    for scale, label in _models(results):
+        before = _whole(results, scale, label)
+        by_entry = {point.entry.label: point for point in points(results, scale, label)}
+        for residual, steps in ABLATIONS.items():
+            rows = [(words, *_figures(by_entry[entry.label], before)) for words, entry in steps
+                    if entry.label in by_entry]  # fmt: skip
+            if len(rows) > 1 and not label.endswith(PERMUTED):
+                head = (f"{residual}-bit residuals", "bits per weight", f"added to {before:.4f} nats", "KL, nats")
+                found[f"{scale}, {label}, {residual} bits"] = markdown(head, rows)
     return found
+
+
+def recoveries(results: ResultsFile) -> dict[str, str]:
+    """What routers and norms win back by learning, by model."""
+    found = {}
+    for scale, label in _models(results):
+        before = _whole(results, scale, label)
+        by_entry = {point.entry.label: point for point in points(results, scale, label)}
+        rows = []
+        for entry, recovered in RECOVERIES:
+            if entry.label in by_entry and any(one.label in by_entry for one in recovered):
+                rows += [(one.label, *_figures(by_entry[one.label], before)) for one in (entry, *recovered)
+                         if one.label in by_entry]  # fmt: skip
+        if rows:
+            head = ("experts", "bits per weight", f"added to {before:.4f} nats", "KL, nats")
+            found[f"{scale}, {label}, recovered"] = markdown(head, rows)
+    return found
+
+
+def _figures(point: Point, before: float) -> tuple[str, str, str]:
+    spread = f" ± {point.spread:.4f}" if point.spread is not None else ""
+    return f"{point.bits:.2f}", f"{point.loss - before:+.4f}{spread}", f"{point.kl:.4f}"
 
 
 def _lowest(points: Iterable[Point], most: float, before: float) -> str:
@@ -101,21 +150,21 @@ def tables(results: ResultsFile) -> dict[str, str]:
         rows = [
             (
                 point.entry.label,
-                f"{point.bits:.2f}",
-                f"{point.loss - before:+.4f}" + (f" ± {point.spread:.4f}" if point.spread is not None else ""),
-                f"{point.kl:.4f}",
+                *_figures(point, before),
+                "" if point.predicted_kl is None else f"{point.predicted_kl:.4f}",
                 "" if point.agreement is None else f"{100 * point.agreement:.1f}",
             )
             for point in sorted(points(results, scale, label), key=lambda point: point.bits)
         ]
-        head = ("experts", "bits per weight", f"added to {before:.4f} nats", "KL, nats", "greedy agreement, %")
+        added = f"added to {before:.4f} nats"
+        head = ("experts", "bits per weight", added, "KL, nats", "predicted", "greedy agreement, %")
         found[f"{scale}, {label}"] = markdown(head, rows)
     return found
 
 
 def points(results: ResultsFile, scale: str, label: str) -> Iterator[Point]:
     """All entries that were done on a model."""
-    for entry in ENTRIES:
+    for entry in (*ENTRIES, *(one for _, recovered in RECOVERIES for one in recovered)):
         runs = list((results.get(COMPARISON, scale, label, entry.label) or {}).values())
         if runs:
             losses = [_mean(run["losses"]) for run in runs]
@@ -126,6 +175,7 @@ def points(results: ResultsFile, scale: str, label: str) -> Iterator[Point]:
                 statistics.stdev(losses) if len(losses) > 1 else None,
                 statistics.fmean(_mean(run["kl"]) for run in runs),
                 runs[0].get("agreement", {}).get("until_first"),
+                statistics.fmean(run["predicted_kl"] for run in runs) if "predicted_kl" in runs[0] else None,
             )
 
 
@@ -143,6 +193,8 @@ def draw(results: ResultsFile, file: Path) -> None:
     for panel, (scale, label) in zip(panels.flat, models, strict=False):
         before, by_family = _whole(results, scale, label), {}
         for point in points(results, scale, label):
+            if point.entry.recovery is not None:
+                continue
             by_family.setdefault(point.entry.family, []).append((point.bits, point.loss - before))
         for number, family in enumerate(families):
             if family in by_family:

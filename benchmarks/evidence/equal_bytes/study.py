@@ -21,12 +21,14 @@ class Comparison:
       draws: of the calibration text, for calibrated entries.
       probes: what compressed models are asked beside the loss, with the first draw.
       entries: what is done to it.
+      more_draws: those that are done with every draw; None: all calibrated ones.
     """
 
     subject: Subject
     draws: tuple[int, ...] = DRAWS
     probes: Probes | None = None
     entries: tuple[Entry, ...] = ENTRIES
+    more_draws: tuple[Entry, ...] | None = None
 
     name = COMPARISON
 
@@ -41,7 +43,8 @@ class Comparison:
             return
         yield Job(self.path(UNCOMPRESSED, 0), compare, {"asked": Asked(self.subject, None, probes=self.probes)})
         for draw in self.draws:
-            for entry in self.entries:
+            again = self.entries if self.more_draws is None else self.more_draws
+            for entry in self.entries if draw == self.draws[0] else again:
                 if draw == self.draws[0] or entry.calibrated:
                     probes = self.probes if draw == self.draws[0] else None
                     asked = Asked(self.subject, entry, draw, probes)

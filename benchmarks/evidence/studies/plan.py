@@ -133,6 +133,11 @@ def _branches(scale: Scale, *, steps: int, together: int) -> list[Study]:
     return [
         *alone,
         one,
-        _after(alone, Trainings("mixed branches", scale, {BRANCHES: BRANCHES}, together, 250, SEEDS)),
+        _after(
+            alone,
+            Trainings(
+                "mixed branches", scale, {BRANCHES: BRANCHES}, together, 250, SEEDS, keep=frozenset((BRANCHES,))
+            ),
+        ),
         _after([one], Trainings("mixed branches", scale, {THREE: THREE}, together, 250, SEEDS, "together-s{seed}")),
     ]

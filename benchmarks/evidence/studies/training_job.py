@@ -1,7 +1,7 @@
 """The job that all studies of training have: a kept model takes a shape, is trained, and is scored."""
 
 import dataclasses
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def kept_path(place: Place, scale: str, name: str) -> Path:
     return kept_folder(place, scale, name) / MODEL
 
 
-@lru_cache(maxsize=64)
+@cache  # asked for every shape of the plan after every job
 def trained_groups(place: Place, scale: str, start: str, shape: str) -> tuple[str, ...]:
     """The groups of parameters that are trained once a model has taken a shape; needs no weights."""
     model = abstract_model(shape_of(shape).config(start_config(place, scale, start)))

@@ -15,7 +15,7 @@ from moe_jax.json_toml import ANYTHING, read_json
 from moe_jax.nn.router_stats import RouterStatistics
 from moe_jax.staging import replace_file, replacing, write_durably
 
-FORMAT = 1
+FORMAT = 2
 """Of the files of a recording. One with another number is made anew."""
 KEY_FILE = "calibration.json"
 _SENSITIVITIES = "sensitivities.json"
@@ -41,12 +41,12 @@ class LayerCalibration(NamedTuple):
     Attributes:
       statistics: of its router.
       rows: what its bank was given; None: only the router was looked at.
-      sensitivity: see `sensitivity_pass`; None: not measured.
+      sensitivities: of every matrix, see `sensitivity_pass`; None: not measured.
     """
 
     statistics: RouterStatistics
     rows: LayerRows | None = None
-    sensitivity: float | None = None
+    sensitivities: Mapping[str, float] | None = None
 
 
 PROMISED = LayerCalibration(
@@ -117,12 +117,12 @@ def read_layer(folder: Path, layer: int) -> LayerCalibration:
         raise InputError(f"the calibration {folder} is damaged (layer {layer}: {error}); remove it") from None
 
 
-def write_sensitivities(folder: Path, sensitivities: Mapping[int, float]) -> None:
-    """Keeps what `sensitivity_pass` measured, by layer index."""
+def write_sensitivities(folder: Path, sensitivities: Mapping[int, Mapping[str, float]]) -> None:
+    """Keeps what `sensitivity_pass` measured, by layer index and matrix."""
     replace_file(folder / _SENSITIVITIES, json.dumps(sensitivities).encode())
 
 
-def read_sensitivities(folder: Path) -> dict[int, float] | None:
+def read_sensitivities(folder: Path) -> dict[int, dict[str, float]] | None:
     """What `write_sensitivities` kept; None: nothing.
 
     Raises:
@@ -132,7 +132,8 @@ def read_sensitivities(folder: Path) -> dict[int, float] | None:
     if not file.is_file():
         return None
     try:
-        return {int(layer): float(value) for layer, value in read_json(file, allow=ANYTHING).items()}
+        read = read_json(file, allow=ANYTHING).items()
+        return {int(layer): {name: float(value) for name, value in own.items()} for layer, own in read}
     except (AttributeError, TypeError, ValueError):
         raise InputError(f"the calibration {folder} is damaged ({_SENSITIVITIES}); remove it") from None
 

@@ -1,11 +1,11 @@
-"""How much what a model says depends on the experts of each layer: divergence by error, measured.
+"""How much what a model says depends on each matrix of the experts of each layer: divergence by error, measured.
 
-The experts of one layer at a time are coded in a few bits, as they may be later, and the divergence KL(p || q) of the
-model's predictions from what they were is held against the error of that layer's outputs. Small divergences of layers
-add up nearly.
+One matrix of the experts of one layer at a time is coded in a few bits, as it may be later, and the divergence
+KL(p || q) of the model's predictions from what they were is held against the error of that matrix's outputs. Small
+divergences add up nearly.
 
-All layers are tried in one pass: the model runs over a few windows, and beside them runs a copy of these for every
-layer that was tried before. So every layer is read once, and memory holds one layer and the activations of all copies.
+All matrices are tried in one pass: the model runs over a few windows, and beside them runs a copy of these for every
+matrix that was tried before. So every layer is read once, and memory holds one layer and the activations of all copies.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ from moe_jax.streamed_layers import EMBEDDING, embed_tokens, finish
 from moe_jax.terminal import Progress, no_progress
 
 TRIED_BITS, TRIED_GROUP_SIZE = 3, 128
-_MOST_TOKENS = 4096
+_MOST_TOKENS = 2048
 
 
 def measure_sensitivities(
@@ -41,12 +41,12 @@ def measure_sensitivities(
     mesh: Mesh,
     batch_size: int = 8,
     progress: Progress = no_progress,
-) -> dict[int, float]:
-    """The divergence, nats per token, for each unit of `output_error(...)` of a layer's experts; by layer index.
+) -> dict[int, dict[str, float]]:
+    """The divergence, nats per token, for each unit of `output_error(...)`; by layer index and name of the matrix.
 
     Args:
       source: a model whose MoE layers have full experts.
-      windows: of the calibration text; of many, the first 4096 tokens are enough.
+      windows: of the calibration text; of many, the first 2048 tokens are enough.
       calibration: of every MoE layer.
       mesh: as of `layerwise_pass.record`.
       batch_size: windows at a time.
@@ -60,7 +60,8 @@ def measure_sensitivities(
         if config.moe(i).bank.form.over_base:
             raise InputError(f"layer {i}: how much depends on it can only be measured of full experts")
     windows = windows[: max(1, _MOST_TOKENS // windows.shape[1])]
-    needed = 2 * 4 * windows.size * config.d_model * (1 + len(config.moe_layers))
+    count = sum(len(config.moe(i).expert.matrices) for i in config.moe_layers)
+    needed = 2 * 4 * windows.size * config.d_model * (1 + count)
     available = available_memory()
     if available is not None and needed > available:
         raise InputError(
@@ -69,8 +70,8 @@ def measure_sensitivities(
         )
     embedding = {path: source.read(path) for path in source.specs() if path.startswith("embed/")}
     whole = np.asarray(embed_tokens(config, embedding, windows))
-    copies: dict[int, np.ndarray] = {}
-    errors: dict[int, float] = {}
+    copies: dict[tuple[int, str], np.ndarray] = {}
+    errors: dict[tuple[int, str], float] = {}
     programs: dict = {}
     with jax.set_mesh(mesh):
         for i in range(config.num_layers):
@@ -78,44 +79,43 @@ def measure_sensitivities(
             layer = PlacedLayer(source, i, mesh, programs)
             after = {tried: applied(layer, copy, batch_size, mesh) for tried, copy in copies.items()}
             if layer.moe:
-                coded, errors[i] = _coded(SourceLayer(source, i, calibration=calibration(i)))
-                after[i] = applied(layer.having(coded), whole, batch_size, mesh)
+                source_layer = SourceLayer(source, i, calibration=calibration(i))
+                for name in source_layer.shapes:
+                    coded, errors[i, name] = _coded(source_layer, name)
+                    leaves = {f"mlp/experts/{name}/kernel": coded}
+                    after[i, name] = applied(layer.having(leaves), whole, batch_size, mesh)
             whole, copies = applied(layer, whole, batch_size, mesh), after
     progress("measuring what depends on layers", config.num_layers, config.num_layers)
     last = {path: source.read(path) for path in source.specs() if path.startswith(("final_norm/", "lm_head/"))}
     if config.tie_embeddings:
         last[EMBEDDING] = embedding[EMBEDDING]
     divergence_from = _divergence_from(config, last, whole)
-    found = {}
-    for i, copy in copies.items():
+    found: dict[int, dict[str, float]] = {i: {} for i in config.moe_layers}
+    for (i, name), copy in copies.items():
         divergence = divergence_from(copy)
         if not np.isfinite(divergence):
-            raise InputError(f"calibration: what the model says is not finite once layer {i} is coded")
-        found[i] = max(divergence, 0.0) / max(errors[i], np.finfo(np.float32).tiny)
+            raise InputError(f"calibration: what the model says is not finite once {name} of layer {i} is coded")
+        found[i][name] = max(divergence, 0.0) / max(errors[i, name], float(np.finfo(np.float32).tiny))
     return found
 
 
 def output_error(error: float, norm: float) -> float:
-    """The error of a matrix's outputs, relative and squared; those of a layer's matrices are added up."""
+    """The error of a matrix's outputs, relative and squared."""
     return error / norm if norm > 0 else 0.0
 
 
-def _coded(layer: SourceLayer) -> tuple[dict[str, np.ndarray], float]:
-    """The kernels of a layer in codes, by the paths of their leaves below the layer; and the error of their outputs."""
-    leaves, total = {}, 0.0
-    for name in layer.shapes:
-        stacked, error, norm = [], 0.0, 0.0
-        for kernel, coder in zip(layer.kernels(name), expert_coders(layer, name), strict=True):
-            wide = kernel.astype(np.float32)
-            made = coder.quantize(wide, bits=TRIED_BITS, group_size=TRIED_GROUP_SIZE).approximation
-            difference, moment = made - wide, coder.moment
-            assert moment is not None
-            error += float(np.sum(difference * (moment @ difference), dtype=np.float64))
-            norm += float(np.sum(wide * (moment @ wide), dtype=np.float64))
-            stacked.append(cast(f"the {name} kernels of layer {layer.index}", made, kernel.dtype))
-        leaves[f"mlp/experts/{name}/kernel"] = np.stack(stacked)
-        total += output_error(error, norm)
-    return leaves, total
+def _coded(layer: SourceLayer, name: str) -> tuple[Float[np.ndarray, "E i o"], float]:
+    """The kernels of a matrix in codes, and the error of their outputs."""
+    stacked, error, norm = [], 0.0, 0.0
+    for kernel, coder in zip(layer.kernels(name), expert_coders(layer, name), strict=True):
+        wide = kernel.astype(np.float32)
+        made = coder.quantize(wide, bits=TRIED_BITS, group_size=TRIED_GROUP_SIZE).approximation
+        difference, moment = made - wide, coder.moment
+        assert moment is not None
+        error += float(np.sum(difference * (moment @ difference), dtype=np.float64))
+        norm += float(np.sum(wide * (moment @ wide), dtype=np.float64))
+        stacked.append(cast(f"the {name} kernels of layer {layer.index}", made, kernel.dtype))
+    return np.stack(stacked), output_error(error, norm)
 
 
 def _divergence_from(

@@ -9,6 +9,7 @@ the squared error, and 18 % if done twice, where the residuals have 0.72 of the 
 0.074 of it, the grid of the centre is coarser than what it would be moved by, and the gain is 0.2 %.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -65,14 +66,24 @@ class Coded(NamedTuple):
             write(f"experts/delta/{name}/{leaf}", array)
 
 
-def codes_of_options(bits: Any, group_size: int | None) -> BaseCodes | None:
+def codes_of_options(
+    bits: Any, group_size: int | None, *, table: bool = False, scale_bits: int = 16
+) -> BaseCodes | None:
     """The codes that the options `centre_bits` and `centre_group_size` of a method ask for; None: none.
+
+    Args:
+      bits, group_size: these options.
+      table: codes that may have a table of levels have one.
+      scale_bits: of their scales; NF4 has its own.
 
     Raises:
       InputError: if they are out of range, or the second stands alone.
     """
     if bits is not None:
-        return BaseCodes(code=str(bits), group_size=group_size)  # type: ignore[arg-type]
+        codes = BaseCodes(code=str(bits), group_size=group_size)  # type: ignore[arg-type]
+        if codes.group_size is None:
+            return codes
+        return dataclasses.replace(codes, table=table and codes.may_have_table, scale_bits=scale_bits)
     if group_size is not None:
         raise InputError(f"centre_group_size={group_size} goes with centre_bits: the centre has no codes without them")
     return None
@@ -102,7 +113,7 @@ def encoded_centre(
 ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
     """The leaves of a centre in codes, and what they stand for, float32."""
     wide = np.asarray(centre, np.float32)
-    return codes.form.encode(wide, matrix, np.dtype(np.float32), coder)
+    return codes.form.of_matrix(matrix).encode(wide, matrix, np.dtype(np.float32), coder)
 
 
 def write_centre(name: str, centre: Centre, write: Write) -> None:
@@ -115,7 +126,7 @@ def centre_bytes(codes: BaseCodes | None, matrix: Matrix, itemsize: int) -> int:
     """Bytes of the centre of a matrix, in codes, or of so many bytes a number."""
     if codes is None:
         return matrix.size * itemsize
-    leaves = shapes_of(lambda rngs: codes.form.fresh(rngs, matrix, (), np.dtype(np.float32)))
+    leaves = shapes_of(lambda rngs: codes.form.of_matrix(matrix).fresh(rngs, matrix, (), np.dtype(np.float32)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
 
 

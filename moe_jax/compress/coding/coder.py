@@ -2,8 +2,9 @@
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Unpack
 
+import jax
 import numpy as np
 import scipy.linalg
 from jaxtyping import Float
@@ -11,7 +12,7 @@ from jaxtyping import Float
 from moe_jax.compress.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.compress.coding.quantizer import quantize
 from moe_jax.compress.coding.truncated_svd import truncated_svd
-from moe_jax.experts.forms.protocol import Encoded
+from moe_jax.experts.forms.protocol import Encoded, MoreOfCodes
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class LeastError:
         root = np.sqrt(s)
         return u * root, v * root
 
-    def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
+    def quantize(
+        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
+    ) -> Encoded:
         """See `Coder`."""
-        made = quantize(values, bits=bits, group_size=group_size, fit=self.fit, even=self.even)
-        return Encoded(*map(np.asarray, made))
+        made = quantize(values, bits=bits, group_size=group_size, fit=self.fit, even=self.even, **more)
+        return jax.tree.map(np.asarray, made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,18 +70,17 @@ class LeastOutputError:
         root = np.sqrt(s)
         return scipy.linalg.solve_triangular(self._factor, u * root, trans=1, check_finite=False), v * root
 
-    def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
+    def quantize(
+        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
+    ) -> Encoded:
         """See `Coder`."""
-        if not self.feedback:
-            weights = self._diagonal + DAMPING * np.mean(self._diagonal)
-            made = quantize(
-                values, bits=bits, group_size=group_size, fit=self.fit, weights=weights, even=self.even
-            )
+        options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
+        if self.feedback:
+            made = quantize_with_feedback(values, self._factor, **options)
         else:
-            made = quantize_with_feedback(
-                values, self._factor, bits=bits, group_size=group_size, fit=self.fit, even=self.even
-            )
-        return Encoded(*map(np.asarray, made))
+            weights = self._diagonal + DAMPING * np.mean(self._diagonal)
+            made = quantize(values, weights=weights, **options)
+        return jax.tree.map(np.asarray, made)
 
     @property
     def importances(self) -> Float[np.ndarray, " i"]:

@@ -19,9 +19,10 @@ import scipy.linalg
 from jax import lax
 from jaxtyping import Array, Float
 
-from moe_jax.compress.coding.quantizer import QuantizedKernel, best_scales, nearest_codes
+from moe_jax.compress.coding.quantizer import best_grid, fitted_table, nearest_codes, stored
 from moe_jax.errors import InputError
-from moe_jax.functional.packing import SCALE_DTYPE, pack, scaled_levels
+from moe_jax.experts.forms.protocol import Encoded
+from moe_jax.functional.packing import Grid
 
 DAMPING = 0.01
 """Of the mean of its diagonal, added to the diagonal of a second moment: as published."""
@@ -51,7 +52,7 @@ def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i 
     raise InputError("a second moment is not positive semi-definite: the calibration is damaged; make it again")
 
 
-@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even"))
+@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points"))
 def quantize_with_feedback(
     kernel: Float[Array, "i o"],
     factor: Float[Array, "i i"],
@@ -60,7 +61,10 @@ def quantize_with_feedback(
     group_size: int | None,
     fit: bool = True,
     even: bool = False,
-) -> QuantizedKernel:
+    table: bool = False,
+    scale_bits: int = 16,
+    zero_points: bool = False,
+) -> Encoded:
     """Quantises for the least change of the outputs.
 
     Args:
@@ -69,6 +73,8 @@ def quantize_with_feedback(
       bits: of a code.
       group_size: rows that share a scale; None: one scale for all entries, chosen for the kernel as it is.
       fit, even: as of `quantize`.
+      table: the kernel has a table of levels of its own, fitted to the kernel as it is.
+      scale_bits, zero_points: as of `quantize`.
     """
     rows, width = kernel.shape
     size = min(rows, 128) if group_size is None else group_size
@@ -78,32 +84,37 @@ def quantize_with_feedback(
     diagonal = jnp.diagonal(factor)
     weights = jnp.pad((diagonal / jnp.max(diagonal)) ** 2, (0, padding))[:, None]
     shares = jnp.pad(factor / diagonal, ((0, padding), (0, padding)))
-    common = None
-    if group_size is None:
-        common = best_scales(kernel[None], weights[None], bits=bits, whole=True, fit=fit, even=even)[0]
+    levels = None
+    if table:
+        by_group = (1, -1, width) if group_size is None else (-1, size, width)
+        levels = fitted_table(
+            kernel.reshape(by_group), weights.reshape(*by_group[:2], 1), bits=bits, whole=group_size is None
+        )
+    choose = partial(
+        best_grid, bits=bits, fit=fit, even=even, scale_bits=scale_bits, zero_points=zero_points, table=levels
+    )
+    common = choose(kernel[None], weights[None], whole=True) if group_size is None else None
 
-    def code_group(errors: Float[Array, "i o"], start: Array) -> tuple[Float[Array, "i o"], tuple[Array, Array]]:
+    def code_group(errors: Float[Array, "i o"], start: Array) -> tuple[Float[Array, "i o"], tuple[Array, Grid]]:
         shares_of_group = lax.dynamic_slice_in_dim(shares, start, size, axis=1)
         own = lax.dynamic_slice_in_dim(kernel, start, size)
         targets = own + jnp.matmul(shares_of_group.T, errors, precision="highest")
         group_weights = lax.dynamic_slice_in_dim(weights, start, size)
-        scales = common
-        if scales is None:
-            scales = best_scales(targets[None], group_weights[None], bits=bits, whole=False, fit=fit, even=even)[0]
+        grid = choose(targets[None], group_weights[None], whole=False) if common is None else common
+        of_row = jax.tree.map(lambda scales: scales[0, 0], grid._replace(table=None))._replace(table=levels)
         within = lax.dynamic_slice_in_dim(shares_of_group, start, size)
 
         def code_row(row_errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:
             target = targets[row] + jnp.matmul(within[:, row], row_errors, precision="highest")
-            codes = nearest_codes(target[None], scales, bits)[0]
-            error = own[row] - scaled_levels(codes, scales[0], bits)
+            codes = nearest_codes(target, of_row, bits)
+            error = own[row] - of_row.numbers(codes, bits)
             return row_errors.at[row].set(error), codes
 
         counted = jnp.arange(size, dtype=jnp.int32)
         row_errors, codes = lax.scan(code_row, jnp.zeros_like(own), counted)
-        return lax.dynamic_update_slice_in_dim(errors, row_errors, start, 0), (codes, scales[0])
+        return lax.dynamic_update_slice_in_dim(errors, row_errors, start, 0), (codes, of_row._replace(table=None))
 
     starts = jnp.arange(0, rows + padding, size, dtype=jnp.int32)
-    errors, (codes, scales) = lax.scan(code_group, jnp.zeros_like(kernel), starts)
-    stored = common if common is not None else scales
-    packed = pack(codes.reshape(-1, width)[:rows].astype(jnp.int32), bits)
-    return QuantizedKernel(packed, stored.astype(SCALE_DTYPE), (kernel - errors)[:rows])
+    _, (codes, grids) = lax.scan(code_group, jnp.zeros_like(kernel), starts)
+    grid = jax.tree.map(lambda scales: scales[:, None, :], grids)._replace(table=levels) if common is None else common
+    return stored(codes, grid, rows, bits, group_size, scale_bits)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from moe_jax.compress.coding.pruning import common_counts, kept_entries
 from moe_jax.errors import InputError, check_member
@@ -123,13 +123,19 @@ class Quantized:
     Attributes:
       bits: of a code: 8, 4, 3, 2 or 1.
       group_size: entries along the input axis that share a scale, a multiple of 8; None: the whole kernel.
+      table: every kernel has a table of levels that is fitted to it; for 4, 3 or 2 bits.
+      scale_bits: of a scale: 16, or 8.
+      zero_points: groups have zero points.
     """
 
     bits: int
     group_size: int | None = DEFAULT_GROUP_SIZE
+    table: bool = False
+    scale_bits: int = 16
+    zero_points: bool = False
 
     def __post_init__(self) -> None:
-        self._bank("shared")  # checks both
+        self._bank("shared")  # checks them
 
     @property
     def needs_shares(self) -> bool:
@@ -143,13 +149,27 @@ class Quantized:
         return self._bank(base)
 
     def _bank(self, base: Literal["shared", "none"]) -> BankConfig:
-        return BankConfig(forms.Quantized(bits=self.bits, group_size=self.group_size), base=base)
+        return BankConfig(forms.Quantized(**dataclasses.asdict(self)), base=base)
 
 
 Scheme = Pruned | LowRank | Quantized
 
 SCHEMES: dict[str, type[Scheme]] = {"up": Pruned, "svd": LowRank, "quantized": Quantized}
 """By the names that the residuals of ResMoE have."""
+
+
+Levels = Literal["any", "even", "fitted"]
+LEVELS: tuple[str, ...] = get_args(Levels)
+"""Of codes: of every group the better of two grids, always the one with a zero, or a table fitted to every kernel."""
+
+
+def check_levels(levels: str, bits: int, *, zero_points: bool = False) -> None:
+    """Raises `InputError` if codes of so many bits have no such levels."""
+    check_member("levels", levels, LEVELS)
+    if bits == 1 and levels == "even":
+        raise InputError("levels=even: one bit has no zero; choose 2 bits or more")
+    if zero_points and levels != "any":
+        raise InputError(f"levels={levels} do not go with zero points, which say where levels lie")
 
 
 def check_keep(keep: float | None) -> None:

@@ -100,6 +100,7 @@ def stored_bytes(
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
     value_bits: int | None = None,
+    scale_bits: int = 16,
     dtype: str | None = None,
 ) -> list[Stored]:
     """Counts a model in several forms.
@@ -113,6 +114,7 @@ def stored_bytes(
       base: whether the experts share a centre.
       base_codes: of the centre, in forms that have one; None: it has the dtype of the model.
       value_bits: of the entries of sparse forms; None: they have the dtype of the model.
+      scale_bits: of the scales of quantised forms.
       dtype: of all parameters; None: that of the config.
 
     Raises:
@@ -133,7 +135,14 @@ def stored_bytes(
             moe = config.moe(i)
             if moe not in of_shape:
                 target = form_layer(
-                    form, moe, config.d_model, keep=keep, base=base, base_codes=base_codes, value_bits=value_bits
+                    form,
+                    moe,
+                    config.d_model,
+                    keep=keep,
+                    base=base,
+                    base_codes=base_codes,
+                    value_bits=value_bits,
+                    scale_bits=scale_bits,
                 )
                 of_shape[moe] = _compared(form, target, layer_bytes(target, config.d_model, kind))
             if form == REMOVED:
@@ -163,11 +172,12 @@ def form_layer(
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
     value_bits: int | None = None,
+    scale_bits: int = 16,
 ) -> MoEConfig:
     """A layer with its experts in a form; of a form that is never written, the one that it is compared with.
 
     Args:
-      form, keep, base, base_codes, value_bits: see `stored_bytes`.
+      form, keep, base, base_codes, value_bits, scale_bits: see `stored_bytes`.
       moe: the layer as it is.
       d_model: width of the model.
 
@@ -194,7 +204,7 @@ def form_layer(
         design = "concat" if form == "svd" else "separate"
         bank = _bank(LowRank(keep=keep, design=design), moe, d_model, base)
     elif form in QUANTIZED:
-        bank = _bank(Quantized(bits=_BITS[form]), moe, d_model, base)
+        bank = _bank(Quantized(bits=_BITS[form], scale_bits=scale_bits), moe, d_model, base)
     else:
         bank = BankConfig()
     if bank.has_base:
@@ -206,6 +216,15 @@ def form_layer(
 def disk_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> int:
     """What the experts of a layer take on the disk, Zarr's metadata included; see `layer_bytes`."""
     return layer_bytes(moe, d_model, dtype).total + LEAF_OVERHEAD * len(_bank_leaves(moe, d_model, dtype))
+
+
+def disk_bytes_by_matrix(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, int]:
+    """`disk_bytes` of the leaves of every matrix; for experts whose matrices have no leaves in common."""
+    sizes = dict.fromkeys(moe.expert.matrices, 0)
+    for path, leaf in _bank_leaves(moe, d_model, dtype).items():
+        (name,) = set(path.split("/")) & sizes.keys()
+        sizes[name] += count_bytes([leaf]) + LEAF_OVERHEAD
+    return sizes
 
 
 def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:

@@ -1,5 +1,6 @@
 """The experts of a layer written in the form of a bank: centre, residuals and biases (methods.md 5)."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -33,6 +34,7 @@ def write_experts(
     refit: bool,
     feedback: bool = True,
     even: bool = False,
+    coder: ExpertCoder | None = None,
 ) -> Measure:
     """Writes the experts of a layer in the form of a bank, around a centre if it has a base.
 
@@ -44,6 +46,7 @@ def write_experts(
       refit: the centre is refitted to what a sparse bank leaves out; in codes, to the codes of the residuals.
       feedback: see `LeastOutputError`; of a layer that was calibrated.
       even: see `LeastError`.
+      coder: of all kernels; None: those of `expert_coders`.
 
     Returns:
       The measure, to which the errors of all matrices were added.
@@ -61,6 +64,8 @@ def write_experts(
     else:
         for name in layer.shapes:
             coders = partial(expert_coders, layer, name, permutations, feedback=feedback, even=even)
+            if coder is not None:
+                coders = partial(itertools.repeat, coder, layer.num_experts)
             _write_matrix(layer, bank, form, name, permutations, write, measure, coders, refit=refit)
     for name in layer.shapes:
         biases = aligned_biases(layer, name, permutations)

@@ -43,6 +43,7 @@ _COLUMNS: dict[str, Callable[[LayerReport], str | None]] = {
     "rounds": _rounds,
     "error": _number("relative_error", ".4f"),
     "of\noutputs": _number("output_error", ".4f"),
+    "predicted\nKL": _number("predicted_divergence", ".5f"),
     "of the\ndelta": _number("delta_error", ".4f"),
     "per\nneuron": _number("error_per_neuron", ".4g"),
     "seconds": _number("seconds", ".1f"),

@@ -1,17 +1,20 @@
-"""`allocate`: codes for every layer, with a shared centre or without, as many bits as it is worth (methods.md 5).
+"""`allocate`: codes for every matrix of every layer, around a shared centre or not, of as many bits as it is worth.
 
-The divergence of the model's predictions is predicted as the sum over layers of *sensitivity* times the error of their
-experts' outputs (`calibration.sensitivity_pass`). The errors of all candidates are measured on some columns of every
-matrix: with error feedback, too, the columns of a kernel are coded each on its own.
+See methods.md 5. Whether its experts share a centre is decided for a whole layer, because the matrices of an expert
+have their neurons in one order. The divergence of the model's predictions is predicted as the sum over matrices of
+*sensitivity* times the error of their outputs (`calibration.sensitivity_pass`). The errors of all candidates are
+measured on some columns of every matrix: with error feedback, too, the columns of a kernel are coded each on its own.
 """
 
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from jaxtyping import Float
 
 from moe_jax.compress.alignment.barycenter import SOLVERS
 from moe_jax.compress.alignment.design_matrix import aligned_kernels, mean_kernel, unaligned
@@ -21,7 +24,7 @@ from moe_jax.compress.calibration.expert_coders import expert_coders
 from moe_jax.compress.calibration.sensitivity_pass import output_error
 from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE
-from moe_jax.compress.coding.storage import QUANTIZED, disk_bytes
+from moe_jax.compress.coding.storage import QUANTIZED, disk_bytes_by_matrix
 from moe_jax.compress.coding.write_experts import write_experts
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import BARYCENTER, Base
@@ -30,10 +33,13 @@ from moe_jax.compress.methods.resmoe import IDENTITY, aligned, in_order
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts import BankConfig, BaseCodes, forms
+from moe_jax.experts.forms import Matrix
+from moe_jax.experts.forms.quantized import TABLE_BITS
 from moe_jax.models import MoEConfig
 
-# Bits of the centre, None without one, and bits of the codes of every expert.
-CHOICES: tuple[tuple[int | None, int], ...] = (
+Choice = tuple[int | None, int]
+"""Bits of the centre of a matrix, None without one, and bits of the codes of every expert."""
+CHOICES: tuple[Choice, ...] = (
     *((None, bits) for bits in (2, 3, 4, 8)),
     *((2, bits) for bits in (1, 2)),
     *((3, bits) for bits in (1, 2)),
@@ -43,32 +49,57 @@ CHOICES: tuple[tuple[int | None, int], ...] = (
 _COLUMNS = 128
 
 
-def never_worse(candidates: Mapping[int, Sequence[Candidate]], room: int) -> dict[int, Candidate]:
-    """What `allocate` gives layers, or if that is better the same choice for all of them.
+def never_worse(
+    candidates: Mapping[int, Sequence[Candidate]], alike: Mapping[int, Sequence[Candidate]], room: int
+) -> dict[int, Candidate]:
+    """What `allocate` gives layers; or what it gives if all matrices of a layer, or all there are, must be alike.
+
+    The one with the least error.
 
     Args:
-      candidates: by layer, all in the same order of choices.
+      candidates: by layer.
+      alike: by layer, those with the same choice for all matrices, in the same order of choices.
       room: bytes of all layers.
 
     Raises:
       InputError: see `allocate`.
     """
-    ways = [allocate(candidates, room)]
-    for same in zip(*candidates.values(), strict=True):
+    ways = [allocate(candidates, room), allocate(alike, room)]
+    for same in zip(*alike.values(), strict=True):
         if sum(candidate.nbytes for candidate in same) <= room:
-            ways.append(dict(zip(candidates, same, strict=True)))
+            ways.append(dict(zip(alike, same, strict=True)))
     return min(ways, key=lambda way: sum(candidate.error for candidate in way.values()))
+
+
+def best_combinations(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """One candidate of every matrix, in all ways that are not both larger and worse than another way.
+
+    Args:
+      by_matrix: candidates of every matrix. A combination has the sums of bytes and errors, and a tuple of choices.
+    """
+    combinations = [
+        Candidate(sum(c.nbytes for c in some), sum(c.error for c in some), tuple(c.choice for c in some))
+        for some in itertools.product(*by_matrix)
+    ]
+    best: list[Candidate] = []
+    for candidate in sorted(combinations, key=lambda c: (c.nbytes, c.error)):
+        if not best or candidate.error < best[-1].error:
+            best.append(candidate)
+    return best
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocate(Method):
-    """Codes with a shared centre or without, of as many bits for every layer as --calibrate says that it is worth.
+    """Codes around a shared centre or not, of as many bits for every matrix as --calibrate says that it is worth.
 
     Attributes:
       budget_bits: bits per weight of the experts of all compressed layers, everything included.
       target_bytes: the same in bytes; one of both.
       group_size: entries along the input axis that share a scale.
       solver: of the alignment around a centre, see `barycenter`; `identity` takes the neurons as they are.
+      levels: `any`: of every group the better of two grids; `fitted`: codes of 4, 3 or 2 bits have a table of levels,
+        one for every kernel, fitted to it.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("budget_bits", (2.0, 2.5, 3.0, 4.0))
@@ -81,13 +112,16 @@ class Allocate(Method):
     target_bytes: int | None = None
     group_size: int = DEFAULT_GROUP_SIZE
     solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
+    levels: Literal["any", "fitted"] = "any"
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         check_member("solver", self.solver, (*SOLVERS, IDENTITY))
+        check_member("levels", self.levels, ("any", "fitted"))
         if (self.budget_bits is None) == (self.target_bytes is None):
             raise InputError("allocate needs --budget-bits or --target-bytes, and not both")
         self.budget  # noqa: B018  (checks both)
-        self._bank(4, 2)  # checks the group size
+        forms.Quantized(bits=2, group_size=self.group_size, scale_bits=self.scale_bits)  # checks both
 
     @functools.cached_property
     def budget(self) -> Budget:
@@ -100,26 +134,24 @@ class Allocate(Method):
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """See `Method`. Also that the smallest candidates are within the budget."""
         check_calibrated(layers)
-        nothing_known = [0.0] * len(CHOICES)
-        allocate({layer.index: list(self._candidates(layer, nothing_known)) for layer in layers}, self._room(layers))
+        nothing_known = {layer.index: np.zeros((len(layer.shapes), len(CHOICES))) for layer in layers}
+        allocate({layer.index: self._alike(layer, nothing_known[layer.index]) for layer in layers}, self._room(layers))
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """See `Method`. Aligns the experts, and tries all choices on some columns of their matrices."""
         began = time.monotonic()
         found = in_order(layer) if self.solver == IDENTITY else aligned(layer, self.solver, tick)
-        errors = sum(self._errors(layer, name, found["permutations"]) for name in layer.shapes)
-        return found | {"errors": np.asarray(errors), "seconds": np.asarray(time.monotonic() - began)}
+        errors = np.stack([self._errors(layer, name, found["permutations"]) for name in layer.shapes])
+        return found | {"errors": errors, "seconds": np.asarray(time.monotonic() - began)}
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         """See `Method`."""
-        candidates = {}
+        candidates, alike = {}, {}
         for layer in layers:
-            assert layer.calibration is not None
-            sensitivity = layer.calibration.sensitivity
-            if sensitivity is None:
-                raise InputError(f"layer {layer.index}: the calibration does not say how much depends on it")
-            candidates[layer.index] = list(self._candidates(layer, sensitivity * analyses[layer.index]["errors"]))
-        return {index: chosen.choice for index, chosen in never_worse(candidates, self._room(layers)).items()}
+            errors = self._divergences(layer, analyses[layer.index])
+            candidates[layer.index], alike[layer.index] = self._candidates(layer, errors), self._alike(layer, errors)
+        chosen = never_worse(candidates, alike, self._room(layers))
+        return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
@@ -130,24 +162,67 @@ class Allocate(Method):
         orders = analysis["permutations"] if shared else unaligned(layer)
         measure = write_experts(layer, target.bank, orders, write, refit=False)
         return measure.figures(
-            seconds=float(analysis["seconds"]) + time.monotonic() - began, choice=target.bank.describe()
+            seconds=float(analysis["seconds"]) + time.monotonic() - began,
+            choice=target.bank.describe(),
+            predicted_divergence=sum(
+                float(own[CHOICES.index(_choice(target.bank, layer.matrices[name]))])
+                for name, own in zip(layer.shapes, self._divergences(layer, analysis), strict=True)
+            ),
         )
+
+    def _divergences(self, layer: SourceLayer, analysis: Analysis) -> Float[np.ndarray, "m c"]:
+        """What every choice for every matrix adds to the divergence of the predictions.
+
+        Raises:
+          InputError: if the calibration does not say how much depends on the layer.
+        """
+        assert layer.calibration is not None
+        sensitivities = layer.calibration.sensitivities
+        if sensitivities is None:
+            raise InputError(f"layer {layer.index}: the calibration does not say how much depends on it")
+        return np.array([[sensitivities[name]] for name in layer.shapes]) * analysis["errors"]
 
     def _room(self, layers: Sequence[SourceLayer]) -> int:
         return self.budget.nbytes(layers)
 
-    def _bank(self, centre: int | None, bits: int) -> BankConfig:
-        form = forms.Quantized(bits=bits, group_size=self.group_size)
-        if centre is None:
+    def _bank(self, layer: SourceLayer, choices: Sequence[Choice]) -> BankConfig:
+        """Of a layer, with a choice for every matrix."""
+        centres, bits = (dict(zip(layer.shapes, some, strict=True)) for some in zip(*choices, strict=True))
+        form = forms.Quantized(bits=bits["up"], **self._format(*bits.values()), **_others(bits))
+        if centres["up"] is None:
             return BankConfig(form, base="none")
-        codes = BaseCodes(code=str(centre), group_size=self.group_size)  # type: ignore[arg-type]
+        of_centre = self._format(*centres.values())
+        codes = BaseCodes(code=str(centres["up"]), **of_centre, **_others(centres))  # type: ignore[arg-type]
         return BankConfig(form, base_codes=codes)
 
-    def _candidates(self, layer: SourceLayer, errors: Sequence[float] | np.ndarray) -> Iterator[Candidate]:
-        d_model, dtype = layer.shapes["up"][0], layer.dtype("up")
-        for choice, error in zip(CHOICES, errors, strict=True):
-            target = layer.target(self._bank(*choice))
-            yield Candidate(disk_bytes(target, d_model, dtype), float(error), target)
+    def _format(self, *bits: int | None) -> dict[str, Any]:
+        """How codes of so many bits, or if there are several some of them, are stored."""
+        table = self.levels == "fitted" and not {*bits}.isdisjoint(TABLE_BITS)
+        return {"group_size": self.group_size, "table": table, "scale_bits": self.scale_bits}
+
+    def _by_matrix(self, layer: SourceLayer, errors: Float[np.ndarray, "m c"]) -> list[list[Candidate]]:
+        """For every matrix, all choices."""
+        names, d_model, dtype = list(layer.shapes), layer.shapes["up"][0], layer.dtype("up")
+        found: list[list[Candidate]] = [[] for _ in names]
+        for number, choice in enumerate(CHOICES):
+            sizes = disk_bytes_by_matrix(layer.target(self._bank(layer, [choice] * len(names))), d_model, dtype)
+            for own, name, error in zip(found, names, errors[:, number], strict=True):
+                own.append(Candidate(sizes[name], float(error), choice))
+        return found
+
+    def _candidates(self, layer: SourceLayer, errors: Float[np.ndarray, "m c"]) -> list[Candidate]:
+        """Ways to store a layer, with a choice for every matrix; all share a centre, or none."""
+        found = self._by_matrix(layer, errors)
+        shared = [[c for c in own if c.choice[0] is not None] for own in found]
+        alone = [[c for c in own if c.choice[0] is None] for own in found]
+        return best_combinations(shared) + best_combinations(alone)
+
+    def _alike(self, layer: SourceLayer, errors: Float[np.ndarray, "m c"]) -> list[Candidate]:
+        """Those with the same choice for all matrices, in the order of `CHOICES`."""
+        return [
+            Candidate(sum(c.nbytes for c in same), sum(c.error for c in same), tuple(c.choice for c in same))
+            for same in zip(*self._by_matrix(layer, errors), strict=True)
+        ]
 
     def _errors(self, layer: SourceLayer, name: str, permutations: np.ndarray) -> np.ndarray:
         """The error of a matrix's outputs for every choice, relative and squared."""
@@ -157,7 +232,7 @@ class Allocate(Method):
         mean = mean_kernel(kernels)
         centres: dict[int | None, np.ndarray] = {None: np.zeros((1, 1), np.float32)}
         for bits in {centre for centre, _ in CHOICES if centre is not None}:
-            centres[bits] = LeastError().quantize(mean, bits=bits, group_size=self.group_size).approximation
+            centres[bits] = LeastError().quantize(mean, bits=bits, **self._format(bits)).approximation
         errors, norm = np.zeros(len(CHOICES)), 0.0
         for kernel, coder in zip(kernels, expert_coders(layer, name, permutations), strict=True):
             moment = coder.moment
@@ -165,7 +240,23 @@ class Allocate(Method):
             norm += float(np.sum(kernel * (moment @ kernel), dtype=np.float64))
             for number, (centre, bits) in enumerate(CHOICES):
                 residual = kernel - centres[centre]
-                made = coder.quantize(residual, bits=bits, group_size=self.group_size).approximation
+                made = coder.quantize(residual, bits=bits, **self._format(bits)).approximation
                 difference = made - residual
                 errors[number] += float(np.sum(difference * (moment @ difference), dtype=np.float64))
         return np.array([output_error(error, norm) for error in errors])
+
+
+def _choice(bank: BankConfig, matrix: Matrix) -> Choice:
+    """What `Allocate._bank` was given for a matrix."""
+    form, centre = bank.form, None
+    assert isinstance(form, forms.Quantized)
+    if bank.base_codes is not None:
+        codes = bank.base_codes.form.of_matrix(matrix).codes
+        assert isinstance(codes, forms.Quantized)
+        centre = codes.bits
+    return centre, form.of_matrix(matrix).bits
+
+
+def _others(by_matrix: Mapping[str, int | None]) -> dict[str, Any]:
+    """Options for the matrices that have other bits than `up`."""
+    return {f"{name}_bits": bits for name, bits in by_matrix.items() if bits != by_matrix["up"]}

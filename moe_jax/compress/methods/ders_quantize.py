@@ -11,13 +11,13 @@ from moe_jax.compress.allocation.budget import same_scheme
 from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders
 from moe_jax.compress.coding.centre import codes_of_options
 from moe_jax.compress.coding.coder import LeastError
-from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Quantized
+from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Levels, Quantized, check_levels
 from moe_jax.compress.coding.storage import QUANTIZED
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, compress_deltas
 from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
-from moe_jax.errors import check_member
+from moe_jax.errors import InputError, check_member
 from moe_jax.experts import BaseCodes
 from moe_jax.experts.base_codes import Code
 from moe_jax.experts.forms import KernelForm
@@ -38,6 +38,11 @@ class Quantize(Method):
         absolute value, already has the least error.
       feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
         entry is rounded on its own, and the text says only how much each row counts.
+      levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
+        only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
+        levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
+      zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
       centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
         By default it is stored in the dtype of the model.
       centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
@@ -50,11 +55,17 @@ class Quantize(Method):
     group_size: int = DEFAULT_GROUP_SIZE
     scale: Literal["mse", "absmax"] = "mse"
     feedback: bool = True
+    levels: Levels = "any"
+    scale_bits: int = 16
+    zero_points: bool = False
     centre_bits: Code | None = None
     centre_group_size: int | None = None
 
     def __post_init__(self) -> None:
         check_member("scale", self.scale, SCALES)
+        check_levels(self.levels, self.bits, zero_points=self.zero_points)
+        if self.scale != "mse" and self.levels != "any":
+            raise InputError(f"levels={self.levels} have scales of least squared error: leave scale={self.scale} out")
         self._scheme  # noqa: B018  (checks bits and group size)
         self._codes  # noqa: B018  (checks those of the centre)
 
@@ -74,16 +85,23 @@ class Quantize(Method):
         ) -> tuple[dict[str, np.ndarray], np.ndarray]:
             return form.encode(delta, layer.matrices[name], layer.dtype(name), coder)
 
-        fit = self.scale == "mse"
-        coders = partial(expert_coders, fit=fit, feedback=self.feedback)
+        fit, even = self.scale == "mse", self.levels == "even"
+        coders = partial(expert_coders, fit=fit, feedback=self.feedback, even=even)
         return compress_deltas(
             layer, base, target.bank, encode, write, coders, centre_coder=LeastError(fit=fit), refit=True
         )
 
     @property
     def _codes(self) -> BaseCodes | None:
-        return codes_of_options(self.centre_bits, self.centre_group_size)
+        table = self.levels == "fitted"
+        return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
 
     @property
     def _scheme(self) -> Quantized:
-        return Quantized(bits=self.bits, group_size=self.group_size or None)
+        return Quantized(
+            bits=self.bits,
+            group_size=self.group_size or None,
+            table=self.levels == "fitted",
+            scale_bits=self.scale_bits,
+            zero_points=self.zero_points,
+        )

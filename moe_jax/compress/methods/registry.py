@@ -10,7 +10,9 @@ from moe_jax.compress.methods.ders_quantize import Quantize
 from moe_jax.compress.methods.ders_sparsify import Sparsify
 from moe_jax.compress.methods.expert_merging import MEO, GitReBasin, MSMoE
 from moe_jax.compress.methods.expert_pruning import REAP
+from moe_jax.compress.methods.fixed_levels import NF4
 from moe_jax.compress.methods.hc_smoe import HCSMoE
+from moe_jax.compress.methods.hqq import HQQ
 from moe_jax.compress.methods.interface import Method
 from moe_jax.compress.methods.mlp_fusion import MLPFusion
 from moe_jax.compress.methods.resmoe import ResMoE
@@ -33,6 +35,8 @@ METHODS: dict[str, type[Method]] = {
     "reap": REAP,
     "hc-smoe": HCSMoE,
     "d2-moe": D2MoE,
+    "hqq": HQQ,
+    "nf4": NF4,
     "allocate": Allocate,
 }
 

@@ -27,11 +27,14 @@ from moe_jax.compress.coding.centre import codes_of_options
 from moe_jax.compress.coding.pruning import squared
 from moe_jax.compress.coding.schemes import (
     DESIGNS,
+    LEVELS,
     SCHEMES,
+    Levels,
     LowRank,
     Pruned,
     Quantized,
     Scheme,
+    check_levels,
 )
 from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
@@ -42,6 +45,7 @@ from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError, check_member, shown
 from moe_jax.experts import BaseCodes
 from moe_jax.experts.base_codes import Code
+from moe_jax.experts.forms.quantized import check_scale_bits
 from moe_jax.models import MoEConfig
 
 # A solver that leaves the neurons in the order in which they are: the centre is the average expert.
@@ -70,6 +74,10 @@ class ResMoE(Method):
       solver: of the alignment, see `barycenter`; `identity` takes the neurons as they are.
       feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
         entry is rounded on its own, and the text says only how much each row counts.
+      levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
+        only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
+        levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
       target_bytes: instead of `keep`, a budget for the experts of all compressed layers, everything included.
       budget_bits: the same as average bits per weight of these experts; by default no budget.
       centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
@@ -88,6 +96,8 @@ class ResMoE(Method):
     refit: bool = True
     solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
     feedback: bool = True
+    levels: Levels = "any"
+    scale_bits: int = 16
     target_bytes: int | None = None
     budget_bits: float | None = None
     centre_bits: Code | None = None
@@ -96,13 +106,15 @@ class ResMoE(Method):
     def __post_init__(self) -> None:
         check_member("solver", self.solver, (*SOLVERS, IDENTITY))
         check_member("design", self.design, DESIGNS)
+        check_member("levels", self.levels, LEVELS)
         self.choice  # noqa: B018  (checks the rest, but for the codes of the centre)
         self.codes  # noqa: B018  (checks these)
 
     @property
     def codes(self) -> BaseCodes | None:
         """The codes of the centre; None: it has the dtype of the model."""
-        return codes_of_options(self.centre_bits, self.centre_group_size)
+        table = self.levels == "fitted"
+        return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
 
     @functools.cached_property
     def choice(self) -> Scheme | Budget:
@@ -118,6 +130,11 @@ class ResMoE(Method):
         if given and (self.keep is not None or bits is not None):
             raise InputError(f"{given[0]} chooses keep and bits itself; leave them out")
         schemes = schemes_to_try([kind] if kind is not None else list(SCHEMES.values()), self.design)
+        if self.levels != "any" and (given or kind is not Quantized):
+            raise InputError(f"levels={self.levels} go with --residual quantized, without a budget")
+        check_scale_bits(self.scale_bits)
+        if self.scale_bits == 8 and self.centre_bits is None and (given or kind is not Quantized):
+            raise InputError("scale_bits=8 goes with --residual quantized, without a budget, or with --centre-bits")
         if self.target_bytes is not None:
             return TargetBytes(target=self.target_bytes, schemes=schemes, codes=self.codes)
         if self.budget_bits is not None:
@@ -125,7 +142,9 @@ class ResMoE(Method):
         if kind is Quantized:
             if self.keep is not None:
                 raise InputError("keep does not go with a quantized residual, of which every entry stays: give bits")
-            return Quantized(bits=DEFAULT_BITS if bits is None else bits)
+            bits = DEFAULT_BITS if bits is None else bits
+            check_levels(self.levels, bits)
+            return Quantized(bits=bits, table=self.levels == "fitted", scale_bits=self.scale_bits)
         if self.keep is None:
             raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
         if kind is LowRank:
@@ -179,7 +198,15 @@ class ResMoE(Method):
         """See `Method`."""
         began = time.monotonic()
         permutations, objective = analysis["permutations"], float(analysis["objective"])
-        measure = write_experts(layer, target.bank, permutations, write, refit=self.refit, feedback=self.feedback)
+        measure = write_experts(
+            layer,
+            target.bank,
+            permutations,
+            write,
+            refit=self.refit,
+            feedback=self.feedback,
+            even=self.levels == "even",
+        )
         return measure.figures(
             objective=objective,
             rounds=int(analysis["rounds"]),

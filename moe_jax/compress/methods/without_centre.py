@@ -11,17 +11,15 @@ import numpy as np
 from moe_jax.compress.alignment.design_matrix import aligned_experts, unaligned
 from moe_jax.compress.allocation.budget import same_scheme
 from moe_jax.compress.allocation.trials import mean_shares
-from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, LowRank, Pruned, Quantized, Scheme
+from moe_jax.compress.calibration.expert_coders import ExpertCoder
+from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, Levels, LowRank, Pruned, Quantized, Scheme, check_levels
 from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import NO_BASE, Base
 from moe_jax.compress.methods.interface import Analysis, Method, Tick, check_factored_apart
 from moe_jax.compress.source_layer import SourceLayer, Write
-from moe_jax.errors import InputError, check_member
 from moe_jax.models import MoEConfig
-
-LEVELS = ("any", "even")
 
 
 class WithoutCentre(Method):
@@ -29,12 +27,14 @@ class WithoutCentre(Method):
 
     Attributes:
       feedback: see `write_experts`.
-      levels: `any`, or `even`: see `write_experts`.
+      levels: see `PlainQuantize`.
+      coder: that of all kernels, for a method that has one of its own and looks at no inputs.
     """
 
     feedback: bool = True
-    levels: Literal["any", "even"] = "any"
+    levels: Levels = "any"
     origin: ClassVar[str | None] = NO_BASE
+    coder: ClassVar[ExpertCoder | None] = None
 
     @property
     @abc.abstractmethod
@@ -77,6 +77,7 @@ class WithoutCentre(Method):
             refit=False,
             feedback=self.feedback,
             even=self.levels == "even",
+            coder=self.coder,
         )
         return measure.figures(seconds=time.monotonic() - began, choice=target.bank.form.describe())
 
@@ -138,7 +139,10 @@ class PlainQuantize(WithoutCentre):
       feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
         entry is rounded on its own, and the text says only how much each row counts.
       levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
-        only one that formats of other libraries have (`export --format compressed-tensors`).
+        only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
+        levels for every kernel, fitted to it, of 4, 3 or 2 bits.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
+      zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
@@ -147,15 +151,21 @@ class PlainQuantize(WithoutCentre):
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE
     feedback: bool = True
-    levels: Literal["any", "even"] = "any"
+    levels: Levels = "any"
+    scale_bits: int = 16
+    zero_points: bool = False
 
     def __post_init__(self) -> None:
+        check_levels(self.levels, self.bits, zero_points=self.zero_points)
         super().__post_init__()
-        check_member("levels", self.levels, LEVELS)
-        if self.bits == 1 and self.levels == "even":
-            raise InputError("levels=even: one bit has no zero; choose 2 bits or more")
 
     @property
     def scheme(self) -> Quantized:
         """See `WithoutCentre`."""
-        return Quantized(bits=self.bits, group_size=self.group_size or None)
+        return Quantized(
+            bits=self.bits,
+            group_size=self.group_size or None,
+            table=self.levels == "fitted",
+            scale_bits=self.scale_bits,
+            zero_points=self.zero_points,
+        )

@@ -25,7 +25,7 @@ from moe_jax.experts.forms.nf4 import NF4, encode_nf4
 from moe_jax.experts.forms.protocol import Coder, KernelForm
 from moe_jax.experts.forms.quantized import Quantized
 from moe_jax.experts.platforms import Platform
-from moe_jax.functional.packing import SCALE_DTYPE, codes_shape, scales_shape
+from moe_jax.functional.packing import codes_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,10 @@ class Coded(KernelForm):
         """See `ExpertForm`."""
         return True
 
+    def of_matrix(self, matrix: Matrix) -> "Coded":
+        """See `KernelForm`."""
+        return dataclasses.replace(self, codes=self.codes.of_matrix(matrix))
+
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
         """See `KernelForm`."""
@@ -98,7 +102,7 @@ class Coded(KernelForm):
 
 
 class CodedLevels(Coded):
-    """`coded/codes` and `coded/scales`, as `Quantized` has them. The scales are trained."""
+    """`coded/codes`, `coded/scales` and so on, as `Quantized` has them. All but the codes are trained."""
 
     made_of: ClassVar[type[KernelForm]] = Quantized
     folder: ClassVar[str] = "coded/"
@@ -106,7 +110,7 @@ class CodedLevels(Coded):
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
         """See `KernelForm`. All codes alike often, so that the standard deviation is that of other kernels."""
         assert isinstance(self.codes, Quantized)
-        bits, group_size = self.codes.bits, self.codes.group_size
+        bits = self.codes.bits
         shape = (*stack, *codes_shape(matrix.shape, bits))
         if isinstance(rngs, ShapesOnly):
             codes = jnp.zeros(shape, jnp.uint8)
@@ -114,8 +118,7 @@ class CodedLevels(Coded):
             codes = jax.random.bits(rngs.params(), shape, jnp.uint8)
         # The mean square of the odd numbers up to 2^b - 1 is (4^b - 1) / 3.
         scale = INIT_STD * (3 / (4**bits - 1)) ** 0.5
-        scales = jnp.full((*stack, *scales_shape(matrix.shape, group_size)), scale, SCALE_DTYPE)
-        return self._outer({"codes": codes, "scales": scales})
+        return self._outer(self.codes.uniform(codes, matrix, scale))
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
         """See `KernelForm`. The product with the only expert of a bank that has no base."""

@@ -9,7 +9,7 @@ and registers it (`moe_jax.experts.forms.by_name`). Nothing else asks which form
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,33 @@ from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 
 class Encoded(NamedTuple):
-    """Quantised numbers: packed codes and scales (see `functional.packing`), and the float32 values they stand for."""
+    """A kernel in codes.
 
-    codes: np.ndarray
-    scales: np.ndarray
-    approximation: np.ndarray
+    Attributes:
+      leaves: by name, as `functional.packing` describes them: packed codes, their scales, and what else the form has.
+      approximation: float32, what they stand for.
+    """
+
+    leaves: Mapping[str, Any]
+    approximation: Any
+
+    @property
+    def codes(self) -> Any:
+        """Packed codes."""
+        return self.leaves["codes"]
+
+    @property
+    def scales(self) -> Any:
+        """Their scales."""
+        return self.leaves["scales"]
+
+
+class MoreOfCodes(TypedDict, total=False):
+    """What the format of codes may have beside bits and groups: options of `forms.Quantized`."""
+
+    table: bool
+    scale_bits: int
+    zero_points: bool
 
 
 class Coder(Protocol):
@@ -45,8 +67,10 @@ class Coder(Protocol):
         """The best approximation `left @ right.T` of a rank: `left` [n, r] and `right` [w, r], float32."""
         ...
 
-    def quantize(self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None) -> Encoded:
-        """Quantises; a scale is shared by `group_size` rows of a column, or by all entries (None)."""
+    def quantize(
+        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
+    ) -> Encoded:
+        """Quantises, in the format that the options of `forms.Quantized` describe."""
         ...
 
 
@@ -192,6 +216,13 @@ class KernelForm(ExpertForm):
     def shared_stored_specs(cls) -> dict[str, P]:
         """The same for `shared_leaves`."""
         return {}
+
+    def of_matrix(self, matrix: Matrix) -> "KernelForm":
+        """The form that the kernels of a matrix have, if those of others may differ; by default this form.
+
+        The methods that take arrays are methods of that form.
+        """
+        return self
 
     def leaf_names(self, matrix: Matrix) -> tuple[str, ...]:
         """Paths of the leaves of a matrix."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from moe_jax.errors import MAX_SIZE, InputError
 from moe_jax.experts.forms.by_name import register
@@ -15,11 +15,23 @@ from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import Coder, KernelForm
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.block_synthesis import InTriton
-from moe_jax.functional.packing import SCALE_DTYPE, codes_shape, dequantize, pack, scaled_levels, scales_shape, unpack
+from moe_jax.functional.packing import (
+    SCALE_DTYPE,
+    Grid,
+    codes_shape,
+    of_rows,
+    pack,
+    scales_of,
+    scales_shape,
+    unpack,
+    zeros_of,
+)
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.packed_tile import PackedTile, why_not_packed
 
 BITS = (8, 4, 3, 2, 1)
+TABLE_BITS = (4, 3, 2)
+_OWN_BITS = ("gate_bits", "up_bits", "down_bits")
 
 
 @register("quantized")
@@ -27,18 +39,57 @@ BITS = (8, 4, 3, 2, 1)
 class Quantized(KernelForm):
     """`W` plus packed `codes` [E, bytes, out] times `scales` [E, groups, out] (or [E, 1, 1]), which are zero at first.
 
+    Kernels in Pallas, for TPUs and GPUs, know the codes of the plain format only (`is_plain`); others are made by plain
+    XLA, a tile at a time.
+
     Attributes:
       bits: per code: 8, 4, 3, 2 or 1.
       group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
+      table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; of matrices of 4, 3 or 2 bits.
+      scale_bits: 16, or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps` [E, groups, 1].
+      zero_points: groups have `zeros` [E, groups, out], zero points of eight bits.
+      gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
     """
 
     bits: int
     group_size: int | None = None
+    table: bool = False
+    scale_bits: int = 16
+    zero_points: bool = False
+    gate_bits: int | None = None
+    up_bits: int | None = None
+    down_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise InputError(f"bits={self.bits} must be one of {', '.join(map(str, BITS))}")
+        for bits in (self.bits, *self._own_bits.values()):
+            if bits not in BITS:
+                raise InputError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
+        if self.table and not {self.bits, *self._own_bits.values()} & set(TABLE_BITS):
+            raise InputError(f"bits={self.bits} have no table of levels: only 4, 3 or 2 bits have")
         check_group_size(self.group_size)
+        check_scale_bits(self.scale_bits)
+        if self.scale_bits == 8 and self.group_size is None:
+            raise InputError("scale_bits=8 go with groups: one scale for a whole kernel takes next to nothing")
+        if self.zero_points and (self.table or self.group_size is None):
+            raise InputError("zero points go with groups, and with levels at equal distances (no table)")
+
+    @property
+    def _own_bits(self) -> dict[str, int]:
+        """Of the matrices that have others than `bits`."""
+        given = zip(("gate", "up", "down"), (getattr(self, name) for name in _OWN_BITS), strict=True)
+        return {name: bits for name, bits in given if bits is not None}
+
+    def of_matrix(self, matrix: Matrix) -> "Quantized":
+        """See `KernelForm`."""
+        own = self._own_bits
+        bits = own.get(matrix.name, self.bits)
+        given = dict.fromkeys(_OWN_BITS) | {"bits": bits, "table": self.table and bits in TABLE_BITS}
+        return dataclasses.replace(self, **given) if own else self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a code and its scale alone say what a code stands for."""
+        return not self.table and not self.zero_points and self.scale_bits == 16
 
     @property
     def has_codes(self) -> bool:
@@ -48,28 +99,55 @@ class Quantized(KernelForm):
     @property
     def codes_in_groups(self) -> tuple[int, int] | None:
         """See `ExpertForm`."""
-        return None if self.group_size is None else (self.bits, self.group_size)
+        alike = self.is_plain and not self._own_bits
+        return (self.bits, self.group_size) if alike and self.group_size is not None else None
 
     def describe(self) -> str:
         """See `ExpertForm`."""
-        return f"quantized, {self.bits} bits"
+        own = ", ".join(f"{name} {bits}" for name, bits in self._own_bits.items())
+        more = (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
+        more += ", zero points" if self.zero_points else ""
+        return f"quantized, {self.bits} bits{own and f' ({own})'}{more}"
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
         """See `KernelForm`."""
+        if self._own_bits:
+            return self.of_matrix(matrix).fresh(rngs, matrix, stack, dtype)
         # No code stands for zero; the scales are zero.
         codes = pack(jnp.full(matrix.shape, 2 ** (self.bits - 1), jnp.int32), self.bits)
-        return {
-            "codes": jnp.broadcast_to(codes, (*stack, *codes_shape(matrix.shape, self.bits))),
-            "scales": jnp.zeros((*stack, *scales_shape(matrix.shape, self.group_size)), SCALE_DTYPE),
-        }
+        return self.uniform(jnp.broadcast_to(codes, (*stack, *codes_shape(matrix.shape, self.bits))), matrix, 0)
+
+    def uniform(self, codes: UInt8[Array, "*stack b o"], matrix: Matrix, scale: float) -> dict[str, Array]:
+        """Leaves whose scales are all alike, and the levels the odd numbers.
+
+        Args:
+          codes: packed.
+          matrix: the matrix.
+          scale: half the step between the levels.
+        """
+        stack = codes.shape[:-2]
+        shape = (*stack, *scales_shape(matrix.shape, self.group_size))
+        leaves = {"codes": codes, "scales": jnp.full(shape, scale, SCALE_DTYPE)}
+        if self.scale_bits == 8:
+            # Of scales of zero, too, so that a step has a gradient.
+            leaves = {"codes": codes, "scale_codes": jnp.full(shape, 127, jnp.int8)}
+            leaves["scale_steps"] = jnp.full((*shape[:-1], 1), scale, SCALE_DTYPE)
+        if self.zero_points:
+            # Of the odd numbers; of eight bits, of the even ones.
+            leaves["zeros"] = jnp.full(shape, 128 - 2 ** (7 - self.bits) if self.bits < 8 else 128, jnp.uint8)
+        if self.table:
+            odd = jnp.arange(1 - 2**self.bits, 2**self.bits, 2, dtype=jnp.int32).astype(SCALE_DTYPE)
+            leaves["table"] = jnp.broadcast_to(odd, (*stack, 2**self.bits))
+        return leaves
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
         """See `KernelForm`."""
         codes = P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")
-        return {"codes": codes, "scales": P("expert", None, None)}
+        of_groups = dict.fromkeys(("scales", "scale_codes", "scale_steps", "zeros"), P("expert", None, None))
+        return {"codes": codes, **of_groups, "table": P("expert", None)}
 
     # ---- what it means, and how it is applied -----------------------------------------------------------------------
 
@@ -79,24 +157,29 @@ class Quantized(KernelForm):
         return delta if base is None else base + delta
 
     def _delta(self, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        codes, scales, rows = window.columns(arrays["codes"]), arrays["scales"], window.shape[0]
-        if self.group_size is None:
-            return dequantize(codes, scales, rows, self.bits, None, jnp.float32)
-        scales = window.columns(scales)
-        if window.origin is None:
-            return dequantize(codes, scales, rows, self.bits, self.group_size, jnp.float32)
+        assert not self._own_bits, "tiles are made by the form of their matrix"
+        rows, first = window.shape[0], None if window.origin is None else window.origin[0]
+        by_column = ("scales", "scale_codes", "zeros") if self.group_size is not None else ()
+        own = {name: window.columns(array) if name in by_column else array for name, array in arrays.items()}
         # A shard may begin inside a group, and holds the scales of all groups.
-        group = (window.origin[0] + jnp.arange(rows, dtype=jnp.int32)) // self.group_size
-        scales = jnp.take(scales.astype(jnp.float32), group, axis=0)
-        return scaled_levels(unpack(codes, rows, self.bits, jnp.float32), scales, self.bits)
+        scales, zeros = of_rows(scales_of(own), rows, self.group_size, first), None
+        if self.zero_points:
+            zeros = of_rows(zeros_of(own["zeros"], self.bits), rows, self.group_size, first)
+        grid = Grid(scales, arrays.get("table"), zeros)
+        codes = unpack(window.columns(arrays["codes"]), rows, self.bits, jnp.uint8 if self.table else jnp.float32)
+        return grid.numbers(codes, self.bits)
 
     def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
         """See `KernelForm`."""
+        if not self.is_plain:
+            return f"{self.describe()}: kernels know no codes but those of a grid with one scale per group"
         reason = why_not_packed(self.bits, self.group_size, shape[0])
         return PackedTile(self.bits, self.group_size, shape[0]) if reason is None else reason
 
-    def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton:
+    def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton | None:
         """See `KernelForm`."""
+        if not self.is_plain:
+            return None
         from moe_jax.kernels.gpu.triton_makers import ScaledCodes
 
         own = arrays["codes"], arrays["scales"], origin[:1]
@@ -104,16 +187,20 @@ class Quantized(KernelForm):
 
     def specs(self, split: Split) -> dict[str, P]:
         """See `KernelForm`."""
-        if split == "in":
-            return {"codes": P("expert", "tensor", None), "scales": P("expert", None, None)}
-        per_column = None if self.group_size is None else "tensor"
-        return {"codes": P("expert", None, "tensor"), "scales": P("expert", None, per_column)}
+        per_column = None if self.group_size is None or split == "in" else "tensor"
+        codes = P("expert", "tensor", None) if split == "in" else P("expert", None, "tensor")
+        specs = {"codes": codes, "scales": P("expert", None, per_column)}
+        if self.zero_points:
+            specs["zeros"] = specs["scales"]
+        if self.scale_bits == 8:
+            specs |= {"scale_codes": specs.pop("scales"), "scale_steps": P("expert", None, None)}
+        return specs | ({"table": P("expert", None)} if self.table else {})
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
 
     def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
         """See `KernelForm`."""
-        return self.bits / 8 * sum(matrix.size for matrix in matrices)
+        return sum(self.of_matrix(matrix).bits / 8 * matrix.size for matrix in matrices)
 
     def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         """See `KernelForm`."""
@@ -130,8 +217,15 @@ class Quantized(KernelForm):
         kept: Bool[np.ndarray, "i o"] | None = None,
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """See `KernelForm`."""
-        made = coder.quantize(residual, bits=self.bits, group_size=self.group_size)
-        return {"codes": made.codes, "scales": made.scales}, made.approximation
+        options = dataclasses.asdict(self.of_matrix(matrix))
+        made = coder.quantize(residual, **{name: options[name] for name in options if name not in _OWN_BITS})
+        return dict(made.leaves), made.approximation
+
+
+def check_scale_bits(scale_bits: int) -> None:
+    """Raises `InputError` unless scales can have so many bits."""
+    if scale_bits not in (16, 8):
+        raise InputError(f"scale_bits={scale_bits} must be 16 or 8")
 
 
 def check_group_size(group_size: int | None) -> None:

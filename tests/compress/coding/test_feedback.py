@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from moe_jax.compress.coding.coder import LeastError, LeastOutputError
 from moe_jax.compress.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.errors import InputError
+from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized
+from tests.experts.code_reference import decoded
 
 
 def moment_of(rows: int, seed: int, samples: int | None = None) -> np.ndarray:
@@ -52,18 +54,22 @@ def gptq(kernel: np.ndarray, moment: np.ndarray, rounded) -> np.ndarray:
     rows=st.sampled_from((1, 13, 40)),
     bits=st.sampled_from((4, 3, 2, 1)),
     group_size=st.sampled_from((None, 8, 16)),
+    table=st.booleans(),
 )
-def test_is_gptq_with_the_same_scales(seed: int, rows: int, bits: int, group_size: int | None) -> None:
+def test_is_gptq_with_the_same_scales(seed: int, rows: int, bits: int, group_size: int | None, table: bool) -> None:
     """Given the scales that we choose, every code is that of the published update; but for ties of rounding."""
     kernel = np.random.default_rng(seed).standard_normal((rows, 3)).astype(np.float32)
     moment = moment_of(rows, seed)
-    made = quantize_with_feedback(kernel, triangular_factor(moment), bits=bits, group_size=group_size)
+    table = table and bits in TABLE_BITS
+    made = quantize_with_feedback(kernel, triangular_factor(moment), bits=bits, group_size=group_size, table=table)
     scales = np.asarray(made.scales, np.float64)
 
     def rounded(row: np.ndarray, index: int) -> np.ndarray:
         scale = np.broadcast_to(scales[0 if group_size is None else index // group_size], row.shape)
         unit = np.where(scale == 0, 1, scale)
         levels = 2 * np.arange(2**bits)[:, None] - (2**bits - 1) - (scale < 0)
+        if table:
+            levels = np.repeat(np.asarray(made.leaves["table"], np.float64)[:, None], len(scale), 1)
         nearest = np.argmin(np.abs(row - levels * unit), axis=0)
         return np.take_along_axis(levels, nearest[None], 0)[0] * scale
 
@@ -90,6 +96,22 @@ def test_singular_moments_have_a_factor_and_others_are_refused() -> None:
         triangular_factor(np.array([[1, 5], [5, 1]], np.float32))
 
 
+@pytest.mark.parametrize(("bits", "zero_points"), [(4, False), (4, True), (3, False), (2, True), (1, False)])
+def test_feedback_knows_the_scales_and_zero_points_that_are_read(bits: int, zero_points: bool) -> None:
+    """Columns of very different sizes, and what is read is what the next rows made up for."""
+    columns = np.exp(np.random.default_rng(1).standard_normal(8))
+    kernel = (np.random.default_rng(0).standard_normal((40, 8)) * columns).astype(np.float32)
+    moment = moment_of(40, 2)
+    eight, plain = (
+        LeastOutputError(moment).quantize(kernel, bits=bits, group_size=8, **more)
+        for more in ({"scale_bits": 8, "zero_points": zero_points}, {})
+    )
+    form = Quantized(bits=bits, group_size=8, scale_bits=8, zero_points=zero_points)
+    np.testing.assert_allclose(eight.approximation, decoded(eight.leaves, form, 40), rtol=1e-6, atol=1e-7)
+    ours, others = (output_error(kernel - made.approximation, moment) for made in (eight, plain))
+    assert ours < 1.1 * others
+
+
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 def test_changes_outputs_less_than_rounding(bits: int) -> None:
     kernel = np.random.default_rng(0).standard_normal((64, 48)).astype(np.float32)
@@ -101,13 +123,15 @@ def test_changes_outputs_less_than_rounding(bits: int) -> None:
     assert ours < 0.8 * plain
 
 
-def test_white_inputs_make_it_plain_rounding() -> None:
+@pytest.mark.parametrize("table", [False, True])
+def test_white_inputs_make_it_plain_rounding(table: bool) -> None:
     """Nothing can be made up for: inputs that are not correlated leave every row alone."""
     kernel = np.random.default_rng(3).standard_normal((32, 8)).astype(np.float32)
-    plain = LeastError().quantize(kernel, bits=3, group_size=16)
-    ours = LeastOutputError(np.eye(32, dtype=np.float32)).quantize(kernel, bits=3, group_size=16)
-    np.testing.assert_array_equal(plain.codes, ours.codes)
-    np.testing.assert_array_equal(plain.scales, ours.scales)
+    plain = LeastError().quantize(kernel, bits=3, group_size=16, table=table)
+    ours = LeastOutputError(np.eye(32, dtype=np.float32)).quantize(kernel, bits=3, group_size=16, table=table)
+    assert plain.leaves.keys() == ours.leaves.keys() and ("table" in plain.leaves) == table
+    for name, leaf in plain.leaves.items():
+        np.testing.assert_array_equal(leaf, ours.leaves[name])
     np.testing.assert_allclose(plain.approximation, ours.approximation, atol=1e-6)
 
 

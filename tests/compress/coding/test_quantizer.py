@@ -7,21 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.compress.coding.quantizer import quantize
-from moe_jax.functional.packing import codes_shape, scales_shape
+from moe_jax.experts.forms import Quantized
+from moe_jax.functional.packing import codes_shape, pack, scales_shape
+from tests.experts.code_reference import decoded
 
 BITS = (8, 4, 3, 2, 1)
 BFLOAT16_ROUNDING = 2.0**-8
-
-
-def decoded(codes: np.ndarray, scales: np.ndarray, rows: int, bits: int, group_size: int | None) -> np.ndarray:
-    """What codes and scales stand for, entry by entry from the words of the format."""
-    bytes_, out = codes.astype(np.uint8), np.empty((rows, codes.shape[1]))
-    fields = np.unpackbits(bytes_, axis=0, bitorder="little")[: rows * bits].reshape(rows, bits, -1)
-    for row in range(rows):
-        code = sum(fields[row, bit].astype(int) << bit for bit in range(bits))
-        scale = scales[0 if group_size is None else row // group_size].astype(np.float64)
-        out[row] = np.where(scale < 0, 2 * code - 2**bits, 2 * code + 1 - 2**bits) * scale
-    return out
 
 
 def groups_of(kernel: np.ndarray, group_size: int | None) -> list[np.ndarray]:
@@ -64,11 +55,12 @@ def symmetric_errors(kernel: np.ndarray, bits: int, group_size: int | None) -> n
 def test_codes_and_scales_stand_for_the_approximation(seed, shape, bits, group_size, fit, size, zeros):
     rng = np.random.default_rng(seed)
     kernel = (size * rng.standard_normal(shape) * (rng.random(shape) >= zeros)).astype(np.float32)
+    form = Quantized(bits=bits, group_size=group_size)
     made = quantize(kernel, bits=bits, group_size=group_size, fit=fit)
     codes, scales = np.asarray(made.codes), np.asarray(made.scales)
     assert codes.dtype == np.uint8 and codes.shape == codes_shape(kernel.shape, bits)
     assert scales.dtype == "bfloat16" and scales.shape == scales_shape(kernel.shape, group_size)
-    np.testing.assert_allclose(made.approximation, decoded(codes, scales, len(kernel), bits, group_size), rtol=1e-6)
+    np.testing.assert_allclose(made.approximation, decoded(made.leaves, form, len(kernel)), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.00005), (4, 0.0101), (3, 0.036), (2, 0.12), (1, 0.37)])
@@ -193,3 +185,162 @@ def test_no_bit_is_lost_in_large_kernels():
     # 2^23 times 0.1: a plain float32 sum over them would stand still at some point.
     ones = np.full((4096, 2049), 0.1, np.float32)
     assert float(quantize(ones, bits=1, group_size=None).scales[0, 0]) == pytest.approx(0.1, rel=2**-8)
+
+
+# ---- levels that are fitted to a kernel ----------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.sampled_from((1, 13, 40)),
+    bits=st.sampled_from((4, 3, 2)),
+    group_size=st.sampled_from((None, 16)),
+    draw=st.sampled_from(("normal", "few values", "zeros", "weighed")),
+)
+def test_every_entry_has_the_nearest_level_of_a_table_and_every_level_is_needed(seed, rows, bits, group_size, draw):
+    rng = np.random.default_rng(seed)
+    kernel = rng.standard_normal((rows, 3)).astype(np.float32)
+    if draw == "few values":
+        kernel = rng.choice((-1.0, 0.0, 0.5, 1.0), (rows, 3)).astype(np.float32)
+    kernel = np.zeros_like(kernel) if draw == "zeros" else kernel
+    weights = rng.random(rows).astype(np.float32) if draw == "weighed" else None
+    made = quantize(kernel, bits=bits, group_size=group_size, table=True, weights=weights)
+    form = Quantized(bits=bits, group_size=group_size, table=True)
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in made.leaves.items()} == {
+        "codes": (codes_shape(kernel.shape, bits), np.uint8),
+        "scales": (scales_shape(kernel.shape, group_size), "bfloat16"),
+        "table": ((2**bits,), "bfloat16"),
+    }
+    table = np.asarray(made.leaves["table"], np.float64)
+    assert (np.diff(table) >= 0).all() and np.abs(table).max() == 1
+    approximation = decoded(made.leaves, form, rows)
+    np.testing.assert_allclose(made.approximation, approximation, rtol=1e-6)
+    scales = np.asarray(made.leaves["scales"], np.float64)
+    of_row = np.broadcast_to(scales[np.arange(rows) // (group_size or rows)], kernel.shape)
+    nearest = np.abs(kernel - table[:, None, None] * of_row).min(axis=0)
+    np.testing.assert_allclose(np.abs(kernel - approximation), nearest, atol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(4, 0.0078), (3, 0.031), (2, 0.113)])
+def test_fitted_levels_of_gaussians(bits, most):
+    """In parts of the variance, 128 entries a scale: Lloyd and Max have 0.0095, 0.0345 and 0.1175 without scales."""
+    kernel = np.random.default_rng(0).standard_normal((4 * 128, 64)).astype(np.float32)
+    errors = [
+        np.sum((np.asarray(quantize(kernel, bits=bits, group_size=128, table=table).approximation) - kernel) ** 2)
+        for table in (False, True)
+    ]
+    assert errors[1] < most * np.sum(kernel**2) and errors[1] < errors[0]
+
+
+@pytest.mark.parametrize(("bits", "share"), [(4, 0.25), (3, 0.01), (2, 0.01)])
+def test_levels_that_are_there_are_found(bits, share):
+    """On no grid, not symmetric, and turned around in some columns."""
+    random = np.random.default_rng(0)
+    even = np.linspace(-1, 0.9, 2**bits)
+    table = np.sign(even) * np.abs(even) ** 1.7
+    kernel = random.choice(table, (64, 6)) * random.choice((-1, 1), (1, 6)) * 2.0 ** random.integers(-3, 3, (1, 6))
+    plain, fitted = (
+        np.asarray(quantize(kernel.astype(np.float32), bits=bits, group_size=64, table=table).approximation) - kernel
+        for table in (False, True)
+    )
+    assert np.sum(fitted**2) < share * np.sum(plain**2)
+
+
+def test_rows_that_do_not_count_do_not_choose_the_levels():
+    random = np.random.default_rng(0)
+    kernel = random.standard_normal((64, 16)).astype(np.float32)
+    kernel[32:] = random.choice((-3.0, 3.0), (32, 16))
+    weights = (np.arange(64) < 32).astype(np.float32)
+
+    def error(rows, weights=None):
+        made = quantize(kernel[:rows], bits=3, group_size=None, table=True, weights=weights)
+        return np.sum((np.asarray(made.approximation)[:32] - kernel[:32]) ** 2)
+
+    assert error(64, weights) == pytest.approx(error(32), rel=1e-3)
+    assert error(64) > 1.1 * error(32)
+
+
+# ---- scales of eight bits ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.sampled_from((1, 13, 40)),
+    bits=st.sampled_from(BITS),
+    spread=st.sampled_from((0.0, 1.0, 2.0)),
+)
+def test_scales_of_eight_bits_cost_next_to_nothing(seed, rows, bits, spread):
+    """However much columns differ in size: by the square root, none is rounded to zero."""
+    rng = np.random.default_rng(seed)
+    kernel = (rng.standard_normal((rows, 24)) * np.exp(spread * rng.standard_normal(24))).astype(np.float32)
+    made, plain = (quantize(kernel, bits=bits, group_size=16, scale_bits=scale_bits) for scale_bits in (8, 16))
+    form, groups = Quantized(bits=bits, group_size=16, scale_bits=8), -(-rows // 16)
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in made.leaves.items()} == {
+        "codes": (codes_shape(kernel.shape, bits), np.uint8),
+        "scale_codes": ((groups, 24), np.int8),
+        "scale_steps": ((groups, 1), "bfloat16"),
+    }
+    np.testing.assert_allclose(made.approximation, decoded(made.leaves, form, rows), rtol=1e-5)
+    errors, others = (squared_errors(kernel, one.approximation, None)[0, 0] for one in (made, plain))
+    # An eighth of a step of the codes or less: only codes of 8 bits notice, of groups that they fit exactly.
+    assert errors <= 1.06 * others + 2e-4 * np.sum(kernel**2)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_groups_half_as_long_with_scales_of_half_as_many_bits_are_better(bits):
+    """At equal bytes."""
+    kernel = np.random.default_rng(0).standard_normal((256, 64)).astype(np.float32)
+    errors = [
+        np.sum((np.asarray(quantize(kernel, bits=bits, group_size=size, scale_bits=each).approximation) - kernel) ** 2)
+        for size, each in ((32, 8), (64, 16))
+    ]
+    assert errors[0] < 0.95 * errors[1]
+
+
+# ---- zero points ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.sampled_from((1, 13, 40)),
+    bits=st.sampled_from(BITS),
+    scale_bits=st.sampled_from((16, 8)),
+    fit=st.booleans(),
+    mean=st.sampled_from((0.0, 0.7, -3.0)),
+)
+def test_zero_points_are_what_the_format_says_and_codes_the_nearest(seed, rows, bits, scale_bits, fit, mean):
+    kernel = (np.random.default_rng(seed).standard_normal((rows, 3)) + mean).astype(np.float32)
+    options = {"bits": bits, "group_size": 16, "zero_points": True, "scale_bits": scale_bits}
+    made, form = quantize(kernel, **options, fit=fit), Quantized(**options)
+    zeros = np.asarray(made.leaves["zeros"])
+    assert zeros.dtype == np.uint8 and zeros.shape == scales_shape(kernel.shape, 16)
+    approximation = decoded(made.leaves, form, rows)
+    np.testing.assert_allclose(made.approximation, approximation, rtol=1e-5, atol=1e-6)
+    codes = np.arange(2**bits)[:, None, None]
+    every = np.stack([decoded({**made.leaves, "codes": pack(jnp.full((rows, 3), code, jnp.int32), bits)}, form, rows)
+                      for code in codes[:, 0, 0]])  # fmt: skip
+    nearest = np.abs(every - kernel).min(axis=0)
+    np.testing.assert_allclose(np.abs(kernel - approximation), nearest, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_zero_points_are_for_what_does_not_lie_around_zero(bits):
+    """And fitting is never worse than the span of the entries."""
+    kernel = (np.random.default_rng(0).gamma(2, size=(128, 32)) - 1).astype(np.float32)
+
+    def errors(**options):
+        made = quantize(kernel, bits=bits, group_size=64, **options)
+        return squared_errors(kernel, made.approximation, 64)
+
+    fitted, spanned = errors(zero_points=True), errors(zero_points=True, fit=False)
+    assert (fitted <= spanned).all() and fitted.sum() < 0.7 * errors().sum()
+
+
+def test_groups_of_zeros_have_zero_points_that_do_not_matter():
+    kernel = np.zeros((20, 2), np.float32)
+    kernel[8:16] = 1.5
+    made = quantize(kernel, bits=2, group_size=8, zero_points=True)
+    np.testing.assert_allclose(made.approximation, kernel, rtol=2**-8)

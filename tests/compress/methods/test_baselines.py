@@ -295,6 +295,22 @@ def test_plain_quantisation_rounds_every_weight_to_the_nearest_level(bits, gain)
     assert error < gain * least
 
 
+@pytest.mark.parametrize(("name", "options"), [("hqq", {"bits": 4}), ("nf4", {})])
+def test_codes_of_the_field_are_those_of_their_coder(name, options):
+    source, method = source_of(GATED), METHODS[name](group_size=8, **options)
+    before = experts_of(SourceLayer(source, 0))
+    layer, figures, _ = compressed(source, method)
+    after, form = experts_of(layer), layer.moe.bank.form
+    assert layer.moe.bank.base == "none" and form.zero_points == (name == "hqq") and form.table == (name == "nf4")
+    for kernels, made in zip(before, after, strict=True):
+        for matrix, kernel in kernels.items():
+            expected = form.encode(
+                kernel.astype(np.float32), layer.matrices[matrix], np.dtype(np.float32), method.coder
+            )[1]
+            np.testing.assert_allclose(made[matrix], expected, rtol=1e-6)
+    assert 0 < figures.relative_error < 0.2
+
+
 @pytest.mark.parametrize("name", ["up", "sp", "msmoe", "meo", "git-rebasin", "mlp-fusion"])
 @pytest.mark.parametrize("kind", [GATED, PLAIN], ids=["gated", "plain"])
 def test_what_keeps_all_keeps_the_experts(name, kind):
@@ -358,7 +374,12 @@ def test_shares_that_make_no_sense(name, keep):
         ("up", {"keep": 0.5, "bits": 5}, "bits=5"),
         ("sp", {"keep": 0.5, "design": "row"}, "unknown design 'row'"),
         ("svd", {"keep": 0.5, "design": "x"}, "unknown design 'x'"),
+        ("hqq", {"bits": 5}, "bits=5 must be one of"),
+        ("nf4", {"group_size": 12}, "group_size=12 must be a multiple of 8"),
         ("quantize", {"bits": 5}, "bits=5 must be one of"),
+        ("quantize", {"bits": 8, "levels": "fitted"}, "bits=8 have no table of levels"),
+        ("quantize", {"bits": 1, "levels": "even"}, "one bit has no zero"),
+        ("quantize", {"bits": 4, "levels": "odd"}, "unknown levels 'odd'"),
         ("quantize", {"bits": 4, "group_size": 12}, "group_size=12 must be a multiple of 8"),
         ("mlp-fusion", {"keep": 0.5, "seed": -1}, "seed=-1 must not be negative"),
     ],

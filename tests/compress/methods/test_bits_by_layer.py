@@ -1,9 +1,13 @@
-"""Bits for every layer, by what the model's predictions lose: what is measured, and what is made of it."""
+"""Bits for every matrix, by what the model's predictions lose: what is measured, and what is made of it."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_jax.api.calibrate import calibrate
 from moe_jax.compress import compress, make_method
@@ -11,14 +15,17 @@ from moe_jax.compress.allocation.knapsack import Candidate, allocate
 from moe_jax.compress.calibration.drawn_windows import sample_windows
 from moe_jax.compress.calibration.expert_coders import expert_coders
 from moe_jax.compress.calibration.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
-from moe_jax.compress.methods.bits_by_layer import never_worse
+from moe_jax.compress.methods.bits_by_layer import best_combinations, never_worse
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
+from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.on_host import expert_kernels
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.sharding import make_mesh
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from tests.compress.conftest import MemorySource
+from tests.tiers import long
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +60,17 @@ def test_sensitivity_is_the_divergence_by_the_error_of_outputs(source, calibrate
     before = log_probabilities(source, windows)
     leaves = {path: source.read(path) for path in source.specs()}
     for index, found in calibration.layers.items():
-        layer, coded, error = SourceLayer(source, index, calibration=found), dict(leaves), 0.0
+        layer = SourceLayer(source, index, calibration=found)
         for name in layer.shapes:
-            made, sums = [], np.zeros(2)
+            coded, made, sums = dict(leaves), [], np.zeros(2)
             for kernel, coder in zip(layer.kernels(name), expert_coders(layer, name), strict=True):
                 made.append(coder.quantize(kernel, bits=TRIED_BITS, group_size=TRIED_GROUP_SIZE).approximation)
                 change = (made[-1] - kernel).astype(np.float64)
                 sums += np.trace(change.T @ coder.moment @ change), np.trace(kernel.T @ coder.moment @ kernel)
             coded[f"layers/{index}/mlp/experts/{name}/kernel"] = np.stack(made)
-            error += sums[0] / sums[1]
-        after = log_probabilities(MemorySource(source.config, coded), windows)
-        divergence = np.mean(np.sum(np.exp(before) * (before - after), axis=-1))
-        assert found.sensitivity == pytest.approx(divergence / error, rel=1e-2)
+            after = log_probabilities(MemorySource(source.config, coded), windows)
+            divergence = np.mean(np.sum(np.exp(before) * (before - after), axis=-1))
+            assert found.sensitivities[name] == pytest.approx(divergence * sums[1] / sums[0], rel=1e-2)
 
 
 def test_sensitivities_are_the_same_over_a_mesh(source, calibrated):
@@ -73,15 +79,15 @@ def test_sensitivities_are_the_same_over_a_mesh(source, calibrated):
         source, windows_of(source, text), calibration.layers.__getitem__, mesh=make_mesh({"data": 8}), batch_size=3
     )
     for index, found in calibration.layers.items():
-        assert measured[index] == pytest.approx(found.sensitivity, rel=1e-3)
+        assert measured[index] == pytest.approx(found.sensitivities, rel=1e-3)
 
 
 def test_sensitivities_are_kept_and_found_again(source, calibrated, monkeypatch):
     calibration, text, place = calibrated
     monkeypatch.setattr("moe_jax.api.calibrate.measure_sensitivities", None)
     again = calibrate(source, text, seq_len=16, samples=8, place=place, sensitivities=True)
-    assert {i: one.sensitivity for i, one in again.layers.items()} == {
-        i: one.sensitivity for i, one in calibration.layers.items()
+    assert {i: one.sensitivities for i, one in again.layers.items()} == {
+        i: one.sensitivities for i, one in calibration.layers.items()
     }
 
 
@@ -98,7 +104,7 @@ def test_stays_within_the_budget_and_is_better_with_more(source, calibrated, tar
         assert np.isfinite(np.asarray(load_model(ModelDirectory(out))(jnp.asarray([[1, 2, 3]])).logits)).all()
 
     def predicted(report) -> float:
-        return sum(calibration.layers[layer.layer].sensitivity * layer.output_error**2 for layer in report.layers)
+        return sum(layer.predicted_divergence for layer in report.layers)
 
     assert predicted(reports[target + 1_500]) < predicted(reports[target])
     assert all("quantized" in layer.choice for layer in reports[target].layers)
@@ -110,7 +116,8 @@ def test_a_layer_on_which_all_depends_gets_the_bits(source, calibrated, tmp_path
     choices = {}
     for important in (0, 2):
         layers = {
-            i: one._replace(sensitivity=100.0 if i == important else 1e-3) for i, one in calibration.layers.items()
+            i: one._replace(sensitivities=dict.fromkeys(one.sensitivities, 100.0 if i == important else 1e-3))
+            for i, one in calibration.layers.items()
         }
         report = compress(
             source, tmp_path / str(important), method, calibration=calibration._replace(layers=layers), described={}
@@ -126,8 +133,53 @@ def test_one_choice_for_all_layers_is_taken_where_it_is_better():
         1: [Candidate(10, 8.0), Candidate(16, 5.0), Candidate(20, 4.5)],
     }
     assert sum(found.error for found in allocate(candidates, 32).values()) == 10.5
-    assert [found.nbytes for found in never_worse(candidates, 32).values()] == [16, 16]
-    assert [found.error for found in never_worse(candidates, 40).values()] == [2.5, 4.5]
+    assert [found.nbytes for found in never_worse(candidates, candidates, 32).values()] == [16, 16]
+    assert [found.error for found in never_worse(candidates, candidates, 40).values()] == [2.5, 4.5]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=5), min_size=1,
+                max_size=3))  # fmt: skip
+def test_combinations_that_are_left_out_are_no_better_than_one_that_is_there(sizes):
+    by_matrix = [[Candidate(*pair, choice=pair) for pair in own] for own in sizes]
+    best = best_combinations(by_matrix)
+    for some in itertools.product(*sizes):
+        nbytes, error = np.sum(some, axis=0)
+        assert any(c.nbytes <= nbytes and c.error <= error for c in best)
+    for found in best:
+        assert (found.nbytes, found.error) == tuple(np.sum(found.choice, axis=0))
+    assert sorted(best, key=lambda c: -c.error) == best
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"target_bytes": 8_000},
+        pytest.param({"target_bytes": 11_000, "levels": "fitted", "scale_bits": 8}, marks=long),  # compiles much
+    ],
+    ids=["plain", "fitted levels and 8-bit scales"],
+)
+def test_matrices_get_bits_of_their_own(source, calibrated, more, tmp_path):
+    """Where little depends on all but `down`, that has more; and what is merged gives the same as what is in codes."""
+    calibration, *_ = calibrated
+    layers = {
+        i: one._replace(sensitivities={"gate": 1e-5, "up": 1e-5, "down": 1.0}) for i, one in calibration.layers.items()
+    }
+    method = make_method("allocate", {"group_size": 8, "solver": "identity", **more})
+    report = compress(
+        source, tmp_path / "out", method, calibration=calibration._replace(layers=layers), described={}
+    )
+    assert any("(down" in layer.choice for layer in report.layers)
+    small = ModelDirectory(tmp_path / "out")
+    leaves = {path: source.read(path) for path in source.specs()}
+    for i in small.config.moe_layers:
+        bank, matrices = small.config.moe(i).bank, ffn_matrices(small.config.moe(i).expert, small.config.d_model)
+        assert bank.form.of_matrix(matrices["down"]).bits > bank.form.of_matrix(matrices["up"]).bits
+        for name, matrix in matrices.items():
+            kernels = expert_kernels(small.read, bank, f"layers/{i}/mlp/experts", matrix)
+            leaves[f"layers/{i}/mlp/experts/{name}/kernel"] = np.stack(list(kernels))
+    tokens = jnp.asarray([[1, 2, 3]])
+    whole = load_model(MemorySource(source.config, leaves))
+    np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +189,8 @@ def test_one_choice_for_all_layers_is_taken_where_it_is_better():
         ({"budget_bits": 3.0, "target_bytes": 10}, "and not both"),
         ({"budget_bits": 3.0, "group_size": 5}, "multiple of 8"),
         ({"budget_bits": -1.0}, "must be above 0"),
+        ({"budget_bits": 3.0, "levels": "even"}, "levels"),
+        ({"budget_bits": 3.0, "scale_bits": 4}, "scale_bits"),
     ],
 )
 def test_options_that_will_not_do(options, message):
@@ -153,7 +207,7 @@ def test_what_it_cannot_do_is_said_before_anything_is_written(source, calibrated
     with pytest.raises(InputError, match="too small for the experts of 2 layers"):
         compress(source, tmp_path / "out", little, calibration=calibration, described={})
     unmeasured = calibration._replace(
-        layers={i: one._replace(sensitivity=None) for i, one in calibration.layers.items()}
+        layers={i: one._replace(sensitivities=None) for i, one in calibration.layers.items()}
     )
     with pytest.raises(InputError, match="does not say how much depends on it"):
         compress(source, tmp_path / "out", enough, calibration=unmeasured, described={})

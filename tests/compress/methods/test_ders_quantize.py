@@ -11,6 +11,8 @@ from moe_jax.errors import InputError
     [
         ({"bits": 5}, "bits=5 must be one of 8, 4, 3, 2, 1"),
         ({"bits": 4, "group_size": 12}, "group_size=12 must be a multiple of 8"),
+        ({"bits": 4, "levels": "fitted", "scale": "absmax"}, "leave scale=absmax out"),
+        ({"bits": 1, "levels": "fitted"}, "bits=1 have no table of levels"),
         ({"bits": 4, "scale": "absmex"}, "unknown scale 'absmex' (did you mean 'absmax'?)"),
     ],
 )

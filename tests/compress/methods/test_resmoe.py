@@ -190,6 +190,8 @@ def test_the_options_are_read_as_one_choice():
         ({"residual": "quantized"}, Quantized(bits=4)),
         ({"residual": "quantized", "bits": 2}, Quantized(bits=2)),
         ({"residual": "quantized:2"}, Quantized(bits=2)),
+        ({"residual": "quantized:2", "scale_bits": 8}, Quantized(bits=2, scale_bits=8)),
+        ({"residual": "quantized:2", "levels": "fitted"}, Quantized(bits=2, table=True)),
         ({"target_bytes": 9, "residual": "svd", "design": "separate"}, TargetBytes(target=9, schemes=schemes)),
         ({"budget_bits": 3.5, "residual": "svd", "design": "separate"}, BudgetBits(bits=3.5, schemes=schemes)),
     ):
@@ -205,6 +207,9 @@ def test_the_options_are_read_as_one_choice():
         ({"keep": 0.0}, "keep=0 must lie in"),
         ({"keep": 1.5}, "keep=1.5 must lie in"),
         ({"keep": 0.5, "residual": "quantized"}, "keep does not go with a quantized residual"),
+        ({"keep": 0.5, "levels": "fitted"}, "levels=fitted go with --residual quantized"),
+        ({"budget_bits": 3, "levels": "fitted"}, "levels=fitted go with --residual quantized"),
+        ({"keep": 0.5, "scale_bits": 8}, "scale_bits=8 goes with --residual quantized"),
         ({"residual": "quantized:6"}, "bits=6 must be one of 8, 4, 3, 2, 1"),
         ({"residual": "up:4", "keep": 0.5}, "expected up, svd, quantized or quantized:BITS"),
         ({"residual": "svd", "keep": 0.5, "bits": 4}, "bits do not go with an svd residual"),
