@@ -74,7 +74,7 @@ def assign_proven(
         rows, pinned = np.arange(n), Pinned(np.full(n, -1), np.zeros(n))
     order = np.array(pinned.columns, np.int32)
     if not m:
-        return Assignment(order, 0.0, rows[:0])
+        return Assignment(order, 0.0, np.arange(0))
     taken = np.zeros(n, bool)
     taken[order[order >= 0]] = True
     free = np.flatnonzero(~taken)
@@ -96,7 +96,7 @@ def assign_proven(
     if m < n:  # Rare: without pinned rows there is nothing to prove.
         order[rows] = free[assign(costs[:, free])]
         return Assignment(order, np.inf, np.flatnonzero(pinned.columns >= 0))
-    return Assignment(assign(costs), 0.0, rows[:0])
+    return Assignment(assign(costs), 0.0, np.arange(0))
 
 
 def _nearest_pairs(costs: Float[np.ndarray, "m n"]) -> Int[np.ndarray, " c"]:

@@ -8,7 +8,7 @@ clouds without a common order all of it, once.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,15 +139,17 @@ class _Search:
             array.astype(np.float32)
             for array in (np.sqrt(left_points), self._squares / 2, (self._squares - left_points) / 2)
         ]
-        chunk, known = jnp.asarray(chunk), known if self._on_host else [jnp.asarray(array) for array in known]
-        look = _look_on_host if self._on_host else _look_on_device
+        on_device = jnp.asarray(chunk)
+        look: Any = _look_on_host
+        if not self._on_host:
+            look, known = _look_on_device, [jnp.asarray(array) for array in known]
         every_nearest = np.empty(len(rows := self.rows), np.int64)
         self.rows = np.empty_like(rows)
         kept = 0
         for begin, block, before in self._blocks(rows, first):
             inside = min(len(block), len(rows) - begin)
             guess = np.full(len(block), -1) if self._guess is None else self._guess[block]
-            products = _added(jnp.asarray(self._target[block, columns]), before, chunk)
+            products = _added(jnp.asarray(self._target[block, columns]), before, on_device)
             left = np.sqrt(left_target[block]).astype(np.float32)
             nearest, second = look(products, left, guess.astype(np.int32), *known)
             nearest, second = np.asarray(nearest)[:inside], np.asarray(second, np.float64)[:inside]
