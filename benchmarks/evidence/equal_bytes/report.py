@@ -187,7 +187,9 @@ def draw(results: ResultsFile, file: Path) -> None:
     columns = min(3, len(models))
     rows = -(-len(models) // columns)
     figure, panels = plt.subplots(rows, columns, figsize=(5.2 * columns, 4.2 * rows), squeeze=False)
-    families = list(dict.fromkeys(entry.family for entry in ENTRIES))
+    steps = {entry.family for some in ABLATIONS.values() for _, entry in some} - set(_COLUMNS)
+    families = [name for name in dict.fromkeys(entry.family for entry in ENTRIES) if name not in steps]
+    colours = matplotlib.colormaps["tab20"]
     for panel in panels.flat[len(models) :]:
         panel.set_axis_off()
     for panel, (scale, label) in zip(panels.flat, models, strict=False):
@@ -199,14 +201,15 @@ def draw(results: ResultsFile, file: Path) -> None:
         for number, family in enumerate(families):
             if family in by_family:
                 bits, added = zip(*sorted(by_family[family]), strict=True)
-                important = family in (RTN, GPTQ, SHARED_GPTQ, ALLOCATED)
+                important = family in (RTN, GPTQ, SHARED_GPTQ, ALLOCATED, ALLOCATED_FITTED)
                 panel.plot(
                     bits,
                     added,
                     marker="o",
                     markersize=4 if important else 3,
                     linewidth=2 if important else 0.8,
-                    color=f"C{number}" if number < 10 else f"{0.2 + 0.2 * (number - 10):.1f}",
+                    # First the ten strong colours, then the ten light ones.
+                    color=colours(2 * number % 20 + number // 10 % 2),
                     label=family,
                 )
         panel.set_title(f"{scale}: {label}", fontsize=9)
