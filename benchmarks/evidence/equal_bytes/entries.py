@@ -146,6 +146,8 @@ ENTRIES: tuple[Entry, ...] = (
     *_budgets(ALLOCATED, 2.5, 1.75, 2.0, 3.0, 4.0),
     *_budgets(ALLOCATED_FITTED, 2.5, 1.75, 2.0, 3.0, 4.0, levels="fitted", scale_bits=8),
     *_plain("GPTQ, fitted levels", calibrated=True, levels="fitted", scale_bits=8)[:3],
+    *(_entry("HQQ", f"{bits} bits", "hqq", bits=bits) for bits in (4, 3, 2)),
+    _entry("NF4", "4 bits", "nf4"),
     *_plain("weighed scales, no feedback", calibrated=True, feedback=False)[:3],
     *_kept("ResMoE", "resmoe", 0.25, 0.5, 0.1),
     *_kept("SVD, whitened", "svd", 0.25, 0.5, calibrated=True, design="separate"),
