@@ -6,7 +6,15 @@ from typing import Literal, get_args
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels, CodedNF4
 from moe_jax.experts.forms.nf4 import NF4
-from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized, check_group_size, check_scale_bits
+from moe_jax.experts.forms.quantized import (
+    TABLE_BITS,
+    Quantized,
+    check_group_size,
+    check_scale_bits,
+    more_in_words,
+    own_bits,
+    own_bits_in_words,
+)
 
 Code = Literal["8", "4", "3", "2", "nf4"]
 CODES: tuple[str, ...] = get_args(Code)
@@ -56,8 +64,7 @@ class BaseCodes:
 
     @property
     def _own_bits(self) -> dict[str, int]:
-        given = {"gate": self.gate_bits, "up": self.up_bits, "down": self.down_bits}
-        return {name: bits for name, bits in given.items() if bits is not None}
+        return own_bits(self)
 
     @property
     def may_have_table(self) -> bool:
@@ -85,11 +92,9 @@ class BaseCodes:
         """Such as `4-bit`."""
         if self.group_size is None:
             return "NF4"
-        own = ", ".join(f"{name} {bits}" for name, bits in self._own_bits.items())
-        return f"{self.code}-bit{own and f' ({own})'}"
+        return f"{self.code}-bit{own_bits_in_words(self)}"
 
     def describe(self) -> str:
         """In words, for tables."""
         groups = "" if self.group_size in (None, DEFAULT_GROUP_SIZE) else f" in groups of {self.group_size}"
-        more = (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
-        return f"{self.adjective} codes{groups}{more}"
+        return f"{self.adjective} codes{groups}{more_in_words(self)}"

@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import min_weight_full_bipartite_matching
 from moe_jax.compress.alignment.transport import assign, row_blocks
 
 # Candidates of every row, and about so many of every column. On Gaussian costs of 3584 points 16 leave 1e-5 of the gain
-# to repairs and 32 nothing; what is solved then takes a twentieth of the time that finding the candidates takes.
+# to repairs and 32 nothing; what is solved is then little beside what finding the candidates takes.
 _NEAREST = 32
 # Columns choose theirs from about so many rows: exact thresholds would take longer than all the rest.
 _SAMPLED_ROWS = 2048

@@ -22,7 +22,7 @@ AlignmentProgress = Callable[[int, int, float], None]
 # A new order is taken if it gains more than rounding could make up: a part of the mean squared norm of the clouds.
 _LEAST_GAIN = 1e-13
 # Clouds are small up to so many multiplications for a round: some seconds in float64, searches included. Assignments of
-# larger ones are made of few candidates and proven, which takes a twentieth of the time, in float32.
+# larger ones are made of few candidates and proven, in float32.
 _SMALL_ROUND = 2**37
 
 

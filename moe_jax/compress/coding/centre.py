@@ -22,8 +22,8 @@ from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import Matrix
+from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.fresh import shapes_of
-from moe_jax.experts.forms.protocol import Coder
 
 REFITS = 2
 # What one refit has to gain of the error, for another to be tried.

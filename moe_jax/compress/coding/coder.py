@@ -12,7 +12,7 @@ from jaxtyping import Float
 from moe_jax.compress.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.compress.coding.quantizer import quantize
 from moe_jax.compress.coding.truncated_svd import truncated_svd
-from moe_jax.experts.forms.protocol import Encoded, MoreOfCodes
+from moe_jax.experts.forms.encoded import Encoded, MoreOfCodes
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.compress.coding.quantizer import best_grid, fitted_table, nearest_codes, stored
 from moe_jax.errors import InputError
-from moe_jax.experts.forms.protocol import Encoded
+from moe_jax.experts.forms.encoded import Encoded
 from moe_jax.functional.packing import Grid
 
 DAMPING = 0.01

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.quantizer import nearest_codes, stored
 from moe_jax.compress.coding.zero_points import read_grid
-from moe_jax.experts.forms.protocol import Encoded, MoreOfCodes
+from moe_jax.experts.forms.encoded import Encoded, MoreOfCodes
 from moe_jax.functional.packing import Grid
 
 NORM, BETA, GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20

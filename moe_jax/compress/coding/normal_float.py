@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.quantizer import nearest_codes, stored
-from moe_jax.experts.forms.protocol import Encoded, MoreOfCodes
+from moe_jax.experts.forms.encoded import Encoded, MoreOfCodes
 from moe_jax.functional.nf4 import LEVELS
 from moe_jax.functional.packing import SCALE_DTYPE, Grid, scale_leaves, scales_of
 

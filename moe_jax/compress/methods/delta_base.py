@@ -17,7 +17,7 @@ from moe_jax.compress.source_layer import SourceLayer, Write, check_weights
 from moe_jax.convert.families import FAMILIES
 from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig
-from moe_jax.experts.forms.protocol import Coder
+from moe_jax.experts.forms.encoded import Coder
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moe_jax.compress.methods.bits_by_layer import Allocate
+from moe_jax.compress.methods.bits_by_matrix import Allocate
 from moe_jax.compress.methods.d2_moe import D2MoE
 from moe_jax.compress.methods.ders_quantize import Quantize
 from moe_jax.compress.methods.ders_sparsify import Sparsify

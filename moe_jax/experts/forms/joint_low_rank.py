@@ -12,10 +12,11 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.by_name import register
+from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.low_rank import LowRank
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, ffn_matrices
-from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
+from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.finite import cast
 
 NEURONS = "neurons/factor"

@@ -19,10 +19,11 @@ from jaxtyping import Array, Bool, Float
 
 from moe_jax.draws import INIT_STD
 from moe_jax.experts.forms.by_hand import product_by_hand
+from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.fresh import ShapesOnly
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
 from moe_jax.experts.forms.nf4 import NF4, encode_nf4
-from moe_jax.experts.forms.protocol import Coder, KernelForm
+from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.forms.quantized import Quantized
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.packing import codes_shape

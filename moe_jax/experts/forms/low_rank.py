@@ -14,9 +14,10 @@ from moe_jax.draws import FACTOR, draw_factor
 from moe_jax.errors import InputError, check_positive
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.by_name import register
+from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
-from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
+from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.platforms import Cost, Platform
 from moe_jax.finite import cast
 from moe_jax.functional.block_synthesis import InTriton

@@ -9,7 +9,7 @@ and registers it (`moe_jax.experts.forms.by_name`). Nothing else asks which form
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.draws import FRESH
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.platforms import Cost, Platform
@@ -28,51 +29,6 @@ from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.linear import Product, linear
 from moe_jax.functional.synthesis import synthesised_matmul
 from moe_jax.kernels.tpu.fused_tile import FusedTile
-
-
-class Encoded(NamedTuple):
-    """A kernel in codes.
-
-    Attributes:
-      leaves: by name, as `functional.packing` describes them: packed codes, their scales, and what else the form has.
-      approximation: float32, what they stand for.
-    """
-
-    leaves: Mapping[str, Any]
-    approximation: Any
-
-    @property
-    def codes(self) -> Any:
-        """Packed codes."""
-        return self.leaves["codes"]
-
-    @property
-    def scales(self) -> Any:
-        """Their scales."""
-        return self.leaves["scales"]
-
-
-class MoreOfCodes(TypedDict, total=False):
-    """What the format of codes may have beside bits and groups: options of `forms.Quantized`."""
-
-    table: bool
-    scale_bits: int
-    zero_points: bool
-
-
-class Coder(Protocol):
-    """The numerical methods with which compression encodes residuals."""
-
-    def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """The best approximation `left @ right.T` of a rank: `left` [n, r] and `right` [w, r], float32."""
-        ...
-
-    def quantize(
-        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
-    ) -> Encoded:
-        """Quantises, in the format that the options of `forms.Quantized` describe."""
-        ...
-
 
 BASES = ("shared", "none")
 

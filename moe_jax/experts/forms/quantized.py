@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from moe_jax.errors import MAX_SIZE, InputError
 from moe_jax.experts.forms.by_name import register
+from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
-from moe_jax.experts.forms.protocol import Coder, KernelForm
+from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.platforms import Platform
 from moe_jax.functional.block_synthesis import InTriton
 from moe_jax.functional.packing import (
@@ -75,9 +77,7 @@ class Quantized(KernelForm):
 
     @property
     def _own_bits(self) -> dict[str, int]:
-        """Of the matrices that have others than `bits`."""
-        given = zip(("gate", "up", "down"), (getattr(self, name) for name in _OWN_BITS), strict=True)
-        return {name: bits for name, bits in given if bits is not None}
+        return own_bits(self)
 
     def of_matrix(self, matrix: Matrix) -> "Quantized":
         """See `KernelForm`."""
@@ -104,10 +104,8 @@ class Quantized(KernelForm):
 
     def describe(self) -> str:
         """See `ExpertForm`."""
-        own = ", ".join(f"{name} {bits}" for name, bits in self._own_bits.items())
-        more = (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
-        more += ", zero points" if self.zero_points else ""
-        return f"quantized, {self.bits} bits{own and f' ({own})'}{more}"
+        zero_points = ", zero points" if self.zero_points else ""
+        return f"quantized, {self.bits} bits{own_bits_in_words(self)}{more_in_words(self)}{zero_points}"
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
@@ -220,6 +218,38 @@ class Quantized(KernelForm):
         options = dataclasses.asdict(self.of_matrix(matrix))
         made = coder.quantize(residual, **{name: options[name] for name in options if name not in _OWN_BITS})
         return dict(made.leaves), made.approximation
+
+
+class CodesOptions(Protocol):
+    """Those options that codes of experts and of a base have in common."""
+
+    @property
+    def table(self) -> bool: ...
+    @property
+    def scale_bits(self) -> int: ...
+    @property
+    def gate_bits(self) -> int | None: ...
+    @property
+    def up_bits(self) -> int | None: ...
+    @property
+    def down_bits(self) -> int | None: ...
+
+
+def own_bits(codes: CodesOptions) -> dict[str, int]:
+    """Bits of the matrices that have others than most."""
+    given = {"gate": codes.gate_bits, "up": codes.up_bits, "down": codes.down_bits}
+    return {name: bits for name, bits in given.items() if bits is not None}
+
+
+def own_bits_in_words(codes: CodesOptions) -> str:
+    """Such as ` (gate 2, down 4)`; empty if all matrices are alike."""
+    own = ", ".join(f"{name} {bits}" for name, bits in own_bits(codes).items())
+    return own and f" ({own})"
+
+
+def more_in_words(codes: CodesOptions) -> str:
+    """What else there is beside bits, such as `, 8-bit scales`."""
+    return (", fitted levels" if codes.table else "") + (", 8-bit scales" if codes.scale_bits == 8 else "")
 
 
 def check_scale_bits(scale_bits: int) -> None:

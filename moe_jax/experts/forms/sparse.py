@@ -15,6 +15,7 @@ from moe_jax.draws import POSITIONS, draw_positions
 from moe_jax.errors import InputError, check_member, shown
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.by_name import register
+from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.forms.positions import (
     ENCODINGS,
@@ -25,7 +26,7 @@ from moe_jax.experts.forms.positions import (
     random_positions,
     to_csr,
 )
-from moe_jax.experts.forms.protocol import Coder, KernelForm, Streams
+from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.forms.quantized import check_group_size
 from moe_jax.experts.platforms import Cost, Platform
 from moe_jax.finite import cast

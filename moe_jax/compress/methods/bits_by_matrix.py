@@ -77,11 +77,8 @@ def best_combinations(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidat
     Args:
       by_matrix: candidates of every matrix. A combination has the sums of bytes and errors, and a tuple of choices.
     """
-    combinations = [
-        Candidate(sum(c.nbytes for c in some), sum(c.error for c in some), tuple(c.choice for c in some))
-        for some in itertools.product(*by_matrix)
-    ]
     best: list[Candidate] = []
+    combinations = (_together(some) for some in itertools.product(*by_matrix))
     for candidate in sorted(combinations, key=lambda c: (c.nbytes, c.error)):
         if not best or candidate.error < best[-1].error:
             best.append(candidate)
@@ -134,8 +131,10 @@ class Allocate(Method):
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """See `Method`. Also that the smallest candidates are within the budget."""
         check_calibrated(layers)
-        nothing_known = {layer.index: np.zeros((len(layer.shapes), len(CHOICES))) for layer in layers}
-        allocate({layer.index: self._alike(layer, nothing_known[layer.index]) for layer in layers}, self._room(layers))
+        smallest = {
+            layer.index: _alike(self._by_matrix(layer, np.zeros((len(layer.shapes), len(CHOICES))))) for layer in layers
+        }
+        allocate(smallest, self._room(layers))
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """See `Method`. Aligns the experts, and tries all choices on some columns of their matrices."""
@@ -148,8 +147,8 @@ class Allocate(Method):
         """See `Method`."""
         candidates, alike = {}, {}
         for layer in layers:
-            errors = self._divergences(layer, analyses[layer.index])
-            candidates[layer.index], alike[layer.index] = self._candidates(layer, errors), self._alike(layer, errors)
+            by_matrix = self._by_matrix(layer, self._divergences(layer, analyses[layer.index]))
+            candidates[layer.index], alike[layer.index] = _candidates(by_matrix), _alike(by_matrix)
         chosen = never_worse(candidates, alike, self._room(layers))
         return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}
 
@@ -210,20 +209,6 @@ class Allocate(Method):
                 own.append(Candidate(sizes[name], float(error), choice))
         return found
 
-    def _candidates(self, layer: SourceLayer, errors: Float[np.ndarray, "m c"]) -> list[Candidate]:
-        """Ways to store a layer, with a choice for every matrix; all share a centre, or none."""
-        found = self._by_matrix(layer, errors)
-        shared = [[c for c in own if c.choice[0] is not None] for own in found]
-        alone = [[c for c in own if c.choice[0] is None] for own in found]
-        return best_combinations(shared) + best_combinations(alone)
-
-    def _alike(self, layer: SourceLayer, errors: Float[np.ndarray, "m c"]) -> list[Candidate]:
-        """Those with the same choice for all matrices, in the order of `CHOICES`."""
-        return [
-            Candidate(sum(c.nbytes for c in same), sum(c.error for c in same), tuple(c.choice for c in same))
-            for same in zip(*self._by_matrix(layer, errors), strict=True)
-        ]
-
     def _errors(self, layer: SourceLayer, name: str, permutations: np.ndarray) -> np.ndarray:
         """The error of a matrix's outputs for every choice, relative and squared."""
         width = layer.shapes[name][1]
@@ -244,6 +229,23 @@ class Allocate(Method):
                 difference = made - residual
                 errors[number] += float(np.sum(difference * (moment @ difference), dtype=np.float64))
         return np.array([output_error(error, norm) for error in errors])
+
+
+def _candidates(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """Ways to store a layer, with a choice for every matrix; all share a centre, or none."""
+    shared = [[c for c in own if c.choice[0] is not None] for own in by_matrix]
+    alone = [[c for c in own if c.choice[0] is None] for own in by_matrix]
+    return best_combinations(shared) + best_combinations(alone)
+
+
+def _alike(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """Those with the same choice for all matrices, in the order of `CHOICES`."""
+    return [_together(same) for same in zip(*by_matrix, strict=True)]
+
+
+def _together(some: Sequence[Candidate]) -> Candidate:
+    """Candidates of all matrices as one of their layer."""
+    return Candidate(sum(c.nbytes for c in some), sum(c.error for c in some), tuple(c.choice for c in some))
 
 
 def _choice(bank: BankConfig, matrix: Matrix) -> Choice:

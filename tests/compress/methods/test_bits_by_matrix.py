@@ -15,7 +15,7 @@ from moe_jax.compress.allocation.knapsack import Candidate, allocate
 from moe_jax.compress.calibration.drawn_windows import sample_windows
 from moe_jax.compress.calibration.expert_coders import expert_coders
 from moe_jax.compress.calibration.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
-from moe_jax.compress.methods.bits_by_layer import best_combinations, never_worse
+from moe_jax.compress.methods.bits_by_matrix import best_combinations, never_worse
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
 from moe_jax.experts.forms import ffn_matrices
