@@ -250,7 +250,7 @@ def test_every_variant_is_a_method():
     # Those that need inputs are not in the study, which records how experts are used and nothing else.
     studied = {name for name, method in METHODS.items() if not method.needs_calibration}
     # No paper of the four says anything of these: they are compared at equal bytes.
-    assert studied - {"hqq", "nf4"} == {variant.method for variant in VARIANTS.values()} - {NO_DELTAS}
+    assert studied - {"hqq", "nf4", "mobe"} == {variant.method for variant in VARIANTS.values()} - {NO_DELTAS}
     assert len(REFIT_PAIRS) == 3
     assert not any("dense" in name for name in chosen("DeRS", dense=False))
     assert chosen("DeRS", most=1)["quantised deltas over the mean"] == (2,)

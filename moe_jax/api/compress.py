@@ -65,7 +65,7 @@ def compress(
       out: where a model directory appears, which must not exist; None: the model stays in memory. A job that was killed
         goes on where it was when it is started again with the same options.
       method: `resmoe`, `ders-sparsify`, `ders-quantize`, or a baseline: `up`, `sp`, `svd`, `msmoe`, `meo`,
-        `git-rebasin`, `mlp-fusion`, `quantize`; with `calibrate` also `reap`, `hc-smoe`,
+        `git-rebasin`, `mlp-fusion`, `quantize`, `mobe`; with `calibrate` also `reap`, `hc-smoe`,
         `d2-moe`, `allocate`.
       base: the dense model that the experts came from, for deltas from it, or the path of one; by default the base that
         a layer has already, or else the mean of its experts.

@@ -109,9 +109,9 @@ class KernelBank(ExpertBank):
 
     def _arrays(self, name: str) -> dict[str, Array]:
         """The arrays of one matrix of all experts."""
-        form = self._own_form
-        if not form.over_base:
+        if not self._own_form.over_base:
             return {path: array for path, array in getattr(self, name).arrays().items() if path != BIAS}
+        form = self._form(name)
         every = self.delta.arrays()
         own = {path.removeprefix(f"{name}/"): array for path, array in every.items() if path.startswith(f"{name}/")}
         return form.combine(self._matrices[name], own, {path: every[path] for path in form.shared_leaves})

@@ -40,6 +40,7 @@ KINDS = {
     "coo-4": BankConfig(kind="sparse", rate=0.9, encoding="coo", bits=4, group_size=8),
     "bitmap-3-alone": BankConfig(kind="sparse", base="none", rate=0.7, encoding="bitmap", bits=3),
     "joint-low-rank-alone": BankConfig(kind="joint-low-rank", base="none", rank=3),
+    "bases": BankConfig(kind="mixture-of-bases", base="none", rank=3, bases=2),
     "quantized-3-alone": BankConfig(kind="quantized", base="none", bits=3, group_size=8),
 }
 STRATEGIES = [
@@ -63,6 +64,8 @@ COMPRESSED = [
     ("joint-low-rank-alone", "factored-grouped", "gated-biases"),
     ("joint-low-rank-alone", "factored-side-by-side", "plain-biases"),
     ("quantized-3-alone", "synthesised", "plain-biases"),
+    ("bases", "factored-grouped", "gated-biases"),
+    ("bases", "synthesised", "gated-biases"),
 ]
 FFNS = {
     "gated": FFNConfig(dim=16),
@@ -156,6 +159,8 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
         *((kind, "auto") for kind in ("full", "low-rank", "sparse", "quantized-2", "bitmap-3-alone", "joint-low-rank")),
         ("low-rank", "factored-grouped"),
         ("joint-low-rank-alone", "factored-grouped"),
+        ("bases", "factored-grouped"),
+        ("bases", "synthesised"),
         ("sparse", "factored-entrywise"),
         ("sparse", "factored-grouped"),
         ("quantized-2", "factored-grouped"),

@@ -17,7 +17,16 @@ from moe_jax.commands.upcycle import UpcycleFlags
 from moe_jax.draws import stream
 from moe_jax.errors import InputError
 from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig, BaseCodes, FFNConfig, make_bank
-from moe_jax.experts.forms import Full, JointLowRank, KernelForm, LowRank, Quantized, Sparse, ffn_matrices
+from moe_jax.experts.forms import (
+    Full,
+    JointLowRank,
+    KernelForm,
+    LowRank,
+    MixtureOfBases,
+    Quantized,
+    Sparse,
+    ffn_matrices,
+)
 from moe_jax.experts.forms.by_name import delta_options, form_of_option, registered
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
@@ -43,6 +52,7 @@ FORMS = [
 ]
 BANKS = [BankConfig(form) for form in FORMS]
 BANKS += [BankConfig(form, base="none") for form in FORMS[1:]]
+BANKS += [BankConfig(MixtureOfBases(rank=2, bases=2), base="none")]
 BANKS += [BankConfig(LowRank(rank=2), base_codes=BaseCodes(code="3", group_size=8))]
 BANKS += [BankConfig(LowRank(rank=2), base_codes=BaseCodes(code="3", group_size=8, table=True, scale_bits=8))]
 BANKS += [BankConfig(Sparse(rate=0.8), base_codes=BaseCodes(code="nf4"))]
@@ -92,15 +102,19 @@ def test_every_leaf_has_a_place_on_a_mesh_and_the_kind_it_says(bank, ffn):
     params = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.state(made, nnx.Param))}
     folder = "delta/" if bank.form.over_base else ""
     for name, matrix in ffn_matrices(FFNS[ffn], D_MODEL).items():
-        fresh = nnx.eval_shape(lambda matrix=matrix: bank.form.fresh(nnx.Rngs(0), matrix, (EXPERTS,), jnp.float32))
-        assert tuple(fresh) == bank.form.leaf_names(matrix) and fresh.keys() <= bank.form.stored_specs("in").keys()
+        form = bank.form.of_matrix(matrix)
+        fresh = nnx.eval_shape(
+            lambda form=form, matrix=matrix: form.fresh(nnx.Rngs(0), matrix, (EXPERTS,), jnp.float32)
+        )
+        assert tuple(fresh) == form.leaf_names(matrix) and fresh.keys() <= bank.form.stored_specs("in").keys()
         for leaf, array in fresh.items():
-            assert (f"{folder}{name}/{leaf}" in params) == bank.form.is_trained(leaf, array)
+            assert (f"{folder}{name}/{leaf}" in params) == form.is_trained(leaf, array)
+            assert leaf in form.common_leaves or array.shape[0] == EXPERTS
         shared = nnx.eval_shape(lambda: bank.form.fresh_shared(FFNS[ffn], (EXPERTS,), jnp.float32))
         assert tuple(shared) == bank.form.shared_leaves
-        combined = jax.eval_shape(partial(bank.form.combine, matrix), fresh, shared)
+        combined = jax.eval_shape(partial(form.combine, matrix), fresh, shared)
         for split in ("in", "out"):
-            specs = bank.form.specs(split)
+            specs = form.specs(split)
             assert specs.keys() == combined.keys()
             assert all(len(specs[leaf]) == len(array.shape) for leaf, array in combined.items())
 

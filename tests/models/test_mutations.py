@@ -60,6 +60,7 @@ CONFIGS = {
     ),
     "low rank": _of_bank(BankConfig(kind="low-rank", rank=2), merged_experts=3, perft=ROUTED),
     "joint": _of_bank(BankConfig(kind="joint-low-rank", rank=20)),
+    "bases": _of_bank(BankConfig(kind="mixture-of-bases", base="none", rank=2, bases=2)),
     "quantised": _of_bank(BankConfig(kind="quantized", bits=4, group_size=8)),
     "sparse": _of_bank(BankConfig(kind="sparse", rate=0.5, bits=4, entries=(3, 4, 5), encoding="coo")),
     "lora": _of_bank(BankConfig(), expert=dataclasses.replace(FFN, lora=dataclasses.replace(LORA, dropout=0.0)),

@@ -152,6 +152,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_kept("ResMoE", "resmoe", 0.25, 0.5, 0.1),
     *_kept("SVD, whitened", "svd", 0.25, 0.5, calibrated=True, design="separate"),
     *_kept("Wanda", "up", 0.25, 0.5, calibrated=True, design="separate"),
+    *_kept("MoBE", "mobe", 0.5, 0.25),
     *_kept("D2-MoE", "d2-moe", 0.25, 0.5, 0.1, calibrated=True),
     *_kept("REAP", "reap", 0.5, 0.75, calibrated=True),
     *_kept("HC-SMoE", "hc-smoe", 0.5, 0.75, 0.25, calibrated=True),

@@ -17,8 +17,10 @@ from flax import nnx
 from moe_jax.compress.coding.schemes import LowRank, Pruned, Quantized, Scheme, check_keep
 from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError, check_member
-from moe_jax.experts import BankConfig, BaseCodes, make_bank
+from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, make_bank
+from moe_jax.experts.forms import MixtureOfBases
 from moe_jax.experts.forms.fresh import shapes_of
+from moe_jax.experts.forms.mixture_of_bases import BasisActivation
 from moe_jax.experts.forms.positions import ENCODINGS, POSITION_LEAVES
 from moe_jax.experts.forms.quantized import BITS
 from moe_jax.loading import leaf_specs
@@ -39,7 +41,9 @@ FULL, NARROWED, MERGED = "full", "narrowed", "merged"
 """Forms of full kernels: as many as there are experts, with fewer neurons, and fewer of them."""
 REMOVED = "removed"
 """Fewer experts as they are, and a router of fewer outputs."""
-FORMS = (*SPARSE, *LOW_RANK, *QUANTIZED, FULL, NARROWED, MERGED, REMOVED)
+BASES = "bases"
+"""Factors of gate and up, one of them mixed of shared bases; `keep` is the share of these kernels."""
+FORMS = (*SPARSE, *LOW_RANK, *QUANTIZED, BASES, FULL, NARROWED, MERGED, REMOVED)
 
 COMPARISONS = ("csr32", "coo64")
 """Forms that are never written: CSR has int16 columns where these are enough, and int64 is what public code stores."""
@@ -205,6 +209,8 @@ def form_layer(
         bank = _bank(LowRank(keep=keep, design=design), moe, d_model, base)
     elif form in QUANTIZED:
         bank = _bank(Quantized(bits=_BITS[form], scale_bits=scale_bits), moe, d_model, base)
+    elif form == BASES:
+        bank = mobe_bank(expert, d_model, moe.bank_experts, keep=keep)
     else:
         bank = BankConfig()
     if bank.has_base:
@@ -272,6 +278,36 @@ def _router_bytes(specs: Mapping[str, jax.ShapeDtypeStruct], layer: int) -> int:
     names = ("kernel", "selection_bias")
     paths = (f"layers/{layer}/mlp/router/{name}" for name in names)
     return count_bytes(specs[path] for path in paths if path in specs)
+
+
+def mobe_bank(
+    expert: FFNConfig,
+    d_model: int,
+    num_experts: int,
+    *,
+    keep: float | None = None,
+    rank: int | None = None,
+    bases: int | None = None,
+    activation: BasisActivation = "silu",
+) -> BankConfig:
+    """The bank of MoBE: gate and up take the share `keep` of their numbers, or have the rank.
+
+    Args:
+      expert: the shape of an expert.
+      d_model: d.
+      num_experts: E.
+      keep: share; None: the rank is given.
+      rank: None: min(d, f), which with `keep` is the most.
+      bases: m; None: a quarter of E, and at least one.
+      activation: of mixed bases.
+    """
+    short, long = sorted((d_model, expert.dim))
+    bases = max(1, num_experts // 4) if bases is None else bases
+    if keep is not None:
+        numbers = num_experts * (keep * short * long - bases)
+        rank = max(1, min(short, int(numbers / (num_experts * short + bases * long))))
+    form = MixtureOfBases(rank=short if rank is None else rank, bases=bases, activation=activation)
+    return BankConfig(form, base="none")
 
 
 def _bank(scheme: Scheme, moe: MoEConfig, d_model: int, base: Literal["shared", "none"]) -> BankConfig:

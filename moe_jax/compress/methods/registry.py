@@ -15,6 +15,7 @@ from moe_jax.compress.methods.hc_smoe import HCSMoE
 from moe_jax.compress.methods.hqq import HQQ
 from moe_jax.compress.methods.interface import Method
 from moe_jax.compress.methods.mlp_fusion import MLPFusion
+from moe_jax.compress.methods.mobe import MoBE
 from moe_jax.compress.methods.resmoe import ResMoE
 from moe_jax.compress.methods.structured_pruning import StructuredPruning
 from moe_jax.compress.methods.without_centre import SVD, PlainQuantize, UnstructuredPruning
@@ -37,6 +38,7 @@ METHODS: dict[str, type[Method]] = {
     "d2-moe": D2MoE,
     "hqq": HQQ,
     "nf4": NF4,
+    "mobe": MoBE,
     "allocate": Allocate,
 }
 

@@ -7,6 +7,7 @@ from moe_jax.experts.forms.low_rank import LowRank as LowRank
 from moe_jax.experts.forms.matrix import Matrix as Matrix
 from moe_jax.experts.forms.matrix import Window as Window
 from moe_jax.experts.forms.matrix import ffn_matrices as ffn_matrices
+from moe_jax.experts.forms.mixture_of_bases import MixtureOfBases as MixtureOfBases
 from moe_jax.experts.forms.protocol import ExpertForm as ExpertForm
 from moe_jax.experts.forms.protocol import KernelForm as KernelForm
 from moe_jax.experts.forms.quantized import Quantized as Quantized

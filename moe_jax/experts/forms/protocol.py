@@ -124,10 +124,12 @@ class KernelForm(ExpertForm):
     Attributes:
       couples_matrices: the matrices of an expert are encoded together, by `encode_expert`.
       shared_leaves: paths, below `delta`, of leaves that the matrices of an expert have in common.
+      common_leaves: paths of leaves of a matrix that all experts have in common: they lack the axis of experts.
     """
 
     couples_matrices: ClassVar[bool] = False
     shared_leaves: ClassVar[tuple[str, ...]] = ()
+    common_leaves: ClassVar[tuple[str, ...]] = ()
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class KernelForm(ExpertForm):
         Args:
           rngs: random keys, stream `params`.
           matrix: the matrix.
-          stack: leading axes of every leaf: (E,), or () for the kernel of a linear map.
+          stack: leading axes of every leaf but the `common_leaves`: (E,), or () for the kernel of a linear map.
           dtype: of the parameters.
         """
 
