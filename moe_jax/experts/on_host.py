@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,8 @@ def expert_kernels(
         return
     form = form.of_matrix(matrix)
     base = base_kernel(read, config, bank, matrix) if config.has_base else None
-    own = {leaf: read(f"{bank}/delta/{name}/{leaf}") for leaf in form.leaf_names(matrix)}
-    shared = {leaf: read(f"{bank}/delta/{leaf}") for leaf in form.shared_leaves}
+    own: dict[str, Any] = {leaf: read(f"{bank}/delta/{name}/{leaf}") for leaf in form.leaf_names(matrix)}
+    shared: dict[str, Any] = {leaf: read(f"{bank}/delta/{leaf}") for leaf in form.shared_leaves}
     dtype = np.dtype(dtype or (np.float32 if base is None else base.dtype))
     stacked = [array for leaf, array in (own | shared).items() if leaf not in form.common_leaves]
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

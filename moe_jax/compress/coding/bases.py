@@ -4,11 +4,11 @@ Everything is in one orientation: a kernel [w, s] is `act(sum_j alpha_j B_j) A`,
 
 - *Scale*: kernels are divided by the standard deviation of all of them, which A then takes (section 3.3, and the public
   code, which subtracts no mean).
-- *Start*: the experts are divided into m groups in order; the basis of each is the subspace of the SVD of its kernels side
-  by side, as in the public code, which however leaves bases orthonormal: here their entries are of size 1, where the
-  activation is curved, and A is the best for them.
-- *Steps*: Adam on the mean squared error of all experts at once. The rate falls to 0 on a cosine, where the published one
-  (0.07) stays as it is for 10,000 to 30,000 steps. The best of what is looked at every `LOOKED_AT` steps stays.
+- *Start*: the experts are divided into m groups in order; the basis of each is the subspace of the SVD of its kernels
+  side by side, as in the public code, which however leaves bases orthonormal: here their entries are of size 1, where
+  the activation is curved, and A is the best for them.
+- *Steps*: Adam on the mean squared error of all experts at once. The rate falls to 0 on a cosine, where the published
+  one (0.07) stays as it is for 10,000 to 30,000 steps. The best of what is looked at every `LOOKED_AT` steps stays.
 - *End*: bases and logits are rounded as they are to be stored, and A is the best for these. That is not published; it
   makes up for the rounding, and cannot be worse than what Adam found.
 """
@@ -74,8 +74,7 @@ def mixed_factors(
     scale = float(np.std(kernels, dtype=np.float64)) or 1.0
     target = jnp.asarray(kernels / np.float32(scale))
     factors = starting_factors(np.asarray(target), rank, bases, mix)
-    best, least, state, optimizer = factors, _error(factors, target, mix), None, _adam(steps, rate)
-    state = optimizer.init(factors)
+    best, least, state = factors, _error(factors, target, mix), _adam(steps, rate).init(factors)
     for first in range(0, steps, LOOKED_AT):
         factors, state = _advance(factors, state, target, mix, steps, rate, min(LOOKED_AT, steps - first))
         error = _error(factors, target, mix)

@@ -1,4 +1,4 @@
-"""`mobe`: gate and up as products whose larger factor is mixed of shared bases (MoBE, arXiv 2508.05257; methods.md 5)."""
+"""`mobe`: gate and up as products, one factor mixed of shared bases (MoBE, arXiv 2508.05257; methods.md 5)."""
 
 import dataclasses
 import time
@@ -65,14 +65,18 @@ class MoBE(Method):
         """See `Method`. Nothing is gained where factors and bases take as much as kernels."""
         for layer in layers:
             target, d_model, dtype = self._target(layer), layer.shapes["up"][0], layer.dtype("up")
-            if self.bases is not None and self.bases > layer.num_experts:
-                raise InputError(f"bases={self.bases} are more than the {layer.num_experts} experts of layer {layer.index}")
+            form = target.bank.form
+            assert isinstance(form, MixtureOfBases)
+            if form.bases > layer.num_experts:
+                raise InputError(
+                    f"bases={form.bases} are more than the {layer.num_experts} experts of layer {layer.index}"
+                )
             target.bank.check_fits(layer.moe.expert, d_model)
             whole = disk_bytes(layer.target(BankConfig()), d_model, dtype)
             if (taken := disk_bytes(target, d_model, dtype)) >= whole:
                 raise InputError(
-                    f"layer {layer.index}: rank {target.bank.form.rank} and {target.bank.form.bases} bases take {taken:,} "
-                    f"bytes, whole experts {whole:,}: nothing is gained; choose a lower --keep, --rank or --bases"
+                    f"layer {layer.index}: rank {form.rank} and {form.bases} bases take {taken:,} bytes, whole experts "
+                    f"{whole:,}: nothing is gained; choose a lower --keep, --rank or --bases"
                 )
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:

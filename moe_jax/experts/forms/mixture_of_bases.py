@@ -33,8 +33,8 @@ class MixtureOfBases(LowRank):
 
     The leaf of the mixed factor is `basis/a` [m, in, r] or `basis/b` [m, r, out], without an axis of experts; `mixture`
     [E, m] holds logits. The expert's own factor is on the shorter side of a kernel: of narrow experts, which alone
-    are in the paper, `b` [E, r, f]; of wide ones `a` [E, d, r]. It is zero at first; bases are normal. `down` has the leaf
-    `kernel` [E, f, d]. There is no shared base.
+    are in the paper, `b` [E, r, f]; of wide ones `a` [E, d, r]. It is zero at first; bases are normal. `down` has the
+    leaf `kernel` [E, f, d]. There is no shared base.
 
     Attributes:
       bases: m.
