@@ -12,3 +12,5 @@ from moe_jax.experts.config import FFNConfig as FFNConfig
 from moe_jax.experts.config import LoRAConfig as LoRAConfig
 from moe_jax.experts.kernel_bank import KernelBank as KernelBank
 from moe_jax.experts.kernel_bank import make_bank as make_bank
+from moe_jax.experts.mixed_bank import Mixed as Mixed
+from moe_jax.experts.mixed_bank import MixedBank as MixedBank

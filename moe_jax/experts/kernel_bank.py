@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -65,30 +64,45 @@ class KernelBank(ExpertBank):
                 setattr(self, name, Leaves(leaves, self._form(name).is_trained))
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
-        activation, matrices, strategy = self.expert.activation, self._matrices.items(), "synthesised"
-        if self._own_form.over_base:
-            load = Load(self.num_experts, x.shape[0], routing.experts.shape[1])
-            strategy = choose_strategy(self.config, self.expert, x.shape[1], load, x.dtype.itemsize, self.strategy)
+        own = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in self._matrices.items()}
+        return self._applied(x, routing, own, self.stacked_biases(), self._strategy_for(x, routing), key)
+
+    def _strategy_for(self, x: Float[Array, "T d"], routing: Routing) -> str:
+        if not self._own_form.over_base:
+            return "synthesised"
+        load = Load(self.num_experts, x.shape[0], routing.experts.shape[1])
+        return choose_strategy(self.config, self.expert, x.shape[1], load, x.dtype.itemsize, self.strategy)
+
+    def _applied(
+        self,
+        x: Float[Array, "T d"],
+        routing: Routing,
+        kernels: dict[str, Kernels],
+        biases: dict[str, Float[Array, "E o"]],
+        strategy: str,
+        key: Array | None,
+    ) -> Float[Array, "T d"]:
+        """The weighted sum of the outputs of experts with these own kernels and biases, over the base."""
+        activation = self.expert.activation
         if strategy == "synthesised":
-            kernels = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in matrices}
             for name in kernels if self.config.has_base else ():
                 if self.config.base_codes is not None:
                     codes = self.config.base_codes.form.of_matrix(kernels[name].matrix)
                     kernels[name] = kernels[name].over(codes, self.base[name].arrays())
                 else:
                     kernels[name].arrays[BASE] = self.base[name].materialise()
-            return apply_experts(x, routing, kernels, self.stacked_biases(), activation, self.exchange)
-        bases = {name: self._base_product(name, fold_in(key, matrix.index)) for name, matrix in matrices}
-        deltas = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in matrices}
-        way = strategy.removeprefix("factored-")
-        return factored_ffn(x, routing, bases, deltas, self.stacked_biases(), activation, way)
+            return apply_experts(x, routing, kernels, biases, activation, self.exchange)
+        bases = {
+            name: self._base_product(name, fold_in(key, kernel.matrix.index)) for name, kernel in kernels.items()
+        }
+        return factored_ffn(x, routing, bases, kernels, biases, activation, strategy.removeprefix("factored-"))
 
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
         kernels = {}
         for name, matrix in self._matrices.items():
             base = self.base[name].materialise() if self.config.has_base else None
-            own = jax.tree.map(lambda array: array[expert], self._arrays(name))
-            kernels[name] = self._form(name).materialise(base, own, matrix)
+            own = self._form(name).of_expert(expert)
+            kernels[name] = own.form.materialise(base, own.arrays(self._arrays(name)), matrix)
         return kernels
 
     @property

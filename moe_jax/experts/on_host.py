@@ -60,14 +60,15 @@ def expert_kernels(
     own: dict[str, Any] = {leaf: read(f"{bank}/delta/{name}/{leaf}") for leaf in form.leaf_names(matrix)}
     shared: dict[str, Any] = {leaf: read(f"{bank}/delta/{leaf}") for leaf in form.shared_leaves}
     dtype = np.dtype(dtype or (np.float32 if base is None else base.dtype))
-    stacked = [array for leaf, array in (own | shared).items() if leaf not in form.common_leaves]
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for expert in range(len(stacked[0])) if experts is None else experts:
-            leaves, common = (
-                {leaf: array if leaf in form.common_leaves else array[expert] for leaf, array in part.items()}
-                for part in (own, shared)
-            )
-            yield np.asarray(_kernel(base, form.combine(matrix, leaves, common), form=form, matrix=matrix, dtype=dtype))
+        for expert in range(form.count_experts(own | shared)) if experts is None else experts:
+            place = form.of_expert(expert)
+            leaves = place.arrays(own)
+            common = {
+                leaf: array if leaf in form.common_leaves else array[expert] for leaf, array in shared.items()
+            }
+            arrays = place.form.combine(matrix, leaves, common)
+            yield np.asarray(_kernel(base, arrays, form=place.form, matrix=matrix, dtype=dtype))
 
 
 def base_kernel(read: Reader, config: BankConfig, bank: str, matrix: Matrix) -> np.ndarray:

@@ -15,9 +15,11 @@ from jax.sharding import AbstractMesh
 
 from moe_jax.data_sheets import CHIPS
 from moe_jax.errors import InputError
-from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_strategy
+from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, Mixed, make_bank, set_strategy
+from moe_jax.experts.forms import Quantized
 from moe_jax.experts.forms.matrix import Load, ffn_matrices
 from moe_jax.experts.forms.positions import from_csr, to_csr
+from moe_jax.experts.mesh import spec_on_mesh
 from moe_jax.experts.platforms import Platform, current_chip
 from moe_jax.experts.strategy import _choose, choose_strategy, strategy_costs
 from moe_jax.functional.ffn import ffn
@@ -29,6 +31,7 @@ from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
+PARTS = (Quantized(bits=2, group_size=8), Quantized(bits=4, down_bits=8, group_size=8))
 KINDS = {
     "full": BankConfig(),
     "low-rank": BankConfig(kind="low-rank", rank=3),
@@ -42,6 +45,11 @@ KINDS = {
     "joint-low-rank-alone": BankConfig(kind="joint-low-rank", base="none", rank=3),
     "bases": BankConfig(kind="mixture-of-bases", base="none", rank=3, bases=2),
     "quantized-3-alone": BankConfig(kind="quantized", base="none", bits=3, group_size=8),
+    "mixed": BankConfig(Mixed(parts=PARTS, part_of=(1, 0, 1, 1))),
+    "mixed-alone": BankConfig(Mixed(parts=PARTS, part_of=(0, 1, 1, 0)), base="none"),
+    "mixed-over-codes": BankConfig(
+        Mixed(parts=PARTS, part_of=(1, 0, 0, 1)), base_codes=BaseCodes(code="4", group_size=8)
+    ),
 }
 STRATEGIES = [
     ("full", "auto"),
@@ -66,6 +74,11 @@ COMPRESSED = [
     ("quantized-3-alone", "synthesised", "plain-biases"),
     ("bases", "factored-grouped", "gated-biases"),
     ("bases", "synthesised", "gated-biases"),
+    ("mixed", "factored-grouped", "gated-biases"),
+    ("mixed", "synthesised", "plain-biases"),
+    ("mixed-alone", "synthesised", "gated-biases"),
+    ("mixed-over-codes", "factored-grouped", "plain-biases"),
+    ("mixed-over-codes", "synthesised", "gated-biases"),
 ]
 FFNS = {
     "gated": FFNConfig(dim=16),
@@ -157,6 +170,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     ("kind", "strategy"),
     [
         *((kind, "auto") for kind in ("full", "low-rank", "sparse", "quantized-2", "bitmap-3-alone", "joint-low-rank")),
+        *((kind, "auto") for kind in ("mixed", "mixed-alone", "mixed-over-codes")),
         ("low-rank", "factored-grouped"),
         ("joint-low-rank-alone", "factored-grouped"),
         ("bases", "factored-grouped"),
@@ -182,7 +196,8 @@ def test_bank_over_a_mesh_equals_one_device(kind, strategy, axes, tokens, monkey
     mesh = make_mesh(axes)
 
     def put(path, leaf):
-        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, leaf_spec(f"experts/{path_name(path)}")))
+        spec = spec_on_mesh(leaf_spec(f"experts/{path_name(path)}"), leaf.shape, mesh.shape)
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
 
     params, rest = (jax.tree_util.tree_map_with_path(put, state) for state in (params, rest))
 

@@ -16,7 +16,7 @@ from flax import nnx
 from moe_jax.commands.upcycle import UpcycleFlags
 from moe_jax.draws import stream
 from moe_jax.errors import InputError
-from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig, BaseCodes, FFNConfig, make_bank
+from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig, BaseCodes, FFNConfig, Mixed, make_bank
 from moe_jax.experts.forms import (
     Full,
     JointLowRank,
@@ -49,6 +49,7 @@ FORMS = [
     Quantized(bits=2, group_size=8, table=True),
     Quantized(bits=3, group_size=8, scale_bits=8),
     Quantized(bits=8, group_size=8, zero_points=True),
+    Mixed(parts=(Quantized(bits=2, group_size=8), Quantized(bits=4, down_bits=3, group_size=8)), part_of=(1, 0, 1)),
 ]
 BANKS = [BankConfig(form) for form in FORMS]
 BANKS += [BankConfig(form, base="none") for form in FORMS[1:]]

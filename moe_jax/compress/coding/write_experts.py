@@ -100,8 +100,10 @@ def _write_matrix(
         centre = pruned.centre if has_base else centre
 
     def encode(expert: int, residual: np.ndarray, coder: ExpertCoder) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        own = form.of_expert(expert)
         if masks is None:
-            return form.encode(residual, matrix, dtype, coder)
+            leaves, made = own.form.encode(residual, matrix, dtype, coder)
+            return {own.folder + leaf: array for leaf, array in leaves.items()}, made
         # Entries that were chosen by their inputs are coded one by one.
         return form.encode(residual, matrix, dtype, CODER, masks[expert])
 
@@ -115,6 +117,8 @@ def _write_matrix(
         num_experts=layer.num_experts,
         refits=refits_for(layer, bank, matrix) if refit else 0,
     )
+    # Of a leaf that not all experts have, the rest is not filled in.
+    coded = coded._replace(leaves={leaf: array[form.experts_with(leaf)] for leaf, array in coded.leaves.items()})
     coded.write(name, write)
     measure.include(coded.measure)
 

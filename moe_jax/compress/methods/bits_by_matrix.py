@@ -19,21 +19,24 @@ from jaxtyping import Float
 from moe_jax.compress.alignment.barycenter import SOLVERS
 from moe_jax.compress.alignment.design_matrix import aligned_kernels, mean_kernel, unaligned
 from moe_jax.compress.allocation.budget import Budget, BudgetBits, TargetBytes
+from moe_jax.compress.allocation.by_expert import Alike, InParts, in_two_parts, without_worse
 from moe_jax.compress.allocation.knapsack import Candidate, allocate
 from moe_jax.compress.calibration.expert_coders import expert_coders
 from moe_jax.compress.calibration.sensitivity_pass import output_error
 from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE
-from moe_jax.compress.coding.storage import QUANTIZED, disk_bytes_by_matrix
+from moe_jax.compress.coding.storage import LEAF_OVERHEAD, QUANTIZED, disk_bytes_by_matrix
 from moe_jax.compress.coding.write_experts import write_experts
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import BARYCENTER, Base
 from moe_jax.compress.methods.interface import Analysis, Method, Tick, check_calibrated
 from moe_jax.compress.methods.resmoe import IDENTITY, aligned, in_order
 from moe_jax.compress.source_layer import SourceLayer, Write
-from moe_jax.errors import InputError, check_member
-from moe_jax.experts import BankConfig, BaseCodes, forms
+from moe_jax.counting import count_bytes
+from moe_jax.errors import InputError, check_member, check_positive
+from moe_jax.experts import BankConfig, BaseCodes, Mixed, forms
 from moe_jax.experts.forms import Matrix
+from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.quantized import TABLE_BITS
 from moe_jax.models import MoEConfig
 
@@ -68,7 +71,7 @@ def never_worse(
     for same in zip(*alike.values(), strict=True):
         if sum(candidate.nbytes for candidate in same) <= room:
             ways.append(dict(zip(alike, same, strict=True)))
-    return min(ways, key=lambda way: sum(candidate.error for candidate in way.values()))
+    return min(ways, key=_error)
 
 
 def best_combinations(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
@@ -77,12 +80,7 @@ def best_combinations(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidat
     Args:
       by_matrix: candidates of every matrix. A combination has the sums of bytes and errors, and a tuple of choices.
     """
-    best: list[Candidate] = []
-    combinations = (_together(some) for some in itertools.product(*by_matrix))
-    for candidate in sorted(combinations, key=lambda c: (c.nbytes, c.error)):
-        if not best or candidate.error < best[-1].error:
-            best.append(candidate)
-    return best
+    return without_worse([_together(some) for some in itertools.product(*by_matrix)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +95,10 @@ class Allocate(Method):
       levels: `any`: of every group the better of two grids; `fitted`: codes of 4, 3 or 2 bits have a table of levels,
         one for every kernel, fitted to it.
       scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
+      experts: `alike`: all experts of a layer have the same bits; `own`: in two parts of a layer, experts may have bits
+        of their own.
+      experts_multiple: the number of experts in every part is a multiple of it: for a mesh, the size of its axis
+        `expert`. A part that this does not divide is on every device.
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("budget_bits", (2.0, 2.5, 3.0, 4.0))
@@ -111,8 +113,12 @@ class Allocate(Method):
     solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
     levels: Literal["any", "fitted"] = "any"
     scale_bits: int = 16
+    experts: Literal["alike", "own"] = "alike"
+    experts_multiple: int = 1
 
     def __post_init__(self) -> None:
+        check_member("experts", self.experts, ("alike", "own"))
+        check_positive(self, "experts_multiple")
         check_member("solver", self.solver, (*SOLVERS, IDENTITY))
         check_member("levels", self.levels, ("any", "fitted"))
         if (self.budget_bits is None) == (self.target_bytes is None):
@@ -145,11 +151,16 @@ class Allocate(Method):
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         """See `Method`."""
-        candidates, alike = {}, {}
+        candidates, alike, room = {}, {}, self._room(layers)
+        divergences = {layer.index: self._divergences(layer, analyses[layer.index]) for layer in layers}
         for layer in layers:
-            by_matrix = self._by_matrix(layer, self._divergences(layer, analyses[layer.index]))
+            by_matrix = self._by_matrix(layer, divergences[layer.index].sum(axis=1))
             candidates[layer.index], alike[layer.index] = _candidates(by_matrix), _alike(by_matrix)
-        chosen = never_worse(candidates, alike, self._room(layers))
+        chosen = never_worse(candidates, alike, room)
+        if self.experts == "own":
+            own = {layer.index: self._in_parts(layer, candidates[layer.index], divergences[layer.index])
+                   for layer in layers}  # fmt: skip
+            chosen = min(chosen, never_worse(own, alike, room), key=_error)
         return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}
 
     def compress(
@@ -164,13 +175,14 @@ class Allocate(Method):
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
             choice=target.bank.describe(),
             predicted_divergence=sum(
-                float(own[CHOICES.index(_choice(target.bank, layer.matrices[name]))])
-                for name, own in zip(layer.shapes, self._divergences(layer, analysis), strict=True)
+                float(own[CHOICES.index(_choice(target.bank, layer.matrices[name], expert))])
+                for name, of_experts in zip(layer.shapes, self._divergences(layer, analysis), strict=True)
+                for expert, own in enumerate(of_experts)
             ),
         )
 
-    def _divergences(self, layer: SourceLayer, analysis: Analysis) -> Float[np.ndarray, "m c"]:
-        """What every choice for every matrix adds to the divergence of the predictions.
+    def _divergences(self, layer: SourceLayer, analysis: Analysis) -> Float[np.ndarray, "m E c"]:
+        """What every choice for every matrix of every expert adds to the divergence of the predictions.
 
         Raises:
           InputError: if the calibration does not say how much depends on the layer.
@@ -179,20 +191,49 @@ class Allocate(Method):
         sensitivities = layer.calibration.sensitivities
         if sensitivities is None:
             raise InputError(f"layer {layer.index}: the calibration does not say how much depends on it")
-        return np.array([[sensitivities[name]] for name in layer.shapes]) * analysis["errors"]
+        return np.array([[[sensitivities[name]]] for name in layer.shapes]) * analysis["errors"]
 
     def _room(self, layers: Sequence[SourceLayer]) -> int:
         return self.budget.nbytes(layers)
 
-    def _bank(self, layer: SourceLayer, choices: Sequence[Choice]) -> BankConfig:
-        """Of a layer, with a choice for every matrix."""
-        centres, bits = (dict(zip(layer.shapes, some, strict=True)) for some in zip(*choices, strict=True))
-        form = forms.Quantized(bits=bits["up"], **self._format(*bits.values()), **_others(bits))
+    def _bank(self, layer: SourceLayer, choice: Sequence[Choice] | InParts) -> BankConfig:
+        """Of a layer, with a choice for every matrix; of experts in two parts, with one for each part."""
+        parts = choice.parts if isinstance(choice, InParts) else (choice,)
+        centres = dict(zip(layer.shapes, (centre for centre, _ in parts[0]), strict=True))
+        every = [self._form(layer, part) for part in parts]
+        form = Mixed(parts=tuple(every), part_of=choice.part_of) if isinstance(choice, InParts) else every[0]
         if centres["up"] is None:
             return BankConfig(form, base="none")
         of_centre = self._format(*centres.values())
         codes = BaseCodes(code=str(centres["up"]), **of_centre, **_others(centres))  # type: ignore[arg-type]
         return BankConfig(form, base_codes=codes)
+
+    def _form(self, layer: SourceLayer, choices: Sequence[Choice]) -> forms.Quantized:
+        bits = dict(zip(layer.shapes, (own for _, own in choices), strict=True))
+        return forms.Quantized(bits=bits["up"], **self._format(*bits.values()), **_others(bits))
+
+    def _in_parts(
+        self, layer: SourceLayer, candidates: Sequence[Candidate], errors: Float[np.ndarray, "m E c"]
+    ) -> list[Candidate]:
+        """These candidates, and those in two parts of any that have the same centre."""
+        by_centre: dict[tuple, list[Alike]] = {}
+        for nbytes, _, choice in candidates:
+            of_experts = sum(own[:, CHOICES.index(one)] for own, one in zip(errors, choice, strict=True))
+            leaves = [
+                leaf
+                for matrix in layer.matrices.values()
+                for leaf in self._leaves(self._form(layer, choice).of_matrix(matrix), matrix, layer.dtype("up"))
+            ]
+            alike = Alike(nbytes, count_bytes(leaves), LEAF_OVERHEAD * len(leaves), of_experts, choice)
+            by_centre.setdefault(tuple(centre for centre, _ in choice), []).append(alike)
+        split = (in_two_parts(some, multiple=self.experts_multiple) for some in by_centre.values())
+        return without_worse([*candidates, *itertools.chain.from_iterable(split)])
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def _leaves(form: forms.Quantized, matrix: Matrix, dtype: np.dtype) -> list[Any]:
+        """Those of one expert."""
+        return list(shapes_of(lambda rngs: form.fresh(rngs, matrix, (1,), dtype)).values())
 
     def _format(self, *bits: int | None) -> dict[str, Any]:
         """How codes of so many bits, or if there are several some of them, are stored."""
@@ -210,7 +251,7 @@ class Allocate(Method):
         return found
 
     def _errors(self, layer: SourceLayer, name: str, permutations: np.ndarray) -> np.ndarray:
-        """The error of a matrix's outputs for every choice, relative and squared."""
+        """What every expert adds to the error of a matrix's outputs, relative and squared, for every choice; [E, c]."""
         width = layer.shapes[name][1]
         columns = np.unique(np.linspace(0, width - 1, min(width, _COLUMNS)).astype(int))
         kernels = [kernel[:, columns] for kernel in aligned_kernels(layer, name, permutations)]
@@ -218,8 +259,9 @@ class Allocate(Method):
         centres: dict[int | None, np.ndarray] = {None: np.zeros((1, 1), np.float32)}
         for bits in {centre for centre, _ in CHOICES if centre is not None}:
             centres[bits] = LeastError().quantize(mean, bits=bits, **self._format(bits)).approximation
-        errors, norm = np.zeros(len(CHOICES)), 0.0
-        for kernel, coder in zip(kernels, expert_coders(layer, name, permutations), strict=True):
+        errors, norm = np.zeros((layer.num_experts, len(CHOICES))), 0.0
+        coders = expert_coders(layer, name, permutations)
+        for own, kernel, coder in zip(errors, kernels, coders, strict=True):
             moment = coder.moment
             assert moment is not None
             norm += float(np.sum(kernel * (moment @ kernel), dtype=np.float64))
@@ -227,8 +269,8 @@ class Allocate(Method):
                 residual = kernel - centres[centre]
                 made = coder.quantize(residual, bits=bits, **self._format(bits)).approximation
                 difference = made - residual
-                errors[number] += float(np.sum(difference * (moment @ difference), dtype=np.float64))
-        return np.array([output_error(error, norm) for error in errors])
+                own[number] = float(np.sum(difference * (moment @ difference), dtype=np.float64))
+        return np.array([[output_error(error, norm) for error in own] for own in errors])
 
 
 def _candidates(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
@@ -248,9 +290,14 @@ def _together(some: Sequence[Candidate]) -> Candidate:
     return Candidate(sum(c.nbytes for c in some), sum(c.error for c in some), tuple(c.choice for c in some))
 
 
-def _choice(bank: BankConfig, matrix: Matrix) -> Choice:
-    """What `Allocate._bank` was given for a matrix."""
-    form, centre = bank.form, None
+def _error(chosen: Mapping[int, Candidate]) -> float:
+    return sum(candidate.error for candidate in chosen.values())
+
+
+def _choice(bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
+    """What `Allocate._bank` was given for a matrix of an expert."""
+    assert isinstance(bank.form, forms.KernelForm)
+    form, centre = bank.form.of_expert(expert).form, None
     assert isinstance(form, forms.Quantized)
     if bank.base_codes is not None:
         codes = bank.base_codes.form.of_matrix(matrix).codes

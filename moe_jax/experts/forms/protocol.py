@@ -9,7 +9,7 @@ and registers it (`moe_jax.experts.forms.by_name`). Nothing else asks which form
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,28 @@ BASES = ("shared", "none")
 
 Streams = Callable[[int, int], np.random.Generator]
 """`streams(purpose, expert)` is a NumPy generator of its own; the purposes are constants of `moe_jax.draws`."""
+
+
+class Own(NamedTuple):
+    """Where one expert is among the stored arrays of a matrix.
+
+    Attributes:
+      form: its own.
+      folder: before the names of its arrays; may be empty.
+      index: its place in each of them.
+    """
+
+    form: "KernelForm"
+    folder: str
+    index: int
+
+    def arrays(self, every: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of this expert, as its form names them."""
+        own = {
+            path.removeprefix(self.folder): array for path, array in every.items() if path.startswith(self.folder)
+        }
+        common = self.form.common_leaves
+        return {path: array if path in common else array[self.index] for path, array in own.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +88,9 @@ class ExpertForm(abc.ABC):
 
     def check_fits(self, matrices: Mapping[str, Matrix]) -> None:  # noqa: B027
         """Raises `InputError` if the options do not fit matrices of these shapes."""
+
+    def check_count(self, num_experts: int) -> None:  # noqa: B027
+        """Raises `InputError` if the options are not those of so many experts."""
 
     @property
     def beside_base_model(self) -> bool:
@@ -181,6 +206,18 @@ class KernelForm(ExpertForm):
         The methods that take arrays are methods of that form.
         """
         return self
+
+    def of_expert(self, expert: int) -> Own:
+        """The form of one expert, and where its arrays are; by default this form."""
+        return Own(self, "", expert)
+
+    def count_experts(self, arrays: Mapping[str, Any]) -> int:
+        """The number of experts in the stored leaves of a matrix."""
+        return next(array for path, array in arrays.items() if path not in self.common_leaves).shape[0]
+
+    def experts_with(self, leaf: str) -> slice | list[int]:
+        """The experts that have a leaf, in the order in which it has them; by default all."""
+        return slice(None)
 
     def leaf_names(self, matrix: Matrix) -> tuple[str, ...]:
         """Paths of the leaves of a matrix."""

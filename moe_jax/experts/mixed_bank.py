@@ -1,0 +1,182 @@
+"""Experts of one layer in codes of different bits, around one base or without one (methods.md 4, 5)."""
+
+import collections
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from moe_jax.errors import InputError
+from moe_jax.experts.forms.by_name import register
+from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
+from moe_jax.experts.forms.protocol import KernelForm, Own
+from moe_jax.experts.forms.quantized import Quantized
+from moe_jax.experts.hidden_rows import Kernels
+from moe_jax.experts.kernel_bank import KernelBank
+from moe_jax.experts.platforms import Platform
+from moe_jax.functional.routing import NO_EXPERT, Routing
+
+MAX_PARTS = 4
+
+
+def _folder(part: int) -> str:
+    return f"part{part}/"
+
+
+class MixedBank(KernelBank):
+    """Every part of the experts is applied to what is routed to it, and the outputs are summed.
+
+        >>> import moe_jax
+        >>> from moe_jax.experts.forms import Quantized
+        >>> few, many = Quantized(bits=2, group_size=8), Quantized(bits=4, group_size=8)
+        >>> config = moe_jax.BankConfig(kind="mixed", parts=(few, many), part_of=(0, 1, 0))
+        >>> bank = moe_jax.make_bank(config, moe_jax.FFNConfig(dim=32), 3, 16, rngs=nnx.Rngs(0))
+        >>> bank.delta.up.part0.codes[...].shape, bank.delta.up.part1.codes[...].shape
+        ((2, 4, 32), (1, 8, 32))
+
+    The router and its order of experts stay as they are: the config says where an expert is. The base and the biases
+    are stored once, as in other banks. Where the base is applied on its own (factored), a part multiplies its own sums
+    of hidden states with the base of `down`, so that this product is computed once for every part. Over a mesh a part
+    whose number of experts the axis `expert` does not divide is on every device (`experts.mesh.spec_on_mesh`).
+    """
+
+    def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
+        form, strategy = self._own_form, self._strategy_for(x, routing)
+        assert isinstance(form, Mixed)
+        arrays = {name: self._arrays(name) for name in self._matrices}
+        biases, y = self.stacked_biases(), jnp.zeros_like(x)
+        for number, part in enumerate(form.parts):
+            folder, experts = _folder(number), np.asarray(form.experts_of(number))
+            own = {
+                name: Kernels(part.of_matrix(matrix), matrix, _below(arrays[name], folder))
+                for name, matrix in self._matrices.items()
+            }
+            of_part = {name: bias[experts] for name, bias in biases.items()}
+            at_part = _at_part(routing, experts, self.num_experts)
+            y = y + self._applied(x, at_part, own, of_part, strategy, key)
+        return y
+
+
+@register("mixed")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixed(KernelForm):
+    """Parts of the experts, each in codes of its own: leaves `part0/codes` [E_0, bytes, out] and so on.
+
+    The arrays of one expert are those of its part, without that folder: `of_expert` says which form they have.
+
+    Attributes:
+      parts: what the experts of every part are made of; at most `MAX_PARTS`.
+      part_of: of every expert, the part that it is in. In a part experts have the order that they have in the layer.
+    """
+
+    bank: ClassVar[type | None] = MixedBank
+
+    parts: tuple[Quantized, ...]
+    part_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.parts) <= MAX_PARTS:
+            raise InputError(f"mixed experts have 1 to {MAX_PARTS} parts, not {len(self.parts)}")
+        if {*self.part_of} != {*range(len(self.parts))}:
+            raise InputError(
+                f"part_of={self.part_of} must name, for every expert, one of the parts 0 to {len(self.parts) - 1}, and "
+                "each part at least once"
+            )
+
+    def check_count(self, num_experts: int) -> None:
+        """See `ExpertForm`."""
+        if num_experts != len(self.part_of):
+            raise InputError(f"part_of names the parts of {len(self.part_of)} experts, and there are {num_experts}")
+
+    def of_matrix(self, matrix: Matrix) -> "Mixed":
+        """See `KernelForm`."""
+        return dataclasses.replace(self, parts=tuple(part.of_matrix(matrix) for part in self.parts))
+
+    def of_expert(self, expert: int) -> Own:
+        """See `KernelForm`."""
+        part = self.part_of[expert]
+        return Own(self.parts[part], _folder(part), self.part_of[:expert].count(part))
+
+    def experts_of(self, part: int) -> list[int]:
+        """The experts of a part, by their numbers in the layer."""
+        return [expert for expert, own in enumerate(self.part_of) if own == part]
+
+    def count_experts(self, arrays: dict[str, Any]) -> int:
+        """See `KernelForm`."""
+        return len(self.part_of)
+
+    def experts_with(self, leaf: str) -> list[int]:
+        """See `KernelForm`."""
+        return self.experts_of(next(part for part in range(len(self.parts)) if leaf.startswith(_folder(part))))
+
+    @property
+    def has_codes(self) -> bool:
+        """See `ExpertForm`."""
+        return True
+
+    def describe(self) -> str:
+        """See `ExpertForm`."""
+        count = collections.Counter(self.part_of)
+        return "mixed: " + "; ".join(f"{count[i]} experts {part.describe()}" for i, part in enumerate(self.parts))
+
+    # ---- what is stored ---------------------------------------------------------------------------------------------
+
+    def leaf_names(self, matrix: Matrix) -> tuple[str, ...]:
+        """See `KernelForm`."""
+        every = (part.of_matrix(matrix).leaf_names(matrix) for part in self.parts)
+        return tuple(_folder(number) + leaf for number, names in enumerate(every) for leaf in names)
+
+    def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
+        """See `KernelForm`.
+
+        Raises:
+          InputError: if there are not as many experts as `part_of` has.
+        """
+        self.check_count(*stack)
+        leaves = {}
+        for number, part in enumerate(self.parts):
+            own = part.fresh(rngs, matrix, (self.part_of.count(number),), dtype)
+            leaves |= {_folder(number) + leaf: array for leaf, array in own.items()}
+        return leaves
+
+    @classmethod
+    def stored_specs(cls, split: Split) -> dict[str, P]:
+        """See `KernelForm`."""
+        own = Quantized.stored_specs(split)
+        return {_folder(number) + leaf: spec for number in range(MAX_PARTS) for leaf, spec in own.items()}
+
+    def specs(self, split: Split) -> dict[str, P]:
+        """See `KernelForm`."""
+        every = (part.specs(split) for part in self.parts)
+        return {_folder(number) + leaf: spec for number, own in enumerate(every) for leaf, spec in own.items()}
+
+    def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
+        """See `KernelForm`. Never asked: tiles are made by the form of their expert."""
+        raise NotImplementedError("tiles are made by the form of their expert; see `of_expert`")
+
+    # ---- what it costs: the mean over experts -----------------------------------------------------------------------
+
+    def own_bytes(self, matrices: Any, itemsize: int) -> float:
+        """See `KernelForm`."""
+        return float(np.mean([self.parts[part].own_bytes(matrices, itemsize) for part in self.part_of]))
+
+    def making(self, matrices: Any, platform: Platform) -> float:
+        """See `KernelForm`."""
+        return float(np.mean([self.parts[part].making(matrices, platform) for part in self.part_of]))
+
+
+def _below(arrays: Arrays, folder: str) -> dict[str, Array]:
+    return {path.removeprefix(folder): array for path, array in arrays.items() if path.startswith(folder)}
+
+
+def _at_part(routing: Routing, own: Int[np.ndarray, " n"], num_experts: int) -> Routing:
+    """The routing with experts as a part numbers its own; all others are none, and have no weight."""
+    table = np.full(num_experts + 1, NO_EXPERT, np.int32)  # the last: what is no expert of the layer
+    table[own] = np.arange(len(own))
+    inside = (routing.experts >= 0) & (routing.experts < num_experts)
+    experts = jnp.asarray(table)[jnp.where(inside, routing.experts, num_experts)].astype(routing.experts.dtype)
+    return Routing(experts, jnp.where(experts == NO_EXPERT, 0, routing.weights))
