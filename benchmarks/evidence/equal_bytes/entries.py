@@ -132,6 +132,7 @@ RTN, GPTQ = "rounding", "GPTQ"
 SHARED_RTN, SHARED_GPTQ = "shared centre, rounding", "shared centre, GPTQ"
 ALLOCATED = "allocated"
 ALLOCATED_FITTED = "allocated, fitted levels"
+ALLOCATED_BY_EXPERT = "allocated, bits by expert"
 
 ABLATIONS = {residual: _steps(residual) for residual in (2, 1)}
 """By bits of the residuals: steps of the method in words, and their entries."""
@@ -145,6 +146,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_shared(SHARED_GPTQ, calibrated=True),
     *_budgets(ALLOCATED, 2.5, 1.75, 2.0, 3.0, 4.0),
     *_budgets(ALLOCATED_FITTED, 2.5, 1.75, 2.0, 3.0, 4.0, levels="fitted", scale_bits=8),
+    *_budgets(ALLOCATED_BY_EXPERT, 2.5, 1.75, 3.0, experts="own"),
     *_plain("GPTQ, fitted levels", calibrated=True, levels="fitted", scale_bits=8)[:3],
     *(_entry("HQQ", f"{bits} bits", "hqq", bits=bits) for bits in (4, 3, 2)),
     _entry("NF4", "4 bits", "nf4"),

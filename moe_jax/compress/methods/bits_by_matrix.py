@@ -34,8 +34,8 @@ from moe_jax.compress.methods.resmoe import IDENTITY, aligned, in_order
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError, check_member, check_positive
-from moe_jax.experts import BankConfig, BaseCodes, Mixed, forms
-from moe_jax.experts.forms import Matrix
+from moe_jax.experts import BankConfig, BaseCodes, Mixed
+from moe_jax.experts.forms import KernelForm, Matrix, Quantized
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.quantized import TABLE_BITS
 from moe_jax.models import MoEConfig
@@ -124,7 +124,7 @@ class Allocate(Method):
         if (self.budget_bits is None) == (self.target_bytes is None):
             raise InputError("allocate needs --budget-bits or --target-bytes, and not both")
         self.budget  # noqa: B018  (checks both)
-        forms.Quantized(bits=2, group_size=self.group_size, scale_bits=self.scale_bits)  # checks both
+        Quantized(bits=2, group_size=self.group_size, scale_bits=self.scale_bits)  # checks both
 
     @functools.cached_property
     def budget(self) -> Budget:
@@ -208,32 +208,34 @@ class Allocate(Method):
         codes = BaseCodes(code=str(centres["up"]), **of_centre, **_others(centres))  # type: ignore[arg-type]
         return BankConfig(form, base_codes=codes)
 
-    def _form(self, layer: SourceLayer, choices: Sequence[Choice]) -> forms.Quantized:
+    def _form(self, layer: SourceLayer, choices: Sequence[Choice]) -> Quantized:
         bits = dict(zip(layer.shapes, (own for _, own in choices), strict=True))
-        return forms.Quantized(bits=bits["up"], **self._format(*bits.values()), **_others(bits))
+        return Quantized(bits=bits["up"], **self._format(*bits.values()), **_others(bits))
 
     def _in_parts(
         self, layer: SourceLayer, candidates: Sequence[Candidate], errors: Float[np.ndarray, "m E c"]
     ) -> list[Candidate]:
-        """These candidates, and those in two parts of any that have the same centre."""
-        by_centre: dict[tuple, list[Alike]] = {}
-        for nbytes, _, choice in candidates:
-            of_experts = sum(own[:, CHOICES.index(one)] for own, one in zip(errors, choice, strict=True))
-            leaves = [
-                leaf
-                for matrix in layer.matrices.values()
-                for leaf in self._leaves(self._form(layer, choice).of_matrix(matrix), matrix, layer.dtype("up"))
-            ]
-            alike = Alike(nbytes, count_bytes(leaves), LEAF_OVERHEAD * len(leaves), of_experts, choice)
-            by_centre.setdefault(tuple(centre for centre, _ in choice), []).append(alike)
-        split = (in_two_parts(some, multiple=self.experts_multiple) for some in by_centre.values())
+        """These candidates, and those in two parts of any ways around one of their centres."""
+        by_matrix = self._by_matrix(layer, errors.sum(axis=1))
+        every = []
+        for centres in {tuple(centre for centre, _ in candidate.choice) for candidate in candidates}:
+            same = [[c for c in own if c.choice[0] == centre] for own, centre in zip(by_matrix, centres, strict=True)]
+            every.append([self._alike(layer, candidate, errors) for candidate in best_combinations(same)])
+        split = (in_two_parts(some, multiple=self.experts_multiple) for some in every)
         return without_worse([*candidates, *itertools.chain.from_iterable(split)])
+
+    def _alike(self, layer: SourceLayer, candidate: Candidate, errors: Float[np.ndarray, "m E c"]) -> Alike:
+        choice, form = candidate.choice, self._form(layer, candidate.choice)
+        of_experts = sum(own[:, CHOICES.index(one)] for own, one in zip(errors, choice, strict=True))
+        matrices = layer.matrices.values()
+        leaves = [leaf for matrix in matrices for leaf in self._leaves(form.of_matrix(matrix), matrix)]
+        return Alike(candidate.nbytes, count_bytes(leaves), LEAF_OVERHEAD * len(leaves), of_experts, choice)
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def _leaves(form: forms.Quantized, matrix: Matrix, dtype: np.dtype) -> list[Any]:
-        """Those of one expert."""
-        return list(shapes_of(lambda rngs: form.fresh(rngs, matrix, (1,), dtype)).values())
+    def _leaves(form: Quantized, matrix: Matrix) -> list[Any]:
+        """Those of one expert; codes and scales have dtypes of their own."""
+        return list(shapes_of(lambda rngs: form.fresh(rngs, matrix, (1,), np.dtype(np.float32))).values())
 
     def _format(self, *bits: int | None) -> dict[str, Any]:
         """How codes of so many bits, or if there are several some of them, are stored."""
@@ -296,12 +298,12 @@ def _error(chosen: Mapping[int, Candidate]) -> float:
 
 def _choice(bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
     """What `Allocate._bank` was given for a matrix of an expert."""
-    assert isinstance(bank.form, forms.KernelForm)
+    assert isinstance(bank.form, KernelForm)
     form, centre = bank.form.of_expert(expert).form, None
-    assert isinstance(form, forms.Quantized)
+    assert isinstance(form, Quantized)
     if bank.base_codes is not None:
         codes = bank.base_codes.form.of_matrix(matrix).codes
-        assert isinstance(codes, forms.Quantized)
+        assert isinstance(codes, Quantized)
         centre = codes.bits
     return centre, form.of_matrix(matrix).bits
 

@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 
 from moe_jax.api.calibrate import calibrate
 from moe_jax.compress import compress, make_method
+from moe_jax.compress.allocation.by_expert import Alike, in_two_parts
 from moe_jax.compress.allocation.knapsack import Candidate, allocate
 from moe_jax.compress.calibration.drawn_windows import sample_windows
 from moe_jax.compress.calibration.expert_coders import expert_coders
 from moe_jax.compress.calibration.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
+from moe_jax.compress.coding import storage
+from moe_jax.compress.coding.storage import layer_bytes
+from moe_jax.compress.methods import bits_by_matrix
 from moe_jax.compress.methods.bits_by_matrix import best_combinations, never_worse
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
@@ -182,6 +186,57 @@ def test_matrices_get_bits_of_their_own(source, calibrated, more, tmp_path):
     np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
 
 
+@pytest.mark.parametrize("target", [4_500, 6_000])
+def test_experts_get_bits_of_their_own(source, calibrated, target, tmp_path, monkeypatch):
+    """No worse by the same measure; within the budget; and what is merged gives the same as what is in codes."""
+    # In so small a model, leaves are dearer to the disk than bits.
+    for module in (storage, bits_by_matrix):
+        monkeypatch.setattr(module, "LEAF_OVERHEAD", 0)
+    calibration, *_ = calibrated
+    leaves = {path: source.read(path) for path in source.specs()}
+    for path, leaf in leaves.items():
+        if "/mlp/experts/" in path:  # there is little to lose of all experts but the first
+            leaves[path] = np.concatenate([leaf[:1], leaf[1:] / 16])
+    source = MemorySource(source.config, leaves)
+    reports = {}
+    for experts in ("alike", "own"):
+        options = {"target_bytes": target, "group_size": 8, "solver": "identity", "experts": experts}
+        method = make_method("allocate", options)
+        reports[experts] = compress(source, tmp_path / experts, method, calibration=calibration, described={})
+    lost = {name: sum(layer.predicted_divergence for layer in report.layers) for name, report in reports.items()}
+    assert lost["own"] < lost["alike"]
+    assert any("mixed" in layer.choice for layer in reports["own"].layers)
+    small = ModelDirectory(tmp_path / "own")
+    sizes = [layer_bytes(small.config.moe(i), small.config.d_model, np.dtype("float32")).total for i in (0, 2)]
+    assert sum(sizes) <= target
+    for i in small.config.moe_layers:
+        moe = small.config.moe(i)
+        for name, matrix in ffn_matrices(moe.expert, small.config.d_model).items():
+            kernels = expert_kernels(small.read, moe.bank, f"layers/{i}/mlp/experts", matrix)
+            leaves[f"layers/{i}/mlp/experts/{name}/kernel"] = np.stack(list(kernels))
+    tokens = jnp.asarray([[1, 2, 3]])
+    whole = load_model(MemorySource(source.config, leaves))
+    np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 20), min_size=4, max_size=4)), min_size=2, max_size=4)
+)
+def test_two_parts_have_the_errors_and_bytes_that_they_say(sizes):
+    """Also against all ways to divide the experts: none of as many has less."""
+    some = [
+        Alike(100 + 4 * own, own, 7, np.asarray(errors, float), (number,)) for number, (own, errors) in enumerate(sizes)
+    ]
+    for nbytes, error, (parts, part_of) in in_two_parts(some, multiple=1):
+        few, many = (some[number] for (number,) in parts)
+        size = sum(part_of)
+        assert 0 < size < 4 and nbytes == 100 + (4 - size) * few.own + size * many.own + 7
+        assert error == sum((few, many)[part].errors[expert] for expert, part in enumerate(part_of))
+        for chosen in itertools.combinations(range(4), size):
+            assert error <= sum((many if e in chosen else few).errors[e] for e in range(4))
+    assert all(sum(c.choice.part_of) == 2 for c in in_two_parts(some, multiple=2))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -191,6 +246,8 @@ def test_matrices_get_bits_of_their_own(source, calibrated, more, tmp_path):
         ({"budget_bits": -1.0}, "must be above 0"),
         ({"budget_bits": 3.0, "levels": "even"}, "levels"),
         ({"budget_bits": 3.0, "scale_bits": 4}, "scale_bits"),
+        ({"budget_bits": 3.0, "experts": "mixed"}, "experts"),
+        ({"budget_bits": 3.0, "experts_multiple": 0}, "experts_multiple"),
     ],
 )
 def test_options_that_will_not_do(options, message):
