@@ -226,7 +226,7 @@ class Allocate(Method):
 
     def _alike(self, layer: SourceLayer, candidate: Candidate, errors: Float[np.ndarray, "m E c"]) -> Alike:
         choice, form = candidate.choice, self._form(layer, candidate.choice)
-        of_experts = sum(own[:, CHOICES.index(one)] for own, one in zip(errors, choice, strict=True))
+        of_experts = np.sum([own[:, CHOICES.index(one)] for own, one in zip(errors, choice, strict=True)], axis=0)
         matrices = layer.matrices.values()
         leaves = [leaf for matrix in matrices for leaf in self._leaves(form.of_matrix(matrix), matrix)]
         return Alike(candidate.nbytes, count_bytes(leaves), LEAF_OVERHEAD * len(leaves), of_experts, choice)
