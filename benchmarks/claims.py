@@ -1,6 +1,6 @@
 """What the papers claim, tested on models that were really trained: the evidence behind the table of claims.
 
-    python benchmarks/claims.py DATA [--smollm MODEL] [--only STUDY ...] [--minutes N] [--repeat N]
+    python benchmarks/claims.py DATA [--smollm MODEL] [--only NAME ...] [--minutes N] [--repeat N]
 
 DATA is a folder with `weights/stories260K/hf`, `text/{tinyshakespeare,tinystories,wikitext2}` and `eval/gsm8k`; the
 code is the standard library of this Python. Without `--smollm`, the studies of SmolLM2-135M are left out.
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     work = Path(tempfile.gettempdir()) / "moe_jax_claims"
     parser.add_argument("--work", type=Path, default=work, help="folder of kept models (default %(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="STUDY", help="only these studies")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these studies, or all of these scales")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job after so many")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="jobs at a time (default %(default)s)")
     parser.add_argument("--repeat", type=int, metavar="N", help="do N finished jobs again, and compare the bits")
@@ -55,12 +55,12 @@ def _run(options: argparse.Namespace) -> None:
             raise FileNotFoundError(f"there is no folder {folder}")
     place = Place(options.data.resolve(), options.work.resolve(), options.smollm and options.smollm.resolve())
     chosen = studies(place)
-    names = dict.fromkeys(study.name for study in chosen)
+    names = dict.fromkeys(name for study in chosen for name in (study.name, study.scale_name))
     if unknown := set(options.only or ()) - set(names):
-        raise InputError(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        raise InputError(f"there is no study or scale {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     options.out.mkdir(parents=True, exist_ok=True)
     results = ClaimsFile(options.out)
-    chosen = [study for study in chosen if not options.only or study.name in options.only]
+    chosen = [study for study in chosen if not options.only or {study.name, study.scale_name} & set(options.only)]
     if not options.report_only:
         results.check_texts(place.data)
     if options.repeat:

@@ -33,6 +33,10 @@ class _OfKeptModels:
     seeds: tuple[int, ...]
     after: Key
 
+    @property
+    def scale_name(self) -> str:
+        return self.scale.name
+
     def model_of(self, seed: int) -> str:
         """The name under which the model of a seed is kept."""
         return self.model.format(seed=seed)

@@ -57,6 +57,11 @@ class Study(Protocol):
 
     name: str
 
+    @property
+    def scale_name(self) -> str:
+        """Of the models that it is about."""
+        ...
+
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """Yields the jobs that can be done with what is there, the most telling first; also those already done."""
         ...

@@ -34,6 +34,10 @@ class Kept:
     def path(self) -> Key:
         return self.name, self.scale, self.model
 
+    @property
+    def scale_name(self) -> str:
+        return self.scale
+
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """The one job."""
         yield Job(self.path, self.work, self.arguments, kept_folder(place, self.scale, self.model))
@@ -77,6 +81,10 @@ class Trainings:
     keep_as: str = "{shape}-s{seed}"
     split: str = TEST
     within: str = ""
+
+    @property
+    def scale_name(self) -> str:
+        return self.scale.name
 
     def path(self, shape: str, seed: int) -> Key:
         """Where a result stands."""
