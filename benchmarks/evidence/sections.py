@@ -5,14 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import barycenters.report
-import ders.report
-import ders.results
 import evidence.equal_bytes.report
 import evidence.studies.report
 import resmoe.report
 import resmoe.results
-import tuning.report
-import tuning.results
 from evidence import layouts
 from evidence.results import RESULTS, Figures, ResultsFile
 from evidence.studies.claims_file import ClaimsFile
@@ -110,8 +106,14 @@ SECTIONS = (
     _program(
         "shares",
         "python benchmarks/shares.py",
-        ("convert", "moe_jax/compress", "moe_jax/leaf_files.py", "moe_jax/loading.py", "moe_jax/model_dir.py",
-         "moe_jax/zarr_arrays.py"),
+        (
+            "convert",
+            "moe_jax/compress",
+            "moe_jax/leaf_files.py",
+            "moe_jax/loading.py",
+            "moe_jax/model_dir.py",
+            "moe_jax/zarr_arrays.py",
+        ),
         layouts.SHARES,
     ),
     _program(
@@ -200,25 +202,6 @@ SECTIONS = (
         evidence.equal_bytes.report.report,
     ),
     _reported(
-        "ders_quality",
-        "python benchmarks/ders_quality.py DATA",
-        (
-            *_TRAINING,
-            "moe_jax/compress",
-            "benchmarks/quality",
-            "benchmarks/ders/compression.py",
-            "benchmarks/ders/settings.py",
-            "benchmarks/ders/training.py",
-        ),
-        ders.results.Results,
-        ders.report.report,
-        {
-            "training": "Training",
-            "compression": "Compression of the trained vanilla model",
-            "noise": "What random drops add",
-        },
-    ),
-    _reported(
         "resmoe_quality",
         "python benchmarks/resmoe_quality.py DATA",
         (
@@ -263,27 +246,6 @@ SECTIONS = (
         (*_MODEL, "moe_jax/peft"),
         layouts.PEFT_STEP,
         layouts.PEFT_LINEAR,
-    ),
-    _reported(
-        "peft_quality",
-        "python benchmarks/peft_quality.py DATA",
-        (
-            *_TRAINING,
-            "moe_jax/peft",
-            "benchmarks/tuning/bases.py",
-            "benchmarks/tuning/kinds.py",
-            "benchmarks/tuning/models.py",
-            "benchmarks/tuning/parts.py",
-            "benchmarks/tuning/running.py",
-            "benchmarks/tuning/settings.py",
-            "benchmarks/tuning/task.py",
-            "benchmarks/tuning/texts.py",
-            "benchmarks/tuning/trainer.py",
-            "benchmarks/tuning/variants.py",
-        ),
-        tuning.results.Results,
-        tuning.report.report,
-        {"pesc": "PESC in brief", "perft": "PERFT in brief"},
     ),
     _program(
         "attack",

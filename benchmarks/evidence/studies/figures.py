@@ -19,30 +19,37 @@ from evidence.studies.summary import mean_losses, spread
 from evidence.studies.verdicts import AGREES, DISAGREES, UNDECIDED
 
 _D = re.compile(r"PERFT-(?:D (\d+)|S) r=(\d+)")
-
-
 _COLOURS = {AGREES: "C2", DISAGREES: "C3", UNDECIDED: "0.5"}
+_MARKERS = "osD^vPX*"
 
 
 def draw_claims(results: ResultsFile, file: Path) -> None:
-    """Every effect with its interval, in the colour of the verdict; claims without three seeds are left out."""
-    rows = [
-        (f"{claim.paper}: {claim.says} ({setting})", found, claim.verdict(found, claim.least))
-        for claim in CLAIMS
-        for setting, found in claim.effects(results)
-        if found.count > 2
-    ]
-    figure, axes = plt.subplots(figsize=(10, 1.2 + 0.22 * len(rows)), layout="constrained")
-    for place, (_, found, verdict) in enumerate(rows):
-        axes.plot([found.low, found.high], [place, place], color=_COLOURS[verdict], linewidth=2)
-        axes.plot(found.mean, place, marker="o", markersize=4, color=_COLOURS[verdict])
+    """A row for every claim, and in it the effect of every setting with its interval, in the colour of the verdict;
+    effects of fewer than three seeds are left out."""
+    rows = [(claim, [(name, found) for name, found in claim.effects(results) if found.count > 2]) for claim in CLAIMS]
+    rows = [(claim, effects) for claim, effects in rows if effects]
+    settings = list(dict.fromkeys(name for _, effects in rows for name, _ in effects))
+    marker_of = {name: _MARKERS[place % len(_MARKERS)] for place, name in enumerate(settings)}
+    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.2 * len(rows)), layout="constrained")
+    for place, (claim, effects) in enumerate(rows):
+        for index, (name, found) in enumerate(effects):
+            # Those of a row stand below each other.
+            height = place + 0.5 * ((index + 0.5) / len(effects) - 0.5)
+            colour = _COLOURS[claim.verdict(found, claim.least)]
+            axes.plot([found.low, found.high], [height, height], color=colour, linewidth=1.5)
+            axes.plot(found.mean, height, marker=marker_of[name], markersize=4, color=colour)
     axes.axvline(0, color="0.3", linewidth=0.8)
     axes.axvspan(-LEAST, LEAST, color="0.9", zorder=0)
-    axes.set(yticks=range(len(rows)), xlabel="effect, nats per token; grey: less than what matters")
-    axes.set_yticklabels([name for name, *_ in rows], fontsize=7)
+    axes.set(yticks=range(len(rows)), ylim=(len(rows) - 0.4, -0.6), xlabel="nats per token (grey: does not matter)")
+    axes.set_yticklabels([f"{claim.paper}: {claim.says}" for claim, _ in rows], fontsize=7)
     axes.set_xscale("symlog", linthresh=2 * LEAST)
-    axes.invert_yaxis()
-    axes.legend(handles=[Line2D([], [], color=colour, label=name) for name, colour in _COLOURS.items()], fontsize=7)
+    axes.grid(axis="y", alpha=0.2)
+    keys = [Line2D([], [], color=colour, label=name) for name, colour in _COLOURS.items()]
+    keys += [
+        Line2D([], [], color="0.3", marker=marker, linestyle="", markersize=4, label=name)
+        for name, marker in marker_of.items()
+    ]
+    figure.legend(handles=keys, fontsize=7, loc="outside upper center", ncols=4)
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
