@@ -7,8 +7,6 @@ from pathlib import Path
 import barycenters.report
 import evidence.equal_bytes.report
 import evidence.studies.report
-import resmoe.report
-import resmoe.results
 from evidence import layouts
 from evidence.results import RESULTS, Figures, ResultsFile
 from evidence.studies.claims_file import ClaimsFile
@@ -200,30 +198,6 @@ SECTIONS = (
         evidence.equal_bytes.report.opened,
         evidence.equal_bytes.report.blocks,
         evidence.equal_bytes.report.report,
-    ),
-    _reported(
-        "resmoe_quality",
-        "python benchmarks/resmoe_quality.py DATA",
-        (
-            *_TRAINING,
-            "moe_jax/compress",
-            "benchmarks/quality",
-            "benchmarks/resmoe/compression.py",
-            "benchmarks/resmoe/experts.py",
-            "benchmarks/resmoe/likeness.py",
-            "benchmarks/resmoe/settings.py",
-            "benchmarks/resmoe/training.py",
-            "benchmarks/resmoe/variants.py",
-        ),
-        resmoe.results.Results,
-        resmoe.report.report,
-        {
-            "models": "Models",
-            "equal share": "Equal kept share, 25%",
-            "refit": "Refit of the centre, keep 0.25",
-            "bytes, upcycled": "Equal bytes on the disk: upcycled-e8",
-            "bytes, random": "Equal bytes on the disk: random-e8",
-        },
     ),
     _program(
         "true_layers",
