@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _ADAPT = ("perft-r", "perft-e", "perft-d", "perft-s", "lora")
 _OF_CENTRE = ("centre_bits", "centre_group_size")
-_NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", *_OF_CENTRE, "scale_bits", "compress_layers", "dtype")
+_OF_CODES = ("levels", "scale_bits", "zero_points", "row_scales")
+_NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", *_OF_CENTRE, *_OF_CODES, "compress_layers", "dtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,14 @@ class Options(UpcycleFlags, AdaptFlags):
     """With --compress: bits of a code of the centre, which has the dtype of all parameters by default."""
     centre_group_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """With --centre-bits: entries that share a scale, by default 128."""
+    levels: Annotated[Literal["any", "even", "fitted"] | None, tyro.conf.arg(metavar="any|even|fitted")] = None
+    """With --compress: of codes; fitted ones take a table for every kernel."""
     scale_bits: Annotated[int | None, tyro.conf.arg(metavar="16|8")] = None
     """With --compress: bits of a scale of quantised weights and of a centre in codes, by default 16."""
+    zero_points: bool = False
+    """With --compress: every group of quantised weights has a zero point."""
+    row_scales: bool = False
+    """With --compress: every row of a quantised kernel has a scale, too."""
     compress_layers: Annotated[str | None, tyro.conf.arg(metavar="all|top:N|0,3,8-11")] = None
     """With --compress: the MoE layers to compress; by default all. Of a model with an encoder also
     encoder:SOME,decoder:SOME, counted in each stack."""
@@ -151,7 +158,7 @@ GROUPS = {
         "storage",
         "bits",
         *_OF_CENTRE,
-        "scale_bits",
+        *_OF_CODES,
         "compress_layers",
         "dtype",
     ),
@@ -284,7 +291,8 @@ def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
 
 def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression | None":
     if options.compress is None:
-        needless = [name for name in _NEEDS_COMPRESS if getattr(options, name) is not None]
+        given = {name: getattr(options, name) for name in _NEEDS_COMPRESS}
+        needless = [name for name, value in given.items() if value is not None and value is not False]
         if needless:
             raise InputError(f"{', '.join(map(flag_of, needless))}: only with --compress")
         return None
@@ -299,7 +307,10 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
         bits=options.bits,
         centre_bits=options.centre_bits,
         centre_group_size=options.centre_group_size,
-        scale_bits=16 if options.scale_bits is None else options.scale_bits,
+        levels=options.levels,
+        scale_bits=options.scale_bits,
+        zero_points=options.zero_points,
+        row_scales=options.row_scales,
         layers=options.compress_layers,
         dtype=options.dtype,
     )

@@ -9,11 +9,14 @@ from rich.table import Table
 from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.commands.compression_tables import console
 from moe_jax.compress.coding.centre import codes_of_options
+from moe_jax.compress.coding.schemes import Levels, check_levels
 from moe_jax.compress.coding.storage import FULL, RESIDUAL_FORMS, Stored, stored_bytes
 from moe_jax.compress.job.stream import choose_layers
 from moe_jax.compress.methods.delta_base import NO_BASE
-from moe_jax.compress.methods.registry import METHODS
+from moe_jax.compress.methods.registry import METHODS, check_options
+from moe_jax.compress.methods.resmoe import DEFAULT_BITS
 from moe_jax.errors import InputError, check_member
+from moe_jax.experts.forms.quantized import check_scale_bits
 
 if TYPE_CHECKING:
     from moe_jax.models import ModelConfig
@@ -73,7 +76,10 @@ def planned_compression(
     bits: int | None,
     centre_bits: str | None,
     centre_group_size: int | None,
-    scale_bits: int,
+    levels: Levels | None,
+    scale_bits: int | None,
+    zero_points: bool,
+    row_scales: bool,
     layers: str | None,
     dtype: str | None,
 ) -> PlannedCompression:
@@ -85,8 +91,15 @@ def planned_compression(
     check_member("method", method, tuple(METHODS))
     forms = METHODS[method].forms
     base = "none" if METHODS[method].origin == NO_BASE else "shared"
-    codes = codes_of_options(centre_bits, centre_group_size, scale_bits=scale_bits)
-    if codes is not None and "centre_bits" not in {field.name for field in dataclasses.fields(METHODS[method])}:
+    given = {"levels": levels, "scale_bits": scale_bits, "zero_points": zero_points, "row_scales": row_scales}
+    check_options([method], [name for name, value in given.items() if value])
+    check_levels(levels or "any", DEFAULT_BITS, zero_points=zero_points)
+    check_scale_bits(16 if scale_bits is None else scale_bits)
+    more = {name: value for name, value in given.items() if name != "levels" and value}
+    format_ = {**METHODS[method].codes_format, **more, **({"table": True} if levels == "fitted" else {})}
+    of_centre = {"table": levels == "fitted", "scale_bits": more.get("scale_bits", 16)}
+    base_codes = codes_of_options(centre_bits, centre_group_size, **of_centre)
+    if base_codes is not None and "centre_bits" not in {field.name for field in dataclasses.fields(METHODS[method])}:
         raise InputError(f"--centre-bits does not go with {method}, which has no centre")
     indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
     forms = _asked_for(method, forms, residual, storage, bits)
@@ -102,9 +115,9 @@ def planned_compression(
             [form],
             keep=1.0 if keep is None else keep,
             base=base,
-            base_codes=codes,
+            base_codes=base_codes,
             value_bits=value_bits,
-            scale_bits=scale_bits,
+            codes=format_,
             dtype=dtype,
         )
     return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))

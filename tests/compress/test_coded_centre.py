@@ -78,15 +78,21 @@ def test_training_moves_scales_and_keeps_codes(small, models, tmp_path, capsys):
         assert np.array_equal(before.read(path), after.read(path)) != moves
 
 
-def test_tables_and_small_scales_are_counted_trained_and_exported(models, tmp_path, capsys, out_of):
-    more = ("--scale-bits", "8")
-    assert run(models["one"], tmp_path / "out", *RESMOE, "3", *more, "--levels", "fitted") == 0
+@pytest.mark.parametrize(
+    ("added", "moving", "of_base"),
+    [
+        (("--levels", "fitted"), {"table": True}, {"table": True}),
+        (("--zero-points", "--row-scales"), {"zeros": False, "row_scales": True}, {}),
+    ],
+)
+def test_formats_of_codes_are_counted_trained_and_exported(added, moving, of_base, models, tmp_path, capsys, out_of):
+    more = ("--scale-bits", "8", *added)
+    assert run(models["one"], tmp_path / "out", *RESMOE, "3", *more) == 0
     out = ModelDirectory(tmp_path / "out")
     specs = {path: spec for path, spec in out.specs().items() if "/experts/" in path}
     options = ("--residual", "quantized:2", "--centre-bits", "3", *more, "--json")
     (form,) = json.loads(out_of("plan", models["one"], "--compress", "resmoe", *options))["compression"]["forms"]
-    tables = sum(2 * spec.size for path, spec in specs.items() if path.endswith("/table"))
-    assert tables and form["expert_bytes"] == sum(s.size * s.dtype.itemsize for s in specs.values()) - tables
+    assert form["expert_bytes"] == sum(s.size * s.dtype.itemsize for s in specs.values())
     export(out, tmp_path / "hf", console=Console(quiet=True))
     np.testing.assert_allclose(logits(open_source(tmp_path / "hf")), logits(out), atol=1e-3)
 
@@ -95,11 +101,22 @@ def test_tables_and_small_scales_are_counted_trained_and_exported(models, tmp_pa
     (tmp_path / "recipe.toml").write_text(f"{recipe}[mesh]\ndata = 8\n")
     assert cli.main(["train", str(tmp_path / "recipe.toml")]) == 0, capsys.readouterr().err
     after = ModelDirectory(tmp_path / "run" / "model")
-    for folder in ("base/up/coded", "delta/up"):
-        leaves = {"table": True, "scale_steps": True, "scale_codes": False, "codes": False}
-        for leaf, moves in leaves.items():
+    for folder, own in (("base/up/coded", of_base), ("delta/up", moving)):
+        for leaf, moves in ({"scale_steps": True, "scale_codes": False, "codes": False} | own).items():
             path = f"layers/0/mlp/experts/{folder}/{leaf}"
             assert np.array_equal(out.read(path), after.read(path)) != moves, path
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("hqq", ("--bits", "3")), ("nf4", ()), ("quantize", ("--bits", "1", "--row-scales"))],
+)
+def test_a_plan_knows_the_formats_of_methods(method, options, models, tmp_path, out_of):
+    assert run(models["one"], tmp_path / "out", "--method", method, *options) == 0
+    specs = {path: spec for path, spec in ModelDirectory(tmp_path / "out").specs().items() if "/experts/" in path}
+    planned = json.loads(out_of("plan", models["one"], "--compress", method, *options, "--json"))["compression"]
+    (form,) = (form for form in planned["forms"] if form["form"].startswith("quantized"))
+    assert form["expert_bytes"] == sum(s.size * s.dtype.itemsize for s in specs.values())
 
 
 @one_in(2)

@@ -30,5 +30,5 @@ def decoded(leaves, form, rows: int) -> np.ndarray:
             levels = leaves["table"].astype(np.float64)[code]
         else:
             levels = np.where(scale < 0, 2 * code - 2**form.bits, 2 * code + 1 - 2**form.bits)
-        out[row] = levels * scale
+        out[row] = levels * scale * (leaves["row_scales"][row].astype(np.float64) if form.row_scales else 1)
     return out

@@ -30,6 +30,8 @@ FORMATS = {
     "zero points": Quantized(bits=4, group_size=8, zero_points=True),
     "zero points and 8-bit scales": Quantized(bits=3, group_size=16, zero_points=True, scale_bits=8),
     "signs with zero points": Quantized(bits=1, group_size=8, zero_points=True),
+    "row scales": Quantized(bits=3, group_size=8, row_scales=True),
+    "signs with row scales": Quantized(bits=1, group_size=16, row_scales=True, scale_bits=8),
     "both": Quantized(bits=2, group_size=16, table=True, scale_bits=8),
 }
 

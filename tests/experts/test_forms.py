@@ -49,6 +49,7 @@ FORMS = [
     Quantized(bits=2, group_size=8, table=True),
     Quantized(bits=3, group_size=8, scale_bits=8),
     Quantized(bits=8, group_size=8, zero_points=True),
+    Quantized(bits=1, group_size=8, row_scales=True),
     Mixed(parts=(Quantized(bits=2, group_size=8), Quantized(bits=4, down_bits=3, group_size=8)), part_of=(1, 0, 1)),
 ]
 BANKS = [BankConfig(form) for form in FORMS]

@@ -160,7 +160,7 @@ def _quantized_error(sampled: Matrices, centres: Mapping[str, np.ndarray], schem
     for name, kernels in sampled.items():
         for kernel in kernels:
             residual = kernel - centres[name]
-            made = quantize(residual, **dataclasses.asdict(scheme))
+            made = LeastError().quantize(residual, **dataclasses.asdict(scheme))
             total += squared(np.asarray(made.approximation) - residual)
     return total
 

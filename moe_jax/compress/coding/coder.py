@@ -11,8 +11,10 @@ from jaxtyping import Float
 
 from moe_jax.compress.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.compress.coding.quantizer import quantize
+from moe_jax.compress.coding.row_scales import best_row_scales, scales_of_magnitudes
 from moe_jax.compress.coding.truncated_svd import truncated_svd
 from moe_jax.experts.forms.encoded import Encoded, MoreOfCodes
+from moe_jax.functional.packing import SCALE_DTYPE
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,11 @@ class LeastError:
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
         """See `Coder`."""
-        made = quantize(values, bits=bits, group_size=group_size, fit=self.fit, even=self.even, **more)
-        return jax.tree.map(np.asarray, made)
+        options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
+        if not options.pop("row_scales", False):
+            return jax.tree.map(np.asarray, quantize(values, **options))
+        rows = scales_of_magnitudes(values, group_size)
+        return with_row_scales(quantize(values / rows[:, None], weights=rows**2, **options), rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +80,24 @@ class LeastOutputError:
     ) -> Encoded:
         """See `Coder`."""
         options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
-        if self.feedback:
-            made = quantize_with_feedback(values, self._factor, **options)
-        else:
-            weights = self._diagonal + DAMPING * np.mean(self._diagonal)
-            made = quantize(values, weights=weights, **options)
-        return jax.tree.map(np.asarray, made)
+        if not options.pop("row_scales", False):
+            return jax.tree.map(np.asarray, self._quantized(values, 1, options, feedback=self.feedback))
+
+        def rounded(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+            return np.asarray(self._quantized(values, rows, options, feedback=False).approximation)
+
+        rows = best_row_scales(values, group_size, self.moment, rounded)
+        return with_row_scales(self._quantized(values / rows[:, None], rows, options, feedback=self.feedback), rows)
+
+    def _quantized(
+        self, values: np.ndarray, rows: np.ndarray | int, options: dict[str, Any], *, feedback: bool
+    ) -> Encoded:
+        """Quantises what row scales leave of a kernel: errors of row i count r_i times."""
+        if feedback:
+            factor = self._factor if isinstance(rows, int) else self._factor * rows[:, None]
+            return quantize_with_feedback(values, factor, **options)
+        weights = self._diagonal + DAMPING * np.mean(self._diagonal)
+        return quantize(values, weights=weights * rows**2, **options)
 
     @property
     def importances(self) -> Float[np.ndarray, " i"]:
@@ -95,3 +112,10 @@ class LeastOutputError:
     @functools.cached_property
     def _factor(self) -> Float[np.ndarray, "i i"]:
         return triangular_factor(self.moment)
+
+
+def with_row_scales(made: Encoded, rows: Float[np.ndarray, " i"]) -> Encoded:
+    """What was quantised without row scales, with them."""
+    leaves = {name: np.asarray(leaf) for name, leaf in made.leaves.items()}
+    leaves["row_scales"] = rows[:, None].astype(SCALE_DTYPE)
+    return Encoded(leaves, np.asarray(made.approximation) * rows[:, None])

@@ -126,6 +126,7 @@ class Quantized:
       table: every kernel has a table of levels that is fitted to it; for 4, 3 or 2 bits.
       scale_bits: of a scale: 16, or 8.
       zero_points: groups have zero points.
+      row_scales: rows have scales, too.
     """
 
     bits: int
@@ -133,6 +134,7 @@ class Quantized:
     table: bool = False
     scale_bits: int = 16
     zero_points: bool = False
+    row_scales: bool = False
 
     def __post_init__(self) -> None:
         self._bank("shared")  # checks them

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -22,7 +23,7 @@ from moe_jax.experts.forms import MixtureOfBases
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.mixture_of_bases import BasisActivation
 from moe_jax.experts.forms.positions import ENCODINGS, POSITION_LEAVES
-from moe_jax.experts.forms.quantized import BITS
+from moe_jax.experts.forms.quantized import BITS, TABLE_BITS
 from moe_jax.loading import leaf_specs
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.sharding import path_name
@@ -104,7 +105,7 @@ def stored_bytes(
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
     value_bits: int | None = None,
-    scale_bits: int = 16,
+    codes: Mapping[str, Any] = MappingProxyType({}),
     dtype: str | None = None,
 ) -> list[Stored]:
     """Counts a model in several forms.
@@ -118,7 +119,7 @@ def stored_bytes(
       base: whether the experts share a centre.
       base_codes: of the centre, in forms that have one; None: it has the dtype of the model.
       value_bits: of the entries of sparse forms; None: they have the dtype of the model.
-      scale_bits: of the scales of quantised forms.
+      codes: options of `schemes.Quantized` beside the bits. A table only where codes of so many bits have one.
       dtype: of all parameters; None: that of the config.
 
     Raises:
@@ -146,7 +147,7 @@ def stored_bytes(
                     base=base,
                     base_codes=base_codes,
                     value_bits=value_bits,
-                    scale_bits=scale_bits,
+                    codes=codes,
                 )
                 of_shape[moe] = _compared(form, target, layer_bytes(target, config.d_model, kind))
             if form == REMOVED:
@@ -176,12 +177,12 @@ def form_layer(
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
     value_bits: int | None = None,
-    scale_bits: int = 16,
+    codes: Mapping[str, Any] = MappingProxyType({}),
 ) -> MoEConfig:
     """A layer with its experts in a form; of a form that is never written, the one that it is compared with.
 
     Args:
-      form, keep, base, base_codes, value_bits, scale_bits: see `stored_bytes`.
+      form, keep, base, base_codes, value_bits, codes: see `stored_bytes`.
       moe: the layer as it is.
       d_model: width of the model.
 
@@ -208,7 +209,9 @@ def form_layer(
         design = "concat" if form == "svd" else "separate"
         bank = _bank(LowRank(keep=keep, design=design), moe, d_model, base)
     elif form in QUANTIZED:
-        bank = _bank(Quantized(bits=_BITS[form], scale_bits=scale_bits), moe, d_model, base)
+        bits = _BITS[form]
+        table = codes.get("table", False) and bits in TABLE_BITS
+        bank = _bank(Quantized(bits=bits, **{**codes, "table": table}), moe, d_model, base)
     elif form == BASES:
         bank = mobe_bank(expert, d_model, moe.bank_experts, keep=keep)
     else:

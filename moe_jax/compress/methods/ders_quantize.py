@@ -43,6 +43,8 @@ class Quantize(Method):
         levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
       scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
       zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
+      row_scales: every row of a kernel has a bfloat16 scale, too: by the sizes of its entries, and with a calibration
+        by these or by those of its inputs (AWQ), whichever changes the outputs less.
       centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
         By default it is stored in the dtype of the model.
       centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
@@ -58,6 +60,7 @@ class Quantize(Method):
     levels: Levels = "any"
     scale_bits: int = 16
     zero_points: bool = False
+    row_scales: bool = False
     centre_bits: Code | None = None
     centre_group_size: int | None = None
 
@@ -104,4 +107,5 @@ class Quantize(Method):
             table=self.levels == "fitted",
             scale_bits=self.scale_bits,
             zero_points=self.zero_points,
+            row_scales=self.row_scales,
         )

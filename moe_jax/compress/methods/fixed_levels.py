@@ -1,7 +1,8 @@
 """`nf4`: the levels of normal numbers, by the largest magnitude of every group (methods.md 4)."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from moe_jax.compress.coding.normal_float import NormalFloat
 from moe_jax.compress.coding.schemes import Quantized
@@ -19,6 +20,7 @@ class NF4(WithoutCentre):
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("group_size", (64,))
     forms: ClassVar[tuple[str, ...]] = tuple(form for form in QUANTIZED if form.endswith(":4"))
+    codes_format: ClassVar[Mapping[str, Any]] = {"group_size": 64, "table": True, "scale_bits": 8}
     coder: ClassVar[NormalFloat] = NormalFloat()
 
     group_size: int = 64
@@ -26,4 +28,4 @@ class NF4(WithoutCentre):
     @property
     def scheme(self) -> Quantized:
         """See `WithoutCentre`."""
-        return Quantized(bits=4, group_size=self.group_size, table=True, scale_bits=8)
+        return Quantized(bits=4, **{**self.codes_format, "group_size": self.group_size})

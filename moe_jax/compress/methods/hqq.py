@@ -1,7 +1,8 @@
 """`hqq`: codes whose zero points are found by half-quadratic splitting, without a text (methods.md 4)."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from moe_jax.compress.coding.half_quadratic import HalfQuadratic
 from moe_jax.compress.coding.schemes import Quantized
@@ -22,6 +23,7 @@ class HQQ(WithoutCentre):
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
     forms: ClassVar[tuple[str, ...]] = QUANTIZED
+    codes_format: ClassVar[Mapping[str, Any]] = {"group_size": 64, "zero_points": True}
     coder: ClassVar[HalfQuadratic] = HalfQuadratic()
 
     bits: int
@@ -31,4 +33,5 @@ class HQQ(WithoutCentre):
     @property
     def scheme(self) -> Quantized:
         """See `WithoutCentre`."""
-        return Quantized(bits=self.bits, group_size=self.group_size, scale_bits=self.scale_bits, zero_points=True)
+        given = {"group_size": self.group_size, "scale_bits": self.scale_bits}
+        return Quantized(bits=self.bits, **{**self.codes_format, **given})

@@ -29,6 +29,7 @@ class Method(abc.ABC):
     Attributes:
       swept: name of the option that says how much is kept, and the values that a sweep tries.
       forms: those of `storage.FORMS` in which it can store the experts.
+      codes_format: options of `schemes.Quantized` that all of its codes have, whatever its own options are.
       origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
         `delta_base.Base`.
       needs_calibration: whether it can do nothing without a text; a sweep of all methods leaves it out then.
@@ -37,6 +38,7 @@ class Method(abc.ABC):
 
     swept: ClassVar[tuple[str, tuple[Any, ...]]]
     forms: ClassVar[tuple[str, ...]]
+    codes_format: ClassVar[Mapping[str, Any]] = {}
     origin: ClassVar[str | None] = None
     needs_calibration: ClassVar[bool] = False
     needs_sensitivities: ClassVar[bool] = False

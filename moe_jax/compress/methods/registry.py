@@ -59,7 +59,7 @@ def make_method(name: str, options: Mapping[str, Any]) -> Method:
       InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
     """
     check_member("method", name, tuple(METHODS))
-    _check_options([name], options)
+    check_options([name], options)
     for field in dataclasses.fields(METHODS[name]):
         if field.default is dataclasses.MISSING and field.name not in options:
             raise InputError(f"{name} needs {flag_of(field.name)}")
@@ -82,7 +82,7 @@ def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list
     for name in names:
         check_member("method", name, tuple(METHODS))
     names = names or [name for name, method in METHODS.items() if method.swept[0] in options] or list(METHODS)
-    _check_options(names, options)
+    check_options(names, options)
     made = []
     for name in dict.fromkeys(names):
         swept, values = METHODS[name].swept
@@ -92,7 +92,7 @@ def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list
     return made
 
 
-def _check_options(names: Sequence[str], options: Iterable[str]) -> None:
+def check_options(names: Sequence[str], options: Iterable[str]) -> None:
     """Raises `InputError` for an option that none of the methods takes."""
     for option in options:
         takers = [method for method in METHODS if option in _options_of(method)]

@@ -78,6 +78,9 @@ class ResMoE(Method):
         only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
         levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
       scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
+      zero_points: groups of a quantized residual have zero points of eight bits: levels need not lie around zero.
+      row_scales: every row of a quantized residual has a bfloat16 scale, too: by the sizes of its entries, and with a
+        calibration by these or by those of its inputs (AWQ), whichever changes the outputs less.
       target_bytes: instead of `keep`, a budget for the experts of all compressed layers, everything included.
       budget_bits: the same as average bits per weight of these experts; by default no budget.
       centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
@@ -98,6 +101,8 @@ class ResMoE(Method):
     feedback: bool = True
     levels: Levels = "any"
     scale_bits: int = 16
+    zero_points: bool = False
+    row_scales: bool = False
     target_bytes: int | None = None
     budget_bits: float | None = None
     centre_bits: Code | None = None
@@ -132,6 +137,9 @@ class ResMoE(Method):
         schemes = schemes_to_try([kind] if kind is not None else list(SCHEMES.values()), self.design)
         if self.levels != "any" and (given or kind is not Quantized):
             raise InputError(f"levels={self.levels} go with --residual quantized, without a budget")
+        for name in ("zero_points", "row_scales"):
+            if getattr(self, name) and (given or kind is not Quantized):
+                raise InputError(f"{name} go with --residual quantized, without a budget")
         check_scale_bits(self.scale_bits)
         if self.scale_bits == 8 and self.centre_bits is None and (given or kind is not Quantized):
             raise InputError("scale_bits=8 goes with --residual quantized, without a budget, or with --centre-bits")
@@ -143,8 +151,14 @@ class ResMoE(Method):
             if self.keep is not None:
                 raise InputError("keep does not go with a quantized residual, of which every entry stays: give bits")
             bits = DEFAULT_BITS if bits is None else bits
-            check_levels(self.levels, bits)
-            return Quantized(bits=bits, table=self.levels == "fitted", scale_bits=self.scale_bits)
+            check_levels(self.levels, bits, zero_points=self.zero_points)
+            return Quantized(
+                bits=bits,
+                table=self.levels == "fitted",
+                scale_bits=self.scale_bits,
+                zero_points=self.zero_points,
+                row_scales=self.row_scales,
+            )
         if self.keep is None:
             raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
         if kind is LowRank:

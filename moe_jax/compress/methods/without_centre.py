@@ -143,6 +143,8 @@ class PlainQuantize(WithoutCentre):
         levels for every kernel, fitted to it, of 4, 3 or 2 bits.
       scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
       zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
+      row_scales: every row of a kernel has a bfloat16 scale, too: by the sizes of its entries, and with a calibration
+        by these or by those of its inputs (AWQ), whichever changes the outputs less.
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
@@ -154,6 +156,7 @@ class PlainQuantize(WithoutCentre):
     levels: Levels = "any"
     scale_bits: int = 16
     zero_points: bool = False
+    row_scales: bool = False
 
     def __post_init__(self) -> None:
         check_levels(self.levels, self.bits, zero_points=self.zero_points)
@@ -168,4 +171,5 @@ class PlainQuantize(WithoutCentre):
             table=self.levels == "fitted",
             scale_bits=self.scale_bits,
             zero_points=self.zero_points,
+            row_scales=self.row_scales,
         )

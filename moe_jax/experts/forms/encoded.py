@@ -35,6 +35,7 @@ class MoreOfCodes(TypedDict, total=False):
     table: bool
     scale_bits: int
     zero_points: bool
+    row_scales: bool
 
 
 class Coder(Protocol):

@@ -50,6 +50,7 @@ class Quantized(KernelForm):
       table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; of matrices of 4, 3 or 2 bits.
       scale_bits: 16, or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps` [E, groups, 1].
       zero_points: groups have `zeros` [E, groups, out], zero points of eight bits.
+      row_scales: what codes stand for is multiplied by `row_scales` [E, in, 1].
       gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
     """
 
@@ -58,6 +59,7 @@ class Quantized(KernelForm):
     table: bool = False
     scale_bits: int = 16
     zero_points: bool = False
+    row_scales: bool = False
     gate_bits: int | None = None
     up_bits: int | None = None
     down_bits: int | None = None
@@ -89,7 +91,7 @@ class Quantized(KernelForm):
     @property
     def is_plain(self) -> bool:
         """Whether a code and its scale alone say what a code stands for."""
-        return not self.table and not self.zero_points and self.scale_bits == 16
+        return not self.table and not self.zero_points and not self.row_scales and self.scale_bits == 16
 
     @property
     def has_codes(self) -> bool:
@@ -104,8 +106,8 @@ class Quantized(KernelForm):
 
     def describe(self) -> str:
         """See `ExpertForm`."""
-        zero_points = ", zero points" if self.zero_points else ""
-        return f"quantized, {self.bits} bits{own_bits_in_words(self)}{more_in_words(self)}{zero_points}"
+        more = (", zero points" if self.zero_points else "") + (", row scales" if self.row_scales else "")
+        return f"quantized, {self.bits} bits{own_bits_in_words(self)}{more_in_words(self)}{more}"
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
@@ -135,6 +137,8 @@ class Quantized(KernelForm):
         if self.zero_points:
             # Of the odd numbers; of eight bits, of the even ones.
             leaves["zeros"] = jnp.full(shape, 128 - 2 ** (7 - self.bits) if self.bits < 8 else 128, jnp.uint8)
+        if self.row_scales:
+            leaves["row_scales"] = jnp.ones((*stack, matrix.shape[0], 1), SCALE_DTYPE)
         if self.table:
             odd = jnp.arange(1 - 2**self.bits, 2**self.bits, 2, dtype=jnp.int32).astype(SCALE_DTYPE)
             leaves["table"] = jnp.broadcast_to(odd, (*stack, 2**self.bits))
@@ -144,8 +148,8 @@ class Quantized(KernelForm):
     def stored_specs(cls, split: Split) -> dict[str, P]:
         """See `KernelForm`."""
         codes = P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")
-        of_groups = dict.fromkeys(("scales", "scale_codes", "scale_steps", "zeros"), P("expert", None, None))
-        return {"codes": codes, **of_groups, "table": P("expert", None)}
+        scales = ("scales", "scale_codes", "scale_steps", "zeros", "row_scales")
+        return {"codes": codes, **dict.fromkeys(scales, P("expert", None, None)), "table": P("expert", None)}
 
     # ---- what it means, and how it is applied -----------------------------------------------------------------------
 
@@ -165,7 +169,10 @@ class Quantized(KernelForm):
             zeros = of_rows(zeros_of(own["zeros"], self.bits), rows, self.group_size, first)
         grid = Grid(scales, arrays.get("table"), zeros)
         codes = unpack(window.columns(arrays["codes"]), rows, self.bits, jnp.uint8 if self.table else jnp.float32)
-        return grid.numbers(codes, self.bits)
+        numbers = grid.numbers(codes, self.bits)
+        if not self.row_scales:
+            return numbers
+        return numbers * of_rows(arrays["row_scales"].astype(numbers.dtype), rows, 1, first)
 
     def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
         """See `KernelForm`."""
@@ -190,6 +197,8 @@ class Quantized(KernelForm):
         specs = {"codes": codes, "scales": P("expert", None, per_column)}
         if self.zero_points:
             specs["zeros"] = specs["scales"]
+        if self.row_scales:
+            specs["row_scales"] = P("expert", None, None)
         if self.scale_bits == 8:
             specs |= {"scale_codes": specs.pop("scales"), "scale_steps": P("expert", None, None)}
         return specs | ({"table": P("expert", None)} if self.table else {})

@@ -192,6 +192,8 @@ def test_the_options_are_read_as_one_choice():
         ({"residual": "quantized:2"}, Quantized(bits=2)),
         ({"residual": "quantized:2", "scale_bits": 8}, Quantized(bits=2, scale_bits=8)),
         ({"residual": "quantized:2", "levels": "fitted"}, Quantized(bits=2, table=True)),
+        ({"residual": "quantized:2", "zero_points": True}, Quantized(bits=2, zero_points=True)),
+        ({"residual": "quantized:1", "row_scales": True}, Quantized(bits=1, row_scales=True)),
         ({"target_bytes": 9, "residual": "svd", "design": "separate"}, TargetBytes(target=9, schemes=schemes)),
         ({"budget_bits": 3.5, "residual": "svd", "design": "separate"}, BudgetBits(bits=3.5, schemes=schemes)),
     ):
@@ -210,6 +212,9 @@ def test_the_options_are_read_as_one_choice():
         ({"keep": 0.5, "levels": "fitted"}, "levels=fitted go with --residual quantized"),
         ({"budget_bits": 3, "levels": "fitted"}, "levels=fitted go with --residual quantized"),
         ({"keep": 0.5, "scale_bits": 8}, "scale_bits=8 goes with --residual quantized"),
+        ({"keep": 0.5, "zero_points": True}, "zero_points go with --residual quantized"),
+        ({"budget_bits": 3, "row_scales": True}, "row_scales go with --residual quantized"),
+        ({"residual": "quantized", "zero_points": True, "levels": "even"}, "do not go with zero points"),
         ({"residual": "quantized:6"}, "bits=6 must be one of 8, 4, 3, 2, 1"),
         ({"residual": "up:4", "keep": 0.5}, "expected up, svd, quantized or quantized:BITS"),
         ({"residual": "svd", "keep": 0.5, "bits": 4}, "bits do not go with an svd residual"),
