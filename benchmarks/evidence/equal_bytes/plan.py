@@ -16,17 +16,21 @@ from evidence.studies.plan import BRANCHES, DRAWN, FOUR, VANILLA
 from evidence.studies.probes import Probes
 from evidence.studies.scales import MIDDLE, SMOLLM, STORIES
 
-_PROBES = Probes(questions=100, prompts=8)
+_PROMPTS, _PROBES = Probes(questions=0, prompts=8), Probes(questions=100, prompts=8)
 _RECOVERED = tuple(entry for _, recovered in RECOVERIES for entry in recovered)
-# Of SmolLM2 an entry takes minutes: what says most, and of that the most important with further draws and permuted.
+# Of larger models than stories260K an entry takes up to minutes: what says most, and of that the most important with
+# further draws.
 _BITS = ("2 bits", "3 bits", "4 bits")
-_OF_SMOLLM_BY_FAMILY = {
+_OF_LARGER_BY_FAMILY = {
     RTN: _BITS,
     GPTQ: _BITS,
     SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits", "4 + 3 bits", "3 + 1 bits", "3 + 2 bits"),
     ALLOCATED: ("2.5 bits", "1.75 bits", "3 bits"),
     ALLOCATED_FITTED: ("2.5 bits", "1.75 bits", "3 bits"),
     "GPTQ, fitted levels": ("3 bits",),
+    f"{GPTQ}, row scales": ("2 bits", "3 bits"),
+    f"{SHARED_GPTQ}, row scales": ("4 + 1 bits", "4 + 2 bits"),
+    "HQQ": ("3 bits",),
     "ResMoE": ("keep 0.25",),
     "D2-MoE": ("keep 0.25",),
     "Wanda": ("keep 0.25",),
@@ -41,7 +45,7 @@ def _named(by_family: dict[str, tuple[str, ...]]) -> tuple[Entry, ...]:
     return tuple(known[family, name] for family, names in by_family.items() for name in names)
 
 
-_OF_SMOLLM, _REPEATED = _named(_OF_SMOLLM_BY_FAMILY), _named(_REPEATED_BY_FAMILY)
+_OF_LARGER, _REPEATED = _named(_OF_LARGER_BY_FAMILY), _named(_REPEATED_BY_FAMILY)
 
 
 def comparisons() -> list[Comparison]:
@@ -51,8 +55,10 @@ def comparisons() -> list[Comparison]:
         Comparison(Subject(STORIES.name, f"{VANILLA}-s0", permuted=True)),
         # Experts from models of one domain each, which have less in common than copies of one.
         Comparison(Subject(STORIES.name, f"{BRANCHES}-s0")),
-        Comparison(Subject(MIDDLE.name, f"{VANILLA}-s0"), probes=Probes(questions=0, prompts=8)),
-        Comparison(Subject(MIDDLE.name, f"{DRAWN}-s0"), probes=Probes(questions=0, prompts=8)),
-        Comparison(Subject(SMOLLM.name, FOUR), probes=_PROBES, entries=_OF_SMOLLM, more_draws=_REPEATED),
+        *(
+            Comparison(Subject(MIDDLE.name, f"{shape}-s0"), probes=_PROMPTS, entries=_OF_LARGER, more_draws=_REPEATED)
+            for shape in (VANILLA, DRAWN)
+        ),
+        Comparison(Subject(SMOLLM.name, FOUR), probes=_PROBES, entries=_OF_LARGER, more_draws=_REPEATED),
         Comparison(Subject(SMOLLM.name, FOUR, permuted=True), draws=(0,), entries=_REPEATED),
     ]

@@ -83,10 +83,10 @@ class LeastOutputError:
         if not options.pop("row_scales", False):
             return jax.tree.map(np.asarray, self._quantized(values, 1, options, feedback=self.feedback))
 
-        def rounded(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-            return np.asarray(self._quantized(values, rows, options, feedback=False).approximation)
+        def coded(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+            return np.asarray(self._quantized(values, rows, options, feedback=self.feedback).approximation)
 
-        rows = best_row_scales(values, group_size, self.moment, rounded)
+        rows = best_row_scales(values, group_size, self.moment, coded)
         return with_row_scales(self._quantized(values / rows[:, None], rows, options, feedback=self.feedback), rows)
 
     def _quantized(

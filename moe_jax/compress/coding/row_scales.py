@@ -73,19 +73,19 @@ def best_row_scales(
     kernel: Float[np.ndarray, "i o"],
     group_size: int | None,
     moment: Float[np.ndarray, "i i"],
-    rounded: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    coded: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> Float[np.ndarray, " i"]:
-    """Of the `candidates`, those with which rounding changes the outputs least, tr(E^T H E), on some of the columns.
+    """Of the `candidates`, those with which codes change the outputs least, tr(E^T H E), on some of the columns.
 
     Args:
       kernel, group_size, moment: see `candidates`.
-      rounded: of a kernel that is divided by row scales, and these, what its codes stand for.
+      coded: of a kernel that is divided by row scales, and these, what its codes stand for.
     """
     columns = np.unique(np.linspace(0, kernel.shape[1] - 1, min(kernel.shape[1], _COLUMNS)).astype(int))
     some = np.ascontiguousarray(kernel[:, columns])
     best, least = np.ones(len(kernel), np.float32), np.inf
     for scales in candidates(some, group_size, moment):
-        error = rounded(some / scales[:, None], scales) * scales[:, None] - some
+        error = coded(some / scales[:, None], scales) * scales[:, None] - some
         cost = float(np.sum(error * (moment @ error), dtype=np.float64))
         if cost < least:
             best, least = scales, cost

@@ -73,8 +73,8 @@ def test_large_inputs_and_rows_of_different_sizes_are_coded_better(bits, feedbac
         output_error(coder.quantize(kernel, bits=bits, group_size=32, row_scales=each).approximation - kernel, moment)
         for each in (False, True)
     )
-    # Without feedback the choice is made by this very error.
-    assert ours < (plain if feedback else 0.9 * plain)
+    # The choice is made by this very error.
+    assert ours < 0.98 * plain
 
 
 def test_inputs_and_rows_that_are_never_there_do_no_harm():
