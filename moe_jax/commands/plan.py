@@ -87,7 +87,7 @@ class Options(UpcycleFlags, AdaptFlags):
     centre_group_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """With --centre-bits: entries that share a scale, by default 128."""
     levels: Annotated[Literal["any", "even", "fitted"] | None, tyro.conf.arg(metavar="any|even|fitted")] = None
-    """With --compress: of codes; fitted ones take a table for every kernel."""
+    """With --compress: of codes (default any); fitted ones take a table for every kernel."""
     scale_bits: Annotated[int | None, tyro.conf.arg(metavar="16|8")] = None
     """With --compress: bits of a scale of quantised weights and of a centre in codes, by default 16."""
     zero_points: bool = False
