@@ -87,6 +87,10 @@ class BankConfig:
         """Whether the bank has base kernels."""
         return self.form.over_base and self.base == "shared"
 
+    def has_base_of(self, name: str) -> bool:
+        """Whether the bank has a base kernel of the matrix of this name."""
+        return self.has_base and (self.base_codes is None or self.base_codes.has(name))
+
     @property
     def has_own_kernels(self) -> bool:
         """Whether every expert has whole kernels of its own."""
@@ -107,7 +111,10 @@ class BankConfig:
 
     def check_fits(self, expert: FFNConfig, d_model: int) -> None:
         """Raises `InputError` if the options do not fit experts of this shape."""
-        self.form.check_fits(ffn_matrices(expert, d_model))
+        matrices = ffn_matrices(expert, d_model)
+        self.form.check_fits(matrices)
+        if self.has_base and not any(map(self.has_base_of, matrices)):
+            raise InputError("base_codes of a base of no matrix at all: leave them out, and give base 'none'")
 
     def multiplied_entries(self, expert: FFNConfig, d_model: int, top_k: int) -> int:
         """How many entries of the bank's matrices a token is multiplied with: of the base once, and of k experts."""
@@ -116,8 +123,9 @@ class BankConfig:
         own = self.form.multiplied_entries(expert, d_model)
         if not self.form.over_base:
             return top_k * (own + lora)
-        base = sum(rows * columns for rows, columns in shapes.values())
-        return (base if self.has_base and not self.form.includes_base else 0) + lora + top_k * own
+        of_base = {} if self.form.includes_base else shapes
+        base = sum(rows * columns for name, (rows, columns) in of_base.items() if self.has_base_of(name))
+        return base + lora + top_k * own
 
     def given(self) -> dict[str, Any]:
         """What `inspect` shows: the kind, `train_base`, and every option that differs from its default."""

@@ -34,7 +34,8 @@ class BaseCodes:
       group_size: entries along the input axis that share a scale, a multiple of 8, by default 128. NF4 has its own.
       table: every kernel of 4, 3 or 2 bits has a table of levels of its own.
       scale_bits: of a scale: 16, or 8 (see `functional.packing`). NF4 has its own.
-      gate_bits, up_bits, down_bits: bits of the codes of these matrices; None: as `code` says. Not with NF4.
+      gate_bits, up_bits, down_bits: bits of the codes of these matrices; None: as `code` says; 0: these matrices have
+        no base, and experts have them for themselves. Not with NF4.
     """
 
     code: Code
@@ -56,7 +57,7 @@ class BaseCodes:
         if self.code == "nf4" and self.scale_bits != 16:
             raise InputError(f"scale_bits={self.scale_bits} does not go with an NF4 base, which has scales of its own")
         for bits in self._own_bits.values():
-            check_member("code of a base", str(bits), CODES)
+            check_member("code of a base", str(bits), (*CODES, "0"))
             if self.code == "nf4":
                 raise InputError(f"a base in NF4 codes has no matrices of {bits} bits")
         if self.table and not self.may_have_table:
@@ -66,6 +67,10 @@ class BaseCodes:
     def _own_bits(self) -> dict[str, int]:
         return own_bits(self)
 
+    def has(self, name: str) -> bool:
+        """Whether the matrix of this name has a base."""
+        return self._own_bits.get(name) != 0
+
     @property
     def may_have_table(self) -> bool:
         """Whether codes are of so few bits that their levels may be those of a table."""
@@ -73,7 +78,7 @@ class BaseCodes:
 
     @property
     def form(self) -> Coded:
-        """The form of a kernel."""
+        """The form of a kernel, of the matrices that have a base."""
         if self.group_size is None:
             return CodedNF4(codes=NF4())
         form = Quantized(
@@ -81,9 +86,9 @@ class BaseCodes:
             group_size=self.group_size,
             table=self.table,
             scale_bits=self.scale_bits,
-            gate_bits=self.gate_bits,
-            up_bits=self.up_bits,
-            down_bits=self.down_bits,
+            gate_bits=self.gate_bits or None,
+            up_bits=self.up_bits or None,
+            down_bits=self.down_bits or None,
         )
         return CodedLevels(codes=form)
 

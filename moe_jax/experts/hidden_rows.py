@@ -121,7 +121,8 @@ def hidden_rows(
       parts: the parts of the kernels that the arrays describe; empty: the whole kernels.
       activation: of the FFN.
     """
-    if GATE in kernels and not biases.keys() & {GATE, UP} and kernels[UP].base is None:
+    of_codes = [name for name in (GATE, UP) if name in kernels and kernels[name].base is not None]
+    if GATE in kernels and not biases.keys() & {GATE, UP} and not of_codes:
         gate, up = (_Stored.of(kernels[name], parts.get(name), group_sizes) for name in (GATE, UP))
         if not isinstance(gate.tile, str) and not isinstance(up.tile, str):
             trained, fixed = {GATE: gate.trained, UP: up.trained}, {GATE: gate.fixed, UP: up.fixed}

@@ -48,7 +48,8 @@ class KernelBank(ExpertBank):
         self._d_model = d_model
         if config.has_base:
             codes = None if config.base_codes is None else config.base_codes.form
-            self.base = nnx.Dict(ffn_linears(expert, d_model, bias=False, codes=codes, rngs=rngs, dtype=dtype))
+            linears = ffn_linears(expert, d_model, bias=False, codes=codes, rngs=rngs, dtype=dtype)
+            self.base = nnx.Dict({name: linear for name, linear in linears.items() if config.has_base_of(name)})
         stack = (num_experts,)
         fresh = {name: self._form(name).fresh(rngs, matrix, stack, dtype) for name, matrix in self._matrices.items()}
         own = self._own_form
@@ -85,7 +86,7 @@ class KernelBank(ExpertBank):
         """The weighted sum of the outputs of experts with these own kernels and biases, over the base."""
         activation = self.expert.activation
         if strategy == "synthesised":
-            for name in kernels if self.config.has_base else ():
+            for name in filter(self.config.has_base_of, kernels):
                 if self.config.base_codes is not None:
                     codes = self.config.base_codes.form.of_matrix(kernels[name].matrix)
                     kernels[name] = kernels[name].over(codes, self.base[name].arrays())
@@ -100,7 +101,7 @@ class KernelBank(ExpertBank):
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
         kernels = {}
         for name, matrix in self._matrices.items():
-            base = self.base[name].materialise() if self.config.has_base else None
+            base = self.base[name].materialise() if self.config.has_base_of(name) else None
             own = self._form(name).of_expert(expert)
             kernels[name] = own.form.materialise(base, own.arrays(self._arrays(name)), matrix)
         return kernels
@@ -131,7 +132,7 @@ class KernelBank(ExpertBank):
         return form.combine(self._matrices[name], own, {path: every[path] for path in form.shared_leaves})
 
     def _base_product(self, name: str, key: Array | None) -> Callable[[Array], Array] | None:
-        return partial(self.base[name], key=key) if self.config.has_base else None
+        return partial(self.base[name], key=key) if self.config.has_base_of(name) else None
 
 
 def make_bank(

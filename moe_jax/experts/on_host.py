@@ -56,7 +56,7 @@ def expert_kernels(
         yield from (kernels[expert] for expert in (range(len(kernels)) if experts is None else experts))
         return
     form = form.of_matrix(matrix)
-    base = base_kernel(read, config, bank, matrix) if config.has_base else None
+    base = base_kernel(read, config, bank, matrix) if config.has_base_of(name) else None
     own: dict[str, Any] = {leaf: read(f"{bank}/delta/{name}/{leaf}") for leaf in form.leaf_names(matrix)}
     shared: dict[str, Any] = {leaf: read(f"{bank}/delta/{leaf}") for leaf in form.shared_leaves}
     dtype = np.dtype(dtype or (np.float32 if base is None else base.dtype))
@@ -81,6 +81,8 @@ def base_kernel(read: Reader, config: BankConfig, bank: str, matrix: Matrix) -> 
       matrix: one of `ffn_matrices`.
     """
     paths = base_leaves(config, matrix)
+    if not paths:
+        return np.zeros(matrix.shape, np.float32)
     leaves = {leaf: read(f"{bank}/{path}") for leaf, path in paths.items()}
     if config.base_codes is None:
         return leaves["kernel"]
@@ -90,6 +92,8 @@ def base_kernel(read: Reader, config: BankConfig, bank: str, matrix: Matrix) -> 
 
 def base_leaves(config: BankConfig, matrix: Matrix) -> dict[str, str]:
     """The leaves that store the base of a matrix, by their names: paths below the bank."""
+    if not config.has_base_of(matrix.name):
+        return {}
     names = ("kernel",) if config.base_codes is None else config.base_codes.form.of_matrix(matrix).leaf_names(matrix)
     return {name: f"base/{matrix.name}/{name}" for name in names}
 

@@ -98,12 +98,13 @@ def strategy_costs(
     """
     matrices = tuple(ffn_matrices(expert, d_model).values())
     if not config.form.over_base:
-        return {"grouped": whole_form(expert.nf4, None).cost(matrices, load, platform, has_base=False)["synthesised"]}
+        return {"grouped": whole_form(expert.nf4, None).cost(matrices, load, platform, based=())["synthesised"]}
     if not isinstance(config.form, KernelForm):
         return {}
     # The kernels of a base in codes are not read as they are, but made: see `KernelForm.cost`.
     codes = None if config.base_codes is None else config.base_codes.form
-    costs = config.form.cost(matrices, load, platform, has_base=config.has_base, codes=codes)
+    based = tuple(matrix for matrix in matrices if config.has_base_of(matrix.name))
+    costs = config.form.cost(matrices, load, platform, based=based, codes=codes)
     if config.has_base and (expert.nf4 or expert.lora is not None):
         # Inside a kernel's tile, LoRA would become `W + A B`, without its dropout.
         costs.pop("synthesised")

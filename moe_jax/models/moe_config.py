@@ -190,6 +190,11 @@ class MoEConfig:
                 f"{what} needs full kernels or a shared base that is applied on its own, and {self.bank.kind} experts "
                 f"with base {self.bank.base!r} have neither; use PERFT"
             )
+        alone = [name for name in self.expert.matrices if not self.bank.has_base_of(name)]
+        if self.expert.lora is not None and self.bank.has_base and alone:
+            raise InputError(
+                f"LoRA on experts needs a base of every matrix, and {', '.join(alone)} of these have none; use PERFT"
+            )
         if self.expert.nf4 and self.bank.base_codes is not None:
             raise InputError("nf4 does not go with a base that is in codes already")
         if self.expert.lora is not None and self.bank.meets_sorted_rows and self.expert.lora.dropout:

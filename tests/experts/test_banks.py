@@ -288,7 +288,7 @@ def test_costs_belong_to_the_platform():
     config, expert = BankConfig(kind="quantized", bits=2, group_size=128), FFNConfig(dim=2816)
     matrices = tuple(ffn_matrices(expert, 1024).values())
     platforms = {name: Platform.of(chip, 2) for name, chip in CHIPS.items()}
-    costs = [config.form.cost(matrices, Load(8, 64, 2), platform, has_base=True) for platform in platforms.values()]
+    costs = [config.form.cost(matrices, Load(8, 64, 2), platform, based=matrices) for platform in platforms.values()]
     assert len({cost["synthesised"] for cost in costs}) == len(CHIPS)
     # Bytes are dearer beside operations on an accelerator, so that more tokens are needed to outweigh reading them.
     reading = {name: platform.operations_per_byte for name, platform in platforms.items()}

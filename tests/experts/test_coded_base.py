@@ -38,6 +38,8 @@ STORED = {
     "3 bits": BaseCodes(code="3", group_size=16, down_bits=2),  # 16 does not divide the 24 neurons
     "3 bits, fitted": BaseCodes(code="3", group_size=16, up_bits=8, table=True, scale_bits=8),
     "nf4": BaseCodes(code="nf4"),
+    "none of down": BaseCodes(code="4", group_size=8, down_bits=0),
+    "of gate alone": BaseCodes(code="3", group_size=8, up_bits=0, down_bits=0),
 }
 
 
@@ -55,12 +57,16 @@ def random_bank(config, expert=FFN):
 
 
 def plain(config, params, rest, expert=FFN):
-    """The bank with a base of kernels, the numbers that the codes of another stand for, and the same experts."""
+    """The bank with a base of kernels, the numbers that the codes of another stand for, and the same experts.
+
+    The kernel of a matrix that has no base is 0.
+    """
     coded = nnx.merge(random_bank(config, expert)[0], params, rest)
     bank = made(dataclasses.replace(config, base_codes=None), expert)
     bank.delta = coded.delta
     for name in ffn_matrices(expert, D_MODEL):
-        bank.base[name].kernel[...] = coded.base[name].materialise()
+        kernel = bank.base[name].kernel
+        kernel[...] = coded.base[name].materialise() if name in coded.base else jnp.zeros_like(kernel[...])
     return bank
 
 
@@ -110,7 +116,7 @@ def test_what_is_encoded_is_what_is_read(code, rows, columns, group_size):
     np.testing.assert_allclose(y, x @ approximation, atol=1e-4)
 
 
-@one_in(5)
+@one_in(7)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
@@ -138,7 +144,9 @@ def test_a_bank_equals_that_over_the_kernels_its_codes_stand_for(kind, strategy,
     if stored == "nf4":
         assert "base" not in of_params
         return
-    for name, matrix in ffn_matrices(FFN, D_MODEL).items():
+    bases = {name: matrix for name, matrix in ffn_matrices(FFN, D_MODEL).items() if config.has_base_of(name)}
+    assert of_params["base"].keys() == bases.keys()
+    for name, matrix in bases.items():
         form = config.base_codes.form.of_matrix(matrix)
         arrays = nnx.merge(graphdef, params, rest).base[name].arrays()
         trained = {path: array for path, array in arrays.items() if form.is_trained(path, array)}
@@ -149,7 +157,7 @@ def test_a_bank_equals_that_over_the_kernels_its_codes_stand_for(kind, strategy,
 
 
 @one_in(3)
-@pytest.mark.parametrize("stored", ["4 bits", "nf4"])
+@pytest.mark.parametrize("stored", ["4 bits", "nf4", "none of down", "of gate alone"])
 @pytest.mark.parametrize("strategy", ["factored-grouped", "synthesised"])
 @pytest.mark.parametrize(
     ("axes", "tokens"), [({"data": 2, "fsdp": 2, "tensor": 2}, 24), ({"expert": 4, "tensor": 2}, 5)], ids=str
@@ -178,6 +186,33 @@ def test_over_a_mesh_as_on_one_device(strategy, stored, axes, tokens, monkeypatc
     assert not [shape for dtype, shape in sent if dtype == "f32" and shape in wide], sent
     # What `fsdp` divides is gathered as codes. (Elsewhere those of residuals may travel.)
     assert "fsdp" not in axes or "u8" in {dtype for dtype, _ in sent}
+
+
+def test_some_matrices_may_have_no_base():
+    """Leaves, what the host reads, bytes and costs are those of the matrices that have one."""
+    config, _ = bank_of("quantized", STORED["none of down"])
+    whole, _ = bank_of("quantized", STORED["4 bits"])
+    bank, matrices = made(config), ffn_matrices(FFN, D_MODEL)
+    assert bank.base.keys() == {"gate", "up"} and "(down none)" in config.describe()
+    assert base_leaves(config, matrices["down"]) == {}
+    assert not base_kernel({}.__getitem__, config, "bank", matrices["down"]).any()
+    entries = [
+        bank_of("low-rank", STORED[name])[0].multiplied_entries(FFN, D_MODEL, 2) for name in ("none of down", "4 bits")
+    ]
+    assert entries[1] - entries[0] == matrices["down"].size
+    platform, load = Platform.of(CHIPS["v5p"], 2), Load(EXPERTS, 64, 2)
+    costs = (strategy_costs(one, FFN, D_MODEL, load, platform) for one in (config, whole))
+    assert all(less.total < more.total for less, more in zip(*(cost.values() for cost in costs), strict=True))
+    with pytest.raises(InputError, match="of no matrix at all"):
+        nothing = BaseCodes(code="4", gate_bits=0, up_bits=0, down_bits=0)
+        bank_of("quantized", nothing)[0].check_fits(FFN, D_MODEL)
+    with pytest.raises(InputError, match="and down of these have none; use PERFT"):
+        MoEConfig(
+            num_experts=4,
+            top_k=2,
+            expert=dataclasses.replace(FFN, lora=LoRAConfig(rank=2, targets=("up",))),
+            bank=config,
+        )
 
 
 @pytest.mark.parametrize("split", ["in", "out"])
@@ -265,8 +300,10 @@ def test_a_base_that_is_made_costs_what_is_read_and_written_for_it(name):
     assert coded["synthesised"].reading > whole["synthesised"].reading
     unpacked = codes.form.making(tuple(ffn_matrices(expert, 1024).values()), Platform.of(CHIPS[name], 2))
     for strategy, cost in coded.items():
-        assert cost.making == pytest.approx(whole[strategy].making + unpacked) and cost.products == whole[
-            strategy].products
+        assert (
+            cost.making == pytest.approx(whole[strategy].making + unpacked)
+            and cost.products == whole[strategy].products
+        )
 
 
 def test_experts_on_the_host_are_those_of_the_bank():

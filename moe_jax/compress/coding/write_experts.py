@@ -89,7 +89,7 @@ def _write_matrix(
     dtype, matrix = layer.dtype(name), layer.matrices[name]
     kernels = list(aligned_kernels(layer, name, permutations))  # gone through again and again
     layer.forget()
-    has_base = bank.has_base
+    has_base = bank.has_base_of(name)
     centre = mean_kernel(kernels) if has_base else np.zeros((1, 1), np.float32)
     count, masks = form.kept_entries(matrix), None
     if count is not None:
@@ -144,15 +144,13 @@ def _write_jointly(
 ) -> None:
     """One expert after another, all of its matrices at once."""
     centres: dict[str, np.ndarray] = {}
-    for name in layer.shapes if bank.has_base else ():
+    for name in filter(bank.has_base_of, layer.shapes):
         stored = stored_centre(layer, bank, name, mean_kernel(aligned_kernels(layer, name, permutations)), CODER)
         write_centre(name, stored, write)
         centres[name] = stored.kernel
     stacked: dict[str, np.ndarray] = {}
     for expert, aligned in enumerate(aligned_experts(layer, permutations)):
-        residuals = aligned
-        if bank.has_base:
-            residuals = {name: kernel - centres[name].astype(np.float32) for name, kernel in aligned.items()}
+        residuals = aligned | {name: aligned[name] - centre.astype(np.float32) for name, centre in centres.items()}
         leaves, approximations = form.encode_expert(residuals, layer.matrices, layer.dtype("up"), CODER)
         del residuals
         stack(stacked, leaves, expert, layer.num_experts)

@@ -1,7 +1,7 @@
 """`allocate`: codes for every matrix of every layer, around a shared centre or not, of as many bits as it is worth.
 
-See methods.md 5. Whether its experts share a centre is decided for a whole layer, because the matrices of an expert
-have their neurons in one order. The divergence of the model's predictions is predicted as the sum over matrices of
+See methods.md 5. Some matrices of a layer may share a centre while others do not; the neurons of an expert then have
+the order of those that do. The divergence of the model's predictions is predicted as the sum over matrices of
 *sensitivity* times the error of their outputs (`calibration.sensitivity_pass`). The errors of all candidates are
 measured on some columns of every matrix: with error feedback, too, the columns of a kernel are coded each on its own.
 """
@@ -155,7 +155,7 @@ class Allocate(Method):
         divergences = {layer.index: self._divergences(layer, analyses[layer.index]) for layer in layers}
         for layer in layers:
             by_matrix = self._by_matrix(layer, divergences[layer.index].sum(axis=1))
-            candidates[layer.index], alike[layer.index] = _candidates(by_matrix), _alike(by_matrix)
+            candidates[layer.index], alike[layer.index] = best_combinations(by_matrix), _alike(by_matrix)
         chosen = never_worse(candidates, alike, room)
         if self.experts == "own":
             own = {layer.index: self._in_parts(layer, candidates[layer.index], divergences[layer.index])
@@ -202,11 +202,12 @@ class Allocate(Method):
         centres = dict(zip(layer.shapes, (centre for centre, _ in parts[0]), strict=True))
         every = [self._form(layer, part) for part in parts]
         form = Mixed(parts=tuple(every), part_of=choice.part_of) if isinstance(choice, InParts) else every[0]
-        if centres["up"] is None:
+        if not any(centres.values()):
             return BankConfig(form, base="none")
         of_centre = self._format(*centres.values())
-        codes = BaseCodes(code=str(centres["up"]), **of_centre, **_others(centres))  # type: ignore[arg-type]
-        return BankConfig(form, base_codes=codes)
+        code = str(centres["up"] or max(filter(None, centres.values())))
+        own = {f"{name}_bits": bits or 0 for name, bits in centres.items() if str(bits) != code}
+        return BankConfig(form, base_codes=BaseCodes(code=code, **of_centre, **own))  # type: ignore[arg-type]
 
     def _form(self, layer: SourceLayer, choices: Sequence[Choice]) -> Quantized:
         bits = dict(zip(layer.shapes, (own for _, own in choices), strict=True))
@@ -275,13 +276,6 @@ class Allocate(Method):
         return np.array([[output_error(error, norm) for error in own] for own in errors])
 
 
-def _candidates(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """Ways to store a layer, with a choice for every matrix; all share a centre, or none."""
-    shared = [[c for c in own if c.choice[0] is not None] for own in by_matrix]
-    alone = [[c for c in own if c.choice[0] is None] for own in by_matrix]
-    return best_combinations(shared) + best_combinations(alone)
-
-
 def _alike(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
     """Those with the same choice for all matrices, in the order of `CHOICES`."""
     return [_together(same) for same in zip(*by_matrix, strict=True)]
@@ -301,7 +295,7 @@ def _choice(bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
     assert isinstance(bank.form, KernelForm)
     form, centre = bank.form.of_expert(expert).form, None
     assert isinstance(form, Quantized)
-    if bank.base_codes is not None:
+    if bank.base_codes is not None and bank.has_base_of(matrix.name):
         codes = bank.base_codes.form.of_matrix(matrix).codes
         assert isinstance(codes, Quantized)
         centre = codes.bits

@@ -419,7 +419,7 @@ class KernelForm(ExpertForm):
         load: Load,
         platform: Platform,
         *,
-        has_base: bool,
+        based: Sequence[Matrix],
         codes: "KernelForm | None" = None,
     ) -> dict[str, Cost]:
         """The estimated cost of every strategy (`experts.strategy`).
@@ -428,23 +428,24 @@ class KernelForm(ExpertForm):
           matrices: of an expert.
           load: the numbers of experts and tokens.
           platform: what operations, bytes and entries cost.
-          has_base: whether there is a base.
+          based: those of the matrices that have a base.
           codes: the form of its kernels if they are stored in codes, which are read and unpacked once. For synthesised
             kernels the base is also written in float32, to be read from there.
         """
         size, own = sum(matrix.size for matrix in matrices), self.own_bytes(matrices, platform.itemsize)
-        base, used = (platform.itemsize * size if has_base else 0), load.used_experts
+        of_base = sum(matrix.size for matrix in based)
+        base, used = platform.itemsize * of_base, load.used_experts
         unpacked, written = Cost(0.0), 0
         if codes is not None:
-            base, written = codes.own_bytes(matrices, platform.itemsize), 4 * size
-            unpacked = Cost(0.0, making=codes.making(matrices, platform))
+            base, written = codes.own_bytes(based, platform.itemsize), 4 * of_base
+            unpacked = Cost(0.0, making=codes.making(based, platform))
         # One kernel of a TPU brings every panel of the base once; elsewhere it is read for every expert.
         bases = 1.0 if platform.chip.platform == "tpu" else used
         made = platform.products(2 * load.rows * size)._replace(making=used * self.making(matrices, platform))
         read = bases * base if codes is None else base + written + bases * written
         costs = {"synthesised": made + platform.reading(read + used * own) + unpacked}
         if self.adds_to_base:
-            once = platform.products(2 * load.tokens * size if has_base else 0)
+            once = platform.products(2 * load.tokens * of_base)
             once += platform.reading(base + used * own) + unpacked
             ways = self.delta_costs(matrices, load, platform)
             costs |= {f"factored-{way}": once + operations for way, operations in ways.items()}

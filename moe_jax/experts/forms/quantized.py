@@ -251,8 +251,8 @@ def own_bits(codes: CodesOptions) -> dict[str, int]:
 
 
 def own_bits_in_words(codes: CodesOptions) -> str:
-    """Such as ` (gate 2, down 4)`; empty if all matrices are alike."""
-    own = ", ".join(f"{name} {bits}" for name, bits in own_bits(codes).items())
+    """Such as ` (gate 2, down 4)`, or ` (down none)` of a base; empty if all matrices are alike."""
+    own = ", ".join(f"{name} {bits or 'none'}" for name, bits in own_bits(codes).items())
     return own and f" ({own})"
 
 

@@ -186,6 +186,32 @@ def test_matrices_get_bits_of_their_own(source, calibrated, more, tmp_path):
     np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
 
 
+def test_matrices_that_are_alike_share_a_centre_and_others_do_not(source, calibrated, tmp_path, monkeypatch):
+    """In one layer; and what is merged gives the same as what is in codes."""
+    for module in (storage, bits_by_matrix):  # in so small a model, leaves are dearer to the disk than bits
+        monkeypatch.setattr(module, "LEAF_OVERHEAD", 0)
+    calibration, *_ = calibrated
+    leaves, random = {path: source.read(path) for path in source.specs()}, np.random.default_rng(0)
+    for path, leaf in leaves.items():
+        if path.endswith("/kernel") and "/mlp/experts/" in path:
+            size = 1.0 if "/up/" not in path else 0.05
+            own = (size * random.standard_normal(leaf.shape)).astype(leaf.dtype)
+            leaves[path] = own if size == 1 else random.standard_normal(leaf.shape[1:]).astype(leaf.dtype) + own
+    source = MemorySource(source.config, leaves)
+    method = make_method("allocate", {"target_bytes": 8_500, "group_size": 8, "solver": "identity"})
+    compress(source, tmp_path / "out", method, calibration=calibration, described={})
+    small = ModelDirectory(tmp_path / "out")
+    for i in small.config.moe_layers:
+        moe = small.config.moe(i)
+        assert [name for name in moe.expert.matrices if moe.bank.has_base_of(name)] == ["up"]
+        for name, matrix in ffn_matrices(moe.expert, small.config.d_model).items():
+            kernels = expert_kernels(small.read, moe.bank, f"layers/{i}/mlp/experts", matrix)
+            leaves[f"layers/{i}/mlp/experts/{name}/kernel"] = np.stack(list(kernels))
+    tokens = jnp.asarray([[1, 2, 3]])
+    whole = load_model(MemorySource(source.config, leaves))
+    np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("target", [4_500, 6_000])
 def test_experts_get_bits_of_their_own(source, calibrated, target, tmp_path, monkeypatch):
     """No worse by the same measure; within the budget; and what is merged gives the same as what is in codes."""
