@@ -6,9 +6,13 @@ import pytest
 
 from tests.attack.attacks import all_attacks
 from tests.attack.trial import FAULTS, try_inputs
+from tests.tiers import long
+
+# Each input of these goes through a whole command.
+SLOW = ("odd weights, compressed", "odd weights, run")
 
 
-@pytest.mark.parametrize("name", all_attacks())
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[long] * (name in SLOW)) for name in all_attacks()])
 def test_no_input_does_harm(name):
     outcomes = list(try_inputs(name, range(all_attacks()[name].quick)))
     faults = collections.defaultdict(list)

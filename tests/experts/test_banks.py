@@ -146,7 +146,7 @@ def draw(rng, tokens, top_k, concentration):
     return x, weights, jnp.asarray(experts, jnp.int32), target
 
 
-@one_in(4)
+@one_in(7)
 @pytest.mark.parametrize(
     ("kind", "strategy", "ffn_kind"),
     [(*way, ffn_kind) for way in STRATEGIES for ffn_kind in ("gated-biases", "plain-biases")] + COMPRESSED,
@@ -165,7 +165,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     check()
 
 
-@one_in(10)
+@one_in(19)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [

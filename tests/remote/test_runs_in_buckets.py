@@ -152,7 +152,7 @@ def test_all_that_a_run_needs_and_makes_is_in_the_bucket(bucket, place, capsys):
 PLACES = [("gs://bucket/run", "gs://bucket/again"), ("gs://bucket/run", "again"), ("run", "gs://bucket/again")]
 
 
-@one_in(3, first=1)
+@long
 @pytest.mark.parametrize(("before", "after"), PLACES)
 def test_a_restart_from_one_place_to_another(bucket, place, before, after, capsys):
     """Also of a run that was restarted, and whatever listings show."""

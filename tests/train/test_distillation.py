@@ -28,6 +28,7 @@ from moe_jax.train.recipe import (
     ScheduleSection,
     TrainSection,
 )
+from tests.tiers import long
 from tests.train.models import BANKS, FFN, config_of, moe, recipe_of
 from tests.train.test_step import drawn, initial_states, largest_difference, random_batch, repeated_batch
 from tests.upcycle.conftest import random_leaves, write_model
@@ -118,6 +119,7 @@ def test_a_mesh_of_eight_devices_trains_like_one(one_device):
     assert largest_difference(state.params, one_device[2].params) < 1e-4
 
 
+@long
 def test_accumulation_an_average_and_bfloat16_go_with_a_teacher():
     whole, _, state = run(distilling(ema=EmaSection()), make_batch=repeated_batch)
     accumulated = TrainSection(batch_size=8, accumulation=4)

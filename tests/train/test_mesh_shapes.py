@@ -10,20 +10,15 @@ import numpy as np
 import pytest
 
 from tests.conftest import COMPILER_FLAGS, ROOT
-from tests.tiers import EVERY
+from tests.tiers import long
 from tests.train.mesh_losses import KINDS, SHAPES, STEPS, losses
 
-# Of `make test`: every axis is used, over both processes or within each.
-SOME = {
-    "vanilla": {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
-    "DeRS-LM": {"data": 2, "fsdp": 1, "expert": 4, "tensor": 1},
-}
 
-
-@pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] if EVERY else [list(SOME)], ids=" and ".join)
-def test_two_processes_of_four_devices_train_as_one_of_eight(kinds):
+@long  # `test_processes.py` trains on two processes what it trains on one
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_of_four_devices_train_as_one_of_eight(kind):
     assert len(SHAPES) == 20
-    cases = [(kind, axes) for kind in kinds for axes in (SHAPES if EVERY else [SOME[kind]])]
+    cases = [(kind, axes) for axes in SHAPES]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -133,6 +133,7 @@ def leaves_at(run: str) -> dict[str, np.ndarray]:
     return {path: source.read(path) for path in source.specs()}
 
 
+@long
 def test_the_average_is_saved_evaluated_and_exported(folder, capsys):
     start = ["train", "recipe.toml", "--set", "checkpoint.every=1", 'eval={text="text/a.txt", every=4, seq_len=16}']
     plain = [*start, "run_dir=plain", "ema={decay=0.2, export=false, evaluate=false}"]

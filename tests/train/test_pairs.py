@@ -131,18 +131,24 @@ tensorboard = false
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, tokenizer_path):
-    """A folder with a run of 12 steps that knows what follows a letter."""
+def prepared(tmp_path_factory, tokenizer_path):
+    """A folder with all that a run needs."""
     folder = tmp_path_factory.mktemp("pairs")
     write_config(folder / "config.json", CONFIG)
     pairs = [(f"after {chr(97 + i % 25)}", chr(98 + i % 25)) for i in range(200)]
     write_pairs(folder / "train.jsonl", pairs)
     write_pairs(folder / "held_out.jsonl", [*pairs[:7], ("far too long an input", "b")])
     (folder / "recipe.toml").write_text(RECIPE.format(tokenizer=tokenizer_path))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert cli.main(["train", "recipe.toml"]) == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def finished(prepared):
+    """It with a run of 12 steps that knows what follows a letter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(prepared)
+        assert cli.main(["train", "recipe.toml"]) == 0
+    return prepared
 
 
 def curve(folder: Path, run: str = "run") -> list[dict]:
@@ -212,7 +218,7 @@ def test_flops_of_inputs_are_those_of_the_encoder():
     assert per_input == 6 * 2 * (attention + ffn) + 6 * 2 * kv + 2 * 12 * 16 * 16
 
 
-def test_the_encoder_changes_where_only_its_inputs_do(finished):
+def test_the_encoder_changes_where_only_its_inputs_do():
     """Padding of inputs is not attended to, and what is attended to matters."""
     model = draw_model(CONFIG, 1)
     graphdef, state = nnx.split(model)
@@ -302,20 +308,20 @@ def test_an_encoder_is_scored_on_pairs_alone(tmp_path, tokenizer_path):
         ("a.jsonl", '{"input": "a", "target": "b"}', ["eval.text=a.txt"], "no text at a.txt"),
     ],
 )
-def test_bad_data_is_one_line(finished, monkeypatch, capsys, name, content, overrides, message):
-    monkeypatch.chdir(finished)
-    (finished / name).write_text(content)
+def test_bad_data_is_one_line(prepared, monkeypatch, capsys, name, content, overrides, message):
+    monkeypatch.chdir(prepared)
+    (prepared / name).write_text(content)
     sources = json.dumps(name)
     overrides = ["run_dir=none", f"data.sources=[{{path={sources}}}]", *overrides]
     assert cli.main(["train", "recipe.toml", "--set", *overrides]) == 2
-    (finished / name).unlink()
+    (prepared / name).unlink()
     err = capsys.readouterr().err
-    assert message in err and err.count("moe-jax: error:") == 1 and not (finished / "none").exists()
+    assert message in err and err.count("moe-jax: error:") == 1 and not (prepared / "none").exists()
 
 
-def test_lengths_of_inputs_are_for_encoders(finished, monkeypatch, capsys):
-    monkeypatch.chdir(finished)
-    write_config(finished / "decoder.json", config_of(FFN))
+def test_lengths_of_inputs_are_for_encoders(prepared, monkeypatch, capsys):
+    monkeypatch.chdir(prepared)
+    write_config(prepared / "decoder.json", config_of(FFN))
     assert cli.main(["train", "recipe.toml", "--set", "run_dir=none", "model.config=decoder.json"]) == 2
     assert "data.input_len = 16 is for models with an encoder" in capsys.readouterr().err
 

@@ -101,7 +101,7 @@ def two_layers():
     return run(recipe_of(), TWO_LAYERS)
 
 
-@one_in(4, first=1)
+@one_in(8, first=1)
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -9,12 +9,13 @@ from moe_jax import leaf_files
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.upcycle import chosen_options, upcycle
 from moe_jax.upcycle.prompted_router import Prompt
+from tests.tiers import long
 from tests.upcycle.conftest import dense_config, random_leaves, write_model
 
 PROMPTS = [Prompt(np.array([1, 5, 7])), Prompt(np.array([2, 4, 30])), Prompt(np.array([6, 8]))]
 
 
-@pytest.mark.parametrize("models", [0, 3])
+@pytest.mark.parametrize("models", [pytest.param(0, marks=long), 3])
 def test_it_goes_on_at_the_leaf(models, tmp_path, monkeypatch):
     monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1)
     config = dense_config()

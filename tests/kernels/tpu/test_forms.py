@@ -21,7 +21,7 @@ from moe_jax.kernels.tpu import grouped_product
 from moe_jax.kernels.tpu.nf4_tile import NF4Tile, scale_levels
 from tests.kernels.tpu.conftest import ORDERS
 from tests.numerics import assert_close
-from tests.tiers import EVERY
+from tests.tiers import EVERY, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics", "fused")
 
@@ -119,6 +119,7 @@ def test_product_and_gradients(form, with_base, split):
     check()
 
 
+@one_in(4)
 @ORDERS
 @pytest.mark.parametrize("form", [Quantized(bits=2, group_size=128), Quantized(bits=3, group_size=64), NF4()])
 def test_product_and_gradients_in_every_order(form, order, monkeypatch):
