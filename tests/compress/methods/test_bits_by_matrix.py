@@ -57,6 +57,18 @@ def log_probabilities(source, windows) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits), np.float64)
 
 
+def check_merged(small, config, leaves) -> None:
+    """A compressed model gives the same as one with these leaves, the kernels of experts merged."""
+    for i in small.config.moe_layers:
+        moe = small.config.moe(i)
+        for name, matrix in ffn_matrices(moe.expert, small.config.d_model).items():
+            kernels = expert_kernels(small.read, moe.bank, f"layers/{i}/mlp/experts", matrix)
+            leaves[f"layers/{i}/mlp/experts/{name}/kernel"] = np.stack(list(kernels))
+    tokens = jnp.asarray([[1, 2, 3]])
+    whole = load_model(MemorySource(config, leaves))
+    np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
+
+
 def test_sensitivity_is_the_divergence_by_the_error_of_outputs(source, calibrated):
     """Against the whole model with one layer coded, and its divergence in float64."""
     calibration, text, _ = calibrated
@@ -169,21 +181,13 @@ def test_matrices_get_bits_of_their_own(source, calibrated, more, tmp_path):
         i: one._replace(sensitivities={"gate": 1e-5, "up": 1e-5, "down": 1.0}) for i, one in calibration.layers.items()
     }
     method = make_method("allocate", {"group_size": 8, "solver": "identity", **more})
-    report = compress(
-        source, tmp_path / "out", method, calibration=calibration._replace(layers=layers), described={}
-    )
+    report = compress(source, tmp_path / "out", method, calibration=calibration._replace(layers=layers), described={})
     assert any("(down" in layer.choice for layer in report.layers)
     small = ModelDirectory(tmp_path / "out")
-    leaves = {path: source.read(path) for path in source.specs()}
     for i in small.config.moe_layers:
         bank, matrices = small.config.moe(i).bank, ffn_matrices(small.config.moe(i).expert, small.config.d_model)
         assert bank.form.of_matrix(matrices["down"]).bits > bank.form.of_matrix(matrices["up"]).bits
-        for name, matrix in matrices.items():
-            kernels = expert_kernels(small.read, bank, f"layers/{i}/mlp/experts", matrix)
-            leaves[f"layers/{i}/mlp/experts/{name}/kernel"] = np.stack(list(kernels))
-    tokens = jnp.asarray([[1, 2, 3]])
-    whole = load_model(MemorySource(source.config, leaves))
-    np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
+    check_merged(small, source.config, {path: source.read(path) for path in source.specs()})
 
 
 def test_matrices_that_are_alike_share_a_centre_and_others_do_not(source, calibrated, tmp_path, monkeypatch):
@@ -204,12 +208,7 @@ def test_matrices_that_are_alike_share_a_centre_and_others_do_not(source, calibr
     for i in small.config.moe_layers:
         moe = small.config.moe(i)
         assert [name for name in moe.expert.matrices if moe.bank.has_base_of(name)] == ["up"]
-        for name, matrix in ffn_matrices(moe.expert, small.config.d_model).items():
-            kernels = expert_kernels(small.read, moe.bank, f"layers/{i}/mlp/experts", matrix)
-            leaves[f"layers/{i}/mlp/experts/{name}/kernel"] = np.stack(list(kernels))
-    tokens = jnp.asarray([[1, 2, 3]])
-    whole = load_model(MemorySource(source.config, leaves))
-    np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
+    check_merged(small, source.config, leaves)
 
 
 @pytest.mark.parametrize("target", [4_500, 6_000])
@@ -235,14 +234,7 @@ def test_experts_get_bits_of_their_own(source, calibrated, target, tmp_path, mon
     small = ModelDirectory(tmp_path / "own")
     sizes = [layer_bytes(small.config.moe(i), small.config.d_model, np.dtype("float32")).total for i in (0, 2)]
     assert sum(sizes) <= target
-    for i in small.config.moe_layers:
-        moe = small.config.moe(i)
-        for name, matrix in ffn_matrices(moe.expert, small.config.d_model).items():
-            kernels = expert_kernels(small.read, moe.bank, f"layers/{i}/mlp/experts", matrix)
-            leaves[f"layers/{i}/mlp/experts/{name}/kernel"] = np.stack(list(kernels))
-    tokens = jnp.asarray([[1, 2, 3]])
-    whole = load_model(MemorySource(source.config, leaves))
-    np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
+    check_merged(small, source.config, leaves)
 
 
 @given(
