@@ -7,8 +7,10 @@ code is the standard library of this Python. Without `--smollm`, the studies of 
 
 The plan (`evidence/studies/plan.py`) takes about ten hours on two cores. It can be stopped at any moment: every result
 is written to OUT/claims.json when it is there, and the same command goes on. Models that others start from are kept
-in WORK. `--repeat N` does N finished jobs again and says whether they gave the same bits; `--report-only` runs nothing
-and writes the tables and pictures of what there is.
+in WORK. One that is lost is made again if something begins with it that is not done yet, with `--models` in any case;
+its results must be the same, bit for bit, so that another kind of machine cannot do that. `--repeat N` does N finished
+jobs again and says whether they gave the same bits; `--report-only` runs nothing and writes the tables and pictures of
+what there is.
 """
 
 import argparse
@@ -41,6 +43,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job after so many")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="jobs at a time (default %(default)s)")
     parser.add_argument("--repeat", type=int, metavar="N", help="do N finished jobs again, and compare the bits")
+    parser.add_argument("--models", action="store_true", help="make every kept model again that is not there")
     parser.add_argument("--report-only", action="store_true", help="run nothing, write tables and pictures")
     options = parser.parse_args()
     try:
@@ -67,7 +70,9 @@ def _run(options: argparse.Namespace) -> None:
         count, differ = repeat_jobs(chosen, results, place, workers=options.workers, count=options.repeat)
         print(f"{count} jobs done again, {len(differ)} with another result", *map(" / ".join, differ), sep="\n")
     elif not options.report_only:
-        done = do_jobs(chosen, results, place, workers=options.workers, minutes=options.minutes)
+        done = do_jobs(
+            chosen, results, place, workers=options.workers, minutes=options.minutes, all_models=options.models
+        )
         print("nothing is left to do" if done else "stopped; the same command goes on")
     print(write_report(results, options.out))
 

@@ -2,8 +2,8 @@
 
     python benchmarks/equal_bytes.py DATA --work WORK [--smollm MODEL] [--minutes N] [--only MODEL ...]
 
-DATA, MODEL and WORK are those of `claims.py`, which trains and keeps the models. It can be stopped at any moment; the
-same command goes on. Calibration, selection and test texts are apart.
+DATA, MODEL and WORK are those of `claims.py --models`, which trains and keeps the models. It can be stopped at any
+moment; the same command goes on. Calibration, selection and test texts are apart.
 """
 
 import argparse

@@ -167,7 +167,11 @@ def test_the_plan_can_be_worked_through_to_its_end(results, tmp_path, monkeypatc
     assert 4 < rounds < 40
     for study in plan:
         jobs = list(study.jobs(results, place))
-        assert jobs, study
+        assert jobs and study.is_done(results), study
+        # What others begin with is what some study keeps.
+        assert {job.path for job in jobs if job.makes is not None} == set(study.keeps), study
+    assert {key for study in plan for key in study.needs} <= {key for study in plan for key in study.keeps}
+    for study in plan:
         if isinstance(study, Trainings):
             assert all(results.get(*study.path(shape, seed)) for shape in study.shapes for seed in study.seeds), study
 
@@ -180,27 +184,28 @@ def test_a_result_is_finite_and_the_same_when_it_is_made_again(results, tmp_path
         new_folder(model).mkdir()
         (new_folder(model) / "model").touch()
 
-    class Study:
-        name = "pilot"
-
+    class Study(Open):
         def jobs(self, results, place):
             yield job
+
+    def again():
+        return list(open_jobs([Study()], results, PLACE, all_models=True))
 
     with pytest.raises(NotFiniteError, match="pilot / a: loss is nan"):
         store(results, job, {"loss": math.nan})
     assert results.get("pilot", "a") is None
     made()
     store(results, job, {"loss": 1.0, SECONDS: 2.0})
-    assert (model / "model").exists() and not list(open_jobs([Study()], results, PLACE))
+    assert (model / "model").exists() and not again()
     shutil.rmtree(model)
     # The model is gone, so that it is made again: the same figures, in another time, and a new one.
-    assert list(open_jobs([Study()], results, PLACE)) == [job]
+    assert again() == [job] and not list(open_jobs([Study()], results, PLACE))
     made()
     with pytest.raises(DiffersError, match="choose another --out"):
         store(results, job, {"loss": 1.5, SECONDS: 3.0})
-    assert not model.exists() and list(open_jobs([Study()], results, PLACE)) == [job]
+    assert not model.exists() and again() == [job]
     store(results, job, {"loss": 1.0, "new": 1, SECONDS: 3.0})
-    assert (model / "model").exists() and not list(open_jobs([Study()], results, PLACE))
+    assert (model / "model").exists() and not again()
     # A model of other results is not taken for that of these.
     other = Figures("claims", tmp_path / "other", writes=True, stamp=lambda: STAMP)
     other.put("pilot", "a", value={"loss": 2.0})
@@ -208,13 +213,62 @@ def test_a_result_is_finite_and_the_same_when_it_is_made_again(results, tmp_path
         list(open_jobs([Study()], other, PLACE))
     # What diverged keeps no model, and is not tried for ever.
     other.put("pilot", "a", value={DIVERGED: True})
-    assert not list(open_jobs([Study()], other, PLACE))
+    assert not list(open_jobs([Study()], other, PLACE, all_models=True))
+
+
+def test_a_lost_model_is_made_again_where_something_begins_with_it(results, tmp_path):
+    class Step(Open):
+        """Begins with the model of the step before, and keeps one."""
+
+        def __init__(self, before, name, done):
+            self.name, self.done = name, done
+            self.needs, self.keeps = ((("pilot", before),) if before else ()), (("pilot", name),)
+
+        def is_done(self, results):
+            return self.done
+
+        def jobs(self, results, place):
+            yield Job(("pilot", self.name), dict, {}, makes=tmp_path / self.name)
+
+    for name in "abcd":
+        results.put("pilot", name, value={"loss": 1.0})
+
+    def remade(**done):
+        steps = [Step(before, name, done.get(name, True)) for before, name in (("", "a"), ("a", "b"), ("b", "c"))]
+        return "".join(job.path[1] for job in open_jobs([*steps, Step("", "d", True)], results, PLACE))
+
+    assert remade() == "" and remade(a=False) == ""
+    assert remade(b=False) == "a" and remade(c=False) == "ab"
+
+
+def test_a_job_of_two_threads_is_alone(results, tmp_path):
+    class Study(Open):
+        def jobs(self, results, place):
+            yield Job(("pilot", "both"), _threads, {}, threads=2)
+            yield Job(("pilot", "one"), _threads, {})
+
+    assert do_jobs([Study()], results, Place(tmp_path, tmp_path), workers=2)
+    cores = len(os.sched_getaffinity(0))
+    both, one = (results.get("pilot", name) for name in ("both", "one"))
+    assert both["cores"] == min(2, cores) and one["cores"] == 1 and both["end"] <= one["begin"]
+
+
+def _threads(place):
+    return {"cores": len(os.sched_getaffinity(0)), "begin": time.time(), "end": time.time()}
+
+
+class Open:
+    """A study that is not done, and that nothing depends on."""
+
+    name = scale_name = "pilot"
+    needs = keeps = ()
+
+    def is_done(self, results):
+        return False
 
 
 def test_a_job_that_fails_loses_nothing_of_those_beside_it(results, tmp_path):
-    class Study:
-        name = "pilot"
-
+    class Study(Open):
         def jobs(self, results, place):
             yield Job(("pilot", "fails"), _fail, {})
             yield Job(("pilot", "works"), _work, {})
@@ -343,9 +397,7 @@ def _sleep(place):
     return {}
 
 
-class _Sleeping:
-    name = "pilot"
-
+class _Sleeping(Open):
     def jobs(self, results, place):
         yield Job(("pilot", "a"), _sleep, {})
 

@@ -327,7 +327,7 @@ def test_the_plan_is_of_variants():
         *of_stories("vanilla-s{seed}", (0, 1), after),
         *of_middle("vanilla-s{seed}", (0,), after, upcycled=True),
         *of_middle("drawn-s{seed}", (0,), after, upcycled=False),
-        *of_smollm("vanilla, 4 experts", after),
+        *of_smollm("vanilla, 4 experts, trained again", after),
     ]
     for study in planned:
         if isinstance(study, Compressions):

@@ -12,7 +12,7 @@ from evidence.equal_bytes.entries import (
 )
 from evidence.equal_bytes.models import Subject
 from evidence.equal_bytes.study import Comparison
-from evidence.studies.plan import BRANCHES, DRAWN, FOUR, VANILLA
+from evidence.studies.plan import AGAIN, BRANCHES, DRAWN, VANILLA
 from evidence.studies.probes import Probes
 from evidence.studies.scales import MIDDLE, SMOLLM, STORIES
 
@@ -59,6 +59,6 @@ def comparisons() -> list[Comparison]:
             Comparison(Subject(MIDDLE.name, f"{shape}-s0"), probes=_PROMPTS, entries=_OF_LARGER, more_draws=_REPEATED)
             for shape in (VANILLA, DRAWN)
         ),
-        Comparison(Subject(SMOLLM.name, FOUR), probes=_PROBES, entries=_OF_LARGER, more_draws=_REPEATED),
-        Comparison(Subject(SMOLLM.name, FOUR, permuted=True), draws=(0,), entries=_REPEATED),
+        Comparison(Subject(SMOLLM.name, AGAIN), probes=_PROBES, entries=_OF_LARGER, more_draws=_REPEATED),
+        Comparison(Subject(SMOLLM.name, AGAIN, permuted=True), draws=(0,), entries=_REPEATED),
     ]

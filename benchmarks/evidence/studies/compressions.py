@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import ClassVar
 
 from evidence.results import Key, ResultsFile
 from evidence.studies.compression_job import Compression, compress_model, describe_model
@@ -33,9 +34,24 @@ class _OfKeptModels:
     seeds: tuple[int, ...]
     after: Key
 
+    keeps: ClassVar[tuple[Key, ...]] = ()
+
     @property
     def scale_name(self) -> str:
         return self.scale.name
+
+    @property
+    def needs(self) -> tuple[Key, ...]:
+        return tuple(self._made(seed) for seed in self.seeds)
+
+    @property
+    def paths(self) -> Iterator[Key]:
+        """Where all of its results stand."""
+        raise NotImplementedError
+
+    def is_done(self, results: ResultsFile) -> bool:
+        """Whether all of its results are there."""
+        return all(results.get(*path) is not None for path in self.paths)
 
     def model_of(self, seed: int) -> str:
         """The name under which the model of a seed is kept."""
@@ -46,9 +62,13 @@ class _OfKeptModels:
         return [
             seed
             for seed in self.seeds
-            if results.get(*(key.format(seed=seed) for key in self.after)) is not None
+            if results.get(*self._made(seed)) is not None
             and kept_path(place, self.scale.name, self.model_of(seed)).exists()
         ]
+
+    def _made(self, seed: int) -> Key:
+        """Where the result stands of the job that makes the model of a seed."""
+        return tuple(key.format(seed=seed) for key in self.after)
 
     def _path(self, what: str, seed: int) -> Key:
         return self.name, self.scale.name, self.model.replace(_SEED, ""), what, str(seed)
@@ -77,6 +97,13 @@ class Compressions(_OfKeptModels):
     def whole_path(self, seed: int) -> Key:
         """Where that of the model itself stands."""
         return self._path(UNCOMPRESSED, seed)
+
+    @property
+    def paths(self) -> Iterator[Key]:
+        for seed in self.seeds:
+            yield self.whole_path(seed)
+            for name, values in self.variants.items():
+                yield from (self.path(name, value, seed) for value in values)
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """The models as they are; then the first value of every variant, and then the others."""
@@ -121,6 +148,10 @@ class DeltaSizes(_OfKeptModels):
     def path(self, factor: float, seed: int) -> Key:
         """Where a result stands."""
         return self._path(f"deltas × {factor:g}", seed)
+
+    @property
+    def paths(self) -> Iterator[Key]:
+        return (self.path(factor, seed) for factor in self.factors for seed in self.seeds)
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """One for every factor and seed."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -44,12 +44,15 @@ class Job(NamedTuple):
       arguments: of `work`.
       makes: the folder of the model that it keeps, if any. The job writes it as `new_folder` says, and it is moved when
         its result is stored.
+      threads: that it computes with, where there are so many cores. Results are the same, bit for bit, on machines of
+        one kind.
     """
 
     path: Key
     work: Callable[..., dict[str, Any]]
     arguments: Mapping[str, Any]
     makes: Path | None = None
+    threads: int = 1
 
 
 class Study(Protocol):
@@ -60,6 +63,20 @@ class Study(Protocol):
     @property
     def scale_name(self) -> str:
         """Of the models that it is about."""
+        ...
+
+    @property
+    def needs(self) -> tuple[Key, ...]:
+        """Where the results stand of the jobs whose models it begins with."""
+        ...
+
+    @property
+    def keeps(self) -> tuple[Key, ...]:
+        """Where the results stand of its own jobs that keep models."""
+        ...
+
+    def is_done(self, results: ResultsFile) -> bool:
+        """Whether all results that it reports are there."""
         ...
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
@@ -79,17 +96,44 @@ class DiffersError(Exception):
     """A model that was made again is not the one that the results are of."""
 
 
-def open_jobs(studies: Iterable[Study], results: ResultsFile, place: Place) -> Iterator[Job]:
-    """The jobs that can be done now and are not done, or whose model is not there any more.
+def open_jobs(
+    studies: Sequence[Study], results: ResultsFile, place: Place, *, all_models: bool = False
+) -> Iterator[Job]:
+    """The jobs that can be done now and are not done, or whose model is not there any more and is needed.
+
+    Args:
+      studies: in the order in which they are worked on.
+      results: what is done.
+      place: where kept models are.
+      all_models: whether models are made again that no open study begins with.
 
     Raises:
       DiffersError: if a kept model is not the one that the results are of.
     """
+    needed = _needed(studies, results)
     for study in studies:
         for job in study.jobs(results, place):
             there = results.get(*job.path)
-            if there is None or (job.makes is not None and not there.get(DIVERGED) and not _is_kept(job, there)):
+            if there is None:
                 yield job
+            elif job.makes is not None and not there.get(DIVERGED) and not _is_kept(job, there):
+                if all_models or job.path in needed:
+                    yield job
+
+
+def _needed(studies: Sequence[Study], results: ResultsFile) -> set[Key]:
+    """Results of the jobs whose models open studies begin with, and those with which these models begin."""
+    needed: set[Key] = set()
+    while True:
+        more = {
+            key
+            for study in studies
+            if not study.is_done(results) or needed.intersection(study.keeps)
+            for key in study.needs
+        }
+        if more <= needed:
+            return needed
+        needed |= more
 
 
 def new_folder(folder: Path) -> Path:
@@ -108,7 +152,13 @@ def _is_kept(job: Job, result: dict[str, Any]) -> bool:
 
 
 def do_jobs(
-    studies: Sequence[Study], results: ResultsFile, place: Place, *, workers: int, minutes: float = math.inf
+    studies: Sequence[Study],
+    results: ResultsFile,
+    place: Place,
+    *,
+    workers: int,
+    minutes: float = math.inf,
+    all_models: bool = False,
 ) -> bool:
     """Does what is open; every result is written as soon as it is there.
 
@@ -116,9 +166,10 @@ def do_jobs(
       studies: in the order in which they are worked on.
       results: read and written.
       place: where jobs find what they need.
-      workers: jobs at a time; each has one thread, so that the results of a seed are the same, bit for bit, however
-        many there are.
+      workers: jobs at a time, each counted as often as it has threads. A job has the same number of them however many
+        workers there are, so that the results of a seed are the same, bit for bit.
       minutes: after so many no further job is begun.
+      all_models: as of `open_jobs`.
 
     Returns:
       Whether nothing is left to do.
@@ -134,12 +185,13 @@ def do_jobs(
         while True:
             busy = {job.path for job in running.values()}
             in_time = time.monotonic() - started < 60 * minutes and failed is None
-            for job in open_jobs(studies, results, place) if in_time else ():
-                if len(running) >= workers:
+            for job in open_jobs(studies, results, place, all_models=all_models) if in_time else ():
+                if job.path in busy:
+                    continue
+                if running and sum(one.threads for one in running.values()) + job.threads > workers:
                     break
-                if job.path not in busy:
-                    running[pool.submit(timed, job, place)] = job
-                    busy.add(job.path)
+                running[pool.submit(timed, job, place) if job.threads == 1 else _alone(job, place)] = job
+                busy.add(job.path)
             if not running:
                 if failed is not None:
                     raise failed
@@ -149,7 +201,7 @@ def do_jobs(
                 job = running.pop(future)
                 try:
                     store(results, job, future.result())
-                    left = sum(1 for _ in open_jobs(studies, results, place))
+                    left = sum(1 for _ in open_jobs(studies, results, place, all_models=all_models))
                 except Exception as error:
                     failed = failed or error
                     continue
@@ -189,12 +241,25 @@ def repeat_jobs(
 
 def worker_pool(workers: int, place: Place) -> concurrent.futures.ProcessPoolExecutor:
     """Processes with one thread each, on a core of their own as far as there are enough."""
+    return _processes([[index] for index in range(workers)], place)
+
+
+def _alone(job: Job, place: Place) -> concurrent.futures.Future:
+    """The result of a job, from a process of its own with as many cores as it has threads, if there are so many."""
+    pool = _processes([range(job.threads)], place)
+    result = pool.submit(timed, job, place)
+    result.add_done_callback(lambda _: pool.shutdown(wait=False))
+    return result
+
+
+def _processes(cores: Sequence[Sequence[int]], place: Place) -> concurrent.futures.ProcessPoolExecutor:
+    """As many processes as there are sets of cores, each on its own."""
     context = multiprocessing.get_context("spawn")
-    cores = context.Queue()
-    for index in range(workers):
-        cores.put(index)
+    queue = context.Queue()
+    for one in cores:
+        queue.put(list(one))
     return concurrent.futures.ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_begin, initargs=(cores, place.work)
+        len(cores), mp_context=context, initializer=_begin, initargs=(queue, place.work)
     )
 
 
@@ -257,7 +322,7 @@ def _begin(cores: Any, work: Path) -> None:
     """Prepares a worker, before JAX counts the cores that it may use."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     available = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {available[cores.get() % len(available)]})
+    os.sched_setaffinity(0, {available[index % len(available)] for index in cores.get()})
     import jax
 
     # What one worker compiled, no other compiles again.

@@ -34,8 +34,8 @@ def train_middle(place: Place) -> dict[str, Any]:
     return _trained(place, scale.name, DENSE, recipe, corpus, middle_config(), None)
 
 
-def train_smollm_moe(place: Place, shape: str) -> dict[str, Any]:
-    """SmolLM2-135M as an MoE, trained and kept under the name of its shape."""
+def train_smollm_moe(place: Place, shape: str, name: str) -> dict[str, Any]:
+    """SmolLM2-135M as an MoE of a shape, trained and kept under a name."""
     scale, source = SMOLLM, given_model(place, SMOLLM)
     folder = kept_folder(place, scale.name, f"{shape}, untrained") / MODEL
     config = shape_of(shape).config(source.config)
@@ -44,7 +44,7 @@ def train_smollm_moe(place: Place, shape: str) -> dict[str, Any]:
     start = ModelDirectory(folder)
     recipe = load_recipe(RECIPES / "smollm2_moe.toml", [f"model.path={str(folder)!r}"])
     corpus = Corpus(place, scale, config, tokenizer_file(place, scale))
-    return _trained(place, scale.name, shape, recipe, corpus, config, start)
+    return _trained(place, scale.name, name, recipe, corpus, config, start)
 
 
 def _trained(

@@ -20,7 +20,7 @@ class Kept:
 
     Attributes:
       scale, model: under which it is kept.
-      work, arguments: of the job.
+      work, arguments, threads: of the job.
     """
 
     name: ClassVar[str] = "models"
@@ -29,6 +29,9 @@ class Kept:
     model: str
     work: Callable[..., dict[str, Any]]
     arguments: Mapping[str, Any]
+    threads: int = 1
+
+    needs: ClassVar[tuple[Key, ...]] = ()
 
     @property
     def path(self) -> Key:
@@ -38,9 +41,18 @@ class Kept:
     def scale_name(self) -> str:
         return self.scale
 
+    @property
+    def keeps(self) -> tuple[Key, ...]:
+        return (self.path,)
+
+    def is_done(self, results: ResultsFile) -> bool:
+        """Whether the one job is done."""
+        return results.get(*self.path) is not None
+
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """The one job."""
-        yield Job(self.path, self.work, self.arguments, kept_folder(place, self.scale, self.model))
+        folder = kept_folder(place, self.scale, self.model)
+        yield Job(self.path, self.work, self.arguments, folder, self.threads)
 
 
 def rates_root(scale: str, start: str, mixture: str, steps: int, shape: str) -> Key:
@@ -86,9 +98,21 @@ class Trainings:
     def scale_name(self) -> str:
         return self.scale.name
 
+    @property
+    def needs(self) -> tuple[Key, ...]:
+        return tuple(path for path, _ in self.after)
+
+    @property
+    def keeps(self) -> tuple[Key, ...]:
+        return tuple(self.path(shape, seed) for shape in self.keep for seed in self.seeds)
+
     def path(self, shape: str, seed: int) -> Key:
         """Where a result stands."""
         return self.name, self.scale.name, f"{self.steps} steps{self.within and ', ' + self.within}", shape, str(seed)
+
+    def is_done(self, results: ResultsFile) -> bool:
+        """Whether every shape was trained with every seed."""
+        return all(results.get(*self.path(shape, seed)) for shape in self.shapes for seed in self.seeds)
 
     def rates(self, results: ResultsFile, place: Place, shape: str) -> tuple[list[Job], Rates | None]:
         """What must still be tried to choose the rates of a shape; or the choice."""
