@@ -134,6 +134,24 @@ def finish(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B 
     return head(norm(x), leaves.get(EMBEDDING))
 
 
+def text_loss(
+    config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"], tokens: Int[Array, "B T"]
+) -> Float[Array, ""]:
+    """Negative log-likelihood, nats, of all tokens but the first of every row; float32.
+
+    Args:
+      config: of the model.
+      leaves: of the norm after the last layer, and of the head.
+      x: activations after the last layer.
+      tokens: that the rows consist of.
+    """
+    norm: Any = filled(lambda _: make_final_norm(config), leaves, "final_norm/")
+    head: Any = filled(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
+    last = jnp.arange(tokens.shape[1], dtype=jnp.int32) == tokens.shape[1] - 1
+    weights = jnp.broadcast_to(jnp.where(last, jnp.float32(0), jnp.float32(1)), tokens.shape)
+    return head.weighted_loss(norm(x), jnp.roll(tokens, -1, axis=1), weights, leaves.get(EMBEDDING))
+
+
 def filled(make: Callable[[nnx.Rngs], nnx.Module], leaves: Mapping[str, Array], prefix: str = "") -> nnx.Module:
     """The module that `make` makes, with these leaves: prefix and path below the module -> array."""
     graphdef, state = nnx.split(shapes_of(make))

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from moe_jax.api.model import Model
 from moe_jax.api.run import default_seq_len, read_ids
 from moe_jax.compress.calibration.drawn_windows import sample_windows
+from moe_jax.compress.calibration.gradient_pass import has_gradients, record_gradients
 from moe_jax.compress.calibration.layerwise_pass import record
 from moe_jax.compress.calibration.recorded import (
     FORMAT,
@@ -48,6 +49,7 @@ def calibrate(
     place: Place | None = None,
     mesh: Mesh | None = None,
     sensitivities: bool = False,
+    gradients: bool = False,
     progress: Progress = no_progress,
 ) -> Calibration:
     """Runs a model over windows of a text, layer after layer, and keeps what its experts are given.
@@ -62,6 +64,7 @@ def calibrate(
       place: says where the recording is kept, and found again; None: in a temporary folder, as long as the result.
       mesh: devices that share the work; None: the first one.
       sensitivities: whether it is also measured how much depends on each matrix of each layer.
+      gradients: whether tokens count by the squared gradients of the text's loss with respect to what a layer gives.
       progress: called after every layer.
 
     Raises:
@@ -87,25 +90,40 @@ def calibrate(
         keep = tempfile.TemporaryDirectory(prefix="moe_jax_calibration_")
         place = Path(keep.name).joinpath
     folder = place(name)
-    if not is_complete(folder, key):
-        folder.mkdir(parents=True, exist_ok=True)
-        # Two commands on one text would go on with each other's activations.
-        lock = lock_directory(folder, folder)
-        try:
-            if not is_complete(folder, key):  # another command may just have done it
-                record(source, windows, folder, key, mesh=_mesh(mesh), batch_size=batch_size, progress=progress)
-        finally:
-            os.close(lock)
-    if sensitivities and read_sensitivities(folder) is None:
-        measured = measure_sensitivities(
-            source, windows, partial(read_layer, folder), mesh=_mesh(mesh), batch_size=batch_size, progress=progress
+    how: dict[str, Any] = {"mesh": _mesh(mesh), "batch_size": batch_size, "progress": progress}
+    _complete(folder, lambda: is_complete(folder, key), lambda: record(source, windows, folder, key, **how))
+    layers = source.config.moe_layers
+    if gradients:
+        _complete(
+            folder, lambda: has_gradients(folder, layers), lambda: record_gradients(source, windows, folder, **how)
         )
-        write_sensitivities(folder, measured)
-    return open_calibration(folder, text, source.config.moe_layers, keep=keep)
+    if sensitivities and read_sensitivities(folder, gradients=gradients) is None:
+        recorded = partial(read_layer, folder, gradients=gradients)
+        write_sensitivities(folder, measure_sensitivities(source, windows, recorded, **how), gradients=gradients)
+    return open_calibration(folder, text, layers, gradients=gradients, keep=keep)
+
+
+def _complete(folder: Path, is_done: Callable[[], bool], do: Callable[[], None]) -> None:
+    """Does a part of a recording that is not done; no other command does it meanwhile."""
+    if is_done():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    # Two commands on one text would go on with each other's activations.
+    lock = lock_directory(folder, folder)
+    try:
+        if not is_done():  # another command may just have done it
+            do()
+    finally:
+        os.close(lock)
 
 
 def open_calibration(
-    folder: Path, text: str | os.PathLike[str], layers: tuple[int, ...], *, keep: Any = None
+    folder: Path,
+    text: str | os.PathLike[str],
+    layers: tuple[int, ...],
+    *,
+    gradients: bool = False,
+    keep: Any = None,
 ) -> Calibration:
     """A recording that is complete.
 
@@ -113,10 +131,11 @@ def open_calibration(
       folder: of it.
       text: that it was made from.
       layers: the MoE layers of the model.
+      gradients: as of `calibrate`; they are there then.
       keep: what has to live as long.
     """
-    known = read_sensitivities(folder) or {}
-    found = {i: read_layer(folder, i)._replace(sensitivities=known.get(i)) for i in layers}
+    known = read_sensitivities(folder, gradients=gradients) or {}
+    found = {i: read_layer(folder, i, gradients=gradients)._replace(sensitivities=known.get(i)) for i in layers}
     return Calibration(as_path(text), found, folder, keep)
 
 

@@ -66,6 +66,9 @@ class _Job:
     """With --calibrate: windows that are drawn of the text."""
     calibration_seed: Annotated[int | None, optional("INT", "0")] = None
     """With --calibrate: seed of the draw."""
+    gradients: bool = False
+    """With --calibrate: tokens count by the squared gradient of the text's loss with respect to what a layer gives for
+    them; otherwise all alike. The pass over the text then also runs backwards."""
     calibration_dir: Annotated[Path | None, optional("DIR", "MODEL.calibration")] = None
     """With --calibrate: where the recording is kept, for the same text to be used again."""
     dtype: Annotated[
@@ -108,6 +111,7 @@ GROUPS = {
         "calibrate",
         "samples",
         "calibration_seed",
+        "gradients",
         "calibration_dir",
         "extended",
     ),
@@ -173,6 +177,7 @@ def run(options: _Job) -> None:
         described |= {"dtype": options.dtype}
     if options.calibrate is not None:
         described |= {name: getattr(options, name) for name in ("calibrate", "seq_len", "samples", "calibration_seed")}
+        described |= {"gradients": True} if options.gradients else {}
     if options.sweep:
         described |= given | {"method": list(dict.fromkeys(name for name, _ in methods)), "seq_len": options.seq_len}
         read = [source, *([base] if base is not None else []), options.text]
@@ -215,6 +220,7 @@ def _check_use_of_text(options: _Job) -> None:
         raise InputError(f"{', '.join(unused)}: only with --sweep or --calibrate")
     of_calibration = ("samples", "calibration_seed", "calibration_dir")
     unused = [flag_of(name) for name in of_calibration if getattr(options, name) is not None]
+    unused += ["--gradients"] if options.gradients else []
     if unused and options.calibrate is None:
         raise InputError(f"{', '.join(unused)}: only with --calibrate")
     if options.batch_size is not None and options.batch_size < 1:
@@ -251,6 +257,7 @@ def _calibration(source: "ModelSource", options: _Job, *, sensitivities: bool) -
                 place=None if folder is None else folder.joinpath,
                 mesh=make_mesh({"data": -1}, jax.local_devices()),
                 sensitivities=sensitivities,
+                gradients=options.gradients,
                 progress=progress,
                 **_windows(source, options),
             )
@@ -258,7 +265,9 @@ def _calibration(source: "ModelSource", options: _Job, *, sensitivities: bool) -
         return str(made.folder)
 
     place = first_decides(make)
-    return kept[0] if kept else open_calibration(Path(place), text, source.config.moe_layers)
+    return kept[0] if kept else open_calibration(
+        Path(place), text, source.config.moe_layers, gradients=options.gradients
+    )
 
 
 def _calibration_folder(options: _Job) -> Path | None:

@@ -65,7 +65,7 @@ def record(
         raise InputError("the model is dense: it has no experts to calibrate")
     folder.mkdir(parents=True, exist_ok=True)
     _check_room(folder, windows.size, config.d_model, len(config.moe_layers))
-    size, batches = _batches(len(windows), batch_size, mesh)
+    size, batches = batches_of(len(windows), batch_size, mesh)
     last = max(config.moe_layers)
     shape = (*windows.shape, config.d_model)
     begin = int((folder / _NEXT).read_text()) if (folder / _NEXT).is_file() else 0
@@ -92,7 +92,7 @@ def record(
 
 
 class PlacedLayer:
-    """The weights of a layer on the mesh, and the program that applies it."""
+    """The weights of a layer on the mesh, and the programs that apply it and that pull gradients back through it."""
 
     def __init__(self, source: ModelSource, index: int, mesh: Mesh, programs: dict[Any, Any]):
         config = source.config
@@ -104,8 +104,8 @@ class PlacedLayer:
             paths[TABLE] = TABLE
         key = (layer, tuple((name, specs[path].dtype) for name, path in sorted(paths.items())))
         if key not in programs:
-            programs[key] = jax.jit(partial(_apply, config, layer))
-        self._program = programs[key]
+            programs[key] = jax.jit(partial(_apply, config, layer)), jax.jit(partial(_pull, config, layer))
+        self._program, self._pull = programs[key]
         self._paths = paths
         self._leaves = {name: self._placed(path, source.read(path)) for name, path in paths.items()}
 
@@ -120,13 +120,25 @@ class PlacedLayer:
         self, x: Float[np.ndarray, "B L d"], size: int
     ) -> tuple[Float[np.ndarray, "B L d"], list[BankCall]]:
         """What the layer makes of up to `size` windows, which are filled up to so many; and what its bank was given."""
-        count, length, _ = x.shape
-        valid = np.broadcast_to(np.arange(size) < count, (length, size)).T
-        filled = np.concatenate([x, np.zeros((size - count, *x.shape[1:]), x.dtype)])
-        rows, _ = batch_spec()
-        sharding = NamedSharding(self._mesh, P(rows))
-        y, calls = self._program(self._leaves, jax.device_put(filled, sharding), jax.device_put(valid, sharding))
-        return np.asarray(y)[:count], calls
+        y, calls = self._program(self._leaves, self._filled(x, size), self._valid(x, size))
+        return np.asarray(y)[: len(x)], calls
+
+    def gradient_before(
+        self, x: Float[np.ndarray, "B L d"], after: Float[np.ndarray, "B L d"], size: int
+    ) -> Float[np.ndarray, "B L d"]:
+        """The gradient of a loss with respect to what the layer is given, from that with respect to what it gives."""
+        valid = self._valid(x, size)
+        return np.asarray(self._pull(self._leaves, self._filled(x, size), valid, self._filled(after, size)))[: len(x)]
+
+    def _filled(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
+        """With windows of zeros, so many that there are `size`; on the mesh."""
+        filled = np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
+        return jax.device_put(filled, NamedSharding(self._mesh, P(batch_spec()[0])))
+
+    def _valid(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
+        """Bool[size, L]: what was not filled."""
+        valid = np.broadcast_to(np.arange(size) < len(x), (x.shape[1], size)).T
+        return jax.device_put(valid, NamedSharding(self._mesh, P(batch_spec()[0])))
 
     def _placed(self, path: str, leaf: np.ndarray) -> jax.Array:
         spec = spec_on_mesh(leaf_spec(path), leaf.shape, self._mesh.shape)
@@ -135,11 +147,11 @@ class PlacedLayer:
 
 def applied(layer: PlacedLayer, x: Float[np.ndarray, "N L d"], batch_size: int, mesh: Mesh) -> np.ndarray:
     """What a layer makes of windows, a batch of them after another."""
-    size, batches = _batches(len(x), batch_size, mesh)
+    size, batches = batches_of(len(x), batch_size, mesh)
     return np.concatenate([layer.of_batch(x[batch], size)[0] for batch in batches])
 
 
-def _batches(windows: int, batch_size: int, mesh: Mesh) -> tuple[int, list[slice]]:
+def batches_of(windows: int, batch_size: int, mesh: Mesh) -> tuple[int, list[slice]]:
     """How many windows are computed at a time, a multiple of what the mesh divides them into; and which."""
     rows, _ = batch_spec()
     shards = int(np.prod([mesh.shape[axis] for axis in rows]))
@@ -150,6 +162,11 @@ def _batches(windows: int, batch_size: int, mesh: Mesh) -> tuple[int, list[slice
 def _apply(config: Any, layer: Any, leaves: Any, x: Any, valid: Any) -> tuple[Any, list[BankCall]]:
     y, calls = apply_layer(config, layer, leaves, x, None, bank_calls, valid)
     return y, [call._replace(tokens=call.tokens.astype(jnp.bfloat16)) for call in calls]
+
+
+def _pull(config: Any, layer: Any, leaves: Any, x: Any, valid: Any, gradient: Any) -> Any:
+    _, pull = jax.vjp(lambda x: apply_layer(config, layer, leaves, x, None, lambda block: [], valid)[0], x)
+    return pull(gradient)[0]
 
 
 def _run(

@@ -3,7 +3,8 @@
 A routed expert adds `w (h W_down)` to the output of a token: what an error of its matrices changes there grows with the
 square of the router weight w. So the moments of an expert are sums of `w^2 x x^T` over the tokens that are routed to
 it, x being its input for `gate` and `up`, and its hidden activations for `down`. A universal FFN beside the bank that
-counts as an expert is given all tokens, alike.
+counts as an expert is given all tokens, alike. Where it is known how much the loss depends on every token
+(`gradient_pass`), tokens also count by that.
 
 An expert to which few tokens are routed would have a moment of low rank, by which most of its weights would not matter.
 So some tokens of the whole layer count for every expert, together as much as `BACKGROUND` tokens that are routed to it:
@@ -36,7 +37,7 @@ class _Rows(NamedTuple):
 
     Attributes:
       index: of each among the tokens of the layer.
-      weights: by which they count, float32: squares of router weights.
+      weights: by which they count, float32: squares of router weights, times what the loss depends on the token.
     """
 
     index: np.ndarray
@@ -93,10 +94,9 @@ def _rows_of(rows: LayerRows, expert: int | None) -> _Rows:
     background = np.linspace(0, len(rows.experts) - 1, min(_BACKGROUND_ROWS, len(rows.experts))).astype(int)
     usual = float(np.mean(weights)) if len(weights) else 1.0
     level = max(usual, np.finfo(np.float32).tiny) * BACKGROUND / len(background)
-    return _Rows(
-        np.concatenate([index, background]),
-        np.concatenate([weights, np.full(len(background), level, np.float32)]),
-    )
+    index = np.concatenate([index, background])
+    weights = np.concatenate([weights, np.full(len(background), level, np.float32)])
+    return _Rows(index, weights if rows.gradients is None else weights * rows.gradients[index])
 
 
 def _sum(rows: LayerRows, own: _Rows, apply: Callable[[Array], Array], size: int) -> Float[np.ndarray, "i i"]:

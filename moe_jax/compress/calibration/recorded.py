@@ -18,7 +18,8 @@ from moe_jax.staging import replace_file, replacing, write_durably
 FORMAT = 2
 """Of the files of a recording. One with another number is made anew."""
 KEY_FILE = "calibration.json"
-_SENSITIVITIES = "sensitivities.json"
+# Where tokens count by gradients, errors are other ones.
+_SENSITIVITIES = {False: "sensitivities.json", True: "sensitivities-gradients.json"}
 
 
 class LayerRows(NamedTuple):
@@ -28,11 +29,14 @@ class LayerRows(NamedTuple):
       inputs: bfloat16, on the disk.
       experts: of the bank; -1: none.
       weights: of these experts, float32.
+      gradients: how much the loss depends on every token, see `gradient_pass`; float32, 1 on average. None: all count
+        alike.
     """
 
     inputs: Float[np.ndarray, "T d"]
     experts: Int[np.ndarray, "T k"]
     weights: Float[np.ndarray, "T k"]
+    gradients: Float[np.ndarray, " T"] | None = None
 
 
 class LayerCalibration(NamedTuple):
@@ -99,8 +103,18 @@ def write_layer(
         np.savez(file, allow_pickle=False, experts=experts, weights=weights, **statistics._asdict())
 
 
-def read_layer(folder: Path, layer: int) -> LayerCalibration:
+def gradients_file(folder: Path, layer: int) -> Path:
+    """Where it is kept how much the loss depends on every token."""
+    return folder / f"{layer}.gradients.npy"
+
+
+def read_layer(folder: Path, layer: int, *, gradients: bool = False) -> LayerCalibration:
     """A complete layer.
+
+    Args:
+      folder: of the recording.
+      layer: its index.
+      gradients: whether tokens count by the loss's gradients, which are there then.
 
     Raises:
       InputError: if the files are not those of a recording.
@@ -110,32 +124,36 @@ def read_layer(folder: Path, layer: int) -> LayerCalibration:
             found = dict(arrays)
         inputs = np.load(inputs_file(folder, layer), mmap_mode="r", allow_pickle=False)
         rows = LayerRows(inputs.view(jnp.bfloat16), found.pop("experts"), found.pop("weights"))
-        if not len(rows.inputs) == len(rows.experts) == len(rows.weights):
+        if gradients:
+            rows = rows._replace(gradients=np.load(gradients_file(folder, layer), allow_pickle=False))
+        if len({len(part) for part in rows if part is not None}) > 1:
             raise ValueError("its files are of different texts")
         return LayerCalibration(RouterStatistics(**found), rows)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"the calibration {folder} is damaged (layer {layer}: {error}); remove it") from None
 
 
-def write_sensitivities(folder: Path, sensitivities: Mapping[int, Mapping[str, float]]) -> None:
-    """Keeps what `sensitivity_pass` measured, by layer index and matrix."""
-    replace_file(folder / _SENSITIVITIES, json.dumps(sensitivities).encode())
+def write_sensitivities(
+    folder: Path, sensitivities: Mapping[int, Mapping[str, float]], *, gradients: bool = False
+) -> None:
+    """Keeps what `sensitivity_pass` measured, by layer index and matrix; `gradients` as of `read_layer`."""
+    replace_file(folder / _SENSITIVITIES[gradients], json.dumps(sensitivities).encode())
 
 
-def read_sensitivities(folder: Path) -> dict[int, dict[str, float]] | None:
+def read_sensitivities(folder: Path, *, gradients: bool = False) -> dict[int, dict[str, float]] | None:
     """What `write_sensitivities` kept; None: nothing.
 
     Raises:
       InputError: if the file is damaged.
     """
-    file = folder / _SENSITIVITIES
+    file = folder / _SENSITIVITIES[gradients]
     if not file.is_file():
         return None
     try:
         read = read_json(file, allow=ANYTHING).items()
         return {int(layer): {name: float(value) for name, value in own.items()} for layer, own in read}
     except (AttributeError, TypeError, ValueError):
-        raise InputError(f"the calibration {folder} is damaged ({_SENSITIVITIES}); remove it") from None
+        raise InputError(f"the calibration {folder} is damaged ({file.name}); remove it") from None
 
 
 def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:

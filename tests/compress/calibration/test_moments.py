@@ -66,6 +66,18 @@ def test_are_sums_over_the_tokens_of_an_expert_and_some_of_all(layer, name):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
+def test_tokens_count_by_the_gradients_of_the_loss(layer):
+    rows = layer.calibration.rows
+    gradients = np.random.default_rng(1).uniform(0, 2, TOKENS).astype(np.float32)
+    known = layer.calibration._replace(rows=rows._replace(gradients=gradients))
+    x = rows.inputs.astype(np.float64)
+    weights = np.where(rows.experts == 0, rows.weights.astype(np.float64) ** 2, 0).sum(axis=1)
+    weights += weights[weights > 0].mean() * BACKGROUND / TOKENS
+    expected = np.einsum("t,ti,tj->ij", weights * gradients, x, x)
+    found = next(moments(SourceLayer(layer._source, 0, calibration=known), "up"))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
 def test_an_expert_that_is_chosen_twice_counts_with_both_weights(layer):
     """Of merged experts: the token's output has (w + w') f(x), so that an error there counts by that sum's square."""
     rows = layer.calibration.rows
