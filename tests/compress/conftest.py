@@ -4,11 +4,14 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moe_jax import cli
-from moe_jax.loading import leaf_specs
+from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.on_host import expert_kernels
+from moe_jax.loading import leaf_specs, load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, ModelConfig, MoEConfig
 from moe_jax.upcycle.leaves import moe_leaves
@@ -118,6 +121,18 @@ def same_weights(one: Path, other: Path) -> bool:
         and a.specs() == b.specs()
         and all(a.read(path).tobytes() == b.read(path).tobytes() for path in a.specs())
     )
+
+
+def check_merged(small: ModelDirectory, config: ModelConfig, leaves: dict[str, np.ndarray]) -> None:
+    """A compressed model gives the same as one with these leaves, the kernels of experts merged."""
+    for i in small.config.moe_layers:
+        moe = small.config.moe(i)
+        for name, matrix in ffn_matrices(moe.expert, small.config.d_model).items():
+            kernels = expert_kernels(small.read, moe.bank, f"layers/{i}/mlp/experts", matrix)
+            leaves[f"layers/{i}/mlp/experts/{name}/kernel"] = np.stack(list(kernels))
+    tokens = jnp.asarray([[1, 2, 3]])
+    whole = load_model(MemorySource(config, leaves))
+    np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
 
 
 def run(*arguments) -> int:

@@ -119,6 +119,20 @@ def test_a_plan_knows_the_formats_of_methods(method, options, models, tmp_path, 
     assert form["expert_bytes"] == sum(s.size * s.dtype.itemsize for s in specs.values())
 
 
+def test_a_plan_knows_what_codes_of_allocate_may_have(models, out_of):
+    """Of every number of bits, as of other codes around a centre; each takes more bytes."""
+
+    def planned(method: str, *options: str) -> list[dict]:
+        out = out_of("plan", models["one"], "--compress", method, "--residual", "quantized", *options, "--json")
+        return json.loads(out)["compression"]["forms"]
+
+    options = ("--scale-bits", "8", "--zero-points", "--row-scales")
+    forms = planned("allocate", *options)
+    assert forms == planned("ders-quantize", *options) and len(forms) == 5
+    fewer = planned("allocate", *options[:3])
+    assert all(form["expert_bytes"] > other["expert_bytes"] for form, other in zip(forms, fewer, strict=True))
+
+
 @one_in(2)
 @pytest.mark.parametrize("base", ["stored", "nf4"])
 def test_lora_beside_the_centre_is_merged_into_a_plain_one(base, small, tmp_path, out_of):

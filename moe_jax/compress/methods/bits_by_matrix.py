@@ -4,6 +4,7 @@ See methods.md 5. Some matrices of a layer may share a centre while others do no
 the order of those that do. The divergence of the model's predictions is predicted as the sum over matrices of
 *sensitivity* times the error of their outputs (`calibration.sensitivity_pass`). The errors of all candidates are
 measured on some columns of every matrix: with error feedback, too, the columns of a kernel are coded each on its own.
+Zero points and row scales, where they are asked for, are tried beside codes without them: a layer has what is worth it.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -24,7 +25,7 @@ from moe_jax.compress.allocation.knapsack import Candidate, allocate
 from moe_jax.compress.calibration.expert_coders import expert_coders
 from moe_jax.compress.calibration.sensitivity_pass import output_error
 from moe_jax.compress.coding.coder import LeastError
-from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE
+from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, check_levels
 from moe_jax.compress.coding.storage import LEAF_OVERHEAD, QUANTIZED, disk_bytes_by_matrix
 from moe_jax.compress.coding.write_experts import write_experts
 from moe_jax.compress.layer_figures import LayerFigures
@@ -40,16 +41,30 @@ from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.quantized import TABLE_BITS
 from moe_jax.models import MoEConfig
 
-Choice = tuple[int | None, int]
-"""Bits of the centre of a matrix, None without one, and bits of the codes of every expert."""
-CHOICES: tuple[Choice, ...] = (
+CHOICES: tuple[tuple[int | None, int], ...] = (
     *((None, bits) for bits in (2, 3, 4, 8)),
     *((2, bits) for bits in (1, 2)),
     *((3, bits) for bits in (1, 2)),
     *((4, bits) for bits in (1, 2, 3, 4)),
     *((8, bits) for bits in (2, 3, 4)),
 )
+"""Bits of the centre of a matrix, None without one, and bits of the codes of every expert."""
+ADDED = ("zero_points", "row_scales")
+"""What codes of experts may have beside scales of groups: options of `forms.Quantized`. A centre has none of it."""
 _COLUMNS = 128
+
+
+class Choice(NamedTuple):
+    """How a matrix is stored.
+
+    Attributes:
+      centre, bits: see `CHOICES`.
+      added: of `ADDED`; the same for all matrices of an expert.
+    """
+
+    centre: int | None
+    bits: int
+    added: tuple[str, ...] = ()
 
 
 def never_worse(
@@ -83,6 +98,18 @@ def best_combinations(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidat
     return without_worse([_together(some) for some in itertools.product(*by_matrix)])
 
 
+def best_of_one_format(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """`best_combinations` of those whose choices have the same `added`, and of these again the best.
+
+    Args:
+      by_matrix: candidates of every matrix, with a `Choice` each.
+    """
+    found = []
+    for added in dict.fromkeys(candidate.choice.added for candidate in by_matrix[0]):
+        found += best_combinations([[c for c in own if c.choice.added == added] for own in by_matrix])
+    return without_worse(found)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocate(Method):
     """Codes around a shared centre or not, of as many bits for every matrix as --calibrate says that it is worth.
@@ -95,6 +122,10 @@ class Allocate(Method):
       levels: `any`: of every group the better of two grids; `fitted`: codes of 4, 3 or 2 bits have a table of levels,
         one for every kernel, fitted to it.
       scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
+      zero_points: codes may have a zero point of eight bits for every group, in the layers where that is worth its
+        bytes; those of centres have none.
+      row_scales: codes may have a bfloat16 scale for every row, likewise: by the sizes of its entries or of its inputs
+        (AWQ), whichever changes the outputs less. To try that takes more than ten times as long.
       experts: `alike`: all experts of a layer have the same bits; `own`: in two parts of a layer, experts may have bits
         of their own.
       experts_multiple: the number of experts in every part is a multiple of it: for a mesh, the size of its axis
@@ -113,6 +144,8 @@ class Allocate(Method):
     solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
     levels: Literal["any", "fitted"] = "any"
     scale_bits: int = 16
+    zero_points: bool = False
+    row_scales: bool = False
     experts: Literal["alike", "own"] = "alike"
     experts_multiple: int = 1
 
@@ -121,6 +154,7 @@ class Allocate(Method):
         check_positive(self, "experts_multiple")
         check_member("solver", self.solver, (*SOLVERS, IDENTITY))
         check_member("levels", self.levels, ("any", "fitted"))
+        check_levels(self.levels, min(TABLE_BITS), zero_points=self.zero_points)
         if (self.budget_bits is None) == (self.target_bytes is None):
             raise InputError("allocate needs --budget-bits or --target-bytes, and not both")
         self.budget  # noqa: B018  (checks both)
@@ -134,12 +168,23 @@ class Allocate(Method):
         assert self.budget_bits is not None
         return BudgetBits(bits=self.budget_bits, schemes=())
 
+    @functools.cached_property
+    def _formats(self) -> tuple[tuple[str, ...], ...]:
+        """What codes may have of `ADDED`, first nothing."""
+        asked_for = [name for name in ADDED if getattr(self, name)]
+        return tuple(some for n in range(len(asked_for) + 1) for some in itertools.combinations(asked_for, n))
+
+    @functools.cached_property
+    def _choices(self) -> tuple[Choice, ...]:
+        """All that are tried."""
+        return tuple(Choice(*bits, added) for added in self._formats for bits in CHOICES)
+
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """See `Method`. Also that the smallest candidates are within the budget."""
         check_calibrated(layers)
-        smallest = {
-            layer.index: _alike(self._by_matrix(layer, np.zeros((len(layer.shapes), len(CHOICES))))) for layer in layers
-        }
+        none, smallest = self._formats[:1], {}
+        for layer in layers:
+            smallest[layer.index] = _alike(self._by_matrix(layer, np.zeros((len(layer.shapes), len(CHOICES))), none))
         allocate(smallest, self._room(layers))
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
@@ -150,18 +195,28 @@ class Allocate(Method):
         return found | {"errors": errors, "seconds": np.asarray(time.monotonic() - began)}
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`."""
-        candidates, alike, room = {}, {}, self._room(layers)
+        """See `Method`. With all formats of codes, or with the first alone, whichever is better."""
         divergences = {layer.index: self._divergences(layer, analyses[layer.index]) for layer in layers}
-        for layer in layers:
-            by_matrix = self._by_matrix(layer, divergences[layer.index].sum(axis=1))
-            candidates[layer.index], alike[layer.index] = best_combinations(by_matrix), _alike(by_matrix)
-        chosen = never_worse(candidates, alike, room)
-        if self.experts == "own":
-            own = {layer.index: self._in_parts(layer, candidates[layer.index], divergences[layer.index])
-                   for layer in layers}  # fmt: skip
-            chosen = min(chosen, never_worse(own, alike, room), key=_error)
+        tried = dict.fromkeys((self._formats, self._formats[:1]))
+        chosen = min((self._chosen(layers, divergences, formats) for formats in tried), key=_error)
         return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}
+
+    def _chosen(
+        self,
+        layers: Sequence[SourceLayer],
+        divergences: Mapping[int, Float[np.ndarray, "m E c"]],
+        formats: Sequence[tuple[str, ...]],
+    ) -> dict[int, Candidate]:
+        """What layers get, by index, if codes have one of some formats."""
+        candidates, alike, in_parts, room = {}, {}, {}, self._room(layers)
+        for layer in layers:
+            errors = divergences[layer.index]
+            by_matrix = self._by_matrix(layer, errors.sum(axis=1), formats)
+            candidates[layer.index], alike[layer.index] = best_of_one_format(by_matrix), _alike(by_matrix)
+            if self.experts == "own":
+                in_parts[layer.index] = self._in_parts(layer, by_matrix, candidates[layer.index], errors)
+        chosen = never_worse(candidates, alike, room)
+        return min(chosen, never_worse(in_parts, alike, room), key=_error) if in_parts else chosen
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
@@ -175,7 +230,7 @@ class Allocate(Method):
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
             choice=target.bank.describe(),
             predicted_divergence=sum(
-                float(own[CHOICES.index(_choice(target.bank, layer.matrices[name], expert))])
+                float(own[self._choices.index(_choice(target.bank, layer.matrices[name], expert))])
                 for name, of_experts in zip(layer.shapes, self._divergences(layer, analysis), strict=True)
                 for expert, own in enumerate(of_experts)
             ),
@@ -199,7 +254,7 @@ class Allocate(Method):
     def _bank(self, layer: SourceLayer, choice: Sequence[Choice] | InParts) -> BankConfig:
         """Of a layer, with a choice for every matrix; of experts in two parts, with one for each part."""
         parts = choice.parts if isinstance(choice, InParts) else (choice,)
-        centres = dict(zip(layer.shapes, (centre for centre, _ in parts[0]), strict=True))
+        centres = dict(zip(layer.shapes, (one.centre for one in parts[0]), strict=True))
         every = [self._form(layer, part) for part in parts]
         form = Mixed(parts=tuple(every), part_of=choice.part_of) if isinstance(choice, InParts) else every[0]
         if not any(centres.values()):
@@ -210,24 +265,29 @@ class Allocate(Method):
         return BankConfig(form, base_codes=BaseCodes(code=code, **of_centre, **own))  # type: ignore[arg-type]
 
     def _form(self, layer: SourceLayer, choices: Sequence[Choice]) -> Quantized:
-        bits = dict(zip(layer.shapes, (own for _, own in choices), strict=True))
-        return Quantized(bits=bits["up"], **self._format(*bits.values()), **_others(bits))
+        bits = dict(zip(layer.shapes, (choice.bits for choice in choices), strict=True))
+        return Quantized(bits=bits["up"], **self._format(*bits.values(), added=choices[0].added), **_others(bits))
 
     def _in_parts(
-        self, layer: SourceLayer, candidates: Sequence[Candidate], errors: Float[np.ndarray, "m E c"]
+        self,
+        layer: SourceLayer,
+        by_matrix: Sequence[Sequence[Candidate]],
+        candidates: Sequence[Candidate],
+        errors: Float[np.ndarray, "m E c"],
     ) -> list[Candidate]:
         """These candidates, and those in two parts of any ways around one of their centres."""
-        by_matrix = self._by_matrix(layer, errors.sum(axis=1))
         every = []
-        for centres in {tuple(centre for centre, _ in candidate.choice) for candidate in candidates}:
-            same = [[c for c in own if c.choice[0] == centre] for own, centre in zip(by_matrix, centres, strict=True)]
-            every.append([self._alike(layer, candidate, errors) for candidate in best_combinations(same)])
+        for centres in {tuple(choice.centre for choice in candidate.choice) for candidate in candidates}:
+            pairs = zip(by_matrix, centres, strict=True)
+            same = [[c for c in own if c.choice.centre == centre] for own, centre in pairs]
+            every.append([self._alike(layer, candidate, errors) for candidate in best_of_one_format(same)])
         split = (in_two_parts(some, multiple=self.experts_multiple) for some in every)
         return without_worse([*candidates, *itertools.chain.from_iterable(split)])
 
     def _alike(self, layer: SourceLayer, candidate: Candidate, errors: Float[np.ndarray, "m E c"]) -> Alike:
         choice, form = candidate.choice, self._form(layer, candidate.choice)
-        of_experts = np.sum([own[:, CHOICES.index(one)] for own, one in zip(errors, choice, strict=True)], axis=0)
+        numbers = map(self._choices.index, choice)
+        of_experts = np.sum([own[:, number] for own, number in zip(errors, numbers, strict=True)], axis=0)
         matrices = layer.matrices.values()
         leaves = [leaf for matrix in matrices for leaf in self._leaves(form.of_matrix(matrix), matrix)]
         return Alike(candidate.nbytes, count_bytes(leaves), LEAF_OVERHEAD * len(leaves), of_experts, choice)
@@ -238,16 +298,19 @@ class Allocate(Method):
         """Those of one expert; codes and scales have dtypes of their own."""
         return list(shapes_of(lambda rngs: form.fresh(rngs, matrix, (1,), np.dtype(np.float32))).values())
 
-    def _format(self, *bits: int | None) -> dict[str, Any]:
-        """How codes of so many bits, or if there are several some of them, are stored."""
+    def _format(self, *bits: int | None, added: Sequence[str] = ()) -> dict[str, Any]:
+        """How codes of so many bits, or if there are several some of them, are stored, with some of `ADDED`."""
         table = self.levels == "fitted" and not {*bits}.isdisjoint(TABLE_BITS)
-        return {"group_size": self.group_size, "table": table, "scale_bits": self.scale_bits}
+        options = {"group_size": self.group_size, "table": table, "scale_bits": self.scale_bits}
+        return options | dict.fromkeys(added, True)
 
-    def _by_matrix(self, layer: SourceLayer, errors: Float[np.ndarray, "m c"]) -> list[list[Candidate]]:
-        """For every matrix, all choices."""
+    def _by_matrix(
+        self, layer: SourceLayer, errors: Float[np.ndarray, "m c"], formats: Sequence[tuple[str, ...]]
+    ) -> list[list[Candidate]]:
+        """For every matrix, all choices of some formats, which are the first ones of `_choices`."""
         names, d_model, dtype = list(layer.shapes), layer.shapes["up"][0], layer.dtype("up")
         found: list[list[Candidate]] = [[] for _ in names]
-        for number, choice in enumerate(CHOICES):
+        for number, choice in enumerate(self._choices[: len(formats) * len(CHOICES)]):
             sizes = disk_bytes_by_matrix(layer.target(self._bank(layer, [choice] * len(names))), d_model, dtype)
             for own, name, error in zip(found, names, errors[:, number], strict=True):
                 own.append(Candidate(sizes[name], float(error), choice))
@@ -262,22 +325,22 @@ class Allocate(Method):
         centres: dict[int | None, np.ndarray] = {None: np.zeros((1, 1), np.float32)}
         for bits in {centre for centre, _ in CHOICES if centre is not None}:
             centres[bits] = LeastError().quantize(mean, bits=bits, **self._format(bits)).approximation
-        errors, norm = np.zeros((layer.num_experts, len(CHOICES))), 0.0
+        errors, norm = np.zeros((layer.num_experts, len(self._choices))), 0.0
         coders = expert_coders(layer, name, permutations)
         for own, kernel, coder in zip(errors, kernels, coders, strict=True):
             moment = coder.moment
             assert moment is not None
             norm += float(np.sum(kernel * (moment @ kernel), dtype=np.float64))
-            for number, (centre, bits) in enumerate(CHOICES):
+            for number, (centre, bits, added) in enumerate(self._choices):
                 residual = kernel - centres[centre]
-                made = coder.quantize(residual, bits=bits, **self._format(bits)).approximation
+                made = coder.quantize(residual, bits=bits, **self._format(bits, added=added)).approximation
                 difference = made - residual
                 own[number] = float(np.sum(difference * (moment @ difference), dtype=np.float64))
         return np.array([[output_error(error, norm) for error in own] for own in errors])
 
 
 def _alike(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """Those with the same choice for all matrices, in the order of `CHOICES`."""
+    """Those with the same choice for all matrices, in the order in which they are tried."""
     return [_together(same) for same in zip(*by_matrix, strict=True)]
 
 
@@ -299,7 +362,7 @@ def _choice(bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
         codes = bank.base_codes.form.of_matrix(matrix).codes
         assert isinstance(codes, Quantized)
         centre = codes.bits
-    return centre, form.of_matrix(matrix).bits
+    return Choice(centre, form.of_matrix(matrix).bits, tuple(name for name in ADDED if getattr(form, name)))
 
 
 def _others(by_matrix: Mapping[str, int | None]) -> dict[str, Any]:

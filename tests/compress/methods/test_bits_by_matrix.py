@@ -23,12 +23,11 @@ from moe_jax.compress.methods.bits_by_matrix import best_combinations, never_wor
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.errors import InputError
 from moe_jax.experts.forms import ffn_matrices
-from moe_jax.experts.on_host import expert_kernels
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.sharding import make_mesh
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
-from tests.compress.conftest import MemorySource
+from tests.compress.conftest import MemorySource, check_merged
 from tests.tiers import long
 
 
@@ -55,18 +54,6 @@ def windows_of(source, text) -> np.ndarray:
 def log_probabilities(source, windows) -> np.ndarray:
     logits = load_model(source).__call__(jnp.asarray(windows)).logits
     return np.asarray(jax.nn.log_softmax(logits), np.float64)
-
-
-def check_merged(small, config, leaves) -> None:
-    """A compressed model gives the same as one with these leaves, the kernels of experts merged."""
-    for i in small.config.moe_layers:
-        moe = small.config.moe(i)
-        for name, matrix in ffn_matrices(moe.expert, small.config.d_model).items():
-            kernels = expert_kernels(small.read, moe.bank, f"layers/{i}/mlp/experts", matrix)
-            leaves[f"layers/{i}/mlp/experts/{name}/kernel"] = np.stack(list(kernels))
-    tokens = jnp.asarray([[1, 2, 3]])
-    whole = load_model(MemorySource(config, leaves))
-    np.testing.assert_allclose(load_model(small)(tokens).logits, whole(tokens).logits, atol=1e-5)
 
 
 def test_sensitivity_is_the_divergence_by_the_error_of_outputs(source, calibrated):
@@ -264,6 +251,7 @@ def test_two_parts_have_the_errors_and_bytes_that_they_say(sizes):
         ({"budget_bits": -1.0}, "must be above 0"),
         ({"budget_bits": 3.0, "levels": "even"}, "levels"),
         ({"budget_bits": 3.0, "scale_bits": 4}, "scale_bits"),
+        ({"budget_bits": 3.0, "levels": "fitted", "zero_points": True}, "levels=fitted do not go with zero points"),
         ({"budget_bits": 3.0, "experts": "mixed"}, "experts"),
         ({"budget_bits": 3.0, "experts_multiple": 0}, "experts_multiple"),
     ],
