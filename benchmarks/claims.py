@@ -28,6 +28,7 @@ from evidence.studies.jobs import DiffersError, NotFiniteError, Place, do_jobs, 
 from evidence.studies.plan import studies
 from evidence.studies.report import write_report
 from moe_jax.errors import InputError
+from moe_jax.huge_pages import ask_for_huge_pages
 
 
 def main() -> None:
@@ -78,4 +79,5 @@ def _run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    ask_for_huge_pages()
     main()

@@ -18,6 +18,7 @@ from evidence.equal_bytes.report import opened, write_report
 from evidence.results import RESULTS
 from evidence.studies.jobs import DiffersError, NotFiniteError, Place, do_jobs
 from moe_jax.errors import InputError
+from moe_jax.huge_pages import ask_for_huge_pages
 
 
 def main() -> None:
@@ -54,4 +55,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ask_for_huge_pages()
     main()

@@ -21,7 +21,7 @@ from evidence.studies.models import model_of
 from evidence.studies.probes import Probes, probed
 from evidence.studies.scales import SCALES
 from evidence.studies.training_job import SELECTION, TEST
-from moe_jax.compress import compress, make_method
+from moe_jax.compress import Calibration, compress, make_method
 from moe_jax.loading import load_model
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.nn import Decoder
@@ -70,7 +70,7 @@ def compare(place: Place, asked: Asked) -> dict[str, Any]:
             Path(name) / "model",
             make_method(entry.method, dict(entry.options)),
             base=dense_source(place, scale) if entry.dense else None,
-            calibration=calibration(place, asked.subject, asked.draw) if entry.calibrated else None,
+            calibration=_calibration(place, asked) if entry.calibrated else None,
             described={},
         )
         model = ModelDirectory(Path(name) / "model")
@@ -97,6 +97,11 @@ def compare(place: Place, asked: Asked) -> dict[str, Any]:
     if None not in predicted:
         found["predicted_kl"] = sum(predicted)
     return found | (probed(place, scale, leaves, whole, asked.probes) if asked.probes and same else {})
+
+
+def _calibration(place: Place, asked: Asked) -> Calibration:
+    assert asked.entry is not None
+    return calibration(place, asked.subject, asked.draw, gradients=asked.entry.gradients)
 
 
 def _scores(place: Place, subject: Subject, model: Decoder) -> dict[str, Any]:

@@ -20,6 +20,7 @@ class Entry:
       method: a key of `moe_jax.compress.METHODS`.
       options: of the method.
       calibrated: whether it is given a text; then it is done for every draw of that.
+      gradients: whether tokens of that text count by the gradients of its loss.
       dense: whether deltas are taken from the dense model.
       recovery: routers and norms then learn for some steps, with this weight of the logits of the model before and the
         rest of the text; None: they do not.
@@ -30,6 +31,7 @@ class Entry:
     method: str
     options: tuple[tuple[str, Any], ...]
     calibrated: bool = False
+    gradients: bool = False
     dense: bool = False
     recovery: float | None = None
 
@@ -39,8 +41,10 @@ class Entry:
         return f"{self.family}, {self.name}"
 
 
-def _entry(family: str, name: str, method: str, *, calibrated: bool = False, **options: Any) -> Entry:
-    return Entry(family, name, method, tuple(options.items()), calibrated)
+def _entry(
+    family: str, name: str, method: str, *, calibrated: bool = False, gradients: bool = False, **options: Any
+) -> Entry:
+    return Entry(family, name, method, tuple(options.items()), calibrated or gradients, gradients)
 
 
 def _plain(family: str, *, calibrated: bool, **options: Any) -> list[Entry]:
@@ -133,6 +137,7 @@ SHARED_RTN, SHARED_GPTQ = "shared centre, rounding", "shared centre, GPTQ"
 ALLOCATED = "allocated"
 ALLOCATED_FITTED = "allocated, fitted levels"
 ALLOCATED_BY_EXPERT = "allocated, bits by expert"
+ALLOCATED_BY_FORMAT = "allocated, row scales and zero points"
 
 ABLATIONS = {residual: _steps(residual) for residual in (2, 1)}
 """By bits of the residuals: steps of the method in words, and their entries."""
@@ -147,6 +152,10 @@ ENTRIES: tuple[Entry, ...] = (
     *_budgets(ALLOCATED, 2.5, 1.75, 2.0, 3.0, 4.0),
     *_budgets(ALLOCATED_FITTED, 2.5, 1.75, 2.0, 3.0, 4.0, levels="fitted", scale_bits=8),
     *_budgets(ALLOCATED_BY_EXPERT, 2.5, 1.75, 3.0, experts="own"),
+    *_budgets(ALLOCATED_BY_FORMAT, 2.5, 1.75, 3.0, row_scales=True, zero_points=True),
+    *_budgets(f"{ALLOCATED}, gradients", 2.5, 1.75, 3.0, gradients=True),
+    *_plain(f"{GPTQ}, gradients", calibrated=True, gradients=True)[:3],
+    *_shared(f"{SHARED_GPTQ}, gradients", calibrated=True, gradients=True)[:4],
     *_plain("GPTQ, fitted levels", calibrated=True, levels="fitted", scale_bits=8)[:3],
     *_plain(f"{GPTQ}, row scales", calibrated=True, row_scales=True)[:3],
     *_plain("AWQ", calibrated=True, feedback=False, row_scales=True)[:3],

@@ -19,6 +19,7 @@ from evidence.studies.scales import SCALES
 from evidence.studies.texts import DOMAINS, read_text
 from moe_jax.compress import Calibration
 from moe_jax.compress.calibration.drawn_windows import sample_windows
+from moe_jax.compress.calibration.gradient_pass import has_gradients, record_gradients
 from moe_jax.compress.calibration.layerwise_pass import record
 from moe_jax.compress.calibration.recorded import KEY_FILE, read_layer, read_sensitivities, write_sensitivities
 from moe_jax.compress.calibration.sensitivity_pass import measure_sensitivities
@@ -78,8 +79,8 @@ def _bfloat16(leaf: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=4)
-def calibration(place: Place, subject: Subject, draw: int) -> Calibration:
-    """Of windows from the texts to train on, the same number of every domain."""
+def calibration(place: Place, subject: Subject, draw: int, *, gradients: bool = False) -> Calibration:
+    """Of windows from the texts to train on, the same number of every domain; with gradients, tokens count by them."""
     scale, (source, _) = SCALES[subject.scale], opened(place, subject)
     tokenizer = Tokenizer(tokenizer_file(place, scale), source.config)
     windows = [
@@ -95,12 +96,15 @@ def calibration(place: Place, subject: Subject, draw: int) -> Calibration:
     drawn = np.concatenate(windows)
     if not (folder / KEY_FILE).exists():
         _record(source, drawn, folder)
-    if (known := read_sensitivities(folder)) is None:
+    if gradients and not has_gradients(folder, source.config.moe_layers):
+        _record_gradients(source, drawn, folder)
+    recorded = partial(read_layer, folder, gradients=gradients)
+    if (known := read_sensitivities(folder, gradients=gradients)) is None:
         # Windows of all domains.
         spread = drawn[np.linspace(0, len(drawn) - 1, _MEASURED).astype(int)]
-        known = measure_sensitivities(source, spread, partial(read_layer, folder), mesh=_one_device())
-        write_sensitivities(folder, known)
-    layers = {i: read_layer(folder, i)._replace(sensitivities=known[i]) for i in source.config.moe_layers}
+        known = measure_sensitivities(source, spread, recorded, mesh=_one_device())
+        write_sensitivities(folder, known, gradients=gradients)
+    layers = {i: recorded(i)._replace(sensitivities=known[i]) for i in source.config.moe_layers}
     # Only the lineage of a model that is thrown away names a file: it needs one that is there.
     return Calibration(folder / KEY_FILE, layers)
 
@@ -114,6 +118,17 @@ def _record(source: ModelInMemory, windows: np.ndarray, folder: Path) -> None:
         own.rename(folder)
     except OSError:
         shutil.rmtree(own)
+
+
+def _record_gradients(source: ModelInMemory, windows: np.ndarray, folder: Path) -> None:
+    """Likewise."""
+    own = folder.with_name(f"{folder.name}.{os.getpid()}")
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    record_gradients(source, windows, own, mesh=_one_device())
+    for file in own.iterdir():
+        file.replace(folder / file.name)
+    own.rmdir()
 
 
 def _one_device() -> Mesh:
