@@ -29,9 +29,9 @@ from evidence.studies.models import Leaves, grown, keep, model_of, read_leaves  
 from evidence.studies.noise_figure import draw_noise  # noqa: E402
 from evidence.studies.noise_job import DeltaNoise, measure_noise  # noqa: E402
 from evidence.studies.scales import STORIES  # noqa: E402
-from evidence.studies.summary import Measured  # noqa: E402
+from evidence.studies.summary import Measured, difference, mean_losses  # noqa: E402
 from evidence.studies.training_job import kept_folder, kept_path  # noqa: E402
-from evidence.studies.variants import NO_DELTAS, REFIT_PAIRS, VARIANTS, chosen, label  # noqa: E402
+from evidence.studies.variants import NO_DELTAS, REFIT_PAIRS, UNCOMPRESSED, VARIANTS, chosen, label  # noqa: E402
 from moe_jax.compress import METHODS, make_method  # noqa: E402
 from moe_jax.harness.likelihood import Continuation, Likelihoods  # noqa: E402
 from moe_jax.model_dir import ModelDirectory  # noqa: E402
@@ -124,6 +124,14 @@ def test_no_more_can_be_lost_than_all_deltas(place: Place, dense: Leaves):
     assert largest_difference(nothing["losses"], losses) < 5e-3 < largest_difference(whole["losses"], losses)
     over_mean = compressed(place, NO_DELTAS)
     assert largest_difference(over_mean["losses"], nothing["losses"]) > 1e-4
+
+
+def test_windows_are_what_losses_are_means_of(place: Place):
+    plain, windows = describe_model(place, SCALE, MODEL), describe_model(place, SCALE, MODEL, windows=True)
+    assert largest_difference(plain["losses"], windows["losses"]) < 1e-9 and "window_losses" not in plain
+    assert {name: len(of) for name, of in windows["window_losses"].items()} == {"code": 2, "math": 2}
+    means = {name: float(np.mean(of)) for name, of in windows["window_losses"].items()}
+    assert largest_difference(means, windows["losses"]) < 1e-6
 
 
 def test_drops_take_the_seed(place: Place):
@@ -304,9 +312,27 @@ def test_tables_are_made_of_results(tmp_path: pathlib.Path):
     results.put(*study.path("SP", 0.25, 0), value=compressed_run(2.25, "0100", error=0.5, least=0.75))
     assert "but for SP, keep 0.25 (1.50 times)" in checks(results)
     # What claims are about is what studies write.
-    sp = Measured("compression", label("SP", 0.25)).losses(results)
-    assert sp == {"stories260K, tiny": {"0": 2.75, "1": 3.75}}
-    assert Measured("compression", "uncompressed").losses(results) == {"stories260K, tiny": {"0": 2.5, "1": 3.5}}
+    for what, losses in ((label("SP", 0.25), (2.75, 3.75)), (UNCOMPRESSED, (2.5, 3.5))):
+        (runs,) = Measured("compression", what).runs(results).values()
+        assert mean_losses(runs) == dict(zip("01", losses, strict=True))
+
+
+def test_the_effects_of_a_single_model_are_told_by_windows(tmp_path: pathlib.Path):
+    results, found = ClaimsFile(tmp_path), {}
+    for what, more in ((UNCOMPRESSED, (0.0, 0.0, 0.0)), ("SP, keep 0.25", (0.1, 0.2, 0.3)), ("UP, keep 0.25", None)):
+        windows = {text: [1.0 + extra for extra in more or ()] for text in ("code", "math")}
+        found[what] = {"losses": {"code": 1.2, "math": 1.2}} | ({"window_losses": windows} if more else {})
+        results.put("compression", "tiny", "one", what, "0", value=found[what])
+    added = difference({"0": found["SP, keep 0.25"]}, {"0": found[UNCOMPRESSED]})
+    assert (added.count, added.over) == (6, "windows") and added.low < added.mean < added.high
+    assert added.mean == pytest.approx(0.2)
+    # Several seeds are not windows, and one without windows decides nothing.
+    several = difference(dict.fromkeys("01", found["SP, keep 0.25"]), dict.fromkeys("01", found[UNCOMPRESSED]))
+    assert (several.count, several.over) == (2, "seeds")
+    alone = difference({"0": found["UP, keep 0.25"]}, {"0": found[UNCOMPRESSED]})
+    assert (alone.count, alone.over) == (1, "seeds") and not np.isfinite(alone.low)
+    (table,) = compression_tables(results).values()
+    assert f"| SP, keep 0.25 |  | {added} |" in table
 
 
 def test_noise_is_drawn_from_results(tmp_path: pathlib.Path):

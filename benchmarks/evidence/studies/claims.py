@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from evidence.results import ResultsFile
 from evidence.studies.compression_plan import COMPRESSION
 from evidence.studies.compressions import UNCOMPRESSED
-from evidence.studies.summary import Measured
+from evidence.studies.summary import Measured, difference
 from evidence.studies.variants import DENSE_BASE, MEAN_BASE, label
-from evidence.studies.verdicts import Effect, better, effect, equal, no_worse, paired
+from evidence.studies.verdicts import Effect, better, equal, no_worse
 
 Verdict = Callable[[Effect, float], str]
 # Nats per token: one percent of perplexity.
@@ -36,9 +36,9 @@ class Claim:
 
     def effects(self, results: ResultsFile) -> Iterator[tuple[str, Effect]]:
         """Of every setting that there are results of both in."""
-        these, those = self.these.losses(results), self.those.losses(results)
-        for setting, losses in these.items():
-            found = effect(paired(losses, those.get(setting, {})))
+        those = self.those.runs(results)
+        for setting, runs in self.these.runs(results).items():
+            found = difference(runs, those.get(setting, {}))
             if found is not None:
                 yield setting, found
 

@@ -60,6 +60,7 @@ class Compression:
       calibrated: whether the method is given the statistics of the routers on the text of the training.
       served: whether the compressed model is also scored as it is, with a program of its own.
       matched: whether the error is also computed with the neurons matched anew.
+      windows: whether the losses of all windows of text are kept.
       probes: what is asked of it beside the loss.
     """
 
@@ -71,6 +72,7 @@ class Compression:
     calibrated: bool = False
     served: bool = False
     matched: bool = False
+    windows: bool = False
     probes: Probes | None = None
 
 
@@ -79,7 +81,7 @@ def compress_model(place: Place, asked: Compression) -> dict[str, Any]:
 
     Returns:
       losses: of every domain, nats per token, of the uncompressed model with what the experts became. One program
-        scores the models of all methods so.
+        scores the models of all methods so. window_losses: if asked for, of every window of these texts.
       served_losses: if asked for, of the compressed model as it is.
       expert_bytes_before, expert_bytes_after: on the disk. bits_per_weight: the latter, of an expert's weight before.
       error_per_neuron, relative_error, delta_error, cosine_mean, objective: of every layer, as `LayerFigures` has them.
@@ -102,15 +104,17 @@ def compress_model(place: Place, asked: Compression) -> dict[str, Any]:
             least_error_per_neuron(designs(before[layer]), designs(after[layer])) for layer in before
         ]
     leaves = with_experts(whole, after)
-    found = {"losses": losses(place, asked.scale, model_of(leaves))} | found
+    found = _scores(place, asked.scale, model_of(leaves), windows=asked.windows) | found
     return found | (probed(place, asked.scale, leaves, whole, asked.probes) if asked.probes else {})
 
 
-def describe_model(place: Place, scale: str, model: str, probes: Probes | None = None) -> dict[str, Any]:
+def describe_model(
+    place: Place, scale: str, model: str, probes: Probes | None = None, *, windows: bool = False
+) -> dict[str, Any]:
     """Scores a kept model as it is stored, in bfloat16, and says how alike its experts are.
 
     Returns:
-      losses: of every domain. expert_params: of all experts.
+      losses: of every domain. window_losses: if asked for, of their windows. expert_params: of all experts.
       cosine, matched_cosine: of every layer, between two experts, on average; with their neurons matched.
       squared_norm: of every layer, of an expert, on average.
       What the probes give.
@@ -118,8 +122,7 @@ def describe_model(place: Place, scale: str, model: str, probes: Probes | None =
     _, whole = kept_model(place, scale, model)
     by_layer = experts_of(whole)
     pairs = [cosines(designs(experts)) for experts in by_layer.values()]
-    found = {
-        "losses": losses(place, scale, model_of(whole)),
+    found = _scores(place, scale, model_of(whole), windows=windows) | {
         "expert_params": count_of(by_layer),
         "cosine": [as_they_are for as_they_are, _ in pairs],
         "matched_cosine": [matched for _, matched in pairs],
@@ -132,6 +135,16 @@ def losses(place: Place, scale: str, model: Decoder) -> dict[str, float]:
     """Of every domain's test text, nats per token."""
     trainer, texts = _trainer(model.config), scored_texts(place, scale, TEST)
     return {name: trainer.score(model, ids, SCALES[scale].seq_len) for name, ids in texts.items()}
+
+
+def _scores(place: Place, scale: str, model: Decoder, *, windows: bool) -> dict[str, Any]:
+    """`losses`, or those of windows with their means."""
+    if not windows:
+        return {"losses": losses(place, scale, model)}
+    trainer, texts = _trainer(model.config), scored_texts(place, scale, TEST)
+    found = {name: trainer.score_windows(model, ids, SCALES[scale].seq_len) for name, ids in texts.items()}
+    means = {name: float(np.mean(of_text)) for name, of_text in found.items()}
+    return {"losses": means, "window_losses": {name: np.round(of, 6).tolist() for name, of in found.items()}}
 
 
 @lru_cache(maxsize=2)

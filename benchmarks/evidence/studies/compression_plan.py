@@ -73,7 +73,7 @@ def of_smollm(model: str, after: Key) -> list[Study]:
     probes = Probes(questions=100, prompts=8)
     return [
         Compressions(
-            COMPRESSION, SMOLLM, model, (0,), after, _SMOLLM, probes=probes, serve=_SERVED, matched=False
+            COMPRESSION, SMOLLM, model, (0,), after, _SMOLLM, probes=probes, serve=_SERVED, matched=False, windows=True
         ),
         DeltaSizes(NOISE, SMOLLM, model, (0,), after),
     ]

@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 
 from evidence.results import ResultsFile
-from evidence.studies.summary import BySeed, mean_losses
+from evidence.studies.summary import BySeed, difference
 from evidence.studies.variants import COMPRESSION, FAMILIES, NOISE, UNCOMPRESSED, VARIANTS, label
-from evidence.studies.verdicts import effect, paired
+from evidence.studies.verdicts import effect
 from evidence.tables import markdown
 
 # bfloat16 rounds what a method measured in float32.
@@ -46,7 +46,7 @@ def _lowest(variants: Mapping[str, BySeed], whole: BySeed, family: str, most: fl
     candidates = []
     for name, by_seed in _in_order(variants, family):
         bits = [run["bits_per_weight"] for run in by_seed.values() if "bits_per_weight" in run]
-        added = effect(paired(mean_losses(by_seed), mean_losses(whole)))
+        added = difference(by_seed, whole)
         if added is not None and bits and statistics.fmean(bits) <= most:
             candidates.append((added.mean, f"{added.mean:+.4f}, {name} ({statistics.fmean(bits):.2f})"))
     return min(candidates)[1] if candidates else "none"
@@ -106,7 +106,7 @@ def _of_model(found: Mapping[str, BySeed]) -> str:
     head += [f"{task}, %" for task in tasks] + (["greedy tokens alike, %", "until the first that differs, %"] * agrees)
     rows = [[UNCOMPRESSED, "16", "", *_cells(whole, whole, texts, tasks, agrees)]]
     for name, by_seed in _in_order(found):
-        added = effect(paired(mean_losses(by_seed), mean_losses(whole)))
+        added = difference(by_seed, whole)
         bits = [run["bits_per_weight"] for run in by_seed.values() if "bits_per_weight" in run]
         size = f"{statistics.fmean(bits):.2f}" if bits else ""
         rows.append([name, size, str(added or ""), *_cells(by_seed, whole, texts, tasks, agrees)])

@@ -83,12 +83,14 @@ class Compressions(_OfKeptModels):
       probes: what compressed models are asked beside the loss; None: nothing.
       serve: variants of which one compressed model, of the first value and seed, is also scored as it is.
       matched: whether errors are also computed with the neurons matched anew.
+      windows: whether the losses of all windows of text are kept: what a single model's effects are told by.
     """
 
     variants: Chosen
     probes: Probes | None = None
     serve: frozenset[str] = frozenset()
     matched: bool = True
+    windows: bool = False
 
     def path(self, variant: str, value: float, seed: int) -> Key:
         """Where the result of a compressed model stands."""
@@ -110,6 +112,7 @@ class Compressions(_OfKeptModels):
         seeds = self.seeds_there(results, place)
         for seed in seeds:
             arguments = {"scale": self.scale.name, "model": self.model_of(seed), "probes": self.probes}
+            arguments |= {"windows": True} if self.windows else {}
             yield Job(self.whole_path(seed), describe_model, arguments)
         points = [(name, value, value == values[0]) for name, values in self.variants.items() for value in values]
         for name, value, is_first in sorted(points, key=lambda point: not point[2]):
@@ -129,6 +132,7 @@ class Compressions(_OfKeptModels):
             calibrated=variant.calibrated,
             served=served,
             matched=self.matched,
+            windows=self.windows,
             probes=self.probes,
         )
 

@@ -63,7 +63,8 @@ def claims_table(results: ResultsFile) -> str:
     for claim in CLAIMS:
         for setting, found in claim.effects(results):
             verdict = claim.verdict(found, claim.least) if found.count > 2 else "not enough seeds"
-            rows.append((claim.paper, claim.says, setting, str(found), str(found.count), f"{claim.least:g}", verdict))
+            count = f"{found.count}" if found.over == "seeds" else f"1, {found.count} {found.over}"
+            rows.append((claim.paper, claim.says, setting, str(found), count, f"{claim.least:g}", verdict))
     head = ("paper", "claim", "setting", "effect, nats per token [95 %]", "seeds", "least of interest", "verdict")
     return markdown(head, rows)
 

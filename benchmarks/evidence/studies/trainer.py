@@ -105,11 +105,19 @@ class Trainer:
 
     def score(self, model: Decoder, ids: np.ndarray, seq_len: int) -> float:
         """Mean loss of a text Int32[n], in windows as `moe-jax eval` cuts it, nats per token."""
+        sums = self._sums(model, ids, seq_len)
+        return float(sums.sum()) / (len(ids) - len(sums))
+
+    def score_windows(self, model: Decoder, ids: np.ndarray, seq_len: int) -> list[float]:
+        """The same of every whole window."""
+        return (self._sums(model, ids, seq_len)[: len(ids) // seq_len] / (seq_len - 1)).tolist()
+
+    def _sums(self, model: Decoder, ids: np.ndarray, seq_len: int) -> np.ndarray:
+        """Float64[N]: of every window, the last of which may be shorter, the sum over the tokens that are predicted."""
         _, params, frozen = split_model(model, self._trainable)
-        total = 0.0
-        for batch in text_windows(ids, seq_len=seq_len, batch_size=_SCORED_AT_ONCE):
-            total += float(np.asarray(self._window_losses(params, frozen, batch), np.float64).sum())
-        return total / (len(ids) - -(-len(ids) // seq_len))
+        batches = text_windows(ids, seq_len=seq_len, batch_size=_SCORED_AT_ONCE)
+        found = [np.asarray(self._window_losses(params, frozen, batch), np.float64) for batch in batches]
+        return np.concatenate(found)[: -(-len(ids) // seq_len)]
 
 
 def _rates_by_group(rates: jax.Array) -> optax.GradientTransformation:

@@ -1,4 +1,4 @@
-"""Effects over seeds, with intervals, and what they say about a claim (SciPy)."""
+"""Effects over seeds or windows of text, with intervals, and what they say about a claim (SciPy)."""
 
 import dataclasses
 import math
@@ -12,22 +12,24 @@ _CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """A difference of means over paired seeds.
+    """A difference of means over paired seeds, or over the same windows of text.
 
     Attributes:
       mean: of the differences.
       low, high: ends of its 95 % interval (Student's t).
-      count: seeds.
+      count: of pairs.
+      over: what they are: seeds, or windows that a single model was scored with.
     """
 
     mean: float
     low: float
     high: float
     count: int
+    over: str = "seeds"
 
     def __str__(self) -> str:
         if not math.isfinite(self.low):
-            return f"{self.mean:+.4f} ({self.count} seed{'s' * (self.count > 1)})"
+            return f"{self.mean:+.4f} (1 seed)"
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
