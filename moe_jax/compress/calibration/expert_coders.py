@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from moe_jax.compress.calibration.moments import moments
 from moe_jax.compress.coding.coder import LeastError, LeastOutputError
@@ -36,8 +36,35 @@ def expert_coders(
     if layer.rows is None:
         yield from (LeastError(fit=fit, even=even) for _ in range(layer.num_experts))
         return
+    for moment in _moments(layer, name, permutations):
+        yield LeastOutputError(moment, fit=fit, feedback=feedback, even=even)
+
+
+def joint_moments(
+    layer: SourceLayer, permutations: Int[np.ndarray, "E f"] | None = None
+) -> Iterator[dict[str, Float[np.ndarray, "i i"]]]:
+    """Yields the second moments of all matrices of one expert after another, by name; none if it is not calibrated.
+
+    Args:
+      layer: its experts.
+      permutations: see `expert_coders`.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    if layer.rows is None:
+        yield from ({} for _ in range(layer.num_experts))
+        return
+    for of_inputs, of_hidden in zip(moments(layer, "up"), _moments(layer, "down", permutations), strict=True):
+        yield {name: of_hidden if name == "down" else of_inputs for name in layer.shapes}
+
+
+def _moments(
+    layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"] | None
+) -> Iterator[Float[np.ndarray, "i i"]]:
+    """`moments`, neurons in the given order."""
     for expert, moment in enumerate(moments(layer, name)):
         if name == "down" and permutations is not None:
             order = permutations[expert]
             moment = moment[np.ix_(order, order)]
-        yield LeastOutputError(moment, fit=fit, feedback=feedback, even=even)
+        yield moment

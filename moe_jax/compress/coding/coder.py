@@ -1,6 +1,7 @@
 """The numerical methods by which the leaves of compressed experts are made; see `experts.forms.protocol.Coder`."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
@@ -10,6 +11,7 @@ import scipy.linalg
 from jaxtyping import Float
 
 from moe_jax.compress.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
+from moe_jax.compress.coding.joint_factors import joint_factors
 from moe_jax.compress.coding.quantizer import quantize
 from moe_jax.compress.coding.row_scales import best_row_scales, scales_of_magnitudes
 from moe_jax.compress.coding.truncated_svd import truncated_svd
@@ -112,6 +114,31 @@ class LeastOutputError:
     @functools.cached_property
     def _factor(self) -> Float[np.ndarray, "i i"]:
         return triangular_factor(self.moment)
+
+
+@dataclass(frozen=True, eq=False)
+class LeastJointError:
+    """Factors all matrices of an expert together; see `experts.forms.encoded.JointCoder`.
+
+    Attributes:
+      moments: second moments of what the matrices are given, by name, float32. With them the outputs change least, and
+        without any the weights.
+      kernels: of which a centre leaves what is factored, by name, with a row for every neuron; None: there is none.
+        Errors are compared with the outputs of these.
+    """
+
+    moments: Mapping[str, Float[np.ndarray, "i i"]]
+    kernels: Mapping[str, Float[np.ndarray, "f d"]] | None = None
+
+    def factors(
+        self, rows: Mapping[str, Float[np.ndarray, "f d"]], rank: int
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """See `JointCoder`."""
+        if self.moments:
+            return joint_factors(rows, self.kernels, self.moments["up"], self.moments["down"], rank)
+        left, right = LeastError().factors(np.concatenate(list(rows.values()), axis=1), rank)
+        ends = np.cumsum([matrix.shape[1] for matrix in rows.values()])[:-1]
+        return left, dict(zip(rows, np.split(right, ends), strict=True))
 
 
 def with_row_scales(made: Encoded, rows: Float[np.ndarray, " i"]) -> Encoded:

@@ -91,16 +91,16 @@ def _krylov_basis(matrix: Float[np.ndarray, "i o"], size: int, block: int) -> tu
     products = np.empty((blocks * block, width), np.float32)
     random = np.random.default_rng(0)
     on_device = jnp.asarray(matrix)
-    new = _product(on_device, random.standard_normal((width, block), np.float32))
+    new = product(on_device, random.standard_normal((width, block), np.float32))
     for done in range(0, basis.shape[1], block):
         _orthonormalise(new, basis[:, :done], random)
         basis[:, done : done + block] = new
-        products[done : done + block] = _product(new.T, on_device)
-        new = _product(on_device, products[done : done + block].T)
+        products[done : done + block] = product(new.T, on_device)
+        new = product(on_device, products[done : done + block].T)
     return basis, products
 
 
-def _product(left: Float[np.ndarray | Array, "a b"], right: Float[np.ndarray | Array, "b c"]) -> np.ndarray:
+def product(left: Float[np.ndarray | Array, "a b"], right: Float[np.ndarray | Array, "b c"]) -> np.ndarray:
     """On the default device. May be written to."""
     return np.array(_dot(jnp.asarray(left), jnp.asarray(right)))
 

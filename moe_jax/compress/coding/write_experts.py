@@ -12,10 +12,11 @@ from moe_jax.compress.alignment.design_matrix import (
     aligned_experts,
     aligned_kernels,
     mean_kernel,
+    neuron_rows,
 )
-from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders
+from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders, joint_moments
 from moe_jax.compress.coding.centre import REFITS, code_residuals, stack, stored_centre, write_centre
-from moe_jax.compress.coding.coder import LeastError
+from moe_jax.compress.coding.coder import LeastError, LeastJointError
 from moe_jax.compress.coding.pruning import prune
 from moe_jax.compress.layer_figures import Measure
 from moe_jax.compress.source_layer import SourceLayer, Write
@@ -46,7 +47,8 @@ def write_experts(
       refit: the centre is refitted to what a sparse bank leaves out; in codes, to the codes of the residuals.
       feedback: see `LeastOutputError`; of a layer that was calibrated.
       even: see `LeastError`.
-      coder: of all kernels; None: those of `expert_coders`.
+      coder: of all kernels; None: those of `expert_coders`. Matrices that are encoded together
+        have another, see `LeastJointError`.
 
     Returns:
       The measure, to which the errors of all matrices were added.
@@ -59,7 +61,6 @@ def write_experts(
     form = bank.form
     assert isinstance(form, KernelForm)
     if form.couples_matrices:
-        assert layer.rows is None, "see check_factored_apart"
         _write_jointly(layer, bank, form, permutations, write, measure)
     else:
         for name in layer.shapes:
@@ -149,13 +150,15 @@ def _write_jointly(
         write_centre(name, stored, write)
         centres[name] = stored.kernel
     stacked: dict[str, np.ndarray] = {}
-    for expert, aligned in enumerate(aligned_experts(layer, permutations)):
+    experts = zip(aligned_experts(layer, permutations), joint_moments(layer, permutations), strict=True)
+    for expert, (aligned, moments) in enumerate(experts):
+        kernels = {name: neuron_rows(name, kernel) for name, kernel in aligned.items()} if centres else None
+        coder = LeastJointError(moments, kernels)
         residuals = aligned | {name: aligned[name] - centre.astype(np.float32) for name, centre in centres.items()}
-        leaves, approximations = form.encode_expert(residuals, layer.matrices, layer.dtype("up"), CODER)
+        leaves, approximations = form.encode_expert(residuals, layer.matrices, layer.dtype("up"), coder)
         del residuals
         stack(stacked, leaves, expert, layer.num_experts)
         for name, kernel in aligned.items():
-            measure.add(expert, kernel, centres.get(name), approximations[name])
+            measure.add(expert, kernel, centres.get(name), approximations[name], moments.get(name))
     for path, array in stacked.items():
         write(f"experts/delta/{path}", array)
-

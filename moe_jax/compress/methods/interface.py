@@ -2,12 +2,11 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from moe_jax.compress.coding.schemes import LowRank, Scheme
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base
 from moe_jax.compress.source_layer import SourceLayer, Write
@@ -88,13 +87,3 @@ def check_calibrated(layers: Sequence[SourceLayer]) -> None:
     """Raises `InputError` if it is not known what the experts of a layer are given on a text."""
     if any(layer.rows is None for layer in layers):
         raise InputError("this method looks at what the experts do on a text: give one with --calibrate TEXT")
-
-
-def check_factored_apart(layers: Sequence[SourceLayer], schemes: Iterable[Scheme]) -> None:
-    """Raises `InputError` if layers are calibrated, and matrices may be factored together, which share no inputs."""
-    together = any(isinstance(scheme, LowRank) and scheme.design == "concat" for scheme in schemes)
-    if together and any(layer.rows is not None for layer in layers):
-        raise InputError(
-            "matrices that are factored together have no inputs in common, so that a calibration cannot be used; "
-            "choose --design separate, or leave --calibrate out"
-        )

@@ -40,7 +40,7 @@ from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import BARYCENTER, Base
-from moe_jax.compress.methods.interface import Analysis, Method, Tick, check_factored_apart
+from moe_jax.compress.methods.interface import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.errors import InputError, check_member, shown
 from moe_jax.experts import BaseCodes
@@ -181,7 +181,6 @@ class ResMoE(Method):
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """See `Method`."""
-        check_factored_apart(layers, self.choice.schemes if isinstance(self.choice, Budget) else [self.choice])
         if isinstance(self.choice, Budget):
             self.choice.check(layers)
 

@@ -17,7 +17,7 @@ from moe_jax.compress.coding.storage import LOW_RANK, QUANTIZED, SPARSE
 from moe_jax.compress.coding.write_experts import write_experts
 from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import NO_BASE, Base
-from moe_jax.compress.methods.interface import Analysis, Method, Tick, check_factored_apart
+from moe_jax.compress.methods.interface import Analysis, Method, Tick
 from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.models import MoEConfig
 
@@ -47,10 +47,6 @@ class WithoutCentre(Method):
 
     def __post_init__(self) -> None:
         self.scheme  # noqa: B018  (checks the options)
-
-    def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`."""
-        check_factored_apart(layers, [self.scheme])
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """See `Method`."""

@@ -50,3 +50,18 @@ class Coder(Protocol):
     ) -> Encoded:
         """Quantises, in the format that the options of `forms.Quantized` describe."""
         ...
+
+
+class JointCoder(Protocol):
+    """The numerical methods with which compression encodes the matrices of an expert together."""
+
+    def factors(
+        self, rows: Mapping[str, Float[np.ndarray, "f d"]], rank: int
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The best approximation `left @ right[name].T` of `rows[name]`: `left` [f, r], `right` [d, r] each, float32.
+
+        Args:
+          rows: the matrices of an expert, with a row for every neuron.
+          rank: r.
+        """
+        ...

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.encoded import Coder
+from moe_jax.experts.forms.encoded import JointCoder
 from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.low_rank import LowRank
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, ffn_matrices
@@ -79,16 +79,15 @@ class JointLowRank(LowRank):
         residuals: Mapping[str, Float[np.ndarray, "i o"]],
         matrices: Mapping[str, Matrix],
         dtype: np.dtype,
-        coder: Coder,
+        coder: JointCoder,
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """See `KernelForm`. Factorises the design matrix."""
-        design = np.concatenate([_neuron_rows(residuals[name], matrix) for name, matrix in matrices.items()], axis=1)
-        neurons, weights = (cast("a low-rank factor", factor, dtype) for factor in coder.factors(design, self.rank))
-        del design
-        leaves, products, start = {NEURONS: neurons}, {}, 0
+        rows = {name: _neuron_rows(residuals[name], matrix) for name, matrix in matrices.items()}
+        factor, weights = coder.factors(rows, self.rank)
+        neurons = cast("a low-rank factor", factor, dtype)
+        leaves, products = {NEURONS: neurons}, {}
         for name, matrix in matrices.items():
-            own = weights[start : start + _width(matrix)]
-            start += _width(matrix)
+            own = cast("a low-rank factor", weights[name], dtype)
             product = neurons.astype(np.float32) @ own.astype(np.float32).T
             leaves[f"{name}/factor"] = own
             products[name] = np.ascontiguousarray(_neuron_rows(product, matrix))

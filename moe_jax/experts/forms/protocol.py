@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.draws import FRESH
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.config import FFNConfig
-from moe_jax.experts.forms.encoded import Coder
+from moe_jax.experts.forms.encoded import Coder, JointCoder
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.platforms import Cost, Platform
@@ -484,7 +484,7 @@ class KernelForm(ExpertForm):
         residuals: Mapping[str, Float[np.ndarray, "i o"]],
         matrices: Mapping[str, Matrix],
         dtype: np.dtype,
-        coder: Coder,
+        coder: JointCoder,
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Like `encode`, for all matrices of an expert at once; leaves by path below `delta`, approximations by name.
 

@@ -192,10 +192,14 @@ def test_a_model_that_is_named_by_a_dot_is_recorded_beside_it(models, text, tmp_
 
 
 @pytest.mark.parametrize("method", [("svd",), ("resmoe", "--residual", "svd")])
-def test_what_cannot_use_a_text_is_refused_before_it_is_run(method, models, text, tmp_path, capsys):
-    kept = ("--calibration-dir", str(tmp_path / "recorded"), "--seq-len", "16", "--samples", "2")
-    words = ["compress", str(models["one"]), str(tmp_path / "out"), "--method", *method, "--keep", "0.5"]
-    assert main([*words, "--calibrate", str(text), *kept]) == 2
-    assert "choose --design separate" in capsys.readouterr().err
-    assert not (tmp_path / "recorded").exists() and not (tmp_path / "out").exists()
-    assert main([*words, "--calibrate", str(text), *kept, "--design", "separate"]) == 0
+def test_matrices_that_are_factored_together_use_a_text(method, models, text, tmp_path, capsys):
+    calibrated = ("--calibrate", str(text), "--calibration-dir", str(tmp_path / "recorded"), "--seq-len", "16")
+    words = ("--method", *method, "--keep", "0.5")
+    made = []
+    for out, more in {"plain": (), "calibrated": (*calibrated, "--samples", "2")}.items():
+        assert main(["compress", str(models["one"]), str(tmp_path / out), *words, *more]) == 0
+        source = ModelDirectory(tmp_path / out)
+        path = f"layers/{source.config.moe_layers[0]}/mlp/experts/delta/neurons/factor"
+        made.append(np.asarray(source.read(path), np.float32))
+        assert ("outputs" in capsys.readouterr().out) == bool(more)
+    assert made[0].shape == made[1].shape and np.abs(made[0] - made[1]).max() > 1e-3 * np.abs(made[0]).max()

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from moe_jax.compress import compress, make_method
-from moe_jax.compress.calibration.expert_coders import expert_coders
+from moe_jax.compress.calibration.expert_coders import expert_coders, joint_moments
 from moe_jax.compress.calibration.moments import BACKGROUND, moments, tokens_per_expert
 from moe_jax.compress.calibration.recorded import Calibration, LayerCalibration, LayerRows
 from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.nn.router_stats import RouterStatistics
@@ -110,6 +109,10 @@ def test_follow_the_neurons(layer):
         np.testing.assert_array_equal(moved.moment, plain.moment[np.ix_(order, order)])
     for plain, moved in zip(expert_coders(layer, "up"), expert_coders(layer, "up", orders), strict=True):
         np.testing.assert_array_equal(moved.moment, plain.moment)
+    for order, plain, moved in zip(orders, joint_moments(layer), joint_moments(layer, orders), strict=True):
+        assert plain.keys() == moved.keys() == layer.shapes.keys()
+        np.testing.assert_array_equal(moved["down"], plain["down"][np.ix_(order, order)])
+        np.testing.assert_array_equal(moved["up"], plain["up"])
 
 
 METHODS = {
@@ -118,6 +121,8 @@ METHODS = {
     "largest deltas": ("ders-sparsify", {"drop": 0.7, "keep": "magnitude"}),
     "pruning": ("up", {"keep": 0.4, "design": "separate"}),
     "factors": ("svd", {"keep": 0.4, "design": "separate"}),
+    "joint factors": ("svd", {"keep": 0.4}),
+    "joint factors around a centre": ("resmoe", {"keep": 0.3, "residual": "svd", "solver": "identity"}),
     "resmoe": ("resmoe", {"keep": 0.3, "design": "separate", "solver": "identity"}),
     "resmoe in codes": ("resmoe", {"residual": "quantized:2", "solver": "identity"}),
 }
@@ -151,18 +156,12 @@ def _output_error(layer: SourceLayer, model) -> float:
     return float(np.sqrt(sums[0] / sums[1]))
 
 
-def test_the_error_said_of_a_calibrated_layer_is_that_of_its_outputs(layer, tmp_path):
+@pytest.mark.parametrize(
+    "method", [("quantize", {"bits": 4, "group_size": 8}), ("svd", {"keep": 0.4})], ids=["codes", "joint factors"]
+)
+def test_the_error_said_of_a_calibrated_layer_is_that_of_its_outputs(method, layer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("of what the rows are")
     calibration = Calibration(text, {0: layer.calibration})
-    method = make_method("quantize", {"bits": 4, "group_size": 8})
-    report = compress(layer._source, tmp_path / "out", method, calibration=calibration, described={})
+    report = compress(layer._source, tmp_path / "out", make_method(*method), calibration=calibration, described={})
     assert report.layers[0].output_error == pytest.approx(_output_error(layer, tmp_path / "out"), rel=1e-3)
-
-
-def test_matrices_that_are_factored_together_cannot_be_calibrated(layer, tmp_path):
-    calibration = Calibration(tmp_path / "text.txt", {0: layer.calibration})
-    (tmp_path / "text.txt").write_text("some")
-    method = make_method("svd", {"keep": 0.4})
-    with pytest.raises(InputError, match="choose --design separate"):
-        compress(layer._source, tmp_path / "out", method, calibration=calibration, described={})
