@@ -165,6 +165,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_plain("weighed scales, no feedback", calibrated=True, feedback=False)[:3],
     *_kept("ResMoE", "resmoe", 0.25, 0.5, 0.1),
     *_kept("SVD, whitened", "svd", 0.25, 0.5, calibrated=True, design="separate"),
+    *_kept("SVD, whitened, joint", "svd", 0.25, 0.5, calibrated=True, design="concat"),
     *_kept("Wanda", "up", 0.25, 0.5, calibrated=True, design="separate"),
     *_kept("MoBE", "mobe", 0.5, 0.25),
     *_kept("D2-MoE", "d2-moe", 0.25, 0.5, 0.1, calibrated=True),
