@@ -70,7 +70,7 @@ def of_middle(model: str, seeds: tuple[int, ...], after: Key, *, upcycled: bool)
 
 def of_smollm(model: str, after: Key) -> list[Study]:
     """Of the one model that there is."""
-    probes = Probes(questions=100, prompts=8)
+    probes = Probes(questions=64, prompts=8)
     return [
         Compressions(
             COMPRESSION, SMOLLM, model, (0,), after, _SMOLLM, probes=probes, serve=_SERVED, matched=False, windows=True
