@@ -36,7 +36,7 @@ _FORWARDS, _BACKWARDS = "forwards", "backwards"
 
 def has_gradients(folder: Path, layers: tuple[int, ...]) -> bool:
     """Whether a recording has those of all these layers."""
-    return not (folder / _STATES).exists() and all(gradients_file(folder, i).is_file() for i in layers)
+    return not (folder / _STATES / _NEXT).exists() and all(gradients_file(folder, i).is_file() for i in layers)
 
 
 def record_gradients(
@@ -74,6 +74,7 @@ def record_gradients(
         it.turn()
         begin = layers
     it.backwards(begin)
+    (states / _NEXT).unlink()  # from here on a pass that is stopped has nothing left to do
     shutil.rmtree(states)
 
 
