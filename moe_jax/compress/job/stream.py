@@ -17,6 +17,7 @@ from moe_jax.compress.layer_figures import LayerFigures
 from moe_jax.compress.methods.delta_base import Base, check_base
 from moe_jax.compress.methods.interface import Analysis, Method
 from moe_jax.compress.source_layer import SourceLayer, Write
+from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError
 from moe_jax.finite import DoesNotFit
 from moe_jax.gather import gathered, gathered_arrays
@@ -245,7 +246,8 @@ def _write(
     """Writes all leaves that are not on the disk yet, and returns the figures of every compressed layer."""
     stored = source.specs()
     by_layer: dict[int, list[str]] = {}
-    for path in leaf_specs(config):
+    specs = leaf_specs(config)
+    for path in specs:
         by_layer.setdefault(int(path.split("/")[1]) if path.startswith("layers/") else -1, []).append(path)
     notes = {int(name): note for name, note in writer.notes(map(str, indices)).items()}
     # Figures are noted before the last leaves of a layer are on the disk, or after: both have to be there.
@@ -260,17 +262,19 @@ def _write(
     )
     for i, paths in by_layer.items():
         made: set[str] = set()
-        size = 0
+        size, whole = 0, count_bytes(specs[path] for path in paths if path.startswith(f"layers/{i}/mlp/experts/"))
         mine = i in left and (not shared or owners[i] == jax.process_index())
         if mine:
 
-            def write(below: str, leaf: np.ndarray, i: int = i, made: set[str] = made) -> None:
+            def write(below: str, leaf: np.ndarray, i: int = i, made: set[str] = made, whole: int = whole) -> None:
                 nonlocal size
                 path = f"layers/{i}/mlp/{below}"
                 made.add(path)
                 size += leaf.nbytes
                 if path not in writer.done:
                     writer.write({path: leaf})
+                # Of a layer that takes minutes, something is seen before it is done.
+                board.working(min(1.0, size / whole))
 
             figures = compress_layer(i, write)
             notes[i] = {"figures": dataclasses.asdict(figures), "nbytes": size}
