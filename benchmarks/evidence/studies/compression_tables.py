@@ -13,15 +13,17 @@ from evidence.tables import markdown
 _ROUNDING = 1e-3
 # Bits per weight: a little more than codes of 2, 3, 4, 5, 6 and 8 bits with their scales.
 BUDGETS = (2.3, 3.3, 4.3, 5.3, 6.3, 8.3)
+LOWEST = ", lowest"
+"""Ends the names of tables of the lowest losses."""
 
 
-def compression_tables(results: ResultsFile) -> dict[str, str]:
-    """What became of every kept model, by headings."""
+def compression_tables(results: ResultsFile, *, asked: bool = False) -> dict[str, str]:
+    """What became of every kept model, by headings; of all, or of those that were asked questions."""
     return {
         f"{COMPRESSION}, {scale}, {model}": _of_model(found)
         for scale, models in (results.get(COMPRESSION) or {}).items()
         for model, found in models.items()
-        if UNCOMPRESSED in found
+        if UNCOMPRESSED in found and (not asked or any("answers" in run for run in found[UNCOMPRESSED].values()))
     }
 
 
@@ -38,7 +40,7 @@ def frontier_tables(results: ResultsFile) -> dict[str, str]:
                     [f"{most:g}", *(_lowest(variants, whole, family, most) for family in FAMILIES)] for most in BUDGETS
                 ]
                 head = ("bits per weight at most", *FAMILIES)
-                found[f"{COMPRESSION}, {scale}, {model}, lowest"] = markdown(head, rows)
+                found[f"{COMPRESSION}, {scale}, {model}{LOWEST}"] = markdown(head, rows)
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from evidence.results import ResultsFile
 from evidence.studies.claims import CLAIMS
 from evidence.studies.claims_file import NAME
-from evidence.studies.compression_tables import checks, compression_tables, frontier_tables, noise_tables
+from evidence.studies.compression_tables import LOWEST, checks, compression_tables, frontier_tables, noise_tables
 from evidence.studies.figures import draw_claims, draw_dense_adapters
 from evidence.studies.noise_figure import draw_noise
 from evidence.studies.summary import mean_losses, spread
@@ -49,12 +49,15 @@ def report(results: ResultsFile) -> str:
 
 
 def blocks(results: ResultsFile) -> dict[str, str]:
-    """The tables of BENCHMARKS.md, by the names of their blocks; of compressed models only the lowest losses."""
+    """The tables of BENCHMARKS.md, by the names of their blocks; of compressed models only the lowest losses, or if they
+    were asked questions, everything."""
     found = {"verdicts": claims_table(results)}
     for study in _REFERENCES:
         for scale in results.get(study) or {}:
             found[f"{study}, {scale}"] = "\n".join(study_tables(results, study, scale)).strip()
-    return found | frontier_tables(results) | noise_tables(results)
+    asked = compression_tables(results, asked=True)
+    lowest = {name: table for name, table in frontier_tables(results).items() if name.removesuffix(LOWEST) not in asked}
+    return found | asked | lowest | noise_tables(results)
 
 
 def claims_table(results: ResultsFile) -> str:
