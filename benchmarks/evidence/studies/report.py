@@ -49,8 +49,10 @@ def report(results: ResultsFile) -> str:
 
 
 def blocks(results: ResultsFile) -> dict[str, str]:
-    """The tables of BENCHMARKS.md, by the names of their blocks; of compressed models only the lowest losses, but of those
-    that were asked questions everything."""
+    """The tables of BENCHMARKS.md, by the names of their blocks; of compressed models only the lowest losses.
+
+    Of those that were asked questions, all that was measured.
+    """
     found = {"verdicts": claims_table(results)}
     for study in _REFERENCES:
         for scale in results.get(study) or {}:
