@@ -46,6 +46,7 @@ def compress(
     calibrate: str | os.PathLike[str] | None = None,
     samples: int | None = None,
     calibration_seed: int = 0,
+    gradients: bool = False,
     calibration_dir: str | os.PathLike[str] | None = None,
     seq_len: int | None = None,
     batch_size: int = 8,
@@ -77,6 +78,8 @@ def compress(
         least. Without it, all experts and all inputs count alike.
       samples, calibration_seed: how many windows are drawn of that text, by default 128, or as many as it has; and with
         which seed.
+      gradients: whether tokens of that text count by the squared gradient of its loss with respect to what a layer
+        gives for them.
       calibration_dir: a folder in which what was found is kept, for the same text to be used again; None: nowhere.
       seq_len, batch_size: tokens that the model sees at a time on it, and windows computed at once.
       dtype: of what is not in codes; None: as stored.
@@ -113,9 +116,12 @@ def compress(
             place=None if calibration_dir is None else Path(calibration_dir).joinpath,
             mesh=model.mesh if isinstance(model, Model) else None,
             sensitivities=made.needs_sensitivities,
+            gradients=gradients,
         )
         described |= {"calibrate": str(calibrate), "seq_len": seq_len, "samples": samples}
-        described |= {"calibration_seed": calibration_seed}
+        described |= {"calibration_seed": calibration_seed} | ({"gradients": True} if gradients else {})
+    elif gradients:
+        raise InputError("gradients go with calibrate: name a text")
     target = destination(out)
     _compress(
         source,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import moe_jax
 from moe_jax.api.calibrate import calibrate
 from moe_jax.cli import main
 from moe_jax.compress.calibration.gradient_pass import has_gradients, record_gradients
@@ -157,3 +158,11 @@ def test_the_command_counts_tokens_by_them(models, text, tmp_path, capsys):
     assert not np.array_equal(*(of.read(path) for of in found.values()))
     lineage = [of.lineage[-1]["options"].get("gradients") for of in found.values()]
     assert lineage == [None, True]
+    # The same from Python.
+    options = {"method": "quantize", "bits": 2, "gradients": True}
+    made = moe_jax.compress(
+        models["one"], calibrate=text, seq_len=16, samples=4, calibration_dir=tmp_path / "kept", **options
+    )
+    np.testing.assert_array_equal(made.source.read(path), found["weighted"].read(path))
+    with pytest.raises(InputError, match="gradients go with calibrate"):
+        moe_jax.compress(models["one"], **options)
