@@ -44,6 +44,7 @@ from evidence.studies.jobs import (  # noqa: E402
     do_jobs,
     new_folder,
     open_jobs,
+    repeat_jobs,
     store,
 )
 from evidence.studies.models import Leaves, grown, model_of  # noqa: E402
@@ -239,6 +240,18 @@ def test_a_lost_model_is_made_again_where_something_begins_with_it(results, tmp_
 
     assert remade() == "" and remade(a=False) == ""
     assert remade(b=False) == "a" and remade(c=False) == "ab"
+
+
+def test_jobs_are_done_again_and_compared(results, tmp_path):
+    class Study(Open):
+        def jobs(self, results, place):
+            yield Job(("pilot", "same"), _work, {})
+            yield Job(("pilot", "other"), _threads, {})
+
+    place = Place(tmp_path, tmp_path)
+    assert do_jobs([Study()], results, place, workers=1)
+    assert repeat_jobs([Study()], results, place, workers=1, count=2) == (2, [("pilot", "other")])
+    assert results.get("repeated", "pilot") == {"jobs": 2, "different": ["pilot / other"]}
 
 
 def test_a_job_of_two_threads_is_alone(results, tmp_path):

@@ -216,7 +216,7 @@ def repeat_jobs(
 
     Args:
       studies: of the jobs.
-      results: of the jobs; under `repeated`, what came of it.
+      results: of the jobs; under `repeated` and the scales of the studies, what came of it.
       place: as of the jobs.
       workers: jobs at a time.
       count: of jobs, at most.
@@ -235,7 +235,8 @@ def repeat_jobs(
             for job, future in zip(chosen, again, strict=True)
             if not same(results.get(*job.path), future.result())
         ]
-    results.put("repeated", value={"jobs": len(chosen), "different": [" / ".join(path) for path in differ]})
+    scales = ", ".join(dict.fromkeys(study.scale_name for study in studies))
+    results.put("repeated", scales, value={"jobs": len(chosen), "different": [" / ".join(path) for path in differ]})
     return len(chosen), differ
 
 
