@@ -20,7 +20,7 @@ from evidence.studies.verdicts import AGREES, DISAGREES, UNDECIDED
 
 _D = re.compile(r"PERFT-(?:D (\d+)|S) r=(\d+)")
 _COLOURS = {AGREES: "C2", DISAGREES: "C3", UNDECIDED: "0.5"}
-_MARKERS = "osD^vPX*"
+_MARKERS = "osD^vPX*hp"
 
 
 def draw_claims(results: ResultsFile, file: Path) -> None:
