@@ -1,5 +1,6 @@
 """The comparison at equal bytes, but for the models that it compares: what it plans and what it reports."""
 
+import json
 import pathlib
 import sys
 
@@ -13,13 +14,16 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from evidence.equal_bytes.entries import ABLATIONS, DRAWS, ENTRIES, RECOVERIES, UNCOMPRESSED  # noqa: E402
 from evidence.equal_bytes.models import Subject  # noqa: E402
+from evidence.equal_bytes.own_models import adopt, own_models  # noqa: E402
 from evidence.equal_bytes.plan import comparisons  # noqa: E402
 from evidence.equal_bytes.report import ablations, recoveries, tables, write_report  # noqa: E402
 from evidence.equal_bytes.study import Comparison  # noqa: E402
 from evidence.results import NoSettings, ResultsFile  # noqa: E402
 from evidence.stamp import Stamp  # noqa: E402
-from evidence.studies.jobs import Place  # noqa: E402
-from evidence.studies.training_job import kept_path  # noqa: E402
+from evidence.studies.jobs import MADE, DiffersError, Place, open_jobs  # noqa: E402
+from evidence.studies.plan import studies  # noqa: E402
+from evidence.studies.training_job import kept_folder, kept_path  # noqa: E402
+from evidence.studies.trainings import Kept  # noqa: E402
 
 STAMP = Stamp(commit="1" * 40, date="2026-11-23", machine="x86_64 with 2 threads", versions={"python": "3.11.7"})
 
@@ -30,7 +34,7 @@ def results(tmp_path):
 
 
 def test_every_entry_is_a_method_with_its_options():
-    every = [*ENTRIES, *(one for _, recovered in RECOVERIES for one in recovered)]
+    every = [*ENTRIES, *(recovered for _, recovered in RECOVERIES)]
     for entry in every:
         make_method(entry.method, dict(entry.options))
     assert len({entry.label for entry in every}) == len(every)
@@ -39,10 +43,15 @@ def test_every_entry_is_a_method_with_its_options():
     assert all(entry.label in labels for steps in ABLATIONS.values() for _, entry in steps)
 
 
+def _keep(results: ResultsFile, place: Place) -> None:
+    results.put(Kept.name, "stories260K", "a", value={"steps": 1})
+    kept_path(place, "stories260K", "a").mkdir(parents=True)
+
+
 def test_only_calibrated_entries_are_done_for_every_draw(results, tmp_path):
     place, study = Place(tmp_path, tmp_path), Comparison(Subject("stories260K", "a"))
-    assert not list(study.jobs(results, place))  # the model is not there
-    kept_path(place, "stories260K", "a").mkdir(parents=True)
+    assert not list(study.jobs(results, place)) and not study.is_done(results)  # the model is not there
+    _keep(results, place)
     paths = [job.path for job in study.jobs(results, place)]
     assert len(set(paths)) == len(paths)
     for entry in ENTRIES:
@@ -53,7 +62,7 @@ def test_only_calibrated_entries_are_done_for_every_draw(results, tmp_path):
 def test_only_what_is_asked_for_is_done_with_further_draws(results, tmp_path):
     calibrated = [entry for entry in ENTRIES if entry.calibrated]
     study = Comparison(Subject("stories260K", "a"), more_draws=(calibrated[0],))
-    kept_path(Place(tmp_path, tmp_path), "stories260K", "a").mkdir(parents=True)
+    _keep(results, Place(tmp_path, tmp_path))
     paths = [job.path for job in study.jobs(results, Place(tmp_path, tmp_path))]
     further = {path[3] for path in paths if path[4] != "0"}
     assert further == {calibrated[0].label} and len(paths) == 1 + len(ENTRIES) + len(DRAWS) - 1
@@ -63,7 +72,7 @@ def test_steps_and_recoveries_are_reported_beside_what_they_change(results):
     study = Comparison(Subject("stories260K", "a"))
     losses = {"code": 1.0}
     results.put(*study.path(UNCOMPRESSED, 0), value={"losses": losses, "kl": {"code": 0.0}})
-    (before, (recovered, _)), *_ = RECOVERIES
+    (before, recovered), *_ = RECOVERIES
     (_, first), (_, second), *_ = ABLATIONS[2]
     for entry, loss in ((before, 1.3), (recovered, 1.2), (first, 1.5), (second, 1.6)):
         value = {"losses": {"code": loss}, "kl": {"code": 0.0}, "bits_per_weight": 2.0}
@@ -72,6 +81,47 @@ def test_steps_and_recoveries_are_reported_beside_what_they_change(results):
     assert table.index("+0.3000") < table.index("+0.2000")
     (table,) = ablations(results).values()
     assert table.index("+0.5000") < table.index("+0.6000")
+
+
+@pytest.fixture
+def claims(tmp_path):
+    """Rates of every training that keeps a model."""
+    found = ResultsFile(tmp_path / "claims.json", NoSettings(), stamp=lambda: STAMP)
+    for study in studies(Place(tmp_path, tmp_path)):
+        for shape in getattr(study, "keep", ()):
+            found.put(*study.path(shape, 0), value={"rates": {"base": 1e-3}})
+    return found
+
+
+def test_models_are_trained_with_the_rates_of_claims_and_after_what_they_begin_with(claims, results, tmp_path):
+    place = Place(tmp_path, tmp_path)
+    models = own_models([study.subject for study in comparisons()], place, claims)
+    names = [(model.scale, model.model) for model in models]
+    assert len(set(names)) == len(names) == 6  # not SmolLM2's: where it is, was not said
+    mixed = next(model for model in models if model.model == "experts from models-s0")
+    assert mixed.after == ("code-s0", "math-s0", "wiki-s0")
+    assert all(names.index((mixed.scale, name)) < names.index((mixed.scale, mixed.model)) for name in mixed.after)
+    run = mixed.arguments["run"]
+    assert (run.seed, run.keep, run.rates) == (0, mixed.model, (("base", 1e-3),))
+    assert not list(mixed.jobs(results, place))  # waits
+    first = models[names.index((mixed.scale, "code-s0"))]
+    assert [job.path for job in first.jobs(results, place)] == [("models", "stories260K", "code-s0")]
+
+
+def test_a_model_of_another_program_is_taken_once(claims, results, tmp_path):
+    place = Place(tmp_path, tmp_path)
+    (model,) = own_models([Subject("stories260K", "vanilla-s0")], place, claims)
+    adopt([model], results, place)
+    assert not model.is_done(results)
+    folder = kept_folder(place, model.scale, model.model)
+    folder.mkdir(parents=True)
+    (folder / MADE).write_text(json.dumps({"losses": {"code": 2.0}}))
+    adopt([model], results, place)
+    assert model.is_done(results) and not list(open_jobs([model], results, place))
+    (folder / MADE).write_text(json.dumps({"losses": {"code": 2.5}}))
+    adopt([model], results, place)
+    with pytest.raises(DiffersError, match="another run than that of the results"):
+        list(open_jobs([model], results, place))
 
 
 def test_models_are_named_apart():

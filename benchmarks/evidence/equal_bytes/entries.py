@@ -49,8 +49,7 @@ def _entry(
 
 def _plain(family: str, *, calibrated: bool, **options: Any) -> list[Entry]:
     return [
-        _entry(family, f"{bits} bits", "quantize", calibrated=calibrated, bits=bits, **options)
-        for bits in (4, 3, 2, 8)
+        _entry(family, f"{bits} bits", "quantize", calibrated=calibrated, bits=bits, **options) for bits in (4, 3, 2, 8)
     ]
 
 
@@ -74,9 +73,7 @@ def _shared(family: str, *, calibrated: bool, **options: Any) -> list[Entry]:
 
 
 def _kept(family: str, method: str, *keeps: float, calibrated: bool = False, **options: Any) -> list[Entry]:
-    return [
-        _entry(family, f"keep {keep:g}", method, calibrated=calibrated, keep=keep, **options) for keep in keeps
-    ]
+    return [_entry(family, f"keep {keep:g}", method, calibrated=calibrated, keep=keep, **options) for keep in keeps]
 
 
 def _budgets(family: str, *budgets: float, **options: Any) -> list[Entry]:
@@ -112,30 +109,23 @@ def _steps(residual: int) -> list[tuple[str, Entry]]:
     ]
 
 
-def _recoveries() -> list[tuple[Entry, list[Entry]]]:
-    """What loses much, and the same once routers and norms have learnt, with these weights of the teacher's logits."""
+def _recoveries() -> list[tuple[Entry, Entry]]:
+    """What loses much, and the same once routers and norms have learnt the logits of the model before."""
     losing = (
         *_plain(GPTQ, calibrated=True)[2:3],
         *_shared(SHARED_GPTQ, calibrated=True)[1:2],
         *_kept("HC-SMoE", "hc-smoe", 0.5, calibrated=True),
         *_kept("REAP", "reap", 0.75, calibrated=True),
     )
-    return [
-        (
-            entry,
-            [
-                dataclasses.replace(entry, name=f"{entry.name}, recovered {weight:g}", recovery=weight)
-                for weight in (1.0, 0.5)
-            ],
-        )
-        for entry in losing
-    ]
+    return [(entry, dataclasses.replace(entry, name=f"{entry.name}, recovered", recovery=1.0)) for entry in losing]
 
 
 RTN, GPTQ = "rounding", "GPTQ"
 SHARED_RTN, SHARED_GPTQ = "shared centre, rounding", "shared centre, GPTQ"
 ALLOCATED = "allocated"
 ALLOCATED_FITTED = "allocated, fitted levels"
+AS_LARGE_AS_GPTQ = {"stories260K": (2.27, 3.27, 4.27), "middle": (2.15, 3.15, 4.15)}
+"""Budgets, by scale: bits per weight of GPTQ with 2, 3 and 4 bits and its scales."""
 ALLOCATED_BY_EXPERT = "allocated, bits by expert"
 ALLOCATED_BY_FORMAT = "allocated, row scales and zero points"
 
@@ -149,7 +139,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_plain(GPTQ, calibrated=True),
     *_shared(SHARED_RTN, calibrated=False),
     *_shared(SHARED_GPTQ, calibrated=True),
-    *_budgets(ALLOCATED, 2.5, 1.75, 2.0, 3.0, 4.0),
+    *_budgets(ALLOCATED, 2.5, 1.75, 2.0, 3.0, 4.0, *(size for sizes in AS_LARGE_AS_GPTQ.values() for size in sizes)),
     *_budgets(ALLOCATED_FITTED, 2.5, 1.75, 2.0, 3.0, 4.0, levels="fitted", scale_bits=8),
     *_budgets(ALLOCATED_BY_EXPERT, 2.5, 1.75, 3.0, experts="own"),
     *_budgets(ALLOCATED_BY_FORMAT, 2.5, 1.75, 3.0, row_scales=True, zero_points=True),

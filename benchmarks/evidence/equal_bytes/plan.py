@@ -1,8 +1,13 @@
 """Which models are compared, and how often."""
 
+import dataclasses
+
 from evidence.equal_bytes.entries import (
     ALLOCATED,
+    ALLOCATED_BY_EXPERT,
+    ALLOCATED_BY_FORMAT,
     ALLOCATED_FITTED,
+    AS_LARGE_AS_GPTQ,
     ENTRIES,
     GPTQ,
     RECOVERIES,
@@ -14,10 +19,10 @@ from evidence.equal_bytes.models import Subject
 from evidence.equal_bytes.study import Comparison
 from evidence.studies.plan import AGAIN, BRANCHES, DRAWN, VANILLA
 from evidence.studies.probes import Probes
-from evidence.studies.scales import MIDDLE, SMOLLM, STORIES
+from evidence.studies.scales import MIDDLE, SCALES, SMOLLM, STORIES, Scale
 
 _PROMPTS, _PROBES = Probes(questions=0, prompts=8), Probes(questions=100, prompts=8)
-_RECOVERED = tuple(entry for _, recovered in RECOVERIES for entry in recovered)
+_RECOVERED = tuple(recovered for _, recovered in RECOVERIES)
 # Of larger models than stories260K an entry takes up to minutes: what says most, and of that the most important with
 # further draws.
 _BITS = ("2 bits", "3 bits", "4 bits")
@@ -43,6 +48,36 @@ _OF_LARGER_BY_FAMILY = {
     "HC-SMoE": ("keep 0.5",),
 }
 _REPEATED_BY_FAMILY = {GPTQ: ("3 bits",), SHARED_GPTQ: ("4 + 2 bits",), ALLOCATED_FITTED: ("2.5 bits",)}
+# What takes seconds.
+_OF_SMALL_REPEATED_BY_FAMILY = {
+    GPTQ: _BITS,
+    SHARED_GPTQ: ("2 + 1 bits", "3 + 1 bits", "4 + 1 bits", "4 + 2 bits", "4 + 3 bits"),
+    ALLOCATED: ("1.75 bits", "2.5 bits", "3 bits", "4 bits"),
+    ALLOCATED_FITTED: ("1.75 bits", "2.5 bits", "3 bits", "4 bits"),
+    f"{GPTQ}, gradients": _BITS,
+    f"{SHARED_GPTQ}, gradients": ("4 + 1 bits", "4 + 2 bits"),
+    f"{ALLOCATED}, gradients": ("1.75 bits", "2.5 bits", "3 bits"),
+    f"{SHARED_GPTQ}, row scales": ("4 + 1 bits", "4 + 2 bits"),
+    ALLOCATED_BY_EXPERT: ("2.5 bits",),
+    ALLOCATED_BY_FORMAT: ("2.5 bits",),
+    "D2-MoE": ("keep 0.25",),
+    "HC-SMoE": ("keep 0.5",),
+    "REAP": ("keep 0.75",),
+}
+# Whose result depends on how neurons are ordered, unless they are aligned.
+_ALIGNED_OR_NOT_BY_FAMILY = {
+    RTN: _BITS,
+    GPTQ: _BITS,
+    SHARED_GPTQ: ("2 + 1 bits", "4 + 1 bits", "4 + 2 bits", "4 + 3 bits"),
+    ALLOCATED: ("1.75 bits", "2.5 bits", "3 bits"),
+    ALLOCATED_FITTED: ("1.75 bits", "2.5 bits", "3 bits"),
+    "ResMoE": ("keep 0.25",),
+    "SVD, whitened, joint": ("keep 0.25",),
+    "D2-MoE": ("keep 0.25",),
+    "REAP": ("keep 0.75",),
+    "HC-SMoE": ("keep 0.5",),
+    "M-SMoE": ("keep 0.5",),
+}
 
 
 def _named(by_family: dict[str, tuple[str, ...]]) -> tuple[Entry, ...]:
@@ -51,19 +86,39 @@ def _named(by_family: dict[str, tuple[str, ...]]) -> tuple[Entry, ...]:
 
 
 _OF_LARGER, _REPEATED = _named(_OF_LARGER_BY_FAMILY), _named(_REPEATED_BY_FAMILY)
+_OF_SMALL_REPEATED, _ALIGNED_OR_NOT = _named(_OF_SMALL_REPEATED_BY_FAMILY), _named(_ALIGNED_OR_NOT_BY_FAMILY)
 
 
 def comparisons() -> list[Comparison]:
-    """The models that `claims.py` keeps: of one origin, the same with neurons in another order, and of less."""
+    """Models of one origin, the same with neurons in another order, of less in common, and of nothing."""
+    upcycled = Subject(STORIES.name, f"{VANILLA}-s0")
     return [
-        Comparison(Subject(STORIES.name, f"{VANILLA}-s0"), entries=(*ENTRIES, *_RECOVERED)),
-        Comparison(Subject(STORIES.name, f"{VANILLA}-s0", permuted=True)),
+        Comparison(upcycled, probes=_PROMPTS, entries=(*_of(STORIES), *_RECOVERED), more_draws=_OF_SMALL_REPEATED),
+        Comparison(dataclasses.replace(upcycled, permuted=True), entries=_ALIGNED_OR_NOT, more_draws=_REPEATED),
         # Experts from models of one domain each, which have less in common than copies of one.
-        Comparison(Subject(STORIES.name, f"{BRANCHES}-s0")),
-        *(
-            Comparison(Subject(MIDDLE.name, f"{shape}-s0"), probes=_PROMPTS, entries=_OF_LARGER, more_draws=_REPEATED)
-            for shape in (VANILLA, DRAWN)
+        Comparison(
+            Subject(STORIES.name, f"{BRANCHES}-s0"),
+            probes=_PROMPTS,
+            entries=(*_OF_LARGER, *_as_large_as_gptq(STORIES)),
+            more_draws=(*_REPEATED, *_as_large_as_gptq(STORIES)),
+        ),
+        Comparison(
+            Subject(MIDDLE.name, f"{DRAWN}-s0"),
+            probes=_PROMPTS,
+            entries=(*_as_large_as_gptq(MIDDLE), *_OF_LARGER),
+            more_draws=(*_as_large_as_gptq(MIDDLE), *_REPEATED),
         ),
         Comparison(Subject(SMOLLM.name, AGAIN), probes=_PROBES, entries=_OF_LARGER, more_draws=_REPEATED),
         Comparison(Subject(SMOLLM.name, AGAIN, permuted=True), draws=(0,), entries=_REPEATED),
     ]
+
+
+def _as_large_as_gptq(scale: Scale) -> tuple[Entry, ...]:
+    names = [f"{size:g} bits" for size in AS_LARGE_AS_GPTQ[scale.name]]
+    return tuple(entry for entry in ENTRIES if entry.family == ALLOCATED and entry.name in names)
+
+
+def _of(scale: Scale) -> tuple[Entry, ...]:
+    """All entries, but for those of other scales."""
+    others = [entry for name in AS_LARGE_AS_GPTQ if name != scale.name for entry in _as_large_as_gptq(SCALES[name])]
+    return tuple(entry for entry in ENTRIES if entry not in others)

@@ -118,9 +118,8 @@ def recoveries(results: ResultsFile) -> dict[str, str]:
         by_entry = {point.entry.label: point for point in points(results, scale, label)}
         rows = []
         for entry, recovered in RECOVERIES:
-            if entry.label in by_entry and any(one.label in by_entry for one in recovered):
-                rows += [(one.label, *_figures(by_entry[one.label], before)) for one in (entry, *recovered)
-                         if one.label in by_entry]  # fmt: skip
+            if entry.label in by_entry and recovered.label in by_entry:
+                rows += [(one.label, *_figures(by_entry[one.label], before)) for one in (entry, recovered)]
         if rows:
             head = ("experts", "bits per weight", f"added to {before:.4f} nats", "KL, nats")
             found[f"{scale}, {label}, recovered"] = markdown(head, rows)
@@ -164,7 +163,7 @@ def tables(results: ResultsFile) -> dict[str, str]:
 
 def points(results: ResultsFile, scale: str, label: str) -> Iterator[Point]:
     """All entries that were done on a model."""
-    for entry in (*ENTRIES, *(one for _, recovered in RECOVERIES for one in recovered)):
+    for entry in (*ENTRIES, *(recovered for _, recovered in RECOVERIES)):
         runs = list((results.get(COMPARISON, scale, label, entry.label) or {}).values())
         if runs:
             losses = [_mean(run["losses"]) for run in runs]

@@ -10,6 +10,7 @@ from evidence.results import Key, ResultsFile
 from evidence.studies.jobs import Job, Place
 from evidence.studies.probes import Probes
 from evidence.studies.training_job import kept_path
+from evidence.studies.trainings import Kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Comparison:
     """All entries on one model.
 
     Attributes:
-      subject: the model; it is waited for.
+      subject: the model; it is waited for, see `own_models`.
       draws: of the calibration text, for calibrated entries.
       probes: what compressed models are asked beside the loss, with the first draw.
       entries: what is done to it.
@@ -31,17 +32,19 @@ class Comparison:
     more_draws: tuple[Entry, ...] | None = None
 
     name = COMPARISON
-    # `equal_bytes.py` begins with models that another program keeps.
-    needs = keeps = ()
+    keeps = ()
+
+    @property
+    def needs(self) -> tuple[Key, ...]:
+        return ((Kept.name, self.subject.scale, self.subject.model),)
 
     @property
     def scale_name(self) -> str:
         return self.subject.scale
 
     def is_done(self, results: ResultsFile) -> bool:
-        """Asked of studies that keep models or begin with those of others; this one does neither."""
-        del results
-        return True
+        """Whether every entry is done with every draw."""
+        return all(results.get(*self.path(label, draw)) is not None for label, draw, _ in self._asked())
 
     def path(self, label: str, draw: int) -> Key:
         """Where a result stands."""
@@ -49,14 +52,17 @@ class Comparison:
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
         """The model as it is, then every entry with the first draw, and then with the others."""
-        del results
-        if not kept_path(place, self.subject.scale, self.subject.model).exists():
-            return
-        yield Job(self.path(UNCOMPRESSED, 0), compare, {"asked": Asked(self.subject, None, probes=self.probes)})
+        made = all(results.get(*key) is not None for key in self.needs)
+        if made and kept_path(place, self.subject.scale, self.subject.model).exists():
+            for label, draw, asked in self._asked():
+                yield Job(self.path(label, draw), compare, {"asked": asked})
+
+    def _asked(self) -> Iterator[tuple[str, int, Asked]]:
+        """Every result: what it is of, and the draw."""
+        yield UNCOMPRESSED, 0, Asked(self.subject, None, probes=self.probes)
         for draw in self.draws:
             again = self.entries if self.more_draws is None else self.more_draws
             for entry in self.entries if draw == self.draws[0] else again:
                 if draw == self.draws[0] or entry.calibrated:
                     probes = self.probes if draw == self.draws[0] else None
-                    asked = Asked(self.subject, entry, draw, probes)
-                    yield Job(self.path(entry.label, draw), compare, {"asked": asked})
+                    yield entry.label, draw, Asked(self.subject, entry, draw, probes)

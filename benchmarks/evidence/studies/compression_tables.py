@@ -74,9 +74,7 @@ def checks(results: ResultsFile) -> str:
         for run in by_seed.values()
     ]
     served = [
-        abs(loss - run["losses"][text])
-        for _, run in found
-        for text, loss in run.get("served_losses", {}).items()
+        abs(loss - run["losses"][text]) for _, run in found for text, loss in run.get("served_losses", {}).items()
     ]
     lines = []
     if served:

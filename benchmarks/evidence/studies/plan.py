@@ -63,9 +63,7 @@ def _small() -> list[Study]:
     return [
         # With seeds and texts that are not reported. In it, vanilla was better than dense by four times the spread of
         # their difference over seeds; runs that are reported are twice as long.
-        Trainings(
-            "pilot", STORIES, {AS_IT_IS: AS_IT_IS, VANILLA: VANILLA}, 250, 250, PILOT_SEEDS, split=SELECTION
-        ),
+        Trainings("pilot", STORIES, {AS_IT_IS: AS_IT_IS, VANILLA: VANILLA}, 250, 250, PILOT_SEEDS, split=SELECTION),
         upcycled,
         Trainings("pesc", STORIES, _PESC, 300, 150, SEEDS),
         *compression_plan.of_stories(*_kept_of(upcycled, VANILLA)),
@@ -82,9 +80,7 @@ def _middle() -> list[Study]:
     upcycled = {shape: like for shape, like in _UPCYCLED.items() if shape in _MIDDLE}
     vanilla = Trainings("upcycling", MIDDLE, upcycled, 300, 150, SEEDS, keep=frozenset((VANILLA,)), after=after)
     # Nothing of the dense model but its config and its tokenizer.
-    drawn = Trainings(
-        "from random weights", MIDDLE, {DRAWN: DRAWN}, 1000, 150, SEEDS, keep=frozenset((DRAWN,)), after=after
-    )
+    drawn = Trainings("from random weights", MIDDLE, {DRAWN: DRAWN}, 1000, 150, SEEDS, keep=frozenset((DRAWN,)))
     return [
         dense,
         vanilla,
@@ -140,9 +136,7 @@ def _branches(scale: Scale, *, steps: int, together: int) -> list[Study]:
         one,
         _after(
             alone,
-            Trainings(
-                "mixed branches", scale, {BRANCHES: BRANCHES}, together, 250, SEEDS, keep=frozenset((BRANCHES,))
-            ),
+            Trainings("mixed branches", scale, {BRANCHES: BRANCHES}, together, 250, SEEDS, keep=frozenset((BRANCHES,))),
         ),
         _after([one], Trainings("mixed branches", scale, {THREE: THREE}, together, 250, SEEDS, "together-s{seed}")),
     ]

@@ -73,10 +73,10 @@ def train_run(place: Place, run: Run) -> dict[str, Any]:
 
 def _train(place: Place, run: Run, shape: Shape) -> dict[str, Any]:
     scale = SCALES[run.scale]
-    base = load_kept(place, run.scale, run.start)
-    config = shape.config(base.config)
-    corpus = _corpus(place, scale, base.config)
-    leaves = _first(place, run, shape, config, base, corpus)
+    start = start_config(place, run.scale, run.start)
+    config = shape.config(start)
+    corpus = _corpus(place, scale, start)
+    leaves = _first(place, run, shape, config, corpus)
     trainer = _trainer(run.shape, config, max(run.steps, 1), scale.warmup_steps)
     model = model_of(leaves)
     scored = corpus.scored(run.split, MIXTURES[run.mixture])
@@ -151,10 +151,11 @@ def _corpus(place: Place, scale: Scale, config: ModelConfig) -> Corpus:
     return Corpus(place, scale, config, tokenizer_file(place, scale))
 
 
-def _first(place: Place, run: Run, shape: Shape, config: ModelConfig, base: Leaves, corpus: Corpus) -> Leaves:
+def _first(place: Place, run: Run, shape: Shape, config: ModelConfig, corpus: Corpus) -> Leaves:
     """The model before it is trained."""
     if shape.parts == DRAWN:
         return Leaves(config, {path: np.asarray(leaf) for path, leaf in model_leaves(draw_model(config, run.seed))})
+    base = load_kept(place, run.scale, run.start)
     branches, routers = [], None
     if shape.parts == BTX:
         # Learning rates are chosen with the models of the first seed.

@@ -21,6 +21,7 @@ class Kept:
     Attributes:
       scale, model: under which it is kept.
       work, arguments, threads: of the job.
+      after: names of kept models of the scale that it begins with.
     """
 
     name: ClassVar[str] = "models"
@@ -30,12 +31,15 @@ class Kept:
     work: Callable[..., dict[str, Any]]
     arguments: Mapping[str, Any]
     threads: int = 1
-
-    needs: ClassVar[tuple[Key, ...]] = ()
+    after: tuple[str, ...] = ()
 
     @property
     def path(self) -> Key:
-        return self.name, self.scale, self.model
+        return self._path(self.model)
+
+    @property
+    def needs(self) -> tuple[Key, ...]:
+        return tuple(map(self._path, self.after))
 
     @property
     def scale_name(self) -> str:
@@ -50,9 +54,13 @@ class Kept:
         return results.get(*self.path) is not None
 
     def jobs(self, results: ResultsFile, place: Place) -> Iterator[Job]:
-        """The one job."""
-        folder = kept_folder(place, self.scale, self.model)
-        yield Job(self.path, self.work, self.arguments, folder, self.threads)
+        """The one job, once what it begins with is kept."""
+        if all(results.get(*self._path(name)) and kept_path(place, self.scale, name).exists() for name in self.after):
+            folder = kept_folder(place, self.scale, self.model)
+            yield Job(self.path, self.work, self.arguments, folder, self.threads)
+
+    def _path(self, model: str) -> Key:
+        return self.name, self.scale, model
 
 
 def rates_root(scale: str, start: str, mixture: str, steps: int, shape: str) -> Key:
@@ -137,14 +145,15 @@ class Trainings:
             if chosen is None:
                 continue
             for seed in self.seeds:
-                keep = self.keep_as.format(shape=shape, seed=seed) if shape in self.keep else ""
-                run = dataclasses.replace(self._run(shape, seed, chosen), keep=keep)
-                makes = kept_folder(place, self.scale.name, keep) if keep else None
+                run = self.run(shape, seed, chosen)
+                makes = kept_folder(place, self.scale.name, run.keep) if run.keep else None
                 yield Job(self.path(shape, seed), train_run, {"run": run}, makes)
 
-    def _run(self, shape: str, seed: int, rates: Rates) -> Run:
+    def run(self, shape: str, seed: int, rates: Rates) -> Run:
+        """One that is reported."""
         start = self.start.format(seed=seed)
-        return Run(self.scale.name, shape, self.steps, seed, rates, start, self.mixture, self.split)
+        keep = self.keep_as.format(shape=shape, seed=seed) if shape in self.keep else ""
+        return Run(self.scale.name, shape, self.steps, seed, rates, start, self.mixture, self.split, keep)
 
     def _trial(self, shape: str, rates: Rates) -> Run:
         start = self.start.format(seed=self.seeds[0])
