@@ -22,6 +22,7 @@ from evidence.results import NoSettings, ResultsFile  # noqa: E402
 from evidence.stamp import Stamp  # noqa: E402
 from evidence.studies.jobs import MADE, DiffersError, Place, open_jobs  # noqa: E402
 from evidence.studies.plan import studies  # noqa: E402
+from evidence.studies.probes import Probes  # noqa: E402
 from evidence.studies.training_job import kept_folder, kept_path  # noqa: E402
 from evidence.studies.trainings import Kept  # noqa: E402
 
@@ -66,6 +67,15 @@ def test_only_what_is_asked_for_is_done_with_further_draws(results, tmp_path):
     paths = [job.path for job in study.jobs(results, Place(tmp_path, tmp_path))]
     further = {path[3] for path in paths if path[4] != "0"}
     assert further == {calibrated[0].label} and len(paths) == 1 + len(ENTRIES) + len(DRAWS) - 1
+
+
+def test_only_some_are_asked_questions_and_only_with_the_first_draw(results, tmp_path):
+    asked, other = [entry for entry in ENTRIES if entry.calibrated][:2]
+    study = Comparison(Subject("stories260K", "a"), probes=Probes(3, 5), questioned=(asked,), entries=(asked, other))
+    _keep(results, Place(tmp_path, tmp_path))
+    probes = {job.path[3:]: job.arguments["asked"].probes for job in study.jobs(results, Place(tmp_path, tmp_path))}
+    assert probes[UNCOMPRESSED, "0"] == probes[asked.label, "0"] == Probes(3, 5)
+    assert probes[other.label, "0"] == Probes(0, 5) and probes[asked.label, "1"] is None
 
 
 def test_steps_and_recoveries_are_reported_beside_what_they_change(results):

@@ -21,7 +21,7 @@ from evidence.studies.plan import AGAIN, BRANCHES, DRAWN, VANILLA
 from evidence.studies.probes import Probes
 from evidence.studies.scales import MIDDLE, SCALES, SMOLLM, STORIES, Scale
 
-_PROMPTS, _PROBES = Probes(questions=0, prompts=8), Probes(questions=100, prompts=8)
+_PROMPTS, _PROBES = Probes(questions=0, prompts=8), Probes(questions=64, prompts=8)
 _RECOVERED = tuple(recovered for _, recovered in RECOVERIES)
 # Of larger models than stories260K an entry takes up to minutes: what says most, and of that the most important with
 # further draws.
@@ -48,6 +48,14 @@ _OF_LARGER_BY_FAMILY = {
     "HC-SMoE": ("keep 0.5",),
 }
 _REPEATED_BY_FAMILY = {GPTQ: ("3 bits",), SHARED_GPTQ: ("4 + 2 bits",), ALLOCATED_FITTED: ("2.5 bits",)}
+# Minutes each.
+_QUESTIONED_BY_FAMILY = {
+    GPTQ: _BITS,
+    SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits"),
+    ALLOCATED: ("1.75 bits",),
+    "REAP": ("keep 0.75",),
+    "HC-SMoE": ("keep 0.5",),
+}
 # What takes seconds.
 _OF_SMALL_REPEATED_BY_FAMILY = {
     GPTQ: _BITS,
@@ -108,7 +116,13 @@ def comparisons() -> list[Comparison]:
             entries=(*_as_large_as_gptq(MIDDLE), *_OF_LARGER),
             more_draws=(*_as_large_as_gptq(MIDDLE), *_REPEATED),
         ),
-        Comparison(Subject(SMOLLM.name, AGAIN), probes=_PROBES, entries=_OF_LARGER, more_draws=_REPEATED),
+        Comparison(
+            Subject(SMOLLM.name, AGAIN),
+            probes=_PROBES,
+            questioned=_named(_QUESTIONED_BY_FAMILY),
+            entries=_OF_LARGER,
+            more_draws=_REPEATED,
+        ),
         Comparison(Subject(SMOLLM.name, AGAIN, permuted=True), draws=(0,), entries=_REPEATED),
     ]
 

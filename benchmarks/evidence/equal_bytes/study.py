@@ -21,6 +21,7 @@ class Comparison:
       subject: the model; it is waited for, see `own_models`.
       draws: of the calibration text, for calibrated entries.
       probes: what compressed models are asked beside the loss, with the first draw.
+      questioned: entries that are asked its questions; None: all.
       entries: what is done to it.
       more_draws: those that are done with every draw; None: all calibrated ones.
     """
@@ -28,6 +29,7 @@ class Comparison:
     subject: Subject
     draws: tuple[int, ...] = DRAWS
     probes: Probes | None = None
+    questioned: tuple[Entry, ...] | None = None
     entries: tuple[Entry, ...] = ENTRIES
     more_draws: tuple[Entry, ...] | None = None
 
@@ -64,5 +66,10 @@ class Comparison:
             again = self.entries if self.more_draws is None else self.more_draws
             for entry in self.entries if draw == self.draws[0] else again:
                 if draw == self.draws[0] or entry.calibrated:
-                    probes = self.probes if draw == self.draws[0] else None
+                    probes = self._probes(entry) if draw == self.draws[0] else None
                     yield entry.label, draw, Asked(self.subject, entry, draw, probes)
+
+    def _probes(self, entry: Entry) -> Probes | None:
+        if self.probes is None or self.questioned is None or entry in self.questioned:
+            return self.probes
+        return dataclasses.replace(self.probes, questions=0)
