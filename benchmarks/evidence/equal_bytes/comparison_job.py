@@ -51,6 +51,7 @@ def compare(place: Place, asked: Asked) -> dict[str, Any]:
 
     Returns:
       losses, selection_losses: of every domain's test and selection text, nats per token.
+      window_losses: of every window of the test texts, likewise.
       kl: of every domain's test text, KL(p || q) in nats per token, p being what the model was and q what it is.
       bits_per_weight, expert_bytes: of the experts on the disk, everything included.
       output_error: of every layer, of calibrated methods.
@@ -105,21 +106,22 @@ def _calibration(place: Place, asked: Asked) -> Calibration:
 
 
 def _scores(place: Place, subject: Subject, model: Decoder) -> dict[str, Any]:
-    found: dict[str, Any] = {"losses": {}, "kl": {}, "selection_losses": {}}
+    found: dict[str, Any] = {"losses": {}, "kl": {}, "window_losses": {}, "selection_losses": {}}
     length = SCALES[subject.scale].seq_len
     program = _program(nnx.graphdef(model))
     for split, into in ((TEST, "losses"), (SELECTION, "selection_losses")):
         for name, ids in scored_texts(place, subject.scale, split).items():
             windows = ids[: len(ids) // length * length].reshape(-1, length)
             before = _of_whole(place, subject, split, name)
-            sums = np.zeros(2)
-            for start in range(0, len(windows), _ROWS):
-                rows = windows[start : start + _ROWS]
-                sums += np.asarray(program(nnx.state(model), rows, before[start : start + _ROWS]), np.float64)
-            nll, kl = (sums / (windows.size - len(windows))).tolist()
-            found[into][name] = nll
+            parts = [
+                program(nnx.state(model), windows[start : start + _ROWS], before[start : start + _ROWS])
+                for start in range(0, len(windows), _ROWS)
+            ]
+            nll, kl = np.concatenate(parts, axis=1).astype(np.float64)
+            found[into][name] = float(nll.mean())
             if split == TEST:
-                found["kl"][name] = kl
+                found["kl"][name] = float(kl.mean())
+                found["window_losses"][name] = np.round(nll, 5).tolist()
     return found
 
 
@@ -143,14 +145,14 @@ def _of_whole(place: Place, subject: Subject, split: str, name: str) -> np.ndarr
 
 @lru_cache(maxsize=4)
 def _program(graphdef: nnx.GraphDef) -> Any:
-    def sums(state: nnx.State, rows: jax.Array, before: jax.Array) -> jax.Array:
-        """Sums over tokens: of the negative log-likelihood, and of the divergence from what it was."""
+    def means(state: nnx.State, rows: jax.Array, before: jax.Array) -> jax.Array:
+        """Of every row, means over tokens: the negative log-likelihood, and the divergence from what it was."""
         after = _log_probabilities(graphdef, state, rows)
-        nll = -jnp.take_along_axis(after, rows[:, 1:, None], 2).sum()
+        nll = -jnp.take_along_axis(after, rows[:, 1:, None], 2)[..., 0].mean(axis=1)
         p = before.astype(jnp.float32)
-        return jnp.stack([nll, jnp.sum(jnp.exp(p) * (p - after))])
+        return jnp.stack([nll, jnp.sum(jnp.exp(p) * (p - after), axis=2).mean(axis=1)])
 
-    return jax.jit(sums)
+    return jax.jit(means)
 
 
 def _log_probabilities(graphdef: nnx.GraphDef, state: nnx.State, rows: jax.Array) -> jax.Array:
