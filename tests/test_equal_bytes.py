@@ -18,11 +18,12 @@ from evidence.equal_bytes.own_models import adopt, own_models  # noqa: E402
 from evidence.equal_bytes.plan import comparisons  # noqa: E402
 from evidence.equal_bytes.report import ablations, recoveries, tables, write_report  # noqa: E402
 from evidence.equal_bytes.study import Comparison  # noqa: E402
-from evidence.results import NoSettings, ResultsFile  # noqa: E402
+from evidence.results import RESULTS, NoSettings, ResultsFile  # noqa: E402
 from evidence.stamp import Stamp  # noqa: E402
+from evidence.studies.claims_file import ClaimsFile  # noqa: E402
 from evidence.studies.jobs import MADE, DiffersError, Place, open_jobs  # noqa: E402
-from evidence.studies.plan import studies  # noqa: E402
 from evidence.studies.probes import Probes  # noqa: E402
+from evidence.studies.rates import text_of  # noqa: E402
 from evidence.studies.training_job import kept_folder, kept_path  # noqa: E402
 from evidence.studies.trainings import Kept  # noqa: E402
 
@@ -93,18 +94,15 @@ def test_steps_and_recoveries_are_reported_beside_what_they_change(results):
     assert table.index("+0.5000") < table.index("+0.6000")
 
 
-@pytest.fixture
-def claims(tmp_path):
-    """Rates of every training that keeps a model."""
-    found = ResultsFile(tmp_path / "claims.json", NoSettings(), stamp=lambda: STAMP)
-    for study in studies(Place(tmp_path, tmp_path)):
-        for shape in getattr(study, "keep", ()):
-            found.put(*study.path(shape, 0), value={"rates": {"base": 1e-3}})
-    return found
+@pytest.fixture(scope="module")
+def claims():
+    return ClaimsFile(RESULTS)
 
 
-def test_models_are_trained_with_the_rates_of_claims_and_after_what_they_begin_with(claims, results, tmp_path):
-    place = Place(tmp_path, tmp_path)
+def test_models_are_trained_with_the_rates_of_claims_and_after_what_they_begin_with(
+    claims, results, data_dir, tmp_path
+):
+    place = Place(data_dir, tmp_path)
     models = own_models([study.subject for study in comparisons()], place, claims)
     names = [(model.scale, model.model) for model in models]
     assert len(set(names)) == len(names) == 6  # not SmolLM2's: where it is, was not said
@@ -112,14 +110,19 @@ def test_models_are_trained_with_the_rates_of_claims_and_after_what_they_begin_w
     assert mixed.after == ("code-s0", "math-s0", "wiki-s0")
     assert all(names.index((mixed.scale, name)) < names.index((mixed.scale, mixed.model)) for name in mixed.after)
     run = mixed.arguments["run"]
-    assert (run.seed, run.keep, run.rates) == (0, mixed.model, (("base", 1e-3),))
+    assert (run.seed, run.keep) == (0, mixed.model)
+    groups = [group for group, _ in run.rates]
+    assert groups == ["base", "router", "experts"]
+    assert claims.get(
+        "rates", "stories260K", "dense on domains", "250 steps", "experts from models", text_of(run.rates)
+    )
     assert not list(mixed.jobs(results, place))  # waits
     first = models[names.index((mixed.scale, "code-s0"))]
     assert [job.path for job in first.jobs(results, place)] == [("models", "stories260K", "code-s0")]
 
 
-def test_a_model_of_another_program_is_taken_once(claims, results, tmp_path):
-    place = Place(tmp_path, tmp_path)
+def test_a_model_of_another_program_is_taken_once(claims, results, data_dir, tmp_path):
+    place = Place(data_dir, tmp_path)
     (model,) = own_models([Subject("stories260K", "vanilla-s0")], place, claims)
     adopt([model], results, place)
     assert not model.is_done(results)

@@ -56,6 +56,7 @@ def _every(place: Place, claims: ResultsFile) -> Iterator[Kept]:
             # Of models with seeds, that of this one; of a scale's dense model there is one.
             after = tuple(name for key, name in study.after if key[-1] in (str(_SEED), name))
             for shape in study.keep:
-                if (claimed := claims.get(*study.path(shape, _SEED))) is not None:
-                    run = study.run(shape, _SEED, tuple(claimed["rates"].items()))
+                _, rates = study.rates(claims, place, study.shapes[shape])
+                if rates is not None:
+                    run = study.run(shape, _SEED, rates)
                     yield Kept(study.scale_name, run.keep, train_run, {"run": run}, after=after)
