@@ -12,6 +12,7 @@ from moe_jax.compress import make_method
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from evidence.equal_bytes.aims import aims  # noqa: E402
 from evidence.equal_bytes.entries import ABLATIONS, DRAWS, ENTRIES, RECOVERIES, UNCOMPRESSED  # noqa: E402
 from evidence.equal_bytes.models import Subject  # noqa: E402
 from evidence.equal_bytes.own_models import adopt, own_models  # noqa: E402
@@ -86,7 +87,12 @@ def test_steps_and_recoveries_are_reported_beside_what_they_change(results):
     (before, recovered), *_ = RECOVERIES
     (_, first), (_, second), *_ = ABLATIONS[2]
     for entry, loss in ((before, 1.3), (recovered, 1.2), (first, 1.5), (second, 1.6)):
-        value = {"losses": {"code": loss}, "kl": {"code": 0.0}, "bits_per_weight": 2.0}
+        value = {
+            "losses": {"code": loss},
+            "kl": {"code": 0.0},
+            "bits_per_weight": 2.0,
+            "selection_losses": {"code": loss},
+        }
         results.put(*study.path(entry.label, 0), value=value)
     (table,) = recoveries(results).values()
     assert table.index("+0.3000") < table.index("+0.2000")
@@ -97,6 +103,26 @@ def test_steps_and_recoveries_are_reported_beside_what_they_change(results):
 @pytest.fixture(scope="module")
 def claims():
     return ClaimsFile(RESULTS)
+
+
+def test_ours_is_chosen_by_the_selection_text_and_compared_by_the_test_text(results):
+    study, windows = Comparison(Subject("stories260K", "a")), np.linspace(1.0, 2.0, 8)
+
+    def put(label: str, bits: float, selection: float, test: float, more: np.ndarray | float = 0.0) -> None:
+        found = {"losses": {"code": test}, "selection_losses": {"code": selection}, "kl": {"code": 0.0}}
+        found["window_losses"] = {"code": (windows + test + more).tolist()}
+        results.put(*study.path(label, 0), value={**found, "bits_per_weight": bits})
+
+    put(UNCOMPRESSED, 16.0, 1.0, 1.0)
+    put("GPTQ, 2 bits", 2.2, 1.4, 1.5)
+    put("shared centre, GPTQ, 4 + 1 bits", 2.0, 1.3, 1.4, np.array([0.01, -0.01] * 4))
+    put("shared centre, GPTQ, 3 + 1 bits", 1.8, 1.35, 1.2)  # better on the test text, which does not choose
+    put("shared centre, GPTQ, 4 + 2 bits", 2.8, 1.1, 1.1)  # too large
+    (table,) = aims(results).values()
+    (row,) = [line.split(" | ") for line in table.splitlines() if "2 bits | 2.20" in line]
+    assert row[2] == "+0.5000" and row[3] == "shared centre, GPTQ, 4 + 1 bits (2.00)"
+    assert row[4].startswith("-0.1000 [-0.1") and row[5] == "shared centre, GPTQ, 3 + 1 bits (1.80)"
+    assert row[6].startswith("-0.3000")
 
 
 def test_models_are_trained_with_the_rates_of_claims_and_after_what_they_begin_with(
@@ -149,7 +175,9 @@ def test_the_report_says_what_was_added_to_the_loss_of_the_model(results, tmp_pa
     entry = next(entry for entry in ENTRIES if entry.calibrated)
     for draw, added in zip(DRAWS, (0.1, 0.2, 0.3), strict=True):
         found = {"losses": {name: loss + added for name, loss in losses.items()}, "kl": dict.fromkeys(losses, added)}
-        results.put(*study.path(entry.label, draw), value={**found, "bits_per_weight": 4.126})
+        results.put(
+            *study.path(entry.label, draw), value={**found, "selection_losses": losses, "bits_per_weight": 4.126}
+        )
     (table,) = tables(results).values()
     assert f"{np.mean((0.1, 0.2, 0.3)):+.4f} ± {np.std((0.1, 0.2, 0.3), ddof=1):.4f}" in table
     assert "| 4.13 |" in table and "added to 2.0000 nats" in table

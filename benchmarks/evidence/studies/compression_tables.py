@@ -127,14 +127,14 @@ def _cells(by_seed: BySeed, whole: BySeed, texts: list[str], tasks: list[str], a
     errors = [error for run in runs for error in run.get("error_per_neuron", ())]
     cells.append(f"{statistics.fmean(errors):.3g}" if errors else "")
     for task in tasks:
-        cells.append(_accuracy({seed: (run["answers"][task], whole[seed]["answers"][task])
+        cells.append(accuracy({seed: (run["answers"][task], whole[seed]["answers"][task])
                                 for seed, run in by_seed.items()}))  # fmt: skip
     for share in ("by_position", "until_first") if agrees else ():
         cells.append(f"{100 * statistics.fmean(run['agreement'][share] for run in runs):.1f}")
     return cells
 
 
-def _accuracy(answers: Mapping[str, tuple[str, str]]) -> str:
+def accuracy(answers: Mapping[str, tuple[str, str]]) -> str:
     """The share that is right, and how much more than of the whole model, question by question."""
     pairs = [(int(one), int(other)) for both in answers.values() for one, other in zip(*both, strict=True)]
     more = effect([100 * (one - other) for one, other in pairs])
