@@ -33,6 +33,7 @@ REMAT_POLICIES = {
     ),
 }
 
+
 class StackOutput(NamedTuple):
     """Attributes:
     x: activations, after the final norm where there is one.

@@ -6,6 +6,8 @@ either proves that no assignment is better, or finds the pairs that were missing
 solved again.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -108,16 +110,19 @@ def _nearest_pairs(costs: Float[np.ndarray, "m n"]) -> Int[np.ndarray, " c"]:
         of_columns = np.partition(np.ascontiguousarray(sampled.T), nearest - 1, axis=1)[:, nearest - 1]
     else:
         of_columns = np.full(n, np.inf, costs.dtype)
-    found = []
-    for part in row_blocks(m, n):
+
+    def of_rows(part: slice) -> Int[np.ndarray, " c"]:
         block = costs[part]
         near = block <= of_columns
         if _NEAREST < n:
             near |= block <= np.partition(block, _NEAREST - 1, axis=1)[:, _NEAREST - 1 : _NEAREST]
         else:
             near[:] = True
-        found.append(np.flatnonzero(near) + part.start * n)
-    return np.concatenate(found)
+        return np.flatnonzero(near) + part.start * n
+
+    # NumPy does it on one core for every thread.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return np.concatenate(list(pool.map(of_rows, row_blocks(m, n))))
 
 
 def _solve(costs: np.ndarray, pairs: Int[np.ndarray, " c"], free: np.ndarray, place: np.ndarray) -> np.ndarray:

@@ -36,8 +36,8 @@ class Matching:
       objectives: (1/E) sum_k ||cloud k in its order - mean||_F^2 after every round.
       converged: whether the last search ended because no order changed any more.
       moved: number of points, over all clouds, that changed their position in the last round.
-      gap: by how much, in parts of the objective, the assignments of the last round may be above the least, together;
-        None if they were searched among all pairs.
+      gap: by how much, in parts of the objective, the assignments of the last round may be above the least, together,
+        but for the rounding of products; None if they were searched among all pairs.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Matching:
         self.moved = 0
         self._unproven = 0.0  # of products, in this round
         self._squares: dict[int, np.ndarray] = {}
+        self._apart: set[int] = set()  # large clouds that were found to have no common order with the others
         self._distinct = n > 1  # whether every assignment so far could be read off the nearest points
         self._deviations = np.full(n, np.nan)
         self._squared_norm = 0.0
@@ -134,9 +135,7 @@ class Matching:
             self._end_round(changed)
             self.converged = not self.moved
 
-    def descend(
-        self, max_rounds: int, progress: AlignmentProgress | None = None, *, worth: float = 0.0
-    ) -> None:
+    def descend(self, max_rounds: int, progress: AlignmentProgress | None = None, *, worth: float = 0.0) -> None:
         """Aligns one cloud after another to the sum of the others until no order changes.
 
         It ends also when all rounds to come will hardly lower the objective by twice `worth` of it. Without a common
@@ -183,9 +182,7 @@ class Matching:
             return places[:0], order[:0]
         return places, order
 
-    def _nearest_order(
-        self, k: int, target: Float[np.ndarray, "n D"], *, far: bool = False
-    ) -> Int[np.ndarray, " n"]:
+    def _nearest_order(self, k: int, target: Float[np.ndarray, "n D"], *, far: bool = False) -> Int[np.ndarray, " n"]:
         """The best order of cloud k, relative to the one it has: between equal ones nothing moves.
 
         `far` says that the order is not yet near the target; it makes the search faster, and changes nothing else.
@@ -206,8 +203,10 @@ class Matching:
     def _proven_order(self, k: int, target: Float[np.ndarray, "n D"], *, far: bool) -> Int[np.ndarray, " n"]:
         cloud, order = self.clouds[k], self.permutations[k]
 
-        def points(places: Int[np.ndarray, " r"] | slice, columns: slice) -> Float[np.ndarray, "r m"]:
-            return cloud[order[places], columns].astype(np.float32, copy=False)
+        def points(
+            places: Int[np.ndarray, " r"] | slice, columns: slice, dtype: npt.DTypeLike
+        ) -> Float[np.ndarray, "r m"]:
+            return cloud[order[places], columns].astype(dtype, copy=False)
 
         if k not in self._squares:
             self._squares[k] = np.empty(len(order))
@@ -215,7 +214,15 @@ class Matching:
                 rows = cloud[part].astype(np.float32, copy=False)
                 self._squares[k][part] = np.einsum("id,id->i", rows, rows)
         guess = None if far else np.arange(len(order))
-        found = nearest_order(target.astype(np.float32, copy=False), points, self._squares[k][order], guess=guess)
+        found = nearest_order(
+            target.astype(np.float32, copy=False),
+            points,
+            self._squares[k][order],
+            guess=guess,
+            may_be_common=k not in self._apart,
+        )
+        if not found.is_common:
+            self._apart.add(k)
         self._unproven += found.gap
         return found.order
 

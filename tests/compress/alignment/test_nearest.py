@@ -24,7 +24,7 @@ def clouds_of_common_origin(seed, count, n, dim, noise):
 
 def order_of(target, points, guess=None):
     squares = np.einsum("id,id->i", points, points, dtype=np.float64)
-    return nearest_order(target, lambda rows, columns: points[rows, columns], squares, guess=guess)
+    return nearest_order(target, lambda rows, columns, dtype: points[rows, columns].astype(dtype), squares, guess=guess)
 
 
 def score(target, points, order) -> float:
@@ -55,17 +55,22 @@ def test_orders_are_the_nearest_ones(seed, n, dim, noise, equal, strange, guesse
         found = order_of(target, points, guess)
     assert found.order.dtype == np.int32 and (np.sort(found.order) == np.arange(n)).all()
     missed = best_score(target, points) - score(target, points, found.order)
-    assert missed <= found.gap + 1e-5 * np.linalg.norm(target) * np.linalg.norm(points)
+    # Products of factors that are rounded to bfloat16 are wrong in 2^-8 at most, those of either order.
+    rounding = 1e-5 if found.is_common else 2**-7
+    assert missed <= found.gap + rounding * np.linalg.norm(target) * np.linalg.norm(points)
 
 
 @pytest.mark.parametrize(("noise", "most"), [(0.1, 0.13), (0.3, 0.26), (0.6, 0.51), (None, 1.001)])
 def test_no_more_products_than_it_takes(noise, most):
     points, target = clouds_of_common_origin(0, 2, 300, 512, noise)
     found = order_of(target, points)
-    assert found.share <= most
-    assert score(target, points, found.order) == pytest.approx(best_score(target, points), rel=1e-6)
+    assert found.share <= most and found.is_common == (noise is not None)
+    # Without a common order, of products of bfloat16, the least score is missed by far less than they are wrong in.
+    assert score(target, points, found.order) == pytest.approx(best_score(target, points), rel=1e-6 if noise else 1e-4)
     settled = order_of(target, points[found.order], np.arange(300))
-    assert settled.share <= most and (settled.order == np.arange(300)).all()
+    assert settled.share <= most and settled.is_common == (noise is not None)
+    if noise is not None:
+        assert (settled.order == np.arange(300)).all()
 
 
 @pytest.mark.parametrize("guess", [np.full(9, -1, np.int32), np.arange(9, dtype=np.int32)])
