@@ -97,7 +97,9 @@ def write_checkpoint(folder: Path, layers: int, config: dict[str, Any] = CONFIG)
     keys = {**config, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(keys))
     leaves = leaf_specs(read_hf_config(keys))
-    mapped = apply_table(family_named("mixtral").table, leaves, layers, PER_EXPERT, "mixtral", num_encoder_layers=0)
+    mapped = apply_table(
+        family_named("mixtral").table, leaves, layers, PER_EXPERT, "mixtral", num_encoder_layers=0
+    )
     tensors = {name: PlannedTensor("BF16", shape) for name, shape in mapped.tensors.items()}
     # Without the highest bit of the exponent, numbers are below 2 and finite.
     bits = np.random.default_rng(0).integers(0, 1 << 16, 2 * RUN, np.uint16) & np.uint16(0xBFFF)

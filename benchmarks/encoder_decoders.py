@@ -111,12 +111,8 @@ class Trial:
 
     def train(self, model: Path, name: str, steps: int) -> Path:
         recipe = write_recipe(
-            self.folder / "recipe.toml",
-            self.folder / "train.jsonl",
-            seq_len=TARGET_LEN,
-            learning_rate=3e-3,
-            warmup_steps=20,
-            steps=steps,
+            self.folder / "recipe.toml", self.folder / "train.jsonl", seq_len=TARGET_LEN, learning_rate=3e-3,
+            warmup_steps=20, steps=steps,
         )
         run_dir = self.folder / name
         words = ("--set", f"model.path={model}", f"run_dir={run_dir}", f"data.input_len={INPUT_LEN}")

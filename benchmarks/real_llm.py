@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     ask_for_huge_pages()  # as commands do
-    figures = Figures("real_llm", options.out, writes=True, stamp=lambda: current_stamp(also=("torch", "transformers")))
+    figures = Figures(
+        "real_llm", options.out, writes=True, stamp=lambda: current_stamp(also=("torch", "transformers"))
+    )
     with tempfile.TemporaryDirectory() as name:
         if options.only in (None, "speed"):
             measure_speed(figures, options.model, Path(name), options.rounds)

@@ -24,9 +24,9 @@ MAX_FLOAT32 = 3.4028235e38
 class InputError(ValueError):
     """Bad input: the message says what, where, what was expected and what to do.
 
-    >>> moe_jax.upcycle(moe_jax.tiny_model(), experts=2, top_k=3)
-    Traceback (most recent call last):
-    moe_jax.errors.InputError: these options do not go with the model: top_k=3 is above num_experts=2
+        >>> moe_jax.upcycle(moe_jax.tiny_model(), experts=2, top_k=3)
+        Traceback (most recent call last):
+        moe_jax.errors.InputError: these options do not go with the model: top_k=3 is above num_experts=2
     """
 
 

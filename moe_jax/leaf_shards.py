@@ -212,3 +212,5 @@ def shard_positions(array: jax.Array) -> dict[tuple[int, ...], jax.Array]:
 
 def _position(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple((axis.start or 0) // size for axis, size in zip(index, shape, strict=True))
+
+

@@ -248,7 +248,9 @@ def _by_layer(path: str) -> tuple[int, int, str]:
     return (1, int(match[1]), path) if match else (0 if path.startswith("embed/") else 2, 0, path)
 
 
-def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, part: Callable[[Index], np.ndarray]) -> jax.Array:
+def _put(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, part: Callable[[Index], np.ndarray]
+) -> jax.Array:
     # From a callback and not device_put: every process of a pod then asks for its own shards.
     return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ()))
 

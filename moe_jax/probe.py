@@ -85,7 +85,9 @@ class Probe:
                 "use a larger machine, or --no-step0-check"
             )
 
-    def compare(self, read: Callable[[str], np.ndarray], progress: Progress, *, may_differ: bool = False) -> Compared:
+    def compare(
+        self, read: Callable[[str], np.ndarray], progress: Progress, *, may_differ: bool = False
+    ) -> Compared:
         """Compares the new model that `read` reads with the source.
 
         Args:

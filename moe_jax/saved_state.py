@@ -16,7 +16,8 @@ _STATE = "state"  # Orbax's name for the only item of a checkpoint
 
 
 class SavedState:
-    """One of the checkpoints that `TrainingCheckpoints` wrote. Leaves have names such as `params.lm_head.kernel.value`."""
+    """One of the checkpoints that `TrainingCheckpoints` wrote. Leaves have names such as `params.lm_head.kernel.value`.
+    """
 
     def __init__(self, directory: Path):
         """Reads nothing yet."""

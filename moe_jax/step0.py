@@ -43,7 +43,9 @@ class Step0(NamedTuple):
         return self.difference <= self.allowed
 
 
-def compare_logits(before: Float[np.ndarray, "B T V"], after: Float[np.ndarray, "B T V"], num_layers: int) -> Step0:
+def compare_logits(
+    before: Float[np.ndarray, "B T V"], after: Float[np.ndarray, "B T V"], num_layers: int
+) -> Step0:
     """Compares the logits of two models in float32.
 
     Allowed is 1e-5, relative to the largest logit where that is above 1. Rounding differs from layer to layer and

@@ -59,7 +59,6 @@ def test_a_name_that_is_not_utf_8_is_refused(tmp_path, monkeypatch):
 )
 def test_recipes_name_paths_or_buckets_that_are_read(tmp_path, key):
     (tmp_path / "a.toml").write_text('run_dir = "r"\nmodel.path = "m"\neval.text = "t"\n')
-
     def load(place):
         value = f'[{{path="{place}"}}]' if key == "data.sources" else place
         return load_recipe(tmp_path / "a.toml", [f"{key}={value}"])

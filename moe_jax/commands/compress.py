@@ -265,8 +265,8 @@ def _calibration(source: "ModelSource", options: _Job, *, sensitivities: bool) -
         return str(made.folder)
 
     place = first_decides(make)
-    return (
-        kept[0] if kept else open_calibration(Path(place), text, source.config.moe_layers, gradients=options.gradients)
+    return kept[0] if kept else open_calibration(
+        Path(place), text, source.config.moe_layers, gradients=options.gradients
     )
 
 

@@ -80,7 +80,9 @@ class Options(UpcycleFlags, AdaptFlags):
     """With --compress: only this form, such as csr16 or svd; by default all."""
     bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2")] = None
     """With --compress: bits of quantised weights, and of the values of sparse ones, which are floats by default."""
-    centre_bits: Annotated[Literal["8", "4", "3", "2", "nf4"] | None, tyro.conf.arg(metavar="8|4|3|2|nf4")] = None
+    centre_bits: Annotated[
+        Literal["8", "4", "3", "2", "nf4"] | None, tyro.conf.arg(metavar="8|4|3|2|nf4")
+    ] = None
     """With --compress: bits of a code of the centre, which has the dtype of all parameters by default."""
     centre_group_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """With --centre-bits: entries that share a scale, by default 128."""

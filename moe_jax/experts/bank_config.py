@@ -133,11 +133,9 @@ class BankConfig:
         fields = (field for field in dataclasses.fields(self.form) if values[field.name] != field.default)
         base = {} if self.base == "shared" else {"base": self.base}
         base |= {} if self.base_codes is None else {"base": self.base_codes.describe()}
-        return (
-            {"kind": self.kind, **base}
-            | {field.name: values[field.name] for field in fields}
-            | {"train_base": self.train_base}
-        )
+        return {"kind": self.kind, **base} | {field.name: values[field.name] for field in fields} | {
+            "train_base": self.train_base
+        }
 
     def to_json(self) -> dict[str, Any]:
         """One JSON-able table with the kind, `base`, `train_base`, `base_codes` if any, and the options of the form."""

@@ -93,7 +93,9 @@ class KernelBank(ExpertBank):
                 else:
                     kernels[name].arrays[BASE] = self.base[name].materialise()
             return apply_experts(x, routing, kernels, biases, activation, self.exchange)
-        bases = {name: self._base_product(name, fold_in(key, kernel.matrix.index)) for name, kernel in kernels.items()}
+        bases = {
+            name: self._base_product(name, fold_in(key, kernel.matrix.index)) for name, kernel in kernels.items()
+        }
         return factored_ffn(x, routing, bases, kernels, biases, activation, strategy.removeprefix("factored-"))
 
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:

@@ -64,7 +64,9 @@ def expert_kernels(
         for expert in range(form.count_experts(own | shared)) if experts is None else experts:
             place = form.of_expert(expert)
             leaves = place.arrays(own)
-            common = {leaf: array if leaf in form.common_leaves else array[expert] for leaf, array in shared.items()}
+            common = {
+                leaf: array if leaf in form.common_leaves else array[expert] for leaf, array in shared.items()
+            }
             arrays = place.form.combine(matrix, leaves, common)
             yield np.asarray(_kernel(base, arrays, form=place.form, matrix=matrix, dtype=dtype))
 

@@ -147,7 +147,11 @@ def _all_to_all(
 def _arrays(kernels: Mapping[str, Kernels], *, trained: bool) -> dict[str, dict[str, Array]]:
     """The arrays that have gradients, or the others."""
     return {
-        name: {path: array for path, array in kernel.arrays.items() if kernel.is_trained(path) == trained}
+        name: {
+            path: array
+            for path, array in kernel.arrays.items()
+            if kernel.is_trained(path) == trained
+        }
         for name, kernel in kernels.items()
     }
 

@@ -77,7 +77,9 @@ def _rows(x: Float[Array, "n d"], indices: Int[Array, " m"]) -> Float[Array, "m 
 
 
 # `nondiff_argnums` loses the types of a decorated function.
-_dispatch: Any = jax.custom_vjp(lambda x, order, top_k: _rows(x, order.sorted_to_flat // top_k), nondiff_argnums=(2,))
+_dispatch: Any = jax.custom_vjp(
+    lambda x, order, top_k: _rows(x, order.sorted_to_flat // top_k), nondiff_argnums=(2,)
+)
 
 
 def _dispatch_fwd(x: Array, order: Order, top_k: int) -> tuple[Array, Order]:

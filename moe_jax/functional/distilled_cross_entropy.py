@@ -103,7 +103,9 @@ def distilled_cross_entropy(
     return _mixed(distillation, losses, weights)
 
 
-def _distilled_forward(options: HeadOptions, distillation: Distillation, *primals: Any) -> tuple[DistilledLoss, tuple]:
+def _distilled_forward(
+    options: HeadOptions, distillation: Distillation, *primals: Any
+) -> tuple[DistilledLoss, tuple]:
     x, kernel, bias, targets, weights, teacher = primal_values(*primals)
     wanted = wanted_gradients(*primals[:3])
     losses, gradients = _distilled(options, distillation, wanted, x, kernel, bias, targets, weights, teacher)

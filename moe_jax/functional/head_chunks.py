@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 LOGIT_BYTES = 768 << 20
 """The most that the float32 logits of a chunk take on a device, where a single token's do not take more."""
 
-
 class LossAxes(NamedTuple):
     """Axes of the mesh in use that split the operands; whatever none of them splits, every device has as a whole.
 

@@ -137,7 +137,9 @@ def scaled_levels(codes: Float[Array, "*s"], scales: Float[Array, "*#s"], bits: 
     return levels * scales
 
 
-def select_levels(codes: UInt8[Array, "*s"], levels: Sequence[Float[Array, ""]], bits: int) -> Float[Array, "*s"]:
+def select_levels(
+    codes: UInt8[Array, "*s"], levels: Sequence[Float[Array, ""]], bits: int
+) -> Float[Array, "*s"]:
     """The levels of unpacked codes, bit by bit: 2^bits - 1 selections are vector operations, and a look-up is not."""
     levels = list(levels)
     for bit in range(bits):

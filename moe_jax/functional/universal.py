@@ -61,7 +61,9 @@ def add_weighted(
     return (y.astype(jnp.float32) + weight[:, None] * universal.astype(jnp.float32)).astype(y.dtype)
 
 
-def coder_logits(x: Float[Array, "T d"], hidden: Float[Array, "d E"], out: Float[Array, "E E"]) -> Float[Array, "T E"]:
+def coder_logits(
+    x: Float[Array, "T d"], hidden: Float[Array, "d E"], out: Float[Array, "E E"]
+) -> Float[Array, "T E"]:
     """Logits of XFT's gate network: a linear map, tanh and another linear map, without biases."""
     return linear(jnp.tanh(linear(x, hidden)), out)
 

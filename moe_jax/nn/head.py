@@ -43,7 +43,9 @@ class Head(Leaves):
         self.is_tied, self.has_bias = config.tie_embeddings, config.head_bias
         self.scale, self.soft_cap = config.logit_scale, config.logit_soft_cap
 
-    def __call__(self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None) -> Float[Array, "B T V"]:
+    def __call__(
+        self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None
+    ) -> Float[Array, "B T V"]:
         """Logits; a tied head needs the embedding."""
         kernel, bias = self._arrays(embedding)
         logits = linear_float32(self._hidden(x), kernel.T if self.is_tied else kernel)

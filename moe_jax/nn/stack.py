@@ -33,7 +33,6 @@ REMAT_POLICIES = {
     ),
 }
 
-
 class StackOutput(NamedTuple):
     """Attributes:
     x: activations, after the final norm where there is one.

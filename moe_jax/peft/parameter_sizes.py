@@ -39,3 +39,5 @@ def active_size(config: ModelConfig, path: str, size: int) -> int:
         return size
     moe = config.moe(int(path.split("/")[1]))
     return size // moe.bank_experts * min(moe.bank_top_k, moe.bank_experts)
+
+

@@ -56,9 +56,7 @@ def parse_address(path: str | os.PathLike[str]) -> Address:
     scheme, _, rest = text.partition("://")
     bucket, *names = [name for name in rest.split("/") if name] or [""]
     if not _BUCKET.fullmatch(bucket):
-        raise InputError(
-            f"{shown(text)}: {shown(bucket)} is not the name of a bucket; expected {scheme}://BUCKET/FOLDER"
-        )
+        raise InputError(f"{shown(text)}: {shown(bucket)} is not the name of a bucket; expected {scheme}://BUCKET/FOLDER")
     if any(name in (".", "..") for name in PurePath("/".join(names)).parts):
         raise InputError(f"{shown(text)} has . or .. in it, which are names like any other in a bucket; write it out")
     return Address(scheme, bucket, "/".join(names))

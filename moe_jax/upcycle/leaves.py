@@ -64,7 +64,9 @@ def moe_leaves(
             yield f"universal/{path}", leaf
 
 
-def _router(up: np.ndarray, moe: MoEConfig, start: Start, seed: int, layer: int, given: np.ndarray | None) -> Leaves:
+def _router(
+    up: np.ndarray, moe: MoEConfig, start: Start, seed: int, layer: int, given: np.ndarray | None
+) -> Leaves:
     """A linear router, or XFT's gate network, whose noise begins at zero.
 
     Pieces of one copy of the FFN have equal columns (a virtual group), so that all of them are chosen or none.

@@ -78,7 +78,9 @@ def test_entries_of_sparse_deltas_are_multiplied_a_block_of_kernels_at_a_time(en
         return y, pull(dout)
 
     rows = 8192
-    found = compiled(run, shape(rows, SHAPE[0]), values, leaves, shape(EXPERTS, dtype="int32"), shape(rows, SHAPE[1]))
+    found = compiled(
+        run, shape(rows, SHAPE[0]), values, leaves, shape(EXPERTS, dtype="int32"), shape(rows, SHAPE[1])
+    )
     assert not found.dynamic_loops
     assert {*found.kernels} == {"pallas_triton"}
     assert (EXPERTS, *SHAPE) not in {dims for _, dims in found.arrays()}

@@ -1,5 +1,6 @@
 """Model directories in a bucket: written, read, and finished when config.json is there."""
 
+
 import json
 
 import numpy as np

@@ -59,7 +59,9 @@ def test_a_leaf_in_chunks(bucket, tmp_path, place):
     folder = where(place, tmp_path) / "params"
     writer = ShardWriter(folder, ["a/kernel", "b"], marks=None) if place == "disk" else _remote_writer(folder)
     grid = (4, 512, 64)
-    shards = [((i, 0, j), array[4 * i : 4 * i + 4, :, 64 * j : 64 * j + 64]) for i in range(2) for j in range(4)]
+    shards = [
+        ((i, 0, j), array[4 * i : 4 * i + 4, :, 64 * j : 64 * j + 64]) for i in range(2) for j in range(4)
+    ]
     writer.write_shards("a/kernel", jax.ShapeDtypeStruct(array.shape, array.dtype), grid, shards)
     writer.write({"b": array})
     writer.close()

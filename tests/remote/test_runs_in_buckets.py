@@ -94,9 +94,7 @@ def test_a_run_is_killed_in_a_checkpoint_and_goes_on(bucket, place, capsys):
     for name in here.specs():
         np.testing.assert_array_equal(saved.read(name), here.read(name))
     bucket.delay = 0
-    with pytest.raises(
-        InputError, match="gs://bucket/run is a training run and not a model; give gs://bucket/run/model"
-    ):
+    with pytest.raises(InputError, match="gs://bucket/run is a training run and not a model; give gs://bucket/run/model"):
         open_source("gs://bucket/run")
     assert cli.main(["train", "recipe.toml", "--resume", "--set", "train.steps=8"]) == 0  # the model is replaced
     assert [record["step"] for record in records(RUN / "metrics.jsonl")] == list(range(1, 9))

@@ -1,6 +1,6 @@
 """Losses of the first steps of small models, on meshes of eight devices; also run as a program of several processes:
 
-MOE_JAX_DISTRIBUTED=localhost:4000,2,0 python -m tests.train.mesh_losses '[["vanilla", {"fsdp": 8}]]'
+    MOE_JAX_DISTRIBUTED=localhost:4000,2,0 python -m tests.train.mesh_losses '[["vanilla", {"fsdp": 8}]]'
 """
 
 import dataclasses

@@ -58,7 +58,7 @@ def source(path: str, more: str = "") -> str:
         (source("absent.jsonl"), "no file matches absent.jsonl"),
         (source("empty.jsonl"), "empty.jsonl holds no text"),
         (source("blank.jsonl"), "blank.jsonl holds no text"),
-        (source("keys.jsonl"), 'keys.jsonl, line 1: expected {"text"'),
+        (source("keys.jsonl"), "keys.jsonl, line 1: expected {\"text\""),
         (source("keys.jsonl"), "with the keys 'question', 'answer'; a source's fields = { ... } says which keys hold"),
         (source("keys.jsonl", ', fields={text="body"}'), "got an object with the keys 'question', 'answer'"),
         (source("broken.jsonl"), "broken.jsonl, line 3: "),

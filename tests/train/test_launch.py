@@ -91,7 +91,7 @@ def pod(fake) -> Path:
         # Of this working tree, which may be newer than its last commit.
         shutil.copy(LAUNCH / "job.sh", folder / "moe_jax/train/launch/job.sh")
     assert "uv venv --quiet --clear --python 3.12 venv" in (fake / "calls").read_text()
-    assert "uv pip install --quiet --python venv/bin/python -e moe_jax[tpu]" in (fake / "calls").read_text()
+    assert 'uv pip install --quiet --python venv/bin/python -e moe_jax[tpu]' in (fake / "calls").read_text()
     return fake
 
 

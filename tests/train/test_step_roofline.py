@@ -60,7 +60,9 @@ def test_the_longest_part_is_the_time():
     )
     program = make_program(recipe, config_of(FFN))
     size = sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
-    replicated = sum(leaf.size for leaf in jax.tree.leaves(program.state.params) if leaf.sharding.is_fully_replicated)
+    replicated = sum(
+        leaf.size for leaf in jax.tree.leaves(program.state.params) if leaf.sharding.is_fully_replicated
+    )
     kept = (size - replicated) / 8 + replicated  # numbers of a chip
     sent = [Transfer("all-gather", 10, 8 * 10**6, tuple(range(8)))]
     state = StateNumbers.of(program)

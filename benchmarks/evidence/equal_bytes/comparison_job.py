@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from evidence.equal_bytes.entries import Entry
+from evidence.equal_bytes.entries import ALLOCATE, Entry
 from evidence.equal_bytes.models import Subject, calibration, opened
 from evidence.equal_bytes.recovery import recovered
 from evidence.studies.compression_job import dense_source, scored_texts
@@ -102,7 +102,8 @@ def compare(place: Place, asked: Asked) -> dict[str, Any]:
 
 def _calibration(place: Place, asked: Asked) -> Calibration:
     assert asked.entry is not None
-    return calibration(place, asked.subject, asked.draw, gradients=asked.entry.gradients)
+    allocates = asked.entry.method == ALLOCATE
+    return calibration(place, asked.subject, asked.draw, gradients=asked.entry.gradients, sensitivities=allocates)
 
 
 def _scores(place: Place, subject: Subject, model: Decoder) -> dict[str, Any]:

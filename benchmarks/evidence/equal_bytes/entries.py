@@ -8,6 +8,7 @@ COMPARISON = "equal bytes"
 DRAWS = (0, 1, 2)
 """Of the calibration text."""
 UNCOMPRESSED = "uncompressed"
+ALLOCATE = "allocate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _kept(family: str, method: str, *keeps: float, calibrated: bool = False, **o
 
 def _budgets(family: str, *budgets: float, **options: Any) -> list[Entry]:
     return [
-        _entry(family, f"{budget:g} bits", "allocate", calibrated=True, budget_bits=budget, **options)
+        _entry(family, f"{budget:g} bits", ALLOCATE, calibrated=True, budget_bits=budget, **options)
         for budget in budgets
     ]
 

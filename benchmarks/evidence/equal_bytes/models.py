@@ -79,8 +79,18 @@ def _bfloat16(leaf: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=4)
-def calibration(place: Place, subject: Subject, draw: int, *, gradients: bool = False) -> Calibration:
-    """Of windows from the texts to train on, the same number of every domain; with gradients, tokens count by them."""
+def calibration(
+    place: Place, subject: Subject, draw: int, *, gradients: bool = False, sensitivities: bool = False
+) -> Calibration:
+    """Of windows from the texts to train on, the same number of every domain.
+
+    Args:
+      place: of the model and its texts, and where calibrations are kept.
+      subject: the model.
+      draw: of the windows.
+      gradients: whether tokens count by the gradients of the loss.
+      sensitivities: whether it is also measured how much depends on each layer, which takes longer than all the rest.
+    """
     scale, (source, _) = SCALES[subject.scale], opened(place, subject)
     tokenizer = Tokenizer(tokenizer_file(place, scale), source.config)
     windows = [
@@ -99,12 +109,15 @@ def calibration(place: Place, subject: Subject, draw: int, *, gradients: bool = 
     if gradients and not has_gradients(folder, source.config.moe_layers):
         _record_gradients(source, drawn, folder)
     recorded = partial(read_layer, folder, gradients=gradients)
-    if (known := read_sensitivities(folder, gradients=gradients)) is None:
+    layers = {i: recorded(i) for i in source.config.moe_layers}
+    known = read_sensitivities(folder, gradients=gradients)
+    if known is None and sensitivities:
         # Windows of all domains.
         spread = drawn[np.linspace(0, len(drawn) - 1, _MEASURED).astype(int)]
         known = measure_sensitivities(source, spread, recorded, mesh=_one_device())
         write_sensitivities(folder, known, gradients=gradients)
-    layers = {i: recorded(i)._replace(sensitivities=known[i]) for i in source.config.moe_layers}
+    if known is not None:
+        layers = {i: layer._replace(sensitivities=known[i]) for i, layer in layers.items()}
     # Only the lineage of a model that is thrown away names a file: it needs one that is there.
     return Calibration(folder / KEY_FILE, layers)
 

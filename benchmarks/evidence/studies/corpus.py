@@ -53,7 +53,9 @@ class Corpus:
             piece_kib=1,
             prefetch=0,
         )
-        data = open_data(section, self._config, self.tokenizer_file, seed=seed, batch_size=len(rows), rows=rows)
+        data = open_data(
+            section, self._config, self.tokenizer_file, seed=seed, batch_size=len(rows), rows=rows
+        )
         return [next(data) for _ in range(steps)]
 
     def sources(self, mixture: str) -> tuple[SourceSection, ...]:

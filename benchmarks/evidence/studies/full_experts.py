@@ -54,7 +54,11 @@ def experts_of(model: Leaves) -> dict[int, Kernels]:
 
 def with_experts(model: Leaves, experts: Mapping[int, Kernels]) -> Leaves:
     """The model, of full experts, with others of the same shapes."""
-    own = {_path(layer, name): kernels for layer, by_name in experts.items() for name, kernels in by_name.items()}
+    own = {
+        _path(layer, name): kernels
+        for layer, by_name in experts.items()
+        for name, kernels in by_name.items()
+    }
     for path, kernels in own.items():
         assert kernels.shape == model.leaves[path].shape, (path, kernels.shape, model.leaves[path].shape)
     return Leaves(model.config, model.leaves | own)

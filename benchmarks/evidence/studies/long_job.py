@@ -75,3 +75,4 @@ def score(source: ModelDirectory, corpus: Corpus, scale: str, texts: Sequence[st
     trainer = Trainer(source.config, steps=1, warmup_steps=0)
     model, seq_len = model_of(read_leaves(source)), SCALES[scale].seq_len
     return {name: trainer.score(model, ids, seq_len) for name, ids in corpus.scored(TEST, tuple(texts)).items()}
+

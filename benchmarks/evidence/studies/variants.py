@@ -105,7 +105,6 @@ VARIANTS: dict[str, Variant] = {
 # Pairs that differ in the refit alone: the one with it, and the one without.
 REFIT_PAIRS = tuple((name, f"{name}, no refit") for name in VARIANTS if f"{name}, no refit" in VARIANTS)
 
-
 def label(name: str, value: float) -> str:
     """A variant and the value of its swept option: `ResMoE UP, keep 0.25`."""
     swept = VARIANTS[name].swept

@@ -47,7 +47,9 @@ def same_scheme(
         shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
     means = {expert: np.mean(found, axis=0).tolist() for expert, found in shares.items()}
     banks = {
-        layer.index: scheme.bank(layer.moe.expert, layer.shapes["up"][0], base=base, shares=means.get(layer.moe.expert))
+        layer.index: scheme.bank(
+            layer.moe.expert, layer.shapes["up"][0], base=base, shares=means.get(layer.moe.expert)
+        )
         for layer in layers
     }
     return {layer.index: layer.target(dataclasses.replace(banks[layer.index], base_codes=codes)) for layer in layers}

@@ -116,7 +116,9 @@ class PlacedLayer:
         changed._leaves = self._leaves | placed
         return changed
 
-    def of_batch(self, x: Float[np.ndarray, "B L d"], size: int) -> tuple[Float[np.ndarray, "B L d"], list[BankCall]]:
+    def of_batch(
+        self, x: Float[np.ndarray, "B L d"], size: int
+    ) -> tuple[Float[np.ndarray, "B L d"], list[BankCall]]:
         """What the layer makes of up to `size` windows, which are filled up to so many; and what its bank was given."""
         y, calls = self._program(self._leaves, self._filled(x, size), self._valid(x, size))
         return np.asarray(y)[: len(x)], calls

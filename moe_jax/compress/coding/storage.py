@@ -49,7 +49,6 @@ FORMS = (*SPARSE, *LOW_RANK, *QUANTIZED, BASES, FULL, NARROWED, MERGED, REMOVED)
 COMPARISONS = ("csr32", "coo64")
 """Forms that are never written: CSR has int16 columns where these are enough, and int64 is what public code stores."""
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBytes:
     """Of the experts of one layer.
@@ -271,7 +270,9 @@ def bytes_by_part(config: ModelConfig, layers: Iterable[int]) -> dict[str, int]:
 @lru_cache(maxsize=4096)
 def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of all leaves of the bank of a layer, by path."""
-    bank = shapes_of(lambda rngs: make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=rngs, dtype=dtype))
+    bank = shapes_of(
+        lambda rngs: make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=rngs, dtype=dtype)
+    )
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank))}
 
 

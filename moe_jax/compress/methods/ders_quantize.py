@@ -26,7 +26,6 @@ from moe_jax.models import MoEConfig
 
 SCALES = ("mse", "absmax")
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantize(Method):
     """Quantised deltas over a shared base.

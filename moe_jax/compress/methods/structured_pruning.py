@@ -72,7 +72,9 @@ class StructuredPruning(Method):
             widest = int(_stored(analyses[layer.index]).sum(axis=1).max())
             widths[layer.moe.expert] = max(1, widest, widths.get(layer.moe.expert, 0))
         return {
-            layer.index: full_target(layer, expert=dataclasses.replace(layer.moe.expert, dim=widths[layer.moe.expert]))
+            layer.index: full_target(
+                layer, expert=dataclasses.replace(layer.moe.expert, dim=widths[layer.moe.expert])
+            )
             for layer in layers
         }
 

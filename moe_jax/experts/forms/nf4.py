@@ -104,7 +104,9 @@ def nf4_leaves(arrays: Arrays) -> dict[str, Array]:
     return {name.removeprefix(_FOLDER): array for name, array in arrays.items() if name.startswith(_FOLDER)}
 
 
-def nf4_linear(x: Float[Array, "... i"], leaves: Leaves, rows: int, split: Split) -> Float[Array, "... o"]:
+def nf4_linear(
+    x: Float[Array, "... i"], leaves: Leaves, rows: int, split: Split
+) -> Float[Array, "... o"]:
     """`x W` with W in NF4, in the dtype of `x`; see `functional.nf4.nf4_matmul`.
 
     Args:

@@ -37,7 +37,9 @@ def columns_dtype(shape: tuple[int, int]) -> np.dtype:
     return index_dtype(shape[1])
 
 
-def encode_positions(positions: Int[np.ndarray, " n"], shape: tuple[int, int], encoding: str) -> dict[str, np.ndarray]:
+def encode_positions(
+    positions: Int[np.ndarray, " n"], shape: tuple[int, int], encoding: str
+) -> dict[str, np.ndarray]:
     """Makes the leaves of one kernel.
 
     Args:

@@ -51,7 +51,9 @@ class Own(NamedTuple):
 
     def arrays(self, every: Mapping[str, Any]) -> dict[str, Any]:
         """Those of this expert, as its form names them."""
-        own = {path.removeprefix(self.folder): array for path, array in every.items() if path.startswith(self.folder)}
+        own = {
+            path.removeprefix(self.folder): array for path, array in every.items() if path.startswith(self.folder)
+        }
         common = self.form.common_leaves
         return {path: array if path in common else array[self.index] for path, array in own.items()}
 
@@ -489,6 +491,8 @@ class KernelForm(ExpertForm):
         Only for forms that couple the matrices.
         """
         raise InputError(f"{self.kind} experts cannot be made by compression")
+
+
 
 
 @dataclasses.dataclass(frozen=True)

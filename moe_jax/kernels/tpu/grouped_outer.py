@@ -126,7 +126,9 @@ def _outer(
                 pl.BlockSpec((blocks.rows, blocks.width), lambda h, w, v, visits: (visits.block[v], w)),
                 *map(of_operand, operands),
             ],
-            out_specs=pl.BlockSpec((None, blocks.height, blocks.width), lambda h, w, v, visits: (visits.group[v], h, w))
+            out_specs=pl.BlockSpec(
+                (None, blocks.height, blocks.width), lambda h, w, v, visits: (visits.group[v], h, w)
+            )
             if tile is None
             else pl.BlockSpec(
                 (None, blocks.height // shared, 1, blocks.width), lambda h, w, v, visits: (visits.group[v], h, 0, w)

@@ -125,7 +125,9 @@ def _product(
         operands = tuple(tile.operands(arrays, rows.dtype))
         stored = base is None and tile.is_whole and operands[0].array.dtype == rows.dtype
         every.append(Made(tile, base, operands, stored))
-    plan = plan_blocks(rows.shape[0], shape, rows.dtype, every, core, transposed=transposed, adds=activation is None)
+    plan = plan_blocks(
+        rows.shape[0], shape, rows.dtype, every, core, transposed=transposed, adds=activation is None
+    )
     sizes, sums = plan.sizes, plan.sizes.stays is Stays.SUMS
     visits, count = visits_of_shares(group_sizes, rows.shape[0], sizes.rows, sizes.shares)
     places = _Places(plan, visits.block.shape[0] // sizes.shares)

@@ -28,7 +28,9 @@ def experts(rho, seed=0):
     random = np.random.default_rng(seed)
     own = rho * EXPERTS / (EXPERTS - 1)  # of which their mean has one part in E
     common = np.sqrt(1 - own) * random.standard_normal((SIZE, SIZE))
-    return [(common + np.sqrt(own) * random.standard_normal((SIZE, SIZE))).astype(np.float32) for _ in range(EXPERTS)]
+    return [
+        (common + np.sqrt(own) * random.standard_normal((SIZE, SIZE))).astype(np.float32) for _ in range(EXPERTS)
+    ]
 
 
 def coded(kernels, centre, bits, refits):

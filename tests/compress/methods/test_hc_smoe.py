@@ -93,7 +93,9 @@ def test_a_cluster_becomes_the_mean_weighted_by_usage(shape, tmp_path):
             mean = sum(w * before[e][name] for w, e in zip(share, members, strict=True))
             np.testing.assert_allclose(array, mean, rtol=1e-4, atol=1e-5)
     assert report.layers[0].uniform_usage is False and not report.warnings
-    np.testing.assert_array_equal(out.read("layers/0/mlp/router/kernel"), source.leaves["layers/0/mlp/router/kernel"])
+    np.testing.assert_array_equal(
+        out.read("layers/0/mlp/router/kernel"), source.leaves["layers/0/mlp/router/kernel"]
+    )
 
 
 def test_what_is_merged_already_is_merged_again(tmp_path):

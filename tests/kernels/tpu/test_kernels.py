@@ -52,7 +52,9 @@ def dense(base, arrays):
 def product(transposed, stored):
     tile = StoredTile() if stored else LowRankTile()
     return jax.jit(
-        functools.partial(grouped_product.grouped_product, tile=tile, shape=SHAPE, transposed=transposed, **SMALL)
+        functools.partial(
+            grouped_product.grouped_product, tile=tile, shape=SHAPE, transposed=transposed, **SMALL
+        )
     )
 
 
