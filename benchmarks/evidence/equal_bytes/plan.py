@@ -38,7 +38,6 @@ _OF_LARGER_BY_FAMILY = {
     "AWQ": ("3 bits",),
     f"{GPTQ}, gradients": ("3 bits",),
     f"{SHARED_GPTQ}, gradients": ("4 + 1 bits", "4 + 2 bits"),
-    f"{ALLOCATED}, gradients": ("2.5 bits",),
     "HQQ": ("3 bits",),
     "NF4": ("4 bits",),
     "ResMoE": ("keep 0.25",),
@@ -50,10 +49,8 @@ _OF_LARGER_BY_FAMILY = {
 _REPEATED_BY_FAMILY = {GPTQ: ("3 bits",), SHARED_GPTQ: ("4 + 2 bits",), ALLOCATED_FITTED: ("2.5 bits",)}
 # Minutes each.
 _QUESTIONED_BY_FAMILY = {
-    GPTQ: _BITS,
-    SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits"),
-    ALLOCATED: ("1.75 bits",),
-    "REAP": ("keep 0.75",),
+    GPTQ: ("2 bits", "3 bits"),
+    SHARED_GPTQ: ("4 + 1 bits",),
     "HC-SMoE": ("keep 0.5",),
 }
 # What takes seconds.
