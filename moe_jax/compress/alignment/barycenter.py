@@ -35,7 +35,7 @@ _ANNEALED_POINTS = 16384
 _MAX_ROUNDS_SMALL, _MAX_ROUNDS_LARGE = 100, 20
 # Rounds of large clouds end when those to come would gain up to twice this part of the objective, see `descend`: it is
 # to be right to 0.1 %.
-_WORTH_LARGE = 5e-4
+_WORTH_LARGE = 3.5e-4
 
 
 class Barycenter(NamedTuple):
@@ -95,7 +95,7 @@ def free_support_barycenter(
     - `sinkhorn`: entropic plans under falling temperature, rounded by exact assignments.
     - `assignment`: exact assignments throughout. Small clouds go through `alternation` first, and so never end above
       it. Large ones (2^37 multiplications for a round, see `matching.py`) are aligned to the sum of those before them,
-      and rounds end when those to come would lower the objective by some 0.05 %.
+      and rounds end when those to come would lower the objective by some 0.04 %.
     - `alternation`: exact assignments to the mean of all clouds in turn with the mean; the algorithm of POT's
       `free_support_barycenter`. Clouds without a common order are stuck after a round or two, some 5 % too high.
     - `auto`: `assignment`; but if the first round of coordinate descent changes more than 2 % of all places, annealing

@@ -99,8 +99,9 @@ def test_a_bound_holds_where_the_first_columns_mislead():
         assert score(target, points, found.order) == pytest.approx(best_score(target, points), rel=1e-6)
 
 
+# Of a hundred points without a common order, one local minimum differs from another by more than is asked here.
 @pytest.mark.parametrize("noise", [0.5, 1.5, None])
-@pytest.mark.parametrize("shape", [(8, 128, 768), (24, 96, 384)])
+@pytest.mark.parametrize("shape", [(8, 512, 1024), (24, 384, 768)])
 def test_large_clouds_come_as_near_as_exact_searches(monkeypatch, noise, shape):
     clouds = clouds_of_common_origin(1, *shape, noise)
     exact = free_support_barycenter(clouds, solver="assignment")
