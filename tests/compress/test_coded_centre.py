@@ -1,7 +1,9 @@
 """Models whose experts share a centre in codes, as a user makes and uses them."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -11,14 +13,19 @@ from moe_jax.compress import compress, make_method
 from moe_jax.compress.source_layer import SourceLayer
 from moe_jax.convert import export, read_hf_config
 from moe_jax.figures.similarity import measure_similarity
+from moe_jax.generation import generate
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.open_source import open_source
+from moe_jax.train.batches import train_on_batches
+from moe_jax.train.recipe import MeshSection, OptimizerSection
 from tests.compress.conftest import RECIPE, MemorySource, run
 from tests.compress.test_export import logits
 from tests.convert.conftest import CONFIGS
 from tests.tiers import one_in
+from tests.train.models import recipe_of
 from tests.upcycle.conftest import random_leaves
 
+PERFT = ("--method", "perft-r", "--experts", "4", "--top-k", "2", "--adapter", "lora:2")
 RESMOE = ("--method", "resmoe", "--residual", "quantized:2", "--centre-bits")
 
 
@@ -76,6 +83,28 @@ def test_training_moves_scales_and_keeps_codes(small, models, tmp_path, capsys):
     for leaf, moves in (("scales", True), ("codes", False)):
         path = f"layers/0/mlp/experts/base/up/coded/{leaf}"
         assert np.array_equal(before.read(path), after.read(path)) != moves
+
+
+def test_with_perft_experts_beside_it_eight_devices_learn_and_say_what_one_does(small, tmp_path):
+    code, out = small
+    assert cli.main(["adapt", str(out), str(tmp_path / "perft"), *PERFT]) == 0
+    source = ModelDirectory(tmp_path / "perft")
+    recipe = recipe_of(steps=3, optimizer=OptimizerSection(learning_rate=1e-2))
+    batches = [np.random.default_rng(0).integers(0, 256, (8, 17))] * 3
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8], [9], [10], [11, 12], [13]]
+    found = []
+    for mesh in (MeshSection(), MeshSection(data=4, tensor=2)):
+        losses: list[float] = []
+        devices = jax.devices()[: 1 if not found else 8]
+        model, _ = train_on_batches(
+            dataclasses.replace(recipe, mesh=mesh), source, batches, devices=devices,
+            on_step=lambda record, losses=losses: losses.append(record["loss"]),
+        )  # fmt: skip
+        found.append((losses, generate(model, prompts, max_new_tokens=5)))
+    (one, said), (eight, said_by_eight) = found
+    assert one[-1] < one[0]
+    np.testing.assert_allclose(eight, one, rtol=2e-3)
+    assert said_by_eight == said
 
 
 @pytest.mark.parametrize(
