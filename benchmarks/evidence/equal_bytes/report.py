@@ -51,19 +51,27 @@ def _all_tables(results: ResultsFile) -> dict[str, str]:
 
 
 def blocks(results: ResultsFile) -> dict[str, str]:
-    """The tables of BENCHMARKS.md: of every family the lowest loss within so many bits, by model."""
+    """The tables of BENCHMARKS.md: all entries of models that were asked questions; of the others the best of every
+    family within so many bits."""
     found = {}
-    for scale, label in models(results):
-        before, best = whole_loss(results, scale, label), {}
-        for point in points(results, scale, label):
-            if point.entry.recovery is not None:
-                continue  # in a table of their own
-            column = point.entry.family if point.entry.family in _COLUMNS else OTHER
-            best.setdefault(column, []).append(point)
-        rows = [(f"{most:g}", *(_lowest(best.get(column, ()), most, before) for column in (*_COLUMNS, OTHER)))
-                for most in _SIZES]  # fmt: skip
-        found[f"{scale}, {label}"] = markdown(("bits per weight at most", *_COLUMNS, OTHER), rows)
+    for (scale, label), table in zip(models(results), tables(results).values(), strict=True):
+        asked = "answers" in whole(results, scale, label)
+        found[f"{scale}, {label}"] = table if asked else _by_size(results, scale, label)
     return found | aims(results) | ablations(results) | recoveries(results)
+
+
+def _by_size(results: ResultsFile, scale: str, label: str) -> str:
+    before, best = whole_loss(results, scale, label), {}
+    for point in points(results, scale, label):
+        if point.entry.recovery is not None:
+            continue  # in a table of their own
+        column = point.entry.family if point.entry.family in _COLUMNS else OTHER
+        best.setdefault(column, []).append(point)
+    rows = [
+        (f"{most:g}", *(_lowest(best.get(column, ()), most, before) for column in (*_COLUMNS, OTHER)))
+        for most in _SIZES
+    ]
+    return markdown(("bits per weight at most", *_COLUMNS, OTHER), rows)
 
 
 def ablations(results: ResultsFile) -> dict[str, str]:
