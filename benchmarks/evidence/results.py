@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ from evidence.stamp import Stamp, current_stamp
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Key = tuple[str, ...]
+_NUMBERS = re.compile(r"\[\s+-?\d[-+.,\w\s]*\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,9 @@ class ResultsFile:
 
     def _write(self) -> None:
         partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(self._data, indent=1) + "\n")
+        # Hundreds of numbers in a row read better in a line.
+        text = _NUMBERS.sub(lambda list_: " ".join(list_[0].split()), json.dumps(self._data, indent=1))
+        partial.write_text(text + "\n")
         partial.replace(self._file)
 
 

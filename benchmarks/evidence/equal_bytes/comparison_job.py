@@ -51,7 +51,7 @@ def compare(place: Place, asked: Asked) -> dict[str, Any]:
 
     Returns:
       losses, selection_losses: of every domain's test and selection text, nats per token.
-      window_losses: of every window of the test texts, likewise.
+      window_losses: of every window of the test texts, likewise; of the first draw alone.
       kl: of every domain's test text, KL(p || q) in nats per token, p being what the model was and q what it is.
       bits_per_weight, expert_bytes: of the experts on the disk, everything included.
       output_error: of every layer, of calibrated methods.
@@ -89,6 +89,8 @@ def compare(place: Place, asked: Asked) -> dict[str, Any]:
         else:
             leaves, made = whole, load_model(model, param_dtype="float32")
     found = _scores(place, asked.subject, made) | learned
+    if asked.draw:
+        del found["window_losses"]
     found["expert_bytes"] = report.expert_bytes_after
     found["bits_per_weight"] = 8 * report.expert_bytes_after / count_of(experts_of(whole))
     errors = [layer.output_error for layer in report.layers]
