@@ -114,9 +114,7 @@ def _recoveries() -> list[tuple[Entry, Entry]]:
     """What loses much, and the same once routers and norms have learnt the logits of the model before."""
     losing = (
         *_plain(GPTQ, calibrated=True)[2:3],
-        *_shared(SHARED_GPTQ, calibrated=True)[1:2],
         *_kept("HC-SMoE", "hc-smoe", 0.5, calibrated=True),
-        *_kept("REAP", "reap", 0.75, calibrated=True),
     )
     return [(entry, dataclasses.replace(entry, name=f"{entry.name}, recovered", recovery=1.0)) for entry in losing]
 

@@ -4,8 +4,6 @@ import dataclasses
 
 from evidence.equal_bytes.entries import (
     ALLOCATED,
-    ALLOCATED_BY_EXPERT,
-    ALLOCATED_BY_FORMAT,
     ALLOCATED_FITTED,
     AS_LARGE_AS_GPTQ,
     ENTRIES,
@@ -56,18 +54,13 @@ _QUESTIONED_BY_FAMILY = {
 # What takes seconds.
 _OF_SMALL_REPEATED_BY_FAMILY = {
     GPTQ: _BITS,
-    SHARED_GPTQ: ("2 + 1 bits", "3 + 1 bits", "4 + 1 bits", "4 + 2 bits", "4 + 3 bits"),
-    ALLOCATED: ("1.75 bits", "2.5 bits", "3 bits", "4 bits"),
-    ALLOCATED_FITTED: ("1.75 bits", "2.5 bits", "3 bits", "4 bits"),
-    f"{GPTQ}, gradients": _BITS,
+    SHARED_GPTQ: ("2 + 1 bits", "3 + 1 bits", "4 + 1 bits", "4 + 2 bits"),
+    ALLOCATED: ("1.75 bits", "2.5 bits", "3 bits"),
+    ALLOCATED_FITTED: ("2.5 bits",),
+    f"{GPTQ}, gradients": ("3 bits",),
     f"{SHARED_GPTQ}, gradients": ("4 + 1 bits", "4 + 2 bits"),
-    f"{ALLOCATED}, gradients": ("1.75 bits", "2.5 bits", "3 bits"),
-    f"{SHARED_GPTQ}, row scales": ("4 + 1 bits", "4 + 2 bits"),
-    ALLOCATED_BY_EXPERT: ("2.5 bits",),
-    ALLOCATED_BY_FORMAT: ("2.5 bits",),
-    "D2-MoE": ("keep 0.25",),
+    f"{SHARED_GPTQ}, row scales": ("4 + 2 bits",),
     "HC-SMoE": ("keep 0.5",),
-    "REAP": ("keep 0.75",),
 }
 # Whose result depends on how neurons are ordered, unless they are aligned.
 _ALIGNED_OR_NOT_BY_FAMILY = {
