@@ -17,7 +17,7 @@ from evidence.equal_bytes.entries import ABLATIONS, DRAWS, ENTRIES, RECOVERIES, 
 from evidence.equal_bytes.models import Subject  # noqa: E402
 from evidence.equal_bytes.own_models import adopt, own_models  # noqa: E402
 from evidence.equal_bytes.plan import comparisons  # noqa: E402
-from evidence.equal_bytes.report import ablations, recoveries, tables, write_report  # noqa: E402
+from evidence.equal_bytes.report import ablations, blocks, permutations, recoveries, tables, write_report  # noqa: E402
 from evidence.equal_bytes.study import Comparison  # noqa: E402
 from evidence.results import RESULTS, NoSettings, ResultsFile  # noqa: E402
 from evidence.stamp import Stamp  # noqa: E402
@@ -123,6 +123,19 @@ def test_ours_is_chosen_by_the_selection_text_and_compared_by_the_test_text(resu
     assert row[2] == "+0.5000" and row[3] == "shared centre, GPTQ, 4 + 1 bits (2.00)"
     assert row[4].startswith("-0.1000 [-0.1") and row[5] == "shared centre, GPTQ, 3 + 1 bits (1.80)"
     assert row[6].startswith("-0.3000")
+
+
+def test_permuted_models_stand_beside_what_they_were(results):
+    entry = next(entry for entry in ENTRIES if entry.calibrated)
+    for permuted, loss in ((False, 1.25), (True, 1.5)):
+        study = Comparison(Subject("stories260K", "a", permuted=permuted))
+        found = {"losses": {"code": 1.0}, "selection_losses": {"code": 1.0}, "kl": {"code": 0.0}}
+        results.put(*study.path(UNCOMPRESSED, 0), value=found)
+        found = {**found, "losses": {"code": loss}, "bits_per_weight": 2.0}
+        results.put(*study.path(entry.label, 0), value=found)
+    (table,) = permutations(results).values()
+    assert "| 2.00 | +0.2500 | +0.5000 | +0.2500 |" in table
+    assert not any(name.endswith("permuted") for name in blocks(results) if "neurons" not in name)
 
 
 def test_models_are_trained_with_the_rates_of_claims_and_after_what_they_begin_with(

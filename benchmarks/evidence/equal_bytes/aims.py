@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from evidence.equal_bytes.entries import GPTQ, OURS
+from evidence.equal_bytes.models import PERMUTED
 from evidence.equal_bytes.points import Point, chosen, models, points, whole_loss
 from evidence.results import ResultsFile
 from evidence.studies.summary import difference
@@ -19,7 +20,7 @@ def aims(results: ResultsFile) -> dict[str, str]:
     return {
         f"{scale}, {label}, against GPTQ": markdown(HEAD, rows)
         for scale, label in models(results)
-        if (rows := list(_rows(results, scale, label)))
+        if not label.endswith(PERMUTED) and (rows := list(_rows(results, scale, label)))
     }
 
 

@@ -16,7 +16,7 @@ from evidence.equal_bytes.entries import (
 )
 from evidence.equal_bytes.models import PERMUTED
 from evidence.equal_bytes.picture import draw
-from evidence.equal_bytes.points import Point, chosen, models, points, whole, whole_loss
+from evidence.equal_bytes.points import Point, chosen, mean_of, models, points, whole, whole_loss
 from evidence.results import NoSettings, ResultsFile
 from evidence.studies.compression_tables import accuracy
 from evidence.tables import markdown
@@ -47,7 +47,7 @@ def report(results: ResultsFile) -> str:
 
 
 def _all_tables(results: ResultsFile) -> dict[str, str]:
-    return tables(results) | aims(results) | ablations(results) | recoveries(results)
+    return tables(results) | aims(results) | permutations(results) | ablations(results) | recoveries(results)
 
 
 def blocks(results: ResultsFile) -> dict[str, str]:
@@ -55,9 +55,11 @@ def blocks(results: ResultsFile) -> dict[str, str]:
     family within so many bits."""
     found = {}
     for (scale, label), table in zip(models(results), tables(results).values(), strict=True):
+        if label.endswith(PERMUTED):
+            continue  # beside the model that it was
         asked = "answers" in whole(results, scale, label)
         found[f"{scale}, {label}"] = table if asked else _by_size(results, scale, label)
-    return found | aims(results) | ablations(results) | recoveries(results)
+    return found | aims(results) | permutations(results) | ablations(results) | recoveries(results)
 
 
 def _by_size(results: ResultsFile, scale: str, label: str) -> str:
@@ -86,6 +88,25 @@ def ablations(results: ResultsFile) -> dict[str, str]:
             if len(rows) > 1 and not label.endswith(PERMUTED):
                 head = (f"{residual}-bit residuals", "bits per weight", f"added to {before:.4f} nats", "KL, nats")
                 found[f"{scale}, {label}, {residual} bits"] = markdown(head, rows)
+    return found
+
+
+def permutations(results: ResultsFile) -> dict[str, str]:
+    """What every entry loses of a model, and of the same with its neurons permuted, with the first draw."""
+    found = {}
+    for scale, label in models(results):
+        before = whole_loss(results, scale, label)
+        permuted = {point.entry.label: point for point in points(results, scale, label + PERMUTED)}
+        rows = []
+        for point in points(results, scale, label):
+            if (other := permuted.get(point.entry.label)) is not None:
+                (one,), (two,) = (point.first.values(), other.first.values())
+                losses = [mean_of(run["losses"]) for run in (one, two)]
+                added = [f"{loss - before:+.4f}" for loss in losses]
+                rows.append((point.entry.label, f"{point.bits:.2f}", *added, f"{losses[1] - losses[0]:+.4f}"))
+        if rows:
+            head = ("experts", "bits per weight", f"added to {before:.4f} nats", "neurons permuted", "difference")
+            found[f"{scale}, {label}, neurons permuted"] = markdown(head, rows)
     return found
 
 
