@@ -93,11 +93,12 @@ def comparisons() -> list[Comparison]:
     return [
         Comparison(upcycled, probes=_PROMPTS, entries=(*_of(STORIES), *_RECOVERED), more_draws=_OF_SMALL_REPEATED),
         Comparison(dataclasses.replace(upcycled, permuted=True), entries=_ALIGNED_OR_NOT, more_draws=_REPEATED),
-        # Experts from models of one domain each, which have less in common than copies of one.
+        # Experts from models of one domain each, which have less in common than copies of one. Of three, nothing has
+        # less than two bits.
         Comparison(
             Subject(STORIES.name, f"{BRANCHES}-s0"),
             probes=_PROMPTS,
-            entries=(*_OF_LARGER, *_as_large_as_gptq(STORIES)),
+            entries=(*(entry for entry in _OF_LARGER if entry.name != "1.75 bits"), *_as_large_as_gptq(STORIES)),
             more_draws=(*_REPEATED, *_as_large_as_gptq(STORIES)),
         ),
         Comparison(
