@@ -4,15 +4,21 @@ They are models of their own, with results of their own: on another kind of mach
 those of `claims.py` cannot be made again bit for bit.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 
 from evidence.equal_bytes.models import Subject
 from evidence.results import ResultsFile
 from evidence.studies.jobs import MADE, Place
-from evidence.studies.plan import studies
+from evidence.studies.plan import DRAWN, studies
+from evidence.studies.scales import MIDDLE, STORIES
 from evidence.studies.training_job import kept_folder, train_run
 from evidence.studies.trainings import Kept, Trainings
+
+DRAWN_STEPS = 3000
+"""Of the smallest model from random weights, at the rates of the larger one, in whose experts nothing is lost: it is
+not for them that its loss is what it is."""
 
 _SEED = 0
 
@@ -26,6 +32,10 @@ def own_models(subjects: Iterable[Subject], place: Place, claims: ResultsFile) -
       claims: the results of `claims.py`, for the rates.
     """
     every = {(model.scale, model.model): model for model in _every(place, claims)}
+    drawn = every.get((MIDDLE.name, f"{DRAWN}-s{_SEED}"))
+    if drawn is not None:
+        run = dataclasses.replace(drawn.arguments["run"], scale=STORIES.name, steps=DRAWN_STEPS)
+        every[STORIES.name, drawn.model] = dataclasses.replace(drawn, scale=STORIES.name, arguments={"run": run})
     found: dict[tuple[str, str], Kept] = {}
 
     def add(scale: str, name: str) -> None:

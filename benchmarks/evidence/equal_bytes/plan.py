@@ -44,6 +44,8 @@ _OF_LARGER_BY_FAMILY = {
     f"{GPTQ}, row scales": ("3 bits",),
     f"{SHARED_GPTQ}, row scales": ("4 + 1 bits", "4 + 2 bits"),
 }
+# Hardly anything is lost there.
+_OF_DRAWN_MIDDLE_BY_FAMILY = {RTN: _BITS, GPTQ: _BITS, SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits")}
 _REPEATED_BY_FAMILY = {GPTQ: ("3 bits",), SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits")}
 # Minutes each.
 _QUESTIONED_BY_FAMILY = {
@@ -102,10 +104,16 @@ def comparisons() -> list[Comparison]:
             more_draws=(*_REPEATED, *_as_large_as_gptq(STORIES)),
         ),
         Comparison(
-            Subject(MIDDLE.name, f"{DRAWN}-s0"),
+            Subject(STORIES.name, f"{DRAWN}-s0"),
             probes=_PROMPTS,
-            entries=(*_as_large_as_gptq(MIDDLE), *_OF_LARGER),
-            more_draws=(*_as_large_as_gptq(MIDDLE), *_REPEATED),
+            entries=(*_as_large_as_gptq(STORIES), *_OF_LARGER),
+            more_draws=(*_as_large_as_gptq(STORIES), *_REPEATED),
+        ),
+        Comparison(
+            Subject(MIDDLE.name, f"{DRAWN}-s0"),
+            draws=(0,),
+            probes=_PROMPTS,
+            entries=(*_as_large_as_gptq(MIDDLE), *_named(_OF_DRAWN_MIDDLE_BY_FAMILY)),
         ),
         Comparison(
             Subject(SMOLLM.name, AGAIN),
