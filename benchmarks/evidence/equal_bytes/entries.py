@@ -128,15 +128,14 @@ AS_LARGE_AS_GPTQ = {"stories260K": (2.27, 3.27, 4.27), "middle": (2.15, 3.15, 4.
 ALLOCATED_BY_EXPERT = "allocated, bits by expert"
 ALLOCATED_BY_FORMAT = "allocated, row scales and zero points"
 
+ABLATIONS = {residual: _steps(residual) for residual in (2, 1)}
+"""By bits of the residuals: steps of the method in words, and their entries."""
 OURS = frozenset(
     name
     for base in (SHARED_RTN, SHARED_GPTQ, ALLOCATED, ALLOCATED_FITTED, ALLOCATED_BY_EXPERT, ALLOCATED_BY_FORMAT)
     for name in (base, f"{base}, gradients", f"{base}, row scales")
-)
-"""Families with a shared centre in codes, or with the choice of one."""
-
-ABLATIONS = {residual: _steps(residual) for residual in (2, 1)}
-"""By bits of the residuals: steps of the method in words, and their entries."""
+) | {entry.family for steps in ABLATIONS.values() for _, entry in steps}
+"""Families with residuals in codes around a shared centre, or with the choice of one."""
 RECOVERIES = _recoveries()
 """Entries, and the same recovered. Done on one model."""
 
