@@ -6,7 +6,8 @@ from evidence.equal_bytes.entries import GPTQ, OURS
 from evidence.equal_bytes.models import PERMUTED
 from evidence.equal_bytes.points import Point, chosen, models, points, whole_loss
 from evidence.results import ResultsFile
-from evidence.studies.summary import difference
+from evidence.studies.summary import difference, mean_losses
+from evidence.studies.verdicts import paired
 from evidence.tables import markdown
 
 HEAD = (
@@ -16,7 +17,11 @@ HEAD = (
 
 
 def aims(results: ResultsFile) -> dict[str, str]:
-    """A table for every model. Ours are chosen by the selection texts; differences are of the test texts."""
+    """A table for every model.
+
+    Ours are chosen by the selection texts; differences are of the test texts, intervals over their windows with the
+    first draw of the calibration text.
+    """
     return {
         f"{scale}, {label}, against GPTQ": markdown(HEAD, rows)
         for scale, label in models(results)
@@ -27,9 +32,9 @@ def aims(results: ResultsFile) -> dict[str, str]:
 def _rows(results: ResultsFile, scale: str, label: str) -> Iterator[list[str]]:
     before = whole_loss(results, scale, label)
     every = list(points(results, scale, label))
-    ours = [point for point in every if point.entry.family in OURS and point.entry.recovery is None]
+    ours = [point for point in every if point.entry.family in OURS and not point.entry.recovered]
     for gptq in every:
-        if gptq.entry.family != GPTQ or gptq.entry.recovery is not None or gptq.entry.name == "8 bits":
+        if gptq.entry.family != GPTQ or gptq.entry.recovered or gptq.entry.name == "8 bits":
             continue
         no_worse = [point for point in ours if point.selection_loss <= gptq.selection_loss]
         least = min(no_worse, key=lambda point: point.bits, default=None)
@@ -45,4 +50,8 @@ def _rows(results: ResultsFile, scale: str, label: str) -> Iterator[list[str]]:
 def _against(point: Point | None, gptq: Point) -> tuple[str, str]:
     if point is None:
         return "none", ""
-    return f"{point.entry.label} ({point.bits:.2f})", str(difference(point.first, gptq.first) or "")
+    found = str(difference(point.first, gptq.first) or "")
+    drawn = paired(mean_losses(point.runs), mean_losses(gptq.runs))
+    if len(drawn) > 1:
+        found += f"; by draw {', '.join(f'{more:+.4f}' for more in drawn)}"
+    return f"{point.entry.label} ({point.bits:.2f})", found

@@ -76,9 +76,8 @@ def compare(place: Place, asked: Asked) -> dict[str, Any]:
         )
         model = ModelDirectory(Path(name) / "model")
         made, learned = None, {}
-        if entry.recovery is not None:
-            weight, draw = entry.recovery, asked.draw
-            recovery = recovered(place, asked.subject, model, source, weight=weight, seed=draw)
+        if entry.recovered:
+            recovery = recovered(place, asked.subject, model, source, seed=asked.draw)
             made, learned = recovery.model, {"rate": recovery.rate, "tried": recovery.tried}
         same = all(model.config.moe(i).num_experts == whole.config.moe(i).num_experts for i in whole.config.moe_layers)
         if made is not None:

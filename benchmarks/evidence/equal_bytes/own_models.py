@@ -17,8 +17,8 @@ from evidence.studies.training_job import kept_folder, train_run
 from evidence.studies.trainings import Kept, Trainings
 
 DRAWN_STEPS = 3000
-"""Of the smallest model from random weights, at the rates of the larger one, in whose experts nothing is lost: it is
-not for them that its loss is what it is."""
+"""Of the smallest model from random weights. It has the rates of the larger one, whose experts have learnt so little
+that no compression costs anything."""
 
 _SEED = 0
 

@@ -38,7 +38,7 @@ def draw(results: ResultsFile, file: Path) -> None:
     figure, panels = plt.subplots(2, len(compared), figsize=(5.2 * len(compared), 8), squeeze=False, sharex="col")
     for (scale, label), (losses, agreements) in zip(compared, panels.T, strict=True):
         before = whole_loss(results, scale, label)
-        every = [point for point in points(results, scale, label) if point.entry.recovery is None]
+        every = [point for point in points(results, scale, label) if not point.entry.recovered]
         _lines(losses, ((point, point.loss - before) for point in every))
         _lines(agreements, ((point, 100 * point.agreement) for point in every if point.agreement is not None))
         losses.set_title(f"{scale}: {label}", fontsize=9)

@@ -17,7 +17,7 @@ from evidence.equal_bytes.models import Subject
 from evidence.equal_bytes.study import Comparison
 from evidence.studies.plan import AGAIN, BRANCHES, DRAWN, VANILLA
 from evidence.studies.probes import Probes
-from evidence.studies.scales import MIDDLE, SCALES, SMOLLM, STORIES, Scale
+from evidence.studies.scales import MIDDLE, SMOLLM, STORIES
 
 _PROMPTS, _PROBES = Probes(questions=0, prompts=8), Probes(questions=64, prompts=8)
 _RECOVERED = tuple(recovered for _, recovered in RECOVERIES)
@@ -53,6 +53,7 @@ _QUESTIONED_BY_FAMILY = {
     SHARED_GPTQ: ("4 + 1 bits",),
     "HC-SMoE": ("keep 0.5",),
 }
+_AGAINST_GPTQ_BY_FAMILY = {GPTQ: _BITS, SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits")}
 # What takes seconds.
 _OF_SMALL_REPEATED_BY_FAMILY = {
     GPTQ: _BITS,
@@ -85,7 +86,13 @@ def _named(by_family: dict[str, tuple[str, ...]]) -> tuple[Entry, ...]:
     return tuple(known[family, name] for family, names in by_family.items() for name in names)
 
 
+def _as_large_as_gptq(models: str) -> tuple[Entry, ...]:
+    return _named({ALLOCATED: tuple(f"{size:g} bits" for size in AS_LARGE_AS_GPTQ[models])})
+
+
+_AGAINST_GPTQ = _named(_AGAINST_GPTQ_BY_FAMILY)
 _OF_LARGER, _REPEATED = _named(_OF_LARGER_BY_FAMILY), _named(_REPEATED_BY_FAMILY)
+_OF_EIGHT, _OF_THREE, _OF_MIDDLE = map(_as_large_as_gptq, AS_LARGE_AS_GPTQ)
 _OF_SMALL_REPEATED, _ALIGNED_OR_NOT = _named(_OF_SMALL_REPEATED_BY_FAMILY), _named(_ALIGNED_OR_NOT_BY_FAMILY)
 
 
@@ -93,27 +100,32 @@ def comparisons() -> list[Comparison]:
     """Models of one origin, the same with neurons in another order, of less in common, and of nothing."""
     upcycled = Subject(STORIES.name, f"{VANILLA}-s0")
     return [
-        Comparison(upcycled, probes=_PROMPTS, entries=(*_of(STORIES), *_RECOVERED), more_draws=_OF_SMALL_REPEATED),
+        Comparison(
+            upcycled,
+            probes=_PROMPTS,
+            entries=(*(entry for entry in ENTRIES if entry not in (*_OF_THREE, *_OF_MIDDLE)), *_RECOVERED),
+            more_draws=_OF_SMALL_REPEATED,
+        ),
         Comparison(dataclasses.replace(upcycled, permuted=True), entries=_ALIGNED_OR_NOT, more_draws=_REPEATED),
         # Experts from models of one domain each, which have less in common than copies of one. Of three, nothing has
         # less than two bits.
         Comparison(
             Subject(STORIES.name, f"{BRANCHES}-s0"),
             probes=_PROMPTS,
-            entries=(*(entry for entry in _OF_LARGER if entry.name != "1.75 bits"), *_as_large_as_gptq(STORIES)),
-            more_draws=(*_REPEATED, *_as_large_as_gptq(STORIES)),
+            entries=(*(entry for entry in _OF_LARGER if entry.name != "1.75 bits"), *_OF_THREE),
+            more_draws=(*_AGAINST_GPTQ, *_OF_THREE),
         ),
         Comparison(
             Subject(STORIES.name, f"{DRAWN}-s0"),
             probes=_PROMPTS,
-            entries=(*_as_large_as_gptq(STORIES), *_OF_LARGER),
-            more_draws=(*_as_large_as_gptq(STORIES), *_REPEATED),
+            entries=(*_OF_EIGHT, *_OF_LARGER),
+            more_draws=(*_AGAINST_GPTQ, *_OF_EIGHT),
         ),
         Comparison(
             Subject(MIDDLE.name, f"{DRAWN}-s0"),
             draws=(0,),
             probes=_PROMPTS,
-            entries=(*_as_large_as_gptq(MIDDLE), *_named(_OF_DRAWN_MIDDLE_BY_FAMILY)),
+            entries=(*_OF_MIDDLE, *_named(_OF_DRAWN_MIDDLE_BY_FAMILY)),
         ),
         Comparison(
             Subject(SMOLLM.name, AGAIN),
@@ -124,14 +136,3 @@ def comparisons() -> list[Comparison]:
         ),
         Comparison(Subject(SMOLLM.name, AGAIN, permuted=True), draws=(0,), entries=_REPEATED),
     ]
-
-
-def _as_large_as_gptq(scale: Scale) -> tuple[Entry, ...]:
-    names = [f"{size:g} bits" for size in AS_LARGE_AS_GPTQ[scale.name]]
-    return tuple(entry for entry in ENTRIES if entry.family == ALLOCATED and entry.name in names)
-
-
-def _of(scale: Scale) -> tuple[Entry, ...]:
-    """All entries, but for those of other scales."""
-    others = [entry for name in AS_LARGE_AS_GPTQ if name != scale.name for entry in _as_large_as_gptq(SCALES[name])]
-    return tuple(entry for entry in ENTRIES if entry not in others)

@@ -22,7 +22,7 @@ class Point(NamedTuple):
       agreement: share of greedy tokens that are those of the model as it was, until the first other one; None: not
         asked.
       predicted_kl: what `allocate` expected; None: the entry is another method.
-      first: the result of the first draw alone, by that draw, with the losses of all windows and the answers.
+      runs: all results, by draw; that of the first has the losses of all windows and the answers.
     """
 
     entry: Entry
@@ -33,7 +33,13 @@ class Point(NamedTuple):
     kl: float
     agreement: float | None
     predicted_kl: float | None
-    first: BySeed
+    runs: BySeed
+
+    @property
+    def first(self) -> BySeed:
+        """The result of the first draw alone."""
+        draw, run = next(iter(self.runs.items()))
+        return {draw: run}
 
 
 def points(results: ResultsFile, scale: str, label: str) -> Iterator[Point]:
@@ -41,7 +47,7 @@ def points(results: ResultsFile, scale: str, label: str) -> Iterator[Point]:
     for entry in (*ENTRIES, *(recovered for _, recovered in RECOVERIES)):
         runs = results.get(COMPARISON, scale, label, entry.label) or {}
         if runs:
-            draw, first = next(iter(runs.items()))
+            first = next(iter(runs.values()))
             losses = [mean_of(run["losses"]) for run in runs.values()]
             yield Point(
                 entry,
@@ -52,7 +58,7 @@ def points(results: ResultsFile, scale: str, label: str) -> Iterator[Point]:
                 statistics.fmean(mean_of(run["kl"]) for run in runs.values()),
                 first.get("agreement", {}).get("until_first"),
                 statistics.fmean(run["predicted_kl"] for run in runs.values()) if "predicted_kl" in first else None,
-                {draw: first},
+                runs,
             )
 
 

@@ -39,7 +39,7 @@ class Recovered(NamedTuple):
 
 
 def recovered(
-    place: Place, subject: Subject, small: ModelSource, teacher: ModelSource, *, weight: float, seed: int
+    place: Place, subject: Subject, small: ModelSource, teacher: ModelSource, *, seed: int
 ) -> Recovered:
     """Trains a compressed model with every rate, and keeps the one that is best on the selection text.
 
@@ -48,13 +48,11 @@ def recovered(
       subject: the model before it was compressed.
       small: the compressed model.
       teacher: the model before.
-      weight: of the divergence from the teacher in the loss; the rest is that of the text.
       seed: of the batches.
     """
     found, tried = {}, {}
     for rate in RATES:
         overrides = [
-            f"distill.weight={weight}",
             f"optimizer.learning_rate={rate}",
             f"train.batch_size={SCALES[subject.scale].batch_size}",
             f"data.seq_len={SCALES[subject.scale].seq_len}",

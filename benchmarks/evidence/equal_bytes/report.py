@@ -65,7 +65,7 @@ def blocks(results: ResultsFile) -> dict[str, str]:
 def _by_size(results: ResultsFile, scale: str, label: str) -> str:
     before, best = whole_loss(results, scale, label), {}
     for point in points(results, scale, label):
-        if point.entry.recovery is not None:
+        if point.entry.recovered:
             continue  # in a table of their own
         column = point.entry.family if point.entry.family in _COLUMNS else OTHER
         best.setdefault(column, []).append(point)

@@ -141,13 +141,14 @@ class Matching:
         order the r-th round gains about as much as 1 / r^2, so that those after it gain one to two times r times that.
         What the first round gains shows after a quarter of the clouds then, if those come first that were aligned last
         (but for the very last, which is in its best order): the others are in the sums that these were aligned to, and
-        gain less. It and all others gain some two and a half times that.
+        gain less. All rounds together gain some two and a half times that (Gaussian clouds, up to 64 of 3000 points).
 
         This is coordinate descent on sum_{j<k} ||cloud j - cloud k||^2, which is E^2 times the objective. Without the
         pull of a cloud towards where it is already, it leaves most of the orders in which `alternate` is stuck: its
         fixed points are fixed points of `alternate` as well, and not the other way round.
         """
-        count = len(self.clouds)
+        count, apart = len(self.clouds), self._are_apart
+        turns = [*reversed(range(count - 1)), count - 1] if apart else range(count)
         # Clouds in a row that are in their best order. Of two, one is if the other is.
         settled, enough = 0, 1 if count == 2 else count
         done = 0
@@ -155,8 +156,7 @@ class Matching:
         while not self.converged and len(self.objectives) < max_rounds:
             changed = np.zeros(len(self.mean), bool)
             self.moved, gained, least = 0, 0.0, worth / (done + 1) * self.objective
-            order_of_clouds = [*reversed(range(count - 1)), count - 1] if self._are_apart else range(count)
-            for number, k in enumerate(order_of_clouds, start=1):
+            for number, k in enumerate(turns, start=1):
                 places, order, gain = self._better_order(k, self._sum_of_others(k))
                 self._move(k, places, order)
                 changed[places] = True
@@ -166,7 +166,7 @@ class Matching:
                 settled = 1 if len(places) else settled + 1
                 if settled >= enough:
                     break
-                if self._are_apart and not done and 4 * number >= count and 0 < gained * count / number < least / 2:
+                if apart and not done and 4 * number >= count and 0 < gained * count / number < least / 2:
                     break
             self._end_round(changed)
             self.converged = settled >= enough

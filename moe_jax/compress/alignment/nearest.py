@@ -6,9 +6,8 @@ most rows which point is nearest; only the others go on, with twice as many colu
 searched with all costs known (`candidates.py`). An order that is planted takes an eighth of the product or a quarter.
 
 Clouds without a common order take all of it, once. Their products are made of numbers rounded to bfloat16 and summed in
-float32: twice as fast on CPUs that have such products, and many times on GPUs. Nothing hangs on single products there:
-errors of 2^-9 of factors with independent signs are 1e-3 of what the products of different points differ by, and the
-objective ends within 1e-5 of that of float32's products.
+float32, which is twice as fast on CPUs that have such products. Nothing hangs on single products there: errors of 2^-9
+of the factors, with independent signs, are 1e-3 of what the products of different points differ by.
 """
 
 from collections.abc import Callable, Iterator

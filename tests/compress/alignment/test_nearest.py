@@ -120,6 +120,18 @@ def test_large_clouds_come_as_near_as_exact_searches(monkeypatch, noise, shape):
     assert free_support_barycenter(other, solver="assignment").objective == found.objective
 
 
+def test_a_search_that_converged_left_no_better_order(monkeypatch):
+    monkeypatch.setattr(matching, "_SMALL_ROUND", 0)
+    for seed in range(4):
+        clouds = clouds_of_common_origin(seed, 6, 60, 90, None)
+        found = matching.Matching(clouds, np.tile(np.arange(60, dtype=np.int32), (6, 1)))
+        found.descend(40)
+        assert found.converged and len(found.objectives) > 2
+        for k in range(6):
+            places, _, gain = found._better_order(k, found._sum_of_others(k))
+            assert not len(places) and gain == 0
+
+
 def test_starts_rounds_and_a_single_cloud_of_large_clouds(monkeypatch):
     monkeypatch.setattr(matching, "_SMALL_ROUND", 0)
     clouds = clouds_of_common_origin(3, 5, 40, 60, None)
