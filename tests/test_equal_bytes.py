@@ -85,7 +85,7 @@ def test_steps_and_recoveries_are_reported_beside_what_they_change(results):
     losses = {"code": 1.0}
     results.put(*study.path(UNCOMPRESSED, 0), value={"losses": losses, "kl": {"code": 0.0}})
     (before, recovered), *_ = RECOVERIES
-    (_, first), (_, second), *_ = ABLATIONS[2]
+    (_, first), (_, second), *_ = ABLATIONS["2 bits"]
     for entry, loss in ((before, 1.3), (recovered, 1.2), (first, 1.5), (second, 1.6)):
         value = {
             "losses": {"code": loss},

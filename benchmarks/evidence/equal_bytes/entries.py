@@ -109,6 +109,28 @@ def _steps(residual: int) -> list[tuple[str, Entry]]:
     ]
 
 
+def _factored(family: str, *asked: tuple[int, float], **options: Any) -> list[Entry]:
+    return [
+        _entry(
+            family,
+            f"{centre} bits, keep {keep:g}",
+            "resmoe",
+            calibrated=True,
+            residual="svd",
+            keep=keep,
+            centre_bits=str(centre),
+            **options,
+        )
+        for centre, keep in asked
+    ]
+
+
+def _steps_of_factors() -> list[tuple[str, Entry]]:
+    """Factors do not make up for the error of the centre's codes, so that feedback belongs there."""
+    (rounded,) = _factored("low ranks around a rounded centre", (4, 0.01), feedback=False)
+    return [("the centre in 4 bits, rounded", rounded), ("feedback", _factored(SHARED_FACTORS, (4, 0.01))[0])]
+
+
 def _recoveries() -> list[tuple[Entry, Entry]]:
     """What loses much, and the same once routers and norms have learnt the logits of the model before."""
     losing = (
@@ -120,6 +142,7 @@ def _recoveries() -> list[tuple[Entry, Entry]]:
 
 RTN, GPTQ = "rounding", "GPTQ"
 SHARED_RTN, SHARED_GPTQ = "shared centre, rounding", "shared centre, GPTQ"
+SHARED_FACTORS = "shared centre, low ranks"
 ALLOCATED = "allocated"
 ALLOCATED_FITTED = "allocated, fitted levels"
 AS_LARGE_AS_GPTQ = {
@@ -131,14 +154,17 @@ AS_LARGE_AS_GPTQ = {
 ALLOCATED_BY_EXPERT = "allocated, bits by expert"
 ALLOCATED_BY_FORMAT = "allocated, row scales and zero points"
 
-ABLATIONS = {residual: _steps(residual) for residual in (2, 1)}
-"""By bits of the residuals: steps of the method in words, and their entries."""
+ABLATIONS = {"2 bits": _steps(2), "1 bits": _steps(1), "low ranks": _steps_of_factors()}
+"""By what residuals are stored in: steps of the method in words, and their entries."""
 OURS = frozenset(
     name
-    for base in (SHARED_RTN, SHARED_GPTQ, ALLOCATED, ALLOCATED_FITTED, ALLOCATED_BY_EXPERT, ALLOCATED_BY_FORMAT)
+    for base in (
+        *(SHARED_RTN, SHARED_GPTQ, SHARED_FACTORS),
+        *(ALLOCATED, ALLOCATED_FITTED, ALLOCATED_BY_EXPERT, ALLOCATED_BY_FORMAT),
+    )
     for name in (base, f"{base}, gradients", f"{base}, row scales")
 ) | {entry.family for steps in ABLATIONS.values() for _, entry in steps}
-"""Families with residuals in codes around a shared centre, or with the choice of one."""
+"""Families with residuals around a shared centre in codes, or with the choice of one."""
 RECOVERIES = _recoveries()
 """Entries, and the same recovered. Done on one model."""
 
@@ -147,8 +173,9 @@ ENTRIES: tuple[Entry, ...] = (
     *_plain(GPTQ, calibrated=True),
     *_shared(SHARED_RTN, calibrated=False),
     *_shared(SHARED_GPTQ, calibrated=True),
-    *_budgets(ALLOCATED, 2.5, 1.75, 2.0, 3.0, 4.0, *(size for sizes in AS_LARGE_AS_GPTQ.values() for size in sizes)),
-    *_budgets(ALLOCATED_FITTED, 2.5, 1.75, 2.0, 3.0, 4.0, levels="fitted", scale_bits=8),
+    *_budgets(ALLOCATED, 2.5, 1.75, 1.25, 2.0, 3.0, 4.0),
+    *_budgets(ALLOCATED, *(size for sizes in AS_LARGE_AS_GPTQ.values() for size in sizes)),
+    *_budgets(ALLOCATED_FITTED, 2.5, 1.75, 1.25, 2.0, 3.0, 4.0, levels="fitted", scale_bits=8),
     *_budgets(ALLOCATED_BY_EXPERT, 2.5, 1.75, 3.0, experts="own"),
     *_budgets(ALLOCATED_BY_FORMAT, 2.5, 1.75, 3.0, row_scales=True, zero_points=True),
     *_budgets(f"{ALLOCATED}, gradients", 2.5, 1.75, 3.0, gradients=True),
@@ -170,6 +197,8 @@ ENTRIES: tuple[Entry, ...] = (
     *_kept("REAP", "reap", 0.5, 0.75, calibrated=True),
     *_kept("HC-SMoE", "hc-smoe", 0.5, 0.75, 0.25, calibrated=True),
     *_kept("M-SMoE", "msmoe", 0.5, 0.25, calibrated=True),
+    *_factored(SHARED_FACTORS, (4, 0.01), (4, 0.04), (4, 0.1), (8, 0.01)),
     # What is there already is not done twice.
-    *(entry for steps in ABLATIONS.values() for _, entry in steps if entry.family not in (SHARED_RTN, SHARED_GPTQ)),
+    *(entry for steps in ABLATIONS.values() for _, entry in steps
+      if entry.family not in (SHARED_RTN, SHARED_GPTQ, SHARED_FACTORS)),
 )

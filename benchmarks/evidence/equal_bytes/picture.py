@@ -16,6 +16,7 @@ from evidence.equal_bytes.entries import (
     ENTRIES,
     GPTQ,
     RTN,
+    SHARED_FACTORS,
     SHARED_GPTQ,
     SHARED_RTN,
 )
@@ -23,7 +24,9 @@ from evidence.equal_bytes.models import PERMUTED
 from evidence.equal_bytes.points import Point, models, points, whole_loss
 from evidence.results import ResultsFile
 
-_IMPORTANT = (RTN, GPTQ, SHARED_GPTQ, ALLOCATED, ALLOCATED_FITTED)
+_IMPORTANT = (RTN, GPTQ, SHARED_FACTORS, SHARED_GPTQ, ALLOCATED, ALLOCATED_FITTED)
+_LINEAR_UP_TO = 0.01
+"""Nats; a logarithmic axis shows little of a model that loses no more."""
 _MARKERS = "os^"
 
 
@@ -42,7 +45,8 @@ def draw(results: ResultsFile, file: Path) -> None:
         _lines(losses, ((point, point.loss - before) for point in every))
         _lines(agreements, ((point, 100 * point.agreement) for point in every if point.agreement is not None))
         losses.set_title(f"{scale}: {label}", fontsize=9)
-        losses.set_yscale("symlog", linthresh=0.01)
+        if max((point.loss - before for point in every), default=0) > _LINEAR_UP_TO:
+            losses.set_yscale("symlog", linthresh=_LINEAR_UP_TO)
         agreements.set_xlabel("bits per weight of the experts, everything included")
     panels[0, 0].set_ylabel("added loss, nats per token")
     panels[1, 0].set_ylabel("greedy tokens until the first other one, %")
@@ -62,7 +66,9 @@ def draw(results: ResultsFile, file: Path) -> None:
 
 def _families() -> list[str]:
     """All but those that are steps of an ablation, which has a table."""
-    steps = {entry.family for some in ABLATIONS.values() for _, entry in some} - {SHARED_RTN, SHARED_GPTQ}
+    steps = {entry.family for some in ABLATIONS.values() for _, entry in some} - {
+        *(SHARED_RTN, SHARED_GPTQ, SHARED_FACTORS)
+    }
     return [name for name in dict.fromkeys(entry.family for entry in ENTRIES) if name not in steps]
 
 

@@ -10,6 +10,7 @@ from evidence.equal_bytes.entries import (
     GPTQ,
     RECOVERIES,
     RTN,
+    SHARED_FACTORS,
     SHARED_GPTQ,
     Entry,
 )
@@ -28,7 +29,9 @@ _OF_LARGER_BY_FAMILY = {
     RTN: _BITS,
     GPTQ: _BITS,
     SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits", "4 + 3 bits", "3 + 1 bits"),
-    ALLOCATED: ("1.75 bits", "2.5 bits", "3 bits"),
+    ALLOCATED: ("1.25 bits", "1.75 bits", "2.5 bits", "3 bits"),
+    SHARED_FACTORS: ("4 bits, keep 0.01", "4 bits, keep 0.04"),
+    "low ranks around a rounded centre": ("4 bits, keep 0.01",),
     ALLOCATED_FITTED: ("2.5 bits",),
     "HC-SMoE": ("keep 0.5",),
     "REAP": ("keep 0.75",),
@@ -46,7 +49,11 @@ _OF_LARGER_BY_FAMILY = {
 }
 # Hardly anything is lost there.
 _OF_DRAWN_MIDDLE_BY_FAMILY = {RTN: _BITS, GPTQ: _BITS, SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits")}
-_REPEATED_BY_FAMILY = {GPTQ: ("3 bits",), SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits")}
+_REPEATED_BY_FAMILY = {
+    GPTQ: ("3 bits",),
+    SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits"),
+    SHARED_FACTORS: ("4 bits, keep 0.01",),
+}
 # Minutes each.
 _QUESTIONED_BY_FAMILY = {
     GPTQ: ("2 bits", "3 bits"),
@@ -58,7 +65,9 @@ _AGAINST_GPTQ_BY_FAMILY = {GPTQ: _BITS, SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits"
 _OF_SMALL_REPEATED_BY_FAMILY = {
     GPTQ: _BITS,
     SHARED_GPTQ: ("2 + 1 bits", "3 + 1 bits", "4 + 1 bits", "4 + 2 bits"),
-    ALLOCATED: ("1.75 bits", "2.5 bits", "3 bits"),
+    ALLOCATED: ("1.25 bits", "1.75 bits", "2.5 bits", "3 bits"),
+    SHARED_FACTORS: ("4 bits, keep 0.01", "4 bits, keep 0.04"),
+    "low ranks around a rounded centre": ("4 bits, keep 0.01",),
     ALLOCATED_FITTED: ("2.5 bits",),
     f"{GPTQ}, gradients": ("3 bits",),
     f"{SHARED_GPTQ}, gradients": ("4 + 1 bits", "4 + 2 bits"),
@@ -70,7 +79,8 @@ _ALIGNED_OR_NOT_BY_FAMILY = {
     RTN: _BITS,
     GPTQ: _BITS,
     SHARED_GPTQ: ("2 + 1 bits", "4 + 1 bits", "4 + 2 bits", "4 + 3 bits"),
-    ALLOCATED: ("1.75 bits", "2.5 bits", "3 bits"),
+    ALLOCATED: ("1.25 bits", "1.75 bits", "2.5 bits", "3 bits"),
+    SHARED_FACTORS: ("4 bits, keep 0.01",),
     ALLOCATED_FITTED: ("1.75 bits", "2.5 bits", "3 bits"),
     "ResMoE": ("keep 0.25",),
     "SVD, whitened, joint": ("keep 0.25",),
@@ -107,12 +117,12 @@ def comparisons() -> list[Comparison]:
             more_draws=_OF_SMALL_REPEATED,
         ),
         Comparison(dataclasses.replace(upcycled, permuted=True), entries=_ALIGNED_OR_NOT, more_draws=_REPEATED),
-        # Experts from models of one domain each, which have less in common than copies of one. Of three, nothing has
-        # less than two bits.
+        # Experts from models of one domain each, which have less in common than copies of one. Of three, a centre
+        # takes so much that nothing has 1.25 bits.
         Comparison(
             Subject(STORIES.name, f"{BRANCHES}-s0"),
             probes=_PROMPTS,
-            entries=(*(entry for entry in _OF_LARGER if entry.name != "1.75 bits"), *_OF_THREE),
+            entries=(*(entry for entry in _OF_LARGER if entry.name != "1.25 bits"), *_OF_THREE),
             more_draws=(*_AGAINST_GPTQ, *_OF_THREE),
         ),
         Comparison(

@@ -11,6 +11,7 @@ from evidence.equal_bytes.entries import (
     GPTQ,
     RECOVERIES,
     RTN,
+    SHARED_FACTORS,
     SHARED_GPTQ,
     SHARED_RTN,
 )
@@ -23,8 +24,8 @@ from evidence.tables import markdown
 
 NAME = "equal_bytes"
 OTHER = "others"
-_COLUMNS = (RTN, GPTQ, SHARED_RTN, SHARED_GPTQ, ALLOCATED, ALLOCATED_FITTED)
-_SIZES = (1.6, 1.85, 2.3, 2.85, 3.3, 4.3, 5.35, 8.3)
+_COLUMNS = (RTN, GPTQ, SHARED_FACTORS, SHARED_RTN, SHARED_GPTQ, ALLOCATED, ALLOCATED_FITTED)
+_SIZES = (0.8, 1.25, 1.6, 1.85, 2.3, 2.85, 3.3, 4.3, 5.35, 8.3)
 
 
 def opened(folder: Path) -> ResultsFile:
@@ -77,7 +78,7 @@ def _by_size(results: ResultsFile, scale: str, label: str) -> str:
 
 
 def ablations(results: ResultsFile) -> dict[str, str]:
-    """What every step of the method adds, by model and bits of the residuals."""
+    """What every step of the method adds, by model and what residuals are stored in."""
     found = {}
     for scale, label in models(results):
         before = whole_loss(results, scale, label)
@@ -86,8 +87,8 @@ def ablations(results: ResultsFile) -> dict[str, str]:
             rows = [(words, *_figures(by_entry[entry.label], before)) for words, entry in steps
                     if entry.label in by_entry]  # fmt: skip
             if len(rows) > 1 and not label.endswith(PERMUTED):
-                head = (f"{residual}-bit residuals", "bits per weight", f"added to {before:.4f} nats", "KL, nats")
-                found[f"{scale}, {label}, {residual} bits"] = markdown(head, rows)
+                head = (f"residuals in {residual}", "bits per weight", f"added to {before:.4f} nats", "KL, nats")
+                found[f"{scale}, {label}, {residual}"] = markdown(head, rows)
     return found
 
 

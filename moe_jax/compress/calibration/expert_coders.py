@@ -1,4 +1,5 @@
-"""The coder of every expert's kernel: of a calibrated layer for least change of outputs, else of the kernel itself."""
+"""Coders of the experts' kernels and of their centre: of a calibrated layer for least change of outputs, else of the
+kernels themselves."""
 
 from collections.abc import Iterator
 
@@ -38,6 +39,37 @@ def expert_coders(
         return
     for moment in _moments(layer, name, permutations):
         yield LeastOutputError(moment, fit=fit, feedback=feedback, even=even)
+
+
+def centre_coder(
+    layer: SourceLayer,
+    name: str,
+    permutations: Int[np.ndarray, "E f"] | None = None,
+    *,
+    feedback: bool = True,
+    even: bool = False,
+) -> ExpertCoder:
+    """The coder of a kernel that all experts have in common: an error of it is in the outputs of each.
+
+    So it has the sum of the experts' moments, each of which counts by its tokens and their router weights.
+
+    Args:
+      layer: its experts.
+      name: of the matrix.
+      permutations: see `expert_coders`.
+      feedback: see `LeastOutputError`.
+      even: see `LeastError`.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    if layer.rows is None:
+        return LeastError(even=even)
+    moment: np.ndarray | None = None
+    for own in _moments(layer, name, permutations):
+        moment = own.copy() if moment is None else np.add(moment, own, out=moment)
+    assert moment is not None
+    return LeastOutputError(moment, feedback=feedback, even=even)
 
 
 def joint_moments(

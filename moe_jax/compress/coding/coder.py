@@ -77,6 +77,11 @@ class LeastOutputError:
         root = np.sqrt(s)
         return scipy.linalg.solve_triangular(self._factor, u * root, trans=1, check_finite=False), v * root
 
+    def spectrum(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[Float[np.ndarray, " r"], float]:
+        """Squares of these numbers are what each of the best `factors` takes from the error; and all that there is."""
+        whitened = self._factor.T @ matrix
+        return truncated_svd(whitened, rank).s, float(np.sum(np.square(whitened), dtype=np.float64))
+
     def quantize(
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:

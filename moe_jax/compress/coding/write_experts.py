@@ -14,7 +14,7 @@ from moe_jax.compress.alignment.design_matrix import (
     mean_kernel,
     neuron_rows,
 )
-from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders, joint_moments
+from moe_jax.compress.calibration.expert_coders import ExpertCoder, centre_coder, expert_coders, joint_moments
 from moe_jax.compress.coding.centre import REFITS, code_residuals, stack, stored_centre, write_centre
 from moe_jax.compress.coding.coder import LeastError, LeastJointError
 from moe_jax.compress.coding.pruning import prune
@@ -60,14 +60,21 @@ def write_experts(
 
     form = bank.form
     assert isinstance(form, KernelForm)
+
+    def coder_of_centre(name: str) -> ExpertCoder:
+        """For the least change of outputs, but where residuals make up for the errors of a centre's codes."""
+        if bank.base_codes is None or codes_all_entries(form, layer.matrices[name]):
+            return CODER
+        return centre_coder(layer, name, permutations, feedback=feedback, even=even)
+
     if form.couples_matrices:
-        _write_jointly(layer, bank, form, permutations, write, measure)
+        _write_jointly(layer, bank, form, permutations, write, measure, coder_of_centre)
     else:
         for name in layer.shapes:
             coders = partial(expert_coders, layer, name, permutations, feedback=feedback, even=even)
             if coder is not None:
                 coders = partial(itertools.repeat, coder, layer.num_experts)
-            _write_matrix(layer, bank, form, name, permutations, write, measure, coders, refit=refit)
+            _write_matrix(layer, bank, form, name, permutations, write, measure, coders, coder_of_centre, refit=refit)
     for name in layer.shapes:
         biases = aligned_biases(layer, name, permutations)
         if biases is not None:
@@ -84,6 +91,7 @@ def _write_matrix(
     write: Write,
     measure: Measure,
     coders: Callable[[], Iterable[ExpertCoder]],
+    coder_of_centre: Callable[[str], ExpertCoder],
     *,
     refit: bool,
 ) -> None:
@@ -108,10 +116,11 @@ def _write_matrix(
         # Entries that were chosen by their inputs are coded one by one.
         return form.encode(residual, matrix, dtype, CODER, masks[expert])
 
+    of_centre = coder_of_centre(name) if has_base else CODER
     coded = code_residuals(
         lambda: kernels,
         centre if has_base else None,
-        lambda centre: stored_centre(layer, bank, name, centre, CODER),
+        lambda centre: stored_centre(layer, bank, name, centre, of_centre),
         coders,
         encode,
         lambda: Measure(layer.num_experts, layer.moe.expert.dim),
@@ -124,6 +133,11 @@ def _write_matrix(
     measure.include(coded.measure)
 
 
+def codes_all_entries(form: KernelForm, matrix: Matrix) -> bool:
+    """Whether residuals in this form have a code for every entry."""
+    return form.has_codes and form.kept_entries(matrix) is None
+
+
 def refits_for(layer: SourceLayer, bank: BankConfig, matrix: Matrix) -> int:
     """How often a centre is refitted to the codes of residuals.
 
@@ -131,7 +145,7 @@ def refits_for(layer: SourceLayer, bank: BankConfig, matrix: Matrix) -> int:
     codes of a calibrated layer are not those of least error, for which the mean would be the best centre.
     """
     form = bank.form
-    has_codes = isinstance(form, KernelForm) and form.has_codes and form.kept_entries(matrix) is None
+    has_codes = isinstance(form, KernelForm) and codes_all_entries(form, matrix)
     return REFITS if bank.base_codes is not None and has_codes and layer.rows is None else 0
 
 
@@ -142,11 +156,13 @@ def _write_jointly(
     permutations: Int[np.ndarray, "E f"],
     write: Write,
     measure: Measure,
+    coder_of_centre: Callable[[str], ExpertCoder],
 ) -> None:
     """One expert after another, all of its matrices at once."""
     centres: dict[str, np.ndarray] = {}
     for name in filter(bank.has_base_of, layer.shapes):
-        stored = stored_centre(layer, bank, name, mean_kernel(aligned_kernels(layer, name, permutations)), CODER)
+        centre = mean_kernel(aligned_kernels(layer, name, permutations))
+        stored = stored_centre(layer, bank, name, centre, coder_of_centre(name))
         write_centre(name, stored, write)
         centres[name] = stored.kernel
     stacked: dict[str, np.ndarray] = {}

@@ -1,10 +1,11 @@
 """`allocate`: codes for every matrix of every layer, around a shared centre or not, of as many bits as it is worth.
 
 See methods.md 5. Some matrices of a layer may share a centre while others do not; the neurons of an expert then have
-the order of those that do. The divergence of the model's predictions is predicted as the sum over matrices of
-*sensitivity* times the error of their outputs (`calibration.sensitivity_pass`). The errors of all candidates are
-measured on some columns of every matrix: with error feedback, too, the columns of a kernel are coded each on its own.
-Zero points and row scales, where they are asked for, are tried beside codes without them: a layer has what is worth it.
+the order of those that do. Where all of them do, experts may have low-rank factors around the centre instead of codes,
+which take less than the one bit that a code has at least. The divergence of the model's predictions is predicted as the
+sum over matrices of *sensitivity* times the error of their outputs (`calibration.sensitivity_pass`), which is measured
+for all candidates (`allocation.choices`). Zero points and row scales, where they are asked for, are tried beside codes
+without them: a layer has what is worth it.
 """
 
 import dataclasses
@@ -12,19 +13,18 @@ import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float
 
 from moe_jax.compress.alignment.barycenter import SOLVERS
-from moe_jax.compress.alignment.design_matrix import aligned_kernels, mean_kernel, unaligned
+from moe_jax.compress.alignment.design_matrix import unaligned
 from moe_jax.compress.allocation.budget import Budget, BudgetBits, TargetBytes
 from moe_jax.compress.allocation.by_expert import Alike, InParts, in_two_parts, without_worse
+from moe_jax.compress.allocation.choices import ADDED, CHOICES, FACTORED, Choice, errors_of_choices, low_ranks
 from moe_jax.compress.allocation.knapsack import Candidate, allocate
-from moe_jax.compress.calibration.expert_coders import expert_coders
-from moe_jax.compress.calibration.sensitivity_pass import output_error
-from moe_jax.compress.coding.coder import LeastError
+from moe_jax.compress.allocation.together import together
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, check_levels
 from moe_jax.compress.coding.storage import LEAF_OVERHEAD, QUANTIZED, disk_bytes_by_matrix
 from moe_jax.compress.coding.write_experts import write_experts
@@ -36,35 +36,10 @@ from moe_jax.compress.source_layer import SourceLayer, Write
 from moe_jax.counting import count_bytes
 from moe_jax.errors import InputError, check_member, check_positive
 from moe_jax.experts import BankConfig, BaseCodes, Mixed
-from moe_jax.experts.forms import KernelForm, Matrix, Quantized
+from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.quantized import TABLE_BITS
 from moe_jax.models import MoEConfig
-
-CHOICES: tuple[tuple[int | None, int], ...] = (
-    *((None, bits) for bits in (2, 3, 4, 8)),
-    *((2, bits) for bits in (1, 2)),
-    *((3, bits) for bits in (1, 2)),
-    *((4, bits) for bits in (1, 2, 3, 4)),
-    *((8, bits) for bits in (2, 3, 4)),
-)
-"""Bits of the centre of a matrix, None without one, and bits of the codes of every expert."""
-ADDED = ("zero_points", "row_scales")
-"""What codes of experts may have beside scales of groups: options of `forms.Quantized`. A centre has none of it."""
-_COLUMNS = 128
-
-
-class Choice(NamedTuple):
-    """How a matrix is stored.
-
-    Attributes:
-      centre, bits: see `CHOICES`.
-      added: of `ADDED`; the same for all matrices of an expert.
-    """
-
-    centre: int | None
-    bits: int
-    added: tuple[str, ...] = ()
 
 
 def never_worse(
@@ -99,20 +74,22 @@ def best_combinations(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidat
 
 
 def best_of_one_format(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """`best_combinations` of those whose choices have the same `added`, and of these again the best.
+    """`best_combinations` of those whose choices have the same format, and of these again the best.
 
     Args:
       by_matrix: candidates of every matrix, with a `Choice` each.
     """
     found = []
-    for added in dict.fromkeys(candidate.choice.added for candidate in by_matrix[0]):
-        found += best_combinations([[c for c in own if c.choice.added == added] for own in by_matrix])
+    for format_ in dict.fromkeys(candidate.choice.format for candidate in by_matrix[0]):
+        found += best_combinations([[c for c in own if c.choice.format == format_] for own in by_matrix])
     return without_worse(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocate(Method):
     """Codes around a shared centre or not, of as many bits for every matrix as --calibrate says that it is worth.
+
+    Layers that are worth little have low-rank factors around a centre in codes.
 
     Attributes:
       budget_bits: bits per weight of the experts of all compressed layers, everything included.
@@ -133,7 +110,7 @@ class Allocate(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("budget_bits", (2.0, 2.5, 3.0, 4.0))
-    forms: ClassVar[tuple[str, ...]] = QUANTIZED
+    forms: ClassVar[tuple[str, ...]] = QUANTIZED  # factors have sizes of their own, which no option names
     origin: ClassVar[str | None] = BARYCENTER
     needs_calibration: ClassVar[bool] = True
     needs_sensitivities: ClassVar[bool] = True
@@ -177,21 +154,27 @@ class Allocate(Method):
     @functools.cached_property
     def _choices(self) -> tuple[Choice, ...]:
         """All that are tried."""
-        return tuple(Choice(*bits, added) for added in self._formats for bits in CHOICES)
+        in_codes = [Choice(*bits, added) for added in self._formats for bits in CHOICES]
+        return (*in_codes, *(Choice(centre, None, keep=keep) for centre, keep in FACTORED))
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """See `Method`. Also that the smallest candidates are within the budget."""
         check_calibrated(layers)
         none, smallest = self._formats[:1], {}
         for layer in layers:
-            smallest[layer.index] = _alike(self._by_matrix(layer, np.zeros((len(layer.shapes), len(CHOICES))), none))
+            no_errors = np.zeros((len(layer.shapes), len(self._choices)))
+            smallest[layer.index] = _alike(self._by_matrix(layer, no_errors, none))
         allocate(smallest, self._room(layers))
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """See `Method`. Aligns the experts, and tries all choices on some columns of their matrices."""
         began = time.monotonic()
         found = in_order(layer) if self.solver == IDENTITY else aligned(layer, self.solver, tick)
-        errors = np.stack([self._errors(layer, name, found["permutations"]) for name in layer.shapes])
+        orders = found["permutations"]
+        adding_up = together(layer, orders)
+        errors = np.stack(
+            [errors_of_choices(layer, name, orders, self._choices, self._format, adding_up) for name in layer.shapes]
+        )
         return found | {"errors": errors, "seconds": np.asarray(time.monotonic() - began)}
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
@@ -230,7 +213,7 @@ class Allocate(Method):
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
             choice=target.bank.describe(),
             predicted_divergence=sum(
-                float(own[self._choices.index(_choice(target.bank, layer.matrices[name], expert))])
+                float(own[self._choices.index(_choice(layer, target.bank, layer.matrices[name], expert))])
                 for name, of_experts in zip(layer.shapes, self._divergences(layer, analysis), strict=True)
                 for expert, own in enumerate(of_experts)
             ),
@@ -264,8 +247,11 @@ class Allocate(Method):
         own = {f"{name}_bits": bits or 0 for name, bits in centres.items() if str(bits) != code}
         return BankConfig(form, base_codes=BaseCodes(code=code, **of_centre, **own))  # type: ignore[arg-type]
 
-    def _form(self, layer: SourceLayer, choices: Sequence[Choice]) -> Quantized:
-        bits = dict(zip(layer.shapes, (choice.bits for choice in choices), strict=True))
+    def _form(self, layer: SourceLayer, choices: Sequence[Choice]) -> KernelForm:
+        keep = choices[0].keep
+        if keep is not None:
+            return LowRank(rank=_rank(layer, keep))
+        bits = {name: choice.bits or 0 for name, choice in zip(layer.shapes, choices, strict=True)}
         return Quantized(bits=bits["up"], **self._format(*bits.values(), added=choices[0].added), **_others(bits))
 
     def _in_parts(
@@ -275,11 +261,12 @@ class Allocate(Method):
         candidates: Sequence[Candidate],
         errors: Float[np.ndarray, "m E c"],
     ) -> list[Candidate]:
-        """These candidates, and those in two parts of any ways around one of their centres."""
+        """These candidates, and those in two parts of any codes around one of their centres."""
         every = []
-        for centres in {tuple(choice.centre for choice in candidate.choice) for candidate in candidates}:
+        in_codes = [candidate for candidate in candidates if candidate.choice[0].keep is None]
+        for centres in {tuple(choice.centre for choice in candidate.choice) for candidate in in_codes}:
             pairs = zip(by_matrix, centres, strict=True)
-            same = [[c for c in own if c.choice.centre == centre] for own, centre in pairs]
+            same = [[c for c in own if c.choice.centre == centre and c.choice.keep is None] for own, centre in pairs]
             every.append([self._alike(layer, candidate, errors) for candidate in best_of_one_format(same)])
         split = (in_two_parts(some, multiple=self.experts_multiple) for some in every)
         return without_worse([*candidates, *itertools.chain.from_iterable(split)])
@@ -294,7 +281,7 @@ class Allocate(Method):
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def _leaves(form: Quantized, matrix: Matrix) -> list[Any]:
+    def _leaves(form: KernelForm, matrix: Matrix) -> list[Any]:
         """Those of one expert; codes and scales have dtypes of their own."""
         return list(shapes_of(lambda rngs: form.fresh(rngs, matrix, (1,), np.dtype(np.float32))).values())
 
@@ -307,36 +294,16 @@ class Allocate(Method):
     def _by_matrix(
         self, layer: SourceLayer, errors: Float[np.ndarray, "m c"], formats: Sequence[tuple[str, ...]]
     ) -> list[list[Candidate]]:
-        """For every matrix, all choices of some formats, which are the first ones of `_choices`."""
+        """For every matrix, all choices of some formats."""
         names, d_model, dtype = list(layer.shapes), layer.shapes["up"][0], layer.dtype("up")
         found: list[list[Candidate]] = [[] for _ in names]
-        for number, choice in enumerate(self._choices[: len(formats) * len(CHOICES)]):
+        for number, choice in enumerate(self._choices):
+            if choice.added not in formats:
+                continue
             sizes = disk_bytes_by_matrix(layer.target(self._bank(layer, [choice] * len(names))), d_model, dtype)
             for own, name, error in zip(found, names, errors[:, number], strict=True):
                 own.append(Candidate(sizes[name], float(error), choice))
         return found
-
-    def _errors(self, layer: SourceLayer, name: str, permutations: np.ndarray) -> np.ndarray:
-        """What every expert adds to the error of a matrix's outputs, relative and squared, for every choice; [E, c]."""
-        width = layer.shapes[name][1]
-        columns = np.unique(np.linspace(0, width - 1, min(width, _COLUMNS)).astype(int))
-        kernels = [kernel[:, columns] for kernel in aligned_kernels(layer, name, permutations)]
-        mean = mean_kernel(kernels)
-        centres: dict[int | None, np.ndarray] = {None: np.zeros((1, 1), np.float32)}
-        for bits in {centre for centre, _ in CHOICES if centre is not None}:
-            centres[bits] = LeastError().quantize(mean, bits=bits, **self._format(bits)).approximation
-        errors, norm = np.zeros((layer.num_experts, len(self._choices))), 0.0
-        coders = expert_coders(layer, name, permutations)
-        for own, kernel, coder in zip(errors, kernels, coders, strict=True):
-            moment = coder.moment
-            assert moment is not None
-            norm += float(np.sum(kernel * (moment @ kernel), dtype=np.float64))
-            for number, (centre, bits, added) in enumerate(self._choices):
-                residual = kernel - centres[centre]
-                made = coder.quantize(residual, bits=bits, **self._format(bits, added=added)).approximation
-                difference = made - residual
-                own[number] = float(np.sum(difference * (moment @ difference), dtype=np.float64))
-        return np.array([[output_error(error, norm) for error in own] for own in errors])
 
 
 def _alike(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
@@ -353,15 +320,22 @@ def _error(chosen: Mapping[int, Candidate]) -> float:
     return sum(candidate.error for candidate in chosen.values())
 
 
-def _choice(bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
+def _rank(layer: SourceLayer, keep: float) -> int:
+    return low_ranks(keep).rank(layer.moe.expert, layer.shapes["up"][0])
+
+
+def _choice(layer: SourceLayer, bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
     """What `Allocate._bank` was given for a matrix of an expert."""
     assert isinstance(bank.form, KernelForm)
     form, centre = bank.form.of_expert(expert).form, None
-    assert isinstance(form, Quantized)
     if bank.base_codes is not None and bank.has_base_of(matrix.name):
         codes = bank.base_codes.form.of_matrix(matrix).codes
         assert isinstance(codes, Quantized)
         centre = codes.bits
+    if isinstance(form, LowRank):  # shares of one rank are the same
+        keep = next(keep for _, keep in FACTORED if _rank(layer, keep) == form.rank)
+        return Choice(centre, None, keep=keep)
+    assert isinstance(form, Quantized)
     return Choice(centre, form.of_matrix(matrix).bits, tuple(name for name in ADDED if getattr(form, name)))
 
 

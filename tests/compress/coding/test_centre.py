@@ -17,7 +17,8 @@ from moe_jax.experts import BaseCodes, forms
 from moe_jax.experts.forms import Matrix
 from moe_jax.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
-from tests.compress.conftest import memory_moe
+from tests.compress.conftest import MemorySource, memory_moe
+from tests.compress.methods.recorded_layers import calibration_of, recorded
 from tests.tiers import one_in
 
 EXPERTS, SIZE, CODER = 8, 256, LeastError()
@@ -137,3 +138,20 @@ def test_trials_foretell_the_error_around_a_centre_in_codes(code, refit, tmp_pat
             assert error <= trial.error * 1.001
         else:
             assert error == pytest.approx(trial.error, rel=1e-3)
+
+
+@pytest.mark.parametrize("design", ["concat", "separate"])
+def test_a_centre_for_factors_is_coded_for_the_least_change_of_outputs(design, models, tmp_path):
+    """Factors do not make up for its errors as codes do. Without a text, or without feedback, it is rounded."""
+    stored, errors = ModelDirectory(models["moe"]), {}
+    leaves = {path: stored.read(path) for path in stored.specs()}
+    alike = {path: 0.95 * leaf[:1] + 0.05 * leaf for path, leaf in leaves.items() if "/mlp/experts/" in path}
+    source = MemorySource(stored.config, leaves | alike)
+    calibration = calibration_of(recorded(source, tokens=100), tmp_path)
+    options = {"residual": "svd", "design": design, "keep": 0.1, "centre_bits": "2", "centre_group_size": 8}
+    for feedback in (True, False):
+        method = make_method("resmoe", {**options, "solver": "identity", "feedback": feedback})
+        place = tmp_path / str(feedback)
+        report = compress(source, place, method, calibration=calibration, described={}, layers=[0])
+        errors[feedback] = report.layers[0].output_error
+    assert errors[True] < 0.9 * errors[False]

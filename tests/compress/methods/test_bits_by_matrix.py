@@ -15,12 +15,14 @@ from moe_jax.compress.allocation.by_expert import Alike, in_two_parts
 from moe_jax.compress.allocation.knapsack import Candidate, allocate
 from moe_jax.compress.calibration.drawn_windows import sample_windows
 from moe_jax.compress.calibration.expert_coders import expert_coders
+from moe_jax.compress.calibration.recorded import Calibration
 from moe_jax.compress.calibration.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
 from moe_jax.compress.coding import storage
 from moe_jax.compress.coding.storage import layer_bytes
 from moe_jax.compress.methods import bits_by_matrix
 from moe_jax.compress.methods.bits_by_matrix import best_combinations, never_worse
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.convert import read_hf_config
 from moe_jax.errors import InputError
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.loading import load_model
@@ -28,7 +30,10 @@ from moe_jax.model_dir import ModelDirectory
 from moe_jax.sharding import make_mesh
 from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 from tests.compress.conftest import MemorySource, check_merged
+from tests.compress.methods.recorded_layers import recorded
+from tests.convert.conftest import CONFIGS
 from tests.tiers import long
+from tests.upcycle.conftest import random_leaves
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +227,27 @@ def test_experts_get_bits_of_their_own(source, calibrated, target, tmp_path, mon
     sizes = [layer_bytes(small.config.moe(i), small.config.d_model, np.dtype("float32")).total for i in (0, 2)]
     assert sum(sizes) <= target
     check_merged(small, source.config, leaves)
+
+
+@pytest.mark.parametrize("experts", ["alike", "own"])
+def test_less_than_a_bit_for_every_expert(experts, tmp_path):
+    """Experts have factors around a centre in codes where there is no room for more."""
+    config = read_hf_config({**CONFIGS["mixtral"], "hidden_size": 64, "intermediate_size": 128})
+    source = MemorySource(config, random_leaves(config))
+    (tmp_path / "text.txt").write_text("of what the rows are")
+    alike = {"gate": 1.0, "up": 1.0, "down": 1.0}
+    layers = {i: recorded(source, seed=i, tokens=100)._replace(sensitivities=alike) for i in config.moe_layers}
+    calibration, found = Calibration(tmp_path / "text.txt", layers), {}
+    for target in (100_000, 60_000):
+        options = {"target_bytes": target, "group_size": 64, "solver": "identity", "experts": experts}
+        report = compress(
+            source, tmp_path / str(target), make_method("allocate", options), calibration=calibration, described={}
+        )
+        assert report.expert_bytes_after <= target
+        found[target] = sum(layer.predicted_divergence for layer in report.layers)
+    assert all("low-rank, rank" in layer.choice for layer in report.layers)
+    assert 0 < found[100_000] < found[60_000]
+    check_merged(ModelDirectory(tmp_path / "60000"), config, {path: source.read(path) for path in source.specs()})
 
 
 @given(
