@@ -3,7 +3,7 @@
 Errors of codes are nearly independent: what each matrix of each expert does to the outputs adds up as squares. Not so
 where experts lose what they do not share. The error of a centre is the same in all experts of a token, so that its
 outputs are added before they are squared; and what was learnt together, by all matrices of an expert and by the experts
-of a token, is also lost together: stories260K, upcycled, loses 1.5 times the sum of the squares of its parts.
+of a token, is also lost together.
 """
 
 from functools import partial

@@ -238,8 +238,10 @@ class Allocate(Method):
         """Of a layer, with a choice for every matrix; of experts in two parts, with one for each part."""
         parts = choice.parts if isinstance(choice, InParts) else (choice,)
         centres = dict(zip(layer.shapes, (one.centre for one in parts[0]), strict=True))
-        every = [self._form(layer, part) for part in parts]
-        form = Mixed(parts=tuple(every), part_of=choice.part_of) if isinstance(choice, InParts) else every[0]
+        if isinstance(choice, InParts):
+            form = Mixed(parts=tuple(self._codes(layer, part) for part in parts), part_of=choice.part_of)
+        else:
+            form = self._form(layer, choice)
         if not any(centres.values()):
             return BankConfig(form, base="none")
         of_centre = self._format(*centres.values())
@@ -251,6 +253,9 @@ class Allocate(Method):
         keep = choices[0].keep
         if keep is not None:
             return LowRank(rank=_rank(layer, keep))
+        return self._codes(layer, choices)
+
+    def _codes(self, layer: SourceLayer, choices: Sequence[Choice]) -> Quantized:
         bits = {name: choice.bits or 0 for name, choice in zip(layer.shapes, choices, strict=True)}
         return Quantized(bits=bits["up"], **self._format(*bits.values(), added=choices[0].added), **_others(bits))
 

@@ -84,7 +84,7 @@ def compress_deltas(
     write: Write,
     coders: Coders = expert_coders,
     *,
-    centre_coder: Coder = CODER,
+    coder_of_centre: Callable[[str], Coder] = lambda name: CODER,
     refit: bool = False,
 ) -> LayerFigures:
     """Writes base, deltas and biases of a layer. Memory holds one matrix of all experts, and that of one in float32.
@@ -96,7 +96,7 @@ def compress_deltas(
       encode: codes a delta.
       write: takes the leaves.
       coders: of the deltas.
-      centre_coder: how the codes of a base are chosen.
+      coder_of_centre: by name of the matrix, how the codes of a base are chosen.
       refit: a base in codes is refitted to the codes of the deltas.
 
     Raises:
@@ -107,7 +107,7 @@ def compress_deltas(
         coded = code_residuals(
             lambda name=name: layer.kernels(name),
             base.kernel(name),
-            lambda centre, name=name: stored_centre(layer, bank, name, centre, centre_coder),
+            lambda centre, name=name: stored_centre(layer, bank, name, centre, coder_of_centre(name)),
             lambda name=name: coders(layer, name),
             lambda expert, delta, coder, name=name: encode(name, expert, delta, coder),
             lambda: Measure(layer.num_experts, layer.moe.expert.dim),

@@ -90,8 +90,9 @@ class Quantize(Method):
 
         fit, even = self.scale == "mse", self.levels == "even"
         coders = partial(expert_coders, fit=fit, feedback=self.feedback, even=even)
+        rounded = LeastError(fit=fit)
         return compress_deltas(
-            layer, base, target.bank, encode, write, coders, centre_coder=LeastError(fit=fit), refit=True
+            layer, base, target.bank, encode, write, coders, coder_of_centre=lambda name: rounded, refit=True
         )
 
     @property

@@ -7,6 +7,7 @@ from moe_jax.compress import compress, make_method
 from moe_jax.compress.alignment.design_matrix import mean_kernel, unaligned
 from moe_jax.compress.allocation.budget import schemes_to_try
 from moe_jax.compress.allocation.trials import trials
+from moe_jax.compress.calibration.expert_coders import centre_coder
 from moe_jax.compress.coding.centre import Centre, code_residuals, encoded_centre
 from moe_jax.compress.coding.coder import LeastError
 from moe_jax.compress.coding.schemes import LowRank, Pruned, Quantized
@@ -140,18 +141,33 @@ def test_trials_foretell_the_error_around_a_centre_in_codes(code, refit, tmp_pat
             assert error == pytest.approx(trial.error, rel=1e-3)
 
 
-@pytest.mark.parametrize("design", ["concat", "separate"])
-def test_a_centre_for_factors_is_coded_for_the_least_change_of_outputs(design, models, tmp_path):
-    """Factors do not make up for its errors as codes do. Without a text, or without feedback, it is rounded."""
+@pytest.mark.parametrize("residual", ["concat", "separate", "up"])
+def test_a_centre_for_what_has_no_code_of_every_entry_is_coded_for_the_least_change(residual, models, tmp_path):
+    """Factors and some entries do not make up for its errors as codes do. Without feedback it is rounded."""
     stored, errors = ModelDirectory(models["moe"]), {}
     leaves = {path: stored.read(path) for path in stored.specs()}
     alike = {path: 0.95 * leaf[:1] + 0.05 * leaf for path, leaf in leaves.items() if "/mlp/experts/" in path}
     source = MemorySource(stored.config, leaves | alike)
     calibration = calibration_of(recorded(source, tokens=100), tmp_path)
-    options = {"residual": "svd", "design": design, "keep": 0.1, "centre_bits": "2", "centre_group_size": 8}
+    kind = {"residual": "up"} if residual == "up" else {"residual": "svd", "design": residual}
+    options = {**kind, "keep": 0.1, "centre_bits": "2", "centre_group_size": 8}
     for feedback in (True, False):
         method = make_method("resmoe", {**options, "solver": "identity", "feedback": feedback})
         place = tmp_path / str(feedback)
         report = compress(source, place, method, calibration=calibration, described={}, layers=[0])
         errors[feedback] = report.layers[0].output_error
     assert errors[True] < 0.9 * errors[False]
+
+
+def test_sparse_deltas_have_such_a_base_too(models, tmp_path):
+    source, found = ModelDirectory(models["moe"]), {}
+    calibration = calibration_of(recorded(source, tokens=100), tmp_path)
+    method = make_method("ders-sparsify", {"drop": 0.9, "keep": "magnitude", "centre_bits": "2"})
+    for name, given in (("calibrated", calibration), ("not", None)):
+        compress(source, tmp_path / name, method, calibration=given, described={}, layers=[0])
+        found[name] = ModelDirectory(tmp_path / name).read("layers/0/mlp/experts/base/up/coded/codes")
+    layer = SourceLayer(source, 0, calibration=calibration.layers[0])
+    mean = mean_kernel(layer.kernels("up"))
+    codes, _ = encoded_centre(BaseCodes(code="2"), mean, layer.matrices["up"], centre_coder(layer, "up"))
+    np.testing.assert_array_equal(found["calibrated"], codes["coded/codes"])
+    assert not np.array_equal(found["calibrated"], found["not"])
