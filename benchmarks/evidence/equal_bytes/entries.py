@@ -173,7 +173,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_plain(GPTQ, calibrated=True),
     *_shared(SHARED_RTN, calibrated=False),
     *_shared(SHARED_GPTQ, calibrated=True),
-    *_budgets(ALLOCATED, 2.5, 1.75, 1.25, 2.0, 3.0, 4.0),
+    *_budgets(ALLOCATED, 2.5, 1.75, 1.25, 1.5, 2.0, 3.0, 4.0),
     *_budgets(ALLOCATED, *(size for sizes in AS_LARGE_AS_GPTQ.values() for size in sizes)),
     *_budgets(ALLOCATED_FITTED, 2.5, 1.75, 1.25, 2.0, 3.0, 4.0, levels="fitted", scale_bits=8),
     *_budgets(ALLOCATED_BY_EXPERT, 2.5, 1.75, 3.0, experts="own"),

@@ -29,7 +29,7 @@ _OF_LARGER_BY_FAMILY = {
     RTN: _BITS,
     GPTQ: _BITS,
     SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits", "4 + 3 bits", "3 + 1 bits"),
-    ALLOCATED: ("1.25 bits", "1.75 bits", "2.5 bits", "3 bits"),
+    ALLOCATED: ("1.25 bits", "1.5 bits", "1.75 bits", "2.5 bits", "3 bits"),
     SHARED_FACTORS: ("4 bits, keep 0.01", "4 bits, keep 0.04"),
     "low ranks around a rounded centre": ("4 bits, keep 0.01",),
     ALLOCATED_FITTED: ("2.5 bits",),
@@ -122,7 +122,7 @@ def comparisons() -> list[Comparison]:
         Comparison(
             Subject(STORIES.name, f"{BRANCHES}-s0"),
             probes=_PROMPTS,
-            entries=(*(entry for entry in _OF_LARGER if entry.name != "1.25 bits"), *_OF_THREE),
+            entries=(*(entry for entry in _OF_LARGER if entry.name not in ("1.25 bits", "1.5 bits")), *_OF_THREE),
             more_draws=(*_AGAINST_GPTQ, *_OF_THREE),
         ),
         Comparison(
