@@ -337,7 +337,8 @@ def _choice(layer: SourceLayer, bank: BankConfig, matrix: Matrix, expert: int) -
         codes = bank.base_codes.form.of_matrix(matrix).codes
         assert isinstance(codes, Quantized)
         centre = codes.bits
-    if isinstance(form, LowRank):  # shares of one rank are the same
+    if not form.has_codes:
+        assert isinstance(form, LowRank)  # shares of one rank are the same
         keep = next(keep for _, keep in FACTORED if _rank(layer, keep) == form.rank)
         return Choice(centre, None, keep=keep)
     assert isinstance(form, Quantized)
