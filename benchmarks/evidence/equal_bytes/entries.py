@@ -127,7 +127,7 @@ def _factored(family: str, *asked: tuple[int, float], **options: Any) -> list[En
 
 def _steps_of_factors() -> list[tuple[str, Entry]]:
     """Factors do not make up for the error of the centre's codes, so that feedback belongs there."""
-    (rounded,) = _factored("low ranks around a rounded centre", (4, 0.01), feedback=False)
+    (rounded,) = _factored(ROUNDED_FACTORS, (4, 0.01), feedback=False)
     return [("the centre in 4 bits, rounded", rounded), ("feedback", _factored(SHARED_FACTORS, (4, 0.01))[0])]
 
 
@@ -143,6 +143,7 @@ def _recoveries() -> list[tuple[Entry, Entry]]:
 RTN, GPTQ = "rounding", "GPTQ"
 SHARED_RTN, SHARED_GPTQ = "shared centre, rounding", "shared centre, GPTQ"
 SHARED_FACTORS = "shared centre, low ranks"
+ROUNDED_FACTORS = "low ranks around a rounded centre"
 ALLOCATED = "allocated"
 ALLOCATED_FITTED = "allocated, fitted levels"
 AS_LARGE_AS_GPTQ = {

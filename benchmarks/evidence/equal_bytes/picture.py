@@ -66,9 +66,8 @@ def draw(results: ResultsFile, file: Path) -> None:
 
 def _families() -> list[str]:
     """All but those that are steps of an ablation, which has a table."""
-    steps = {entry.family for some in ABLATIONS.values() for _, entry in some} - {
-        *(SHARED_RTN, SHARED_GPTQ, SHARED_FACTORS)
-    }
+    steps = {entry.family for some in ABLATIONS.values() for _, entry in some}
+    steps -= {SHARED_RTN, SHARED_GPTQ, SHARED_FACTORS}
     return [name for name in dict.fromkeys(entry.family for entry in ENTRIES) if name not in steps]
 
 

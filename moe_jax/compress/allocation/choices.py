@@ -1,6 +1,6 @@
 """The ways in which `allocate` may store a matrix of all experts of a layer, and what each changes in its outputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,9 +53,9 @@ class Choice(NamedTuple):
         return self.added, self.keep
 
 
-def low_ranks(keep: float) -> LowRank:
-    """The scheme of a share of numbers in factors: matrices have their own, so that each can be judged alone."""
-    return LowRank(keep=keep, design="separate")
+def rank_of(layer: SourceLayer, keep: float) -> int:
+    """That of factors with a share of the numbers: matrices have their own factors, so that each is judged alone."""
+    return LowRank(keep=keep, design="separate").rank(layer.moe.expert, layer.shapes["up"][0])
 
 
 def errors_of_choices(
@@ -87,14 +87,10 @@ def errors_of_choices(
     mean = mean_kernel(aligned_kernels(layer, name, permutations))
     # Codes of every entry make up for the error of a centre; factors do not.
     of_codes = _centres(LeastError(), mean[:, columns], (c.centre for c in choices if c.bits is not None), format_)
-    of_factors = _centres(
-        centre_coder(layer, name, permutations),
-        mean[:, columns],
-        (choice.centre for choice in choices if choice.bits is None),
-        format_,
-    )
-    keeps = [choice.keep for choice in choices if choice.keep is not None]
-    ranks = {keep: low_ranks(keep).rank(layer.moe.expert, layer.shapes["up"][0]) for keep in keeps}
+    ranks = {choice.keep: rank_of(layer, choice.keep) for choice in choices if choice.keep is not None}
+    # Moments of all experts are summed for it, which takes a while.
+    shared = centre_coder(layer, name, permutations) if ranks else LeastError()
+    of_factors = _centres(shared, mean[:, columns], (c.centre for c in choices if c.bits is None), format_)
     errors, norm = np.zeros((layer.num_experts, len(choices))), 0.0
     coders = expert_coders(layer, name, permutations)
     for own, whole, coder in zip(errors, aligned_kernels(layer, name, permutations), coders, strict=True):
@@ -103,10 +99,11 @@ def errors_of_choices(
         norm += _squared(coder, kernel)
         left = _left(coder, whole - mean, ranks) if ranks else {}
         beside_mean = _squared(coder, kernel - mean[:, columns])
+        of_centre = {bits: _squared(coder, made - mean[:, columns]) for bits, made in of_factors.items()}
         for number, choice in enumerate(choices):
             if choice.keep is not None:
-                of_centre = _squared(coder, of_factors[choice.centre] - mean[:, columns])
-                own[number] = together.centre * of_centre + together.residuals * left[choice.keep] * beside_mean
+                of_residuals = left[choice.keep] * beside_mean
+                own[number] = together.centre * of_centre[choice.centre] + together.residuals * of_residuals
                 continue
             assert choice.bits is not None
             residual = kernel - of_codes[choice.centre]
@@ -116,12 +113,13 @@ def errors_of_choices(
 
 
 def _centres(
-    coder: LeastError | LeastOutputError, mean: np.ndarray, every: Any, format_: Format
+    coder: LeastError | LeastOutputError, mean: np.ndarray, every: Iterable[int | None], format_: Format
 ) -> dict[int | None, np.ndarray]:
     """What codes of so many bits stand for; None: nothing."""
     centres: dict[int | None, np.ndarray] = {None: np.zeros((1, 1), np.float32)}
-    for bits in {*every} - {None}:
-        centres[bits] = np.asarray(coder.quantize(mean, bits=bits, **format_(bits)).approximation)
+    for bits in {*every}:
+        if bits is not None:
+            centres[bits] = np.asarray(coder.quantize(mean, bits=bits, **format_(bits)).approximation)
     return centres
 
 

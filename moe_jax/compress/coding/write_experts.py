@@ -60,21 +60,15 @@ def write_experts(
 
     form = bank.form
     assert isinstance(form, KernelForm)
-
-    def coder_of_centre(name: str) -> ExpertCoder:
-        """For the least change of outputs, but where residuals make up for the errors of a centre's codes."""
-        if bank.base_codes is None or codes_all_entries(form, layer.matrices[name]):
-            return CODER
-        return centre_coder(layer, name, permutations, feedback=feedback, even=even)
-
+    of_centre = partial(coder_of_centre, layer, bank, permutations=permutations, feedback=feedback, even=even)
     if form.couples_matrices:
-        _write_jointly(layer, bank, form, permutations, write, measure, coder_of_centre)
+        _write_jointly(layer, bank, form, permutations, write, measure, of_centre)
     else:
         for name in layer.shapes:
             coders = partial(expert_coders, layer, name, permutations, feedback=feedback, even=even)
             if coder is not None:
                 coders = partial(itertools.repeat, coder, layer.num_experts)
-            _write_matrix(layer, bank, form, name, permutations, write, measure, coders, coder_of_centre, refit=refit)
+            _write_matrix(layer, bank, form, name, permutations, write, measure, coders, of_centre, refit=refit)
     for name in layer.shapes:
         biases = aligned_biases(layer, name, permutations)
         if biases is not None:
@@ -91,7 +85,7 @@ def _write_matrix(
     write: Write,
     measure: Measure,
     coders: Callable[[], Iterable[ExpertCoder]],
-    coder_of_centre: Callable[[str], ExpertCoder],
+    of_centre: Callable[[str], ExpertCoder],
     *,
     refit: bool,
 ) -> None:
@@ -116,11 +110,11 @@ def _write_matrix(
         # Entries that were chosen by their inputs are coded one by one.
         return form.encode(residual, matrix, dtype, CODER, masks[expert])
 
-    of_centre = coder_of_centre(name) if has_base else CODER
+    chosen = of_centre(name) if has_base else CODER
     coded = code_residuals(
         lambda: kernels,
         centre if has_base else None,
-        lambda centre: stored_centre(layer, bank, name, centre, of_centre),
+        lambda centre: stored_centre(layer, bank, name, centre, chosen),
         coders,
         encode,
         lambda: Measure(layer.num_experts, layer.moe.expert.dim),
@@ -131,6 +125,35 @@ def _write_matrix(
     coded = coded._replace(leaves={leaf: array[form.experts_with(leaf)] for leaf, array in coded.leaves.items()})
     coded.write(name, write)
     measure.include(coded.measure)
+
+
+def coder_of_centre(
+    layer: SourceLayer,
+    bank: BankConfig,
+    name: str,
+    *,
+    permutations: Int[np.ndarray, "E f"] | None = None,
+    rounded: LeastError = CODER,
+    feedback: bool = True,
+    even: bool = False,
+) -> ExpertCoder:
+    """For the least change of outputs; `rounded` where codes of every entry make up for the errors of a centre's.
+
+    Args:
+      layer: of the experts.
+      bank: what they become.
+      name: of the matrix.
+      permutations, feedback, even: see `centre_coder`.
+      rounded: also for a centre without codes.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    form = bank.form
+    assert isinstance(form, KernelForm)
+    if bank.base_codes is None or codes_all_entries(form, layer.matrices[name]):
+        return rounded
+    return centre_coder(layer, name, permutations, feedback=feedback, even=even)
 
 
 def codes_all_entries(form: KernelForm, matrix: Matrix) -> bool:
@@ -156,13 +179,13 @@ def _write_jointly(
     permutations: Int[np.ndarray, "E f"],
     write: Write,
     measure: Measure,
-    coder_of_centre: Callable[[str], ExpertCoder],
+    of_centre: Callable[[str], ExpertCoder],
 ) -> None:
     """One expert after another, all of its matrices at once."""
     centres: dict[str, np.ndarray] = {}
     for name in filter(bank.has_base_of, layer.shapes):
         centre = mean_kernel(aligned_kernels(layer, name, permutations))
-        stored = stored_centre(layer, bank, name, centre, coder_of_centre(name))
+        stored = stored_centre(layer, bank, name, centre, of_centre(name))
         write_centre(name, stored, write)
         centres[name] = stored.kernel
     stacked: dict[str, np.ndarray] = {}

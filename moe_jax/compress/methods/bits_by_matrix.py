@@ -22,7 +22,7 @@ from moe_jax.compress.alignment.barycenter import SOLVERS
 from moe_jax.compress.alignment.design_matrix import unaligned
 from moe_jax.compress.allocation.budget import Budget, BudgetBits, TargetBytes
 from moe_jax.compress.allocation.by_expert import Alike, InParts, in_two_parts, without_worse
-from moe_jax.compress.allocation.choices import ADDED, CHOICES, FACTORED, Choice, errors_of_choices, low_ranks
+from moe_jax.compress.allocation.choices import ADDED, CHOICES, FACTORED, Choice, errors_of_choices, rank_of
 from moe_jax.compress.allocation.knapsack import Candidate, allocate
 from moe_jax.compress.allocation.together import together
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, check_levels
@@ -252,7 +252,7 @@ class Allocate(Method):
     def _form(self, layer: SourceLayer, choices: Sequence[Choice]) -> KernelForm:
         keep = choices[0].keep
         if keep is not None:
-            return LowRank(rank=_rank(layer, keep))
+            return LowRank(rank=rank_of(layer, keep))
         return self._codes(layer, choices)
 
     def _codes(self, layer: SourceLayer, choices: Sequence[Choice]) -> Quantized:
@@ -325,10 +325,6 @@ def _error(chosen: Mapping[int, Candidate]) -> float:
     return sum(candidate.error for candidate in chosen.values())
 
 
-def _rank(layer: SourceLayer, keep: float) -> int:
-    return low_ranks(keep).rank(layer.moe.expert, layer.shapes["up"][0])
-
-
 def _choice(layer: SourceLayer, bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
     """What `Allocate._bank` was given for a matrix of an expert."""
     assert isinstance(bank.form, KernelForm)
@@ -339,7 +335,7 @@ def _choice(layer: SourceLayer, bank: BankConfig, matrix: Matrix, expert: int) -
         centre = codes.bits
     if not form.has_codes:
         assert isinstance(form, LowRank)  # shares of one rank are the same
-        keep = next(keep for _, keep in FACTORED if _rank(layer, keep) == form.rank)
+        keep = next(keep for _, keep in FACTORED if rank_of(layer, keep) == form.rank)
         return Choice(centre, None, keep=keep)
     assert isinstance(form, Quantized)
     return Choice(centre, form.of_matrix(matrix).bits, tuple(name for name in ADDED if getattr(form, name)))

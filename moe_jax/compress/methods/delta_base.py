@@ -11,13 +11,13 @@ from jaxtyping import Array
 from moe_jax.compress.alignment.design_matrix import mean_kernel
 from moe_jax.compress.calibration.expert_coders import ExpertCoder, expert_coders
 from moe_jax.compress.coding.centre import code_residuals, stored_centre
-from moe_jax.compress.coding.write_experts import CODER, refits_for
+from moe_jax.compress.coding.coder import LeastError
+from moe_jax.compress.coding.write_experts import CODER, coder_of_centre, refits_for
 from moe_jax.compress.layer_figures import LayerFigures, Measure
 from moe_jax.compress.source_layer import SourceLayer, Write, check_weights
 from moe_jax.convert.families import FAMILIES
 from moe_jax.errors import InputError
 from moe_jax.experts import BankConfig
-from moe_jax.experts.forms.encoded import Coder
 from moe_jax.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 
@@ -84,7 +84,7 @@ def compress_deltas(
     write: Write,
     coders: Coders = expert_coders,
     *,
-    coder_of_centre: Callable[[str], Coder] = lambda name: CODER,
+    rounded: LeastError = CODER,
     refit: bool = False,
 ) -> LayerFigures:
     """Writes base, deltas and biases of a layer. Memory holds one matrix of all experts, and that of one in float32.
@@ -96,7 +96,7 @@ def compress_deltas(
       encode: codes a delta.
       write: takes the leaves.
       coders: of the deltas.
-      coder_of_centre: by name of the matrix, how the codes of a base are chosen.
+      rounded: how codes of a base are chosen that those of deltas make up for; see `coder_of_centre`.
       refit: a base in codes is refitted to the codes of the deltas.
 
     Raises:
@@ -104,10 +104,11 @@ def compress_deltas(
     """
     measure = Measure(layer.num_experts, layer.moe.expert.dim)
     for name in layer.shapes:
+        of_base = coder_of_centre(layer, bank, name, rounded=rounded)
         coded = code_residuals(
             lambda name=name: layer.kernels(name),
             base.kernel(name),
-            lambda centre, name=name: stored_centre(layer, bank, name, centre, coder_of_centre(name)),
+            lambda centre, name=name, coder=of_base: stored_centre(layer, bank, name, centre, coder),
             lambda name=name: coders(layer, name),
             lambda expert, delta, coder, name=name: encode(name, expert, delta, coder),
             lambda: Measure(layer.num_experts, layer.moe.expert.dim),

@@ -90,9 +90,8 @@ class Quantize(Method):
 
         fit, even = self.scale == "mse", self.levels == "even"
         coders = partial(expert_coders, fit=fit, feedback=self.feedback, even=even)
-        rounded = LeastError(fit=fit)
         return compress_deltas(
-            layer, base, target.bank, encode, write, coders, coder_of_centre=lambda name: rounded, refit=True
+            layer, base, target.bank, encode, write, coders, rounded=LeastError(fit=fit), refit=True
         )
 
     @property

@@ -7,13 +7,12 @@ the result depends neither on the order in which these are processed nor on whet
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compress.calibration.expert_coders import ExpertCoder, centre_coder
+from moe_jax.compress.calibration.expert_coders import ExpertCoder
 from moe_jax.compress.coding.centre import codes_of_options
 from moe_jax.compress.coding.pruning import largest_mask
 from moe_jax.compress.coding.storage import SPARSE
@@ -104,12 +103,7 @@ class Sparsify(Method):
             approximation.reshape(-1)[chosen.positions] = values.astype(np.float32)
             return {**encode_positions(chosen.positions, delta.shape, form.encoding), "values": values}, approximation
 
-        if self._codes is None:
-            return compress_deltas(layer, base, target.bank, encode, write)
-        # Where entries are left out, nothing makes up for the error of the base's codes.
-        return compress_deltas(
-            layer, base, target.bank, encode, write, coder_of_centre=partial(centre_coder, layer)
-        )
+        return compress_deltas(layer, base, target.bank, encode, write)
 
     @property
     def _codes(self) -> BaseCodes | None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moe_jax.compress.alignment.design_matrix import aligned_kernels, mean_kernel, unaligned
-from moe_jax.compress.allocation.choices import Choice, errors_of_choices, low_ranks
+from moe_jax.compress.allocation.choices import Choice, errors_of_choices, rank_of
 from moe_jax.compress.allocation.together import TOKENS, Together, together
 from moe_jax.compress.calibration.expert_coders import centre_coder, expert_coders
 from moe_jax.compress.coding.coder import LeastError
@@ -52,18 +52,18 @@ def test_errors_of_codes_and_of_factors(layer, orders, name):
     mean, coders = mean_kernel(iter(kernels)), list(expert_coders(layer, name, orders))
     norm = sum(squared(coder.moment, kernel) for coder, kernel in zip(coders, kernels, strict=True))
     rounded = np.asarray(LeastError().quantize(mean, bits=4, **in_groups(4)).approximation)
-    rank = low_ranks(0.3).rank(layer.moe.expert, layer.shapes["up"][0])
+    rank = rank_of(layer, 0.3)
     for expert, (kernel, coder) in enumerate(zip(kernels, coders, strict=True)):
         plain = coder.quantize(kernel, bits=3, **in_groups(3)).approximation
         around = coder.quantize(kernel - rounded, bits=2, **in_groups(2)).approximation
         assert found[expert, 0] == pytest.approx(squared(coder.moment, plain - kernel) / norm, rel=1e-3)
         assert found[expert, 1] == pytest.approx(squared(coder.moment, around + rounded - kernel) / norm, rel=1e-3)
-        for number, bits, near in ((2, 8, 0.1), (3, 2, 0.6)):
+        for number, bits, least in ((2, 8, 0.9), (3, 2, 0.6)):
             of_all = centre_coder(layer, name, orders)
             centre = np.asarray(of_all.quantize(mean, bits=bits, **in_groups(bits)).approximation)
             left, right = coder.factors(kernel - centre, rank)
             written = squared(coder.moment, left @ right.T + centre - kernel) / norm
-            assert written == pytest.approx(found[expert, number], rel=near)
+            assert least * found[expert, number] < written < 1.02 * found[expert, number]
 
 
 def test_the_centre_has_the_moments_of_all_experts(layer, orders):
