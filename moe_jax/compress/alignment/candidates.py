@@ -20,8 +20,8 @@ from moe_jax.compress.alignment.transport import assign, row_blocks
 # Candidates of every row, and about so many of every column. On Gaussian costs of 3584 points 16 leave 1e-5 of the gain
 # to repairs and 32 nothing; what is solved is then little beside what finding the candidates takes.
 _NEAREST = 32
-# Columns choose theirs from about so many rows: exact thresholds would take longer than all the rest.
-_SAMPLED_ROWS = 2048
+# Of so many costs, at least, rows and columns choose theirs: exact thresholds would take longer than all the rest.
+_SAMPLED = 4096
 # Missing pairs that a row is given in one repair; and repairs, after which all pairs are searched instead.
 _REPAIRS_OF_A_ROW, _MOST_REPAIRS = 8, 40
 # Prices settle to this part of the spread of the costs.
@@ -102,27 +102,30 @@ def assign_proven(
 
 
 def _nearest_pairs(costs: Float[np.ndarray, "m n"]) -> Int[np.ndarray, " c"]:
-    """The nearest pairs of every row and every column, as places in the flat matrix."""
+    """The nearest pairs of every row and every column, about so many, as places in the flat matrix."""
     m, n = costs.shape
-    sampled = costs[:: max(1, m // _SAMPLED_ROWS)]
-    nearest = max(1, round(_NEAREST * len(sampled) / m))
-    if nearest < len(sampled):
-        of_columns = np.partition(np.ascontiguousarray(sampled.T), nearest - 1, axis=1)[:, nearest - 1]
-    else:
-        of_columns = np.full(n, np.inf, costs.dtype)
 
     def of_rows(part: slice) -> Int[np.ndarray, " c"]:
         block = costs[part]
         near = block <= of_columns
-        if _NEAREST < n:
-            near |= block <= np.partition(block, _NEAREST - 1, axis=1)[:, _NEAREST - 1 : _NEAREST]
-        else:
-            near[:] = True
+        near |= block <= _near(block[:, :: max(1, n // _SAMPLED)], n)[:, None]
         return np.flatnonzero(near) + part.start * n
 
     # NumPy does it on one core for every thread.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
+        sampled = costs[:: max(1, m // _SAMPLED)]
+        parts = [sampled[:, part] for part in row_blocks(n, len(sampled))]
+        of_columns = np.concatenate(list(pool.map(lambda part: _near(np.ascontiguousarray(part.T), m), parts)))
         return np.concatenate(list(pool.map(of_rows, row_blocks(m, n))))
+
+
+def _near(sampled: Float[np.ndarray, "r s"], of: int) -> Float[np.ndarray, " r"]:
+    """What about `_NEAREST` costs of each row do not exceed, by some of the `of` that it has."""
+    size = sampled.shape[1]
+    nearest = max(1, round(_NEAREST * size / of))
+    if nearest >= size:
+        return np.full(len(sampled), np.inf, sampled.dtype)
+    return np.partition(sampled, nearest - 1, axis=1)[:, nearest - 1]
 
 
 def _solve(costs: np.ndarray, pairs: Int[np.ndarray, " c"], free: np.ndarray, place: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from moe_jax.compress.ahead import ahead
 from moe_jax.compress.alignment.design_matrix import aligned_experts, aligned_kernels, mean_kernel, neuron_rows
 from moe_jax.compress.coding.centre import encoded_centre
 from moe_jax.compress.coding.coder import LeastError
@@ -149,8 +150,9 @@ def mean_shares(
       keep: share of all entries that stays.
     """
     shares = []
-    for kernels in experts:
-        counts = concat_counts({name: kernel - centres[name] for name, kernel in kernels.items()}, keep)
+    residuals = ({name: kernel - centres[name] for name, kernel in kernels.items()} for kernels in experts)
+    for residual in ahead(residuals):
+        counts = concat_counts(residual, keep)
         shares.append(np.array(list(counts.values())) / sum(counts.values()))
     return np.mean(shares, axis=0)
 

@@ -87,14 +87,18 @@ def common_counts(shares: Sequence[float], sizes: Sequence[int], keep: float) ->
 
 def largest_mask(residual: Float[np.ndarray, "..."], count: int) -> Bool[np.ndarray, "..."]:
     """The `count` entries of largest absolute value; of equal ones the first."""
-    magnitude = np.abs(residual).reshape(-1)
+    return _mask_of_largest(np.abs(residual), count)
+
+
+def _mask_of_largest(magnitudes: Float[np.ndarray, "..."], count: int) -> Bool[np.ndarray, "..."]:
+    magnitude = magnitudes.reshape(-1)
     if count >= magnitude.size:
-        return np.ones(residual.shape, bool)
+        return np.ones(magnitudes.shape, bool)
     least = _nth_largest([magnitude], count)
-    mask = magnitude > least
-    equal = np.flatnonzero(magnitude == least)
-    mask[equal[: count - int(mask.sum())]] = True
-    return mask.reshape(residual.shape)
+    mask = magnitude >= least
+    if more := int(np.count_nonzero(mask)) - count:
+        mask[np.flatnonzero(magnitude == least)[-more:]] = False
+    return mask.reshape(magnitudes.shape)
 
 
 def _nth_largest(parts: Sequence[Float[np.ndarray, " n"]], count: int) -> np.floating:
@@ -107,8 +111,13 @@ def _nth_largest(parts: Sequence[Float[np.ndarray, " n"]], count: int) -> np.flo
         at = (1 - count / size) * (sample.size - 1)
         margin = 6 * math.sqrt(sample.size) / 2  # six standard deviations: it is nearly always between them
         lower, upper = sample[max(0, int(at - margin))], sample[min(sample.size - 1, int(at + margin) + 1)]
-        above = sum(int(np.count_nonzero(part > upper)) for part in parts)
-        between = [part[(part >= lower) & (part <= upper)] for part in parts]
+        above, between = 0, []
+        # In blocks that stay in the cache, so that threads do not wait for each other's memory.
+        for block in (part[start : start + _BLOCK] for part in parts for start in range(0, part.size, _BLOCK)):
+            high = block[block >= lower]
+            inside = high[high <= upper]
+            above += high.size - inside.size
+            between.append(inside)
         if above < count <= above + sum(part.size for part in between):
             values, count = between, count - above
     values = np.concatenate(values)
@@ -159,7 +168,8 @@ def _choose(
     factors = [None] * len(kernels) if importances is None else importances
 
     def chosen(kernel: np.ndarray, factor: np.ndarray | None) -> Bool[np.ndarray, "..."]:
-        return largest_mask(_by_rows(factor, kernel - centre), count)
+        residual = _by_rows(factor, kernel - centre)
+        return _mask_of_largest(np.abs(residual, out=residual), count)
 
     def refitted(rows: slice) -> tuple[np.ndarray, float]:
         """Some rows of the best centre for the masks, and what is then left of the error."""

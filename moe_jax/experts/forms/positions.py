@@ -17,7 +17,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from moe_jax.errors import InputError
 
@@ -38,7 +38,11 @@ def columns_dtype(shape: tuple[int, int]) -> np.dtype:
 
 
 def encode_positions(
-    positions: Int[np.ndarray, " n"], shape: tuple[int, int], encoding: str
+    positions: Int[np.ndarray, " n"],
+    shape: tuple[int, int],
+    encoding: str,
+    *,
+    kept: Bool[np.ndarray, "i o"] | None = None,
 ) -> dict[str, np.ndarray]:
     """Makes the leaves of one kernel.
 
@@ -46,6 +50,7 @@ def encode_positions(
       positions: flat positions of the entries, distinct and ascending.
       shape: [in, out] of the kernel.
       encoding: `csr`, `coo` or `bitmap`.
+      kept: whether an entry is kept, where that is known already.
     """
     if encoding == "csr":
         columns, row_ends = to_csr(positions, shape)
@@ -53,8 +58,9 @@ def encode_positions(
     if encoding == "coo":
         rows, columns = np.divmod(positions, shape[1])
         return {"columns": columns.astype(index_dtype(shape[1])), "rows": rows.astype(index_dtype(shape[0]))}
-    kept = np.zeros(shape, bool)
-    kept.reshape(-1)[positions] = True
+    if kept is None:
+        kept = np.zeros(shape, bool)
+        kept.reshape(-1)[positions] = True
     return {"mask": np.packbits(kept, axis=1, bitorder="little")}
 
 

@@ -238,7 +238,7 @@ class Sparse(KernelForm):
         assert kept is not None
         positions = np.flatnonzero(kept)
         values = residual.reshape(-1)[positions]
-        leaves = encode_positions(positions, residual.shape, self.encoding)
+        leaves = encode_positions(positions, residual.shape, self.encoding, kept=kept)
         if self.bits is None:
             leaves["values"] = cast("the values that sparse residuals keep", values, dtype)
             read_back = leaves["values"].astype(np.float32)
