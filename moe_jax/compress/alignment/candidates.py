@@ -6,8 +6,6 @@ either proves that no assignment is better, or finds the pairs that were missing
 solved again.
 """
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +14,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import min_weight_full_bipartite_matching
 
 from moe_jax.compress.alignment.transport import assign, row_blocks
+from moe_jax.compress.threads import in_threads
 
 # Candidates of every row, and about so many of every column. On Gaussian costs of 3584 points 16 leave 1e-5 of the gain
 # to repairs and 32 nothing; what is solved is then little beside what finding the candidates takes.
@@ -111,12 +110,10 @@ def _nearest_pairs(costs: Float[np.ndarray, "m n"]) -> Int[np.ndarray, " c"]:
         near |= block <= _near(block[:, :: max(1, n // _SAMPLED)], n)[:, None]
         return np.flatnonzero(near) + part.start * n
 
-    # NumPy does it on one core for every thread.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        sampled = costs[:: max(1, m // _SAMPLED)]
-        parts = [sampled[:, part] for part in row_blocks(n, len(sampled))]
-        of_columns = np.concatenate(list(pool.map(lambda part: _near(np.ascontiguousarray(part.T), m), parts)))
-        return np.concatenate(list(pool.map(of_rows, row_blocks(m, n))))
+    sampled = costs[:: max(1, m // _SAMPLED)]
+    parts = [sampled[:, part] for part in row_blocks(n, len(sampled))]
+    of_columns = np.concatenate(in_threads(lambda part: _near(np.ascontiguousarray(part.T), m), parts))
+    return np.concatenate(in_threads(of_rows, row_blocks(m, n)))
 
 
 def _near(sampled: Float[np.ndarray, "r s"], of: int) -> Float[np.ndarray, " r"]:

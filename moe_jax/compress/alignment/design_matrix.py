@@ -4,15 +4,13 @@ Gated: [G^T | U^T | D], f x 3d; plain: [W1^T | W2], f x 2d; with biases, those o
 rows are points, an expert is a cloud of them, and their order means nothing.
 """
 
-import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe_jax.compress.ahead import ahead
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.compress.threads import ahead, in_threads
 
 _SQUARE = 256
 
@@ -101,8 +99,7 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
             columns = slice(start, start + _SQUARE)
             target[rows, columns] = source[rows, columns]
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(fill, (slice(start, start + _SQUARE) for start in range(0, len(source), _SQUARE))))
+    in_threads(fill, (slice(start, start + _SQUARE) for start in range(0, len(source), _SQUARE)))
 
 
 def _width(layer: SourceLayer, name: str) -> int:

@@ -15,6 +15,7 @@ from moe_jax.compress.alignment.transport import (
     transport_costs,
     working_dtype,
 )
+from moe_jax.compress.threads import in_threads
 
 # Called after every alignment: the round (from 1), clouds done in it, and the objective after the last whole round.
 AlignmentProgress = Callable[[int, int, float], None]
@@ -113,8 +114,7 @@ class Matching:
         for done, k in enumerate([first, *(k for k in range(len(self.clouds)) if k != first)]):
             if done:
                 self.permutations[k] = self.permutations[k][self._nearest_order(k, total, far=True)]
-                for part in self._blocks(len(total)):
-                    total[part] += self.rows(k, total.dtype, part)
+                self._combine(np.add, total, k)
             self._report(progress, done)
         del total
         self._end_round(np.ones(len(self.mean), bool))
@@ -236,9 +236,16 @@ class Matching:
 
     def _sum_of_others(self, k: int) -> Float[np.ndarray, "n D"]:
         total = self.mean * self.mean.dtype.type(len(self.clouds))
-        for part in self._blocks(len(total)):
-            total[part] -= self.rows(k, total.dtype, part)
+        self._combine(np.subtract, total, k)
         return total
+
+    def _combine(self, operation: np.ufunc, total: Float[np.ndarray, "n D"], k: int) -> None:
+        """Adds cloud k in its order to the total, or takes it away."""
+
+        def combine(part: slice) -> None:
+            operation(total[part], self.rows(k, total.dtype, part), out=total[part])
+
+        in_threads(combine, self._blocks(len(total)))
 
     def _move(self, k: int, places: Int[np.ndarray, " m"], order: Int[np.ndarray, " m"]) -> None:
         for part in self._blocks(len(places)):
@@ -257,9 +264,8 @@ class Matching:
         """Takes the mean and the deviations from it anew in the changed places, so that no error grows."""
         places, count = np.flatnonzero(changed), len(self.clouds)
         whole = len(places) == len(changed)
-        if whole:
-            self._squared_norm = 0.0
-        for part in self._blocks(len(places)):
+
+        def refresh(part: slice) -> float:
             block = part if whole else places[part]
             total = sum(self.rows(k, np.float64, block) for k in range(count))
             mean = np.asarray(total / count)
@@ -269,8 +275,11 @@ class Matching:
                 difference = self.rows(k, np.float64, block) - mean
                 deviations += np.einsum("id,id->i", difference, difference)
             self._deviations[block] = deviations
-            if whole:
-                self._squared_norm += float(np.einsum("id,id->", mean, mean) + deviations.sum() / count)
+            return float(np.einsum("id,id->", mean, mean) + deviations.sum() / count)
+
+        norms = in_threads(refresh, self._blocks(len(places)))
+        if whole:
+            self._squared_norm = sum(norms)
 
     def _blocks(self, count: int) -> Iterator[slice]:
         return row_blocks(count, self.mean.shape[1])

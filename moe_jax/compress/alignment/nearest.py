@@ -193,13 +193,22 @@ class _Search:
 
     def _finish(self, columns: slice, chunk: np.ndarray) -> None:
         """Adds the products of all other columns to the rows that are left."""
-        on_device = jnp.asarray(chunk)
+        on_device, made = jnp.asarray(chunk), None
         for begin, block, before in self._blocks(self.rows, columns.start == 0):
-            done = min(begin + len(block), len(self.rows))
             products = _added(jnp.asarray(self._target[block, columns].astype(chunk.dtype)), before, on_device)
-            self._products[begin:done] = np.asarray(products)[: done - begin]
+            # One block is fetched while the next one is made.
+            self._keep(made)
+            made = begin, products
+        self._keep(made)
         self.made += len(self.rows) * len(self._target) * (columns.stop - columns.start)
         self._unpin_twice()
+
+    def _keep(self, made: tuple[int, Array] | None) -> None:
+        """Keeps products of the rows that are left, from one of them on; more rows in the last block are repeats."""
+        if made is not None:
+            begin, products = made
+            done = min(begin + len(products), len(self.rows))
+            self._products[begin:done] = np.asarray(products)[: done - begin]
 
     def _unpin_twice(self) -> None:
         """Two rows may have the same nearest point: all of their scores are made known."""

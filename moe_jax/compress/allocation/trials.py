@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe_jax.compress.ahead import ahead
 from moe_jax.compress.alignment.design_matrix import aligned_experts, aligned_kernels, mean_kernel, neuron_rows
 from moe_jax.compress.coding.centre import encoded_centre
 from moe_jax.compress.coding.coder import LeastError
@@ -20,6 +19,7 @@ from moe_jax.compress.coding.quantizer import quantize
 from moe_jax.compress.coding.schemes import DEFAULT_GROUP_SIZE, LowRank, Pruned, Quantized, Scheme
 from moe_jax.compress.coding.truncated_svd import truncated_svd
 from moe_jax.compress.source_layer import SourceLayer
+from moe_jax.compress.threads import ahead
 from moe_jax.experts import BaseCodes
 from moe_jax.experts.forms import Matrix
 

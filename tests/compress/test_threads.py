@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from moe_jax.compress.ahead import ahead
+from moe_jax.compress.threads import ahead, in_threads
 
 
 def test_items_come_in_order_and_one_is_made_meanwhile():
@@ -35,3 +35,12 @@ def test_what_raises_there_raises_here_after_what_came_before():
 
 def test_nothing_of_nothing():
     assert list(ahead([])) == []
+
+
+def test_results_are_in_the_order_of_the_items():
+    assert in_threads(lambda number: number * number, iter(range(100))) == [number * number for number in range(100)]
+
+
+def test_an_error_in_a_thread_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        in_threads(lambda number: 1 // number, [1, 0])

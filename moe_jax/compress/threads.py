@@ -1,0 +1,40 @@
+"""Work of NumPy on several cores. It lets go of the interpreter in what takes time.
+
+JAX's settings of a thread (`jax.default_matmul_precision` and the like) are not those of the threads made here.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+_END = object()
+
+
+def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """What `work` makes of all items, in their order, with a thread for every core.
+
+    Args:
+      work: writes nothing that it reads for another item; what it raises, raises here.
+      items: all of them are taken at once.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(work, items))
+
+
+def ahead(items: Iterable[T]) -> Iterator[T]:
+    """The same items; each is made in a thread of its own while the caller works on the one before.
+
+    Memory holds one item more.
+
+    Args:
+      items: what raises there, raises here.
+    """
+    iterator = iter(items)
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, iterator, _END)
+        while (item := coming.result()) is not _END:
+            coming = thread.submit(next, iterator, _END)
+            yield item
