@@ -3,6 +3,7 @@
 JAX's settings of a thread (`jax.default_matmul_precision` and the like) are not those of the threads made here.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,6 @@ from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-_END = object()
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -33,8 +33,13 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
       items: what raises there, raises here.
     """
     iterator = iter(items)
+
+    def some() -> list[T]:
+        """The next item, or none."""
+        return list(itertools.islice(iterator, 1))
+
     with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, iterator, _END)
-        while (item := coming.result()) is not _END:
-            coming = thread.submit(next, iterator, _END)
-            yield item
+        coming = thread.submit(some)
+        while found := coming.result():
+            coming = thread.submit(some)
+            yield from found

@@ -77,7 +77,7 @@ def unaligned(layer: SourceLayer) -> Int[np.ndarray, "E f"]:
 
 def mean_kernel(kernels: Iterable[np.ndarray]) -> np.ndarray:
     """The mean of kernels, added up in float32 one after another; float32[in, out]."""
-    kernels = iter(kernels)
+    kernels = iter(ahead(kernels))
     total, count = next(kernels).astype(np.float32), 1
     for kernel in kernels:
         total += kernel.astype(np.float32, copy=False)

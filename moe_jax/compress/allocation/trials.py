@@ -116,7 +116,7 @@ def _prune(
     shares = np.zeros(len(sampled))
     if scheme.needs_shares:
         experts = range(len(sampled["up"]))
-        each = ({name: kernels[expert] for name, kernels in sampled.items()} for expert in experts)
+        each = ({name: kernels[expert].copy() for name, kernels in sampled.items()} for expert in experts)
         shares = mean_shares(each, centres, scheme.keep)
     counts = scheme.counts([kernels[0].size for kernels in sampled.values()], shares.tolist())
     refitted = {
@@ -145,16 +145,22 @@ def mean_shares(
     """Share of every matrix in the largest residuals of an expert, averaged over the experts.
 
     Args:
-      experts: the aligned kernels of each.
+      experts: the aligned kernels of each; they are overwritten.
       centres: of the matrices.
       keep: share of all entries that stays.
     """
     shares = []
-    residuals = ({name: kernel - centres[name] for name, kernel in kernels.items()} for kernels in experts)
-    for residual in ahead(residuals):
-        counts = concat_counts(residual, keep)
+    for magnitudes in ahead(_magnitudes(kernels, centres) for kernels in experts):
+        counts = concat_counts(magnitudes, keep)
         shares.append(np.array(list(counts.values())) / sum(counts.values()))
     return np.mean(shares, axis=0)
+
+
+def _magnitudes(kernels: Mapping[str, np.ndarray], centres: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of the residuals, in the place of the kernels: two experts in memory are enough."""
+    for name, kernel in kernels.items():
+        np.abs(np.subtract(kernel, centres[name], out=kernel), out=kernel)
+    return dict(kernels)
 
 
 def _quantized_error(sampled: Matrices, centres: Mapping[str, np.ndarray], scheme: Quantized) -> float:

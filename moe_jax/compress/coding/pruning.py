@@ -46,14 +46,14 @@ def kept_entries(size: int, keep: float) -> int:
     return min(size, max(1, round(size * keep)))
 
 
-def concat_counts(residuals: Mapping[str, Float[np.ndarray, "..."]], keep: float) -> dict[str, int]:
+def concat_counts(magnitudes: Mapping[str, Float[np.ndarray, "..."]], keep: float) -> dict[str, int]:
     """How many of the largest entries of one expert lie in each of its matrices.
 
     Args:
-      residuals: the matrices.
+      magnitudes: the absolute values of the matrices.
       keep: share of all entries together that stays.
     """
-    magnitudes = {name: np.abs(residual).reshape(-1) for name, residual in residuals.items()}
+    magnitudes = {name: magnitude.reshape(-1) for name, magnitude in magnitudes.items()}
     size = sum(magnitude.size for magnitude in magnitudes.values())
     left = kept_entries(size, keep)
     if left == size:
@@ -114,10 +114,8 @@ def _nth_largest(parts: Sequence[Float[np.ndarray, " n"]], count: int) -> np.flo
         above, between = 0, []
         # In blocks that stay in the cache, so that threads do not wait for each other's memory.
         for block in (part[start : start + _BLOCK] for part in parts for start in range(0, part.size, _BLOCK)):
-            high = block[block >= lower]
-            inside = high[high <= upper]
-            above += high.size - inside.size
-            between.append(inside)
+            above += int(np.count_nonzero(block > upper))
+            between.append(block[(block >= lower) & (block <= upper)])
         if above < count <= above + sum(part.size for part in between):
             values, count = between, count - above
     values = np.concatenate(values)

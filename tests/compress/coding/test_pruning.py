@@ -41,7 +41,7 @@ def test_common_counts_keep_exactly_the_share(sizes, keep, seed):
 def test_concat_counts_are_those_of_one_threshold(keep, seed):
     rng = np.random.default_rng(seed)
     parts = {"up": rng.standard_normal((4, 6)), "down": 3 * rng.standard_normal((6, 4))}
-    counts = concat_counts(parts, keep)
+    counts = concat_counts({name: np.abs(part) for name, part in parts.items()}, keep)
     total = max(1, round(48 * keep))
     every = np.sort(np.abs(np.concatenate([r.reshape(-1) for r in parts.values()])))[::-1]
     assert counts == {name: int((np.abs(r) >= every[total - 1]).sum()) for name, r in parts.items()}
