@@ -41,6 +41,14 @@ LM_EVAL_EXACT = Table(
 LM_EVAL_TEXTS = Table(
     "texts", ("task", "items", "tokens", "texts alike (aim: all)"), ("{}", "{}", "{:,}", "{} of {}")
 )
+VLLM = Table(
+    "exports",
+    (
+        *("export", "codes", "Transformers, nats", "vLLM, nats", "difference [95 %]", "greedy tokens alike, %"),
+        "versions, kernels of experts",
+    ),
+    ("{}", "{}", "{:.4f}", "{:.4f}", "{}", "{:.0f}", "{}"),
+)
 UPCYCLED = Table("models", ("model", "parameters added", "held-out loss"), ("{}", "{:,}", "{:.4f}"))
 LAYER_TIME = Table("time", ("experts", "top-1", "top-2", "top-4"), ("{}", "{:.2f}", "{:.2f}", "{:.2f}"))
 LAYER_MEMORY = Table(

@@ -137,6 +137,12 @@ SECTIONS = (
         layouts.LM_EVAL_TEXTS,
     ),
     _program(
+        "vllm_parity",
+        "python benchmarks/vllm_parity.py DATA EXPORT ... --vllm PYTHON",
+        ("convert/to_hugging_face.py", "convert/packed_experts.py", "convert/hf_config.py"),
+        layouts.VLLM,
+    ),
+    _program(
         "plan_train",
         "python benchmarks/plan_train.py MODEL",
         (*_TRAINING, "moe_jax/peft", "moe_jax/planned_training.py", "moe_jax/memory.py"),

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from evidence.equal_bytes.aims import aims
+from evidence.equal_bytes.allocations import allocations
 from evidence.equal_bytes.entries import (
     ABLATIONS,
     ALLOCATED,
@@ -48,7 +49,7 @@ def report(results: ResultsFile) -> str:
 
 
 def _all_tables(results: ResultsFile) -> dict[str, str]:
-    return tables(results) | aims(results) | permutations(results) | ablations(results) | recoveries(results)
+    return tables(results) | _comparisons(results)
 
 
 def blocks(results: ResultsFile) -> dict[str, str]:
@@ -60,7 +61,13 @@ def blocks(results: ResultsFile) -> dict[str, str]:
             continue  # beside the model that it was
         asked = "answers" in whole(results, scale, label)
         found[f"{scale}, {label}"] = table if asked else _by_size(results, scale, label)
-    return found | aims(results) | permutations(results) | ablations(results) | recoveries(results)
+    return found | _comparisons(results)
+
+
+def _comparisons(results: ResultsFile) -> dict[str, str]:
+    """What is held against what."""
+    every = (aims, allocations, permutations, ablations, recoveries)
+    return {title: table for tables_of in every for title, table in tables_of(results).items()}
 
 
 def _by_size(results: ResultsFile, scale: str, label: str) -> str:
