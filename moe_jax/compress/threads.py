@@ -11,16 +11,19 @@ from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+# What NumPy does waits for memory, which a few cores use up; and each thread has arrays of its own.
+_MOST = 8
 
 
-def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+def in_threads(work: Callable[[T], R], items: Iterable[T], *, most: int = _MOST) -> list[R]:
     """What `work` makes of all items, in their order, with a thread for every core.
 
     Args:
       work: writes nothing that it reads for another item; what it raises, raises here.
       items: all of them are taken at once.
+      most: threads, however many cores there are.
     """
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(min(most, os.cpu_count() or 1)) as threads:
         return list(threads.map(work, items))
 
 

@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 
 from evidence.equal_bytes.entries import GPTQ, OURS
-from evidence.equal_bytes.models import PERMUTED
-from evidence.equal_bytes.points import Point, chosen, models, points, whole_loss
+from evidence.equal_bytes.points import Point, by_model, chosen, points, whole_loss
 from evidence.results import ResultsFile
 from evidence.studies.summary import difference, mean_losses
 from evidence.studies.verdicts import paired
-from evidence.tables import markdown
 
 HEAD = (
     *("GPTQ", "bits per weight", "added, nats", "ours, within its bytes", "beside GPTQ, nats [95 %]"),
@@ -22,11 +20,7 @@ def aims(results: ResultsFile) -> dict[str, str]:
     Ours are chosen by the selection texts; differences are of the test texts, intervals over their windows with the
     first draw of the calibration text.
     """
-    return {
-        f"{scale}, {label}, against GPTQ": markdown(HEAD, rows)
-        for scale, label in models(results)
-        if not label.endswith(PERMUTED) and (rows := list(_rows(results, scale, label)))
-    }
+    return by_model(results, "against GPTQ", HEAD, _rows)
 
 
 def _rows(results: ResultsFile, scale: str, label: str) -> Iterator[list[str]]:

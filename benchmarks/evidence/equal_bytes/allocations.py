@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 
 from evidence.equal_bytes.entries import ALLOCATED, GPTQ, SHARED_FACTORS, SHARED_GPTQ
-from evidence.equal_bytes.models import PERMUTED
-from evidence.equal_bytes.points import Point, chosen, mean_of, models, points
+from evidence.equal_bytes.points import Point, by_model, chosen, mean_of, points
 from evidence.results import ResultsFile
 from evidence.studies.summary import difference
-from evidence.tables import markdown
 
 HEAD = (
     *("allocated", "bits per weight", "KL, nats", "best single choice within them", "bits per weight", "KL, nats"),
@@ -19,11 +17,7 @@ _SINGLE = frozenset({GPTQ, SHARED_GPTQ, SHARED_FACTORS})
 def allocations(results: ResultsFile) -> dict[str, str]:
     """A table for every model. Single choices are made by the selection texts; divergences and losses are of the test
     texts, the intervals over their windows with the first draw of the calibration text."""
-    return {
-        f"{scale}, {label}, allocation": markdown(HEAD, rows)
-        for scale, label in models(results)
-        if not label.endswith(PERMUTED) and (rows := list(_rows(results, scale, label)))
-    }
+    return by_model(results, "allocation", HEAD, _rows)
 
 
 def _rows(results: ResultsFile, scale: str, label: str) -> Iterator[list[str]]:

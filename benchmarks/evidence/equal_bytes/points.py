@@ -1,12 +1,14 @@
 """What was measured of one model, entry by entry."""
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from evidence.equal_bytes.entries import COMPARISON, ENTRIES, RECOVERIES, UNCOMPRESSED, Entry
+from evidence.equal_bytes.models import PERMUTED
 from evidence.results import ResultsFile
 from evidence.studies.summary import BySeed
+from evidence.tables import markdown
 
 
 class Point(NamedTuple):
@@ -68,6 +70,20 @@ def models(results: ResultsFile) -> Iterator[tuple[str, str]]:
         for label, found in by_label.items():
             if UNCOMPRESSED in found:
                 yield scale, label
+
+
+def by_model(
+    results: ResultsFile,
+    title: str,
+    head: Sequence[str],
+    rows: Callable[[ResultsFile, str, str], Iterable[Sequence[str]]],
+) -> dict[str, str]:
+    """A table for every model that has rows; but for those with permuted neurons, which stand beside what they were."""
+    return {
+        f"{scale}, {label}, {title}": markdown(head, found)
+        for scale, label in models(results)
+        if not label.endswith(PERMUTED) and (found := list(rows(results, scale, label)))
+    }
 
 
 def whole(results: ResultsFile, scale: str, label: str) -> dict[str, Any]:

@@ -156,11 +156,11 @@ def mean_shares(
     return np.mean(shares, axis=0)
 
 
-def _magnitudes(kernels: Mapping[str, np.ndarray], centres: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _magnitudes(kernels: Mapping[str, np.ndarray], centres: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     """Of the residuals, in the place of the kernels: two experts in memory are enough."""
     for name, kernel in kernels.items():
         np.abs(np.subtract(kernel, centres[name], out=kernel), out=kernel)
-    return dict(kernels)
+    return kernels
 
 
 def _quantized_error(sampled: Matrices, centres: Mapping[str, np.ndarray], scheme: Quantized) -> float:

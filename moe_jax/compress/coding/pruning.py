@@ -5,15 +5,14 @@ Functions take one matrix of all experts. Where one threshold holds for the whol
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from moe_jax.compress.threads import in_threads
 from moe_jax.finite import largest_magnitude
 
 # Refitting ends when a round gains less than this part of the error, or after so many rounds.
@@ -165,7 +164,8 @@ def _choose(
     kernels = list(kernels)
     factors = [None] * len(kernels) if importances is None else importances
 
-    def chosen(kernel: np.ndarray, factor: np.ndarray | None) -> Bool[np.ndarray, "..."]:
+    def chosen(expert: tuple[np.ndarray, np.ndarray | None]) -> Bool[np.ndarray, "..."]:
+        kernel, factor = expert
         residual = _by_rows(factor, kernel - centre)
         return _mask_of_largest(np.abs(residual, out=residual), count)
 
@@ -187,11 +187,9 @@ def _choose(
         # Around its mean a set of numbers has less than around any other point: by the square of the distance, each.
         return before + moved, error - float(np.sum(moved.astype(np.float64) ** 2 * number))
 
-    # NumPy lets go of the interpreter in what takes time here; blocks of rows stay in the cache.
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        masks = list(threads.map(chosen, kernels, factors))
-        size = max(1, _BLOCK * len(centre) // max(1, centre.size))
-        parts = list(threads.map(refitted, [slice(at, at + size) for at in range(0, len(centre), size)]))
+    masks = in_threads(chosen, zip(kernels, factors, strict=True), most=_THREADS)
+    size = max(1, _BLOCK * len(centre) // max(1, centre.size))  # blocks of rows stay in the cache
+    parts = in_threads(refitted, (slice(at, at + size) for at in range(0, len(centre), size)), most=_THREADS)
     error = sum(error for _, error in parts)
     return Refit(np.concatenate([rows for rows, _ in parts]) if refit else centre, masks, max(error, 0.0), 1)
 
