@@ -83,13 +83,20 @@ class Packing:
         group_size = known[1] if group_size is None else group_size
         if bits not in BITS:
             raise InputError(f"bits={bits} must be 4 or 8: W4A16 and W8A16 are what other libraries have kernels for")
-        for i in written.moe_layers:
-            for name, (rows, _) in written.moe(i).expert.shapes(written.d_model).items():
-                if group_size < 8 or group_size % 8 or rows % group_size:
-                    raise InputError(
-                        f"--group-size {group_size} must be a multiple of 8 that divides the {rows} inputs of {name} "
-                        f"in layer {i}: compressed-tensors has whole groups"
-                    )
+        inputs = {
+            (i, name): rows
+            for i in written.moe_layers
+            for name, (rows, _) in written.moe(i).expert.shapes(written.d_model).items()
+        }
+        for (i, name), rows in inputs.items():
+            if group_size < 8 or group_size % 8 or rows % group_size:
+                common = math.gcd(*inputs.values())
+                fitting = max((size for size in range(8, 257, 8) if common % size == 0), default=None)
+                raise InputError(
+                    f"--group-size {group_size} must be a multiple of 8 that divides the {rows} inputs of {name} "
+                    f"in layer {i}: compressed-tensors has whole groups; "
+                    + (f"try {fitting}" if fitting else "no size divides those of all matrices")
+                )
         return cls(bits, group_size, quantise)
 
     def is_packed(self, path: str) -> bool:

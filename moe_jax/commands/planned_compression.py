@@ -13,7 +13,7 @@ from moe_jax.compress.coding.schemes import Levels, check_levels
 from moe_jax.compress.coding.storage import FULL, RESIDUAL_FORMS, Stored, stored_bytes
 from moe_jax.compress.job.stream import choose_layers
 from moe_jax.compress.methods.delta_base import NO_BASE
-from moe_jax.compress.methods.registry import METHODS, check_options
+from moe_jax.compress.methods.registry import METHODS, check_method, check_options
 from moe_jax.compress.methods.resmoe import DEFAULT_BITS
 from moe_jax.errors import InputError, check_member
 from moe_jax.experts.forms.quantized import check_scale_bits
@@ -88,7 +88,7 @@ def planned_compression(
     Raises:
       InputError: for options that do not go together, or a model without experts.
     """
-    check_member("method", method, tuple(METHODS))
+    check_method(method)
     forms = METHODS[method].forms
     base = "none" if METHODS[method].origin == NO_BASE else "shared"
     given = {"levels": levels, "scale_bits": scale_bits, "zero_points": zero_points, "row_scales": row_scales}

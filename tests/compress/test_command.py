@@ -220,6 +220,7 @@ def test_a_hugging_face_moe_with_the_dense_model_it_came_from(models, tmp_path, 
         (("--sweep",), "--sweep needs --text FILE"),
         (("--sweep", "--text", "nowhere.txt"), "no text at nowhere.txt"),
         (("--sweep", "--text", "t", "--method", "ders-quantize,resmo"), "unknown method 'resmo'"),
+        (("--method", "GPTQ", "--bits", 4), "unknown method 'GPTQ': here it is quantize with --calibrate"),
         (
             ("--sweep", "--text", "t", "--method", "ders-quantize", "--drop", "0.5,0.9"),
             "--drop does not go with ders-quantize",

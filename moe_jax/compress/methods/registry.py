@@ -19,7 +19,7 @@ from moe_jax.compress.methods.mobe import MoBE
 from moe_jax.compress.methods.resmoe import ResMoE
 from moe_jax.compress.methods.structured_pruning import StructuredPruning
 from moe_jax.compress.methods.without_centre import SVD, PlainQuantize, UnstructuredPruning
-from moe_jax.errors import InputError, check_member, flag_of
+from moe_jax.errors import InputError, check_member, flag_of, shown
 
 METHODS: dict[str, type[Method]] = {
     "ders-sparsify": Sparsify,
@@ -41,6 +41,20 @@ METHODS: dict[str, type[Method]] = {
     "mobe": MoBE,
     "allocate": Allocate,
 }
+# What other libraries have as methods of their own.
+_NAMES_ELSEWHERE = {
+    "awq": "quantize with --calibrate, --row-scales and --no-feedback",
+    "gptq": "quantize with --calibrate",
+    "rtn": "quantize without --calibrate",
+    "wanda": "up with --calibrate",
+}
+
+
+def check_method(name: str) -> None:
+    """Raises `InputError` for an unknown method; it says what is nearest, or how what others call so is asked for."""
+    if isinstance(name, str) and (asked := _NAMES_ELSEWHERE.get(name.lower())):
+        raise InputError(f"unknown method {shown(name)}: here it is {asked}")
+    check_member("method", name, tuple(METHODS))
 
 
 def option_names() -> tuple[str, ...]:
@@ -58,7 +72,7 @@ def make_method(name: str, options: Mapping[str, Any]) -> Method:
     Raises:
       InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
     """
-    check_member("method", name, tuple(METHODS))
+    check_method(name)
     check_options([name], options)
     for field in dataclasses.fields(METHODS[name]):
         if field.default is dataclasses.MISSING and field.name not in options:
@@ -80,7 +94,7 @@ def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list
       InputError: see `make_method`.
     """
     for name in names:
-        check_member("method", name, tuple(METHODS))
+        check_method(name)
     names = names or [name for name, method in METHODS.items() if method.swept[0] in options] or list(METHODS)
     check_options(names, options)
     made = []
