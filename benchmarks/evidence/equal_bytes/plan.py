@@ -55,6 +55,13 @@ _REPEATED_BY_FAMILY = {
     SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits"),
     SHARED_FACTORS: ("4 bits, keep 0.01",),
 }
+# Of SmolLM2 they take minutes each.
+_OF_SMOLLM_REPEATED_BY_FAMILY = {
+    ALLOCATED: ("1.25 bits", "1.5 bits", "1.75 bits", "2.5 bits", "3 bits"),
+    GPTQ: _BITS,
+    SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits"),
+    SHARED_FACTORS: ("4 bits, keep 0.01",),
+}
 # Minutes each.
 _QUESTIONED_BY_FAMILY = {
     GPTQ: ("2 bits", "3 bits"),
@@ -103,6 +110,7 @@ def _as_large_as_gptq(models: str) -> tuple[Entry, ...]:
 
 _AGAINST_GPTQ = _named(_AGAINST_GPTQ_BY_FAMILY)
 _OF_LARGER, _REPEATED = _named(_OF_LARGER_BY_FAMILY), _named(_REPEATED_BY_FAMILY)
+_OF_SMOLLM_REPEATED = _named(_OF_SMOLLM_REPEATED_BY_FAMILY)
 _OF_EIGHT, _OF_THREE, _OF_MIDDLE = map(_as_large_as_gptq, AS_LARGE_AS_GPTQ)
 _OF_SMALL_REPEATED, _ALIGNED_OR_NOT = _named(_OF_SMALL_REPEATED_BY_FAMILY), _named(_ALIGNED_OR_NOT_BY_FAMILY)
 
@@ -143,7 +151,7 @@ def comparisons() -> list[Comparison]:
             probes=_PROBES,
             questioned=_named(_QUESTIONED_BY_FAMILY),
             entries=_OF_LARGER,
-            more_draws=_REPEATED,
+            more_draws=_OF_SMOLLM_REPEATED,
         ),
         Comparison(Subject(SMOLLM.name, AGAIN, permuted=True), draws=(0,), entries=_REPEATED),
     ]
