@@ -23,9 +23,8 @@ from evidence.studies.scales import MIDDLE, SMOLLM, STORIES
 
 _PROMPTS, _PROBES = Probes(questions=0, prompts=8), Probes(questions=64, prompts=8)
 _RECOVERED = tuple(recovered for _, recovered in RECOVERIES)
-# Of larger models than stories260K an entry takes up to minutes: what says most, and of that the most important with
-# further draws.
 _BITS = ("2 bits", "3 bits", "4 bits")
+# Of larger models than stories260K an entry takes up to minutes: what says most.
 _OF_LARGER_BY_FAMILY = {
     RTN: _BITS,
     GPTQ: _BITS,
@@ -52,13 +51,6 @@ _OF_LARGER_BY_FAMILY = {
 _OF_DRAWN_MIDDLE_BY_FAMILY = {RTN: _BITS, GPTQ: _BITS, SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits")}
 _REPEATED_BY_FAMILY = {
     GPTQ: ("3 bits",),
-    SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits"),
-    SHARED_FACTORS: ("4 bits, keep 0.01",),
-}
-# Of SmolLM2 they take minutes each.
-_OF_SMOLLM_REPEATED_BY_FAMILY = {
-    ALLOCATED: ("1.25 bits", "1.5 bits", "1.75 bits", "2.5 bits", "3 bits"),
-    GPTQ: _BITS,
     SHARED_GPTQ: ("4 + 1 bits", "4 + 2 bits"),
     SHARED_FACTORS: ("4 bits, keep 0.01",),
 }
@@ -110,7 +102,6 @@ def _as_large_as_gptq(models: str) -> tuple[Entry, ...]:
 
 _AGAINST_GPTQ = _named(_AGAINST_GPTQ_BY_FAMILY)
 _OF_LARGER, _REPEATED = _named(_OF_LARGER_BY_FAMILY), _named(_REPEATED_BY_FAMILY)
-_OF_SMOLLM_REPEATED = _named(_OF_SMOLLM_REPEATED_BY_FAMILY)
 _OF_EIGHT, _OF_THREE, _OF_MIDDLE = map(_as_large_as_gptq, AS_LARGE_AS_GPTQ)
 _OF_SMALL_REPEATED, _ALIGNED_OR_NOT = _named(_OF_SMALL_REPEATED_BY_FAMILY), _named(_ALIGNED_OR_NOT_BY_FAMILY)
 
@@ -151,7 +142,6 @@ def comparisons() -> list[Comparison]:
             probes=_PROBES,
             questioned=_named(_QUESTIONED_BY_FAMILY),
             entries=_OF_LARGER,
-            more_draws=_OF_SMOLLM_REPEATED,
         ),
         Comparison(Subject(SMOLLM.name, AGAIN, permuted=True), draws=(0,), entries=_REPEATED),
     ]
