@@ -15,7 +15,7 @@ refit. Aims on 2 cores: Mixtral 5 minutes and 8 GB, DeepSeekMoE 2 minutes, an ob
 
 Of planted layers the least objective is that of the planted orders. For independent ones `--exact` makes the alignment
 again with exact searches among all pairs in float64 (annealed where that is the default for small clouds), which takes
-minutes each, but not of Mixtral's whole layer, for which one round would take half an hour.
+minutes each, but not of Mixtral's whole layer, for which a round is expected to take half an hour or more.
 
 OUT receives `true_layers.json`, row by row; rows that are there are not measured again.
 """
