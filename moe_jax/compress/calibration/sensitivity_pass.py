@@ -56,9 +56,7 @@ def measure_sensitivities(
       InputError: if experts are not full, a divergence is not finite, or there is no room in memory.
     """
     config = source.config
-    for i in config.moe_layers:
-        if config.moe(i).bank.form.over_base:
-            raise InputError(f"layer {i}: how much depends on it can only be measured of full experts")
+    check_full_experts(config)
     windows = windows[: max(1, _MOST_TOKENS // windows.shape[1])]
     count = sum(len(config.moe(i).expert.matrices) for i in config.moe_layers)
     needed = 2 * 4 * windows.size * config.d_model * (1 + count)
@@ -97,6 +95,17 @@ def measure_sensitivities(
             raise InputError(f"calibration: what the model says is not finite once {name} of layer {i} is coded")
         found[i][name] = max(divergence, 0.0) / max(errors[i, name], float(np.finfo(np.float32).tiny))
     return found
+
+
+def check_full_experts(config: ModelConfig) -> None:
+    """Raises `InputError` for a model that `measure_sensitivities` cannot measure."""
+    for i in config.moe_layers:
+        bank = config.moe(i).bank
+        if bank.form.over_base:
+            raise InputError(
+                f"layer {i}: how much depends on it can only be measured of full experts, and it has {bank.kind} ones; "
+                "write the model with moe-jax export, and compress that"
+            )
 
 
 def output_error(error: float, norm: float) -> float:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from moe_jax.compress.calibration.recorded import PROMISED, Calibration
+from moe_jax.compress.calibration.sensitivity_pass import check_full_experts
 from moe_jax.compress.job.analyses import AnalysisStore
 from moe_jax.compress.job.board import Board
 from moe_jax.compress.job.report import LayerReport, Report
@@ -206,6 +207,8 @@ def check_before_calibration(source: ModelSource, method: Method, layers: Iterab
       extended: see `compress`.
     """
     layers = tuple(layers)
+    if method.needs_sensitivities:
+        check_full_experts(source.config)
     if extended:
         _check_universal(source.config, layers)
     universal = {i: extended and source.config.moe(i).universal_beside for i in layers}

@@ -19,6 +19,7 @@ from moe_jax.compress.calibration.recorded import Calibration
 from moe_jax.compress.calibration.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
 from moe_jax.compress.coding import storage
 from moe_jax.compress.coding.storage import layer_bytes
+from moe_jax.compress.job.stream import check_before_calibration
 from moe_jax.compress.methods import bits_by_matrix
 from moe_jax.compress.methods.bits_by_matrix import best_combinations, never_worse
 from moe_jax.compress.source_layer import SourceLayer
@@ -301,3 +302,13 @@ def test_what_it_cannot_do_is_said_before_anything_is_written(source, calibrated
     with pytest.raises(InputError, match="does not say how much depends on it"):
         compress(source, tmp_path / "out", enough, calibration=unmeasured, described={})
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_cannot_be_measured_is_refused_before_the_text_is_run(source, tmp_path):
+    codes = make_method("quantize", {"bits": 4, "group_size": 8})
+    compress(source, tmp_path / "codes", codes, described={})
+    allocated = make_method("allocate", {"target_bytes": 8_000, "group_size": 8})
+    check_before_calibration(source, allocated, source.config.moe_layers, extended=False)
+    packed = ModelDirectory(tmp_path / "codes")
+    with pytest.raises(InputError, match="it has quantized ones; write the model with moe-jax export"):
+        check_before_calibration(packed, allocated, packed.config.moe_layers, extended=False)
