@@ -70,7 +70,9 @@ class Options(UpcycleFlags, AdaptFlags):
     ] = None
     """With --mesh: the optimizer, by default adamw."""
     compress: Annotated[str | None, tyro.conf.arg(metavar="METHOD")] = None
-    """A method of moe-jax compress. Adds the bytes of the experts when it has compressed them."""
+    """A method of moe-jax compress. Adds the bytes of the experts when it has compressed them. Of allocate, which
+    chooses for every matrix, what all would take around a centre of one size; it also has matrices without a centre,
+    and low-rank factors."""
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """With --compress: the share of the experts' entries that is kept, in (0, 1]. Methods that keep a share require
     it."""
@@ -83,7 +85,8 @@ class Options(UpcycleFlags, AdaptFlags):
     centre_bits: Annotated[
         Literal["8", "4", "3", "2", "nf4"] | None, tyro.conf.arg(metavar="8|4|3|2|nf4")
     ] = None
-    """With --compress: bits of a code of the centre, which has the dtype of all parameters by default."""
+    """With --compress: bits of a code of the centre, which has the dtype of all parameters by default, and 4 bits
+    with allocate."""
     centre_group_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """With --centre-bits: entries that share a scale, by default 128."""
     levels: Annotated[Literal["any", "even", "fitted"] | None, tyro.conf.arg(metavar="any|even|fitted")] = None

@@ -98,8 +98,10 @@ def planned_compression(
     more = {name: value for name, value in given.items() if name != "levels" and value}
     format_ = {**METHODS[method].codes_format, **more, **({"table": True} if levels == "fitted" else {})}
     of_centre = {"table": levels == "fitted", "scale_bits": more.get("scale_bits", 16)}
-    base_codes = codes_of_options(centre_bits, centre_group_size, **of_centre)
-    if base_codes is not None and "centre_bits" not in {field.name for field in dataclasses.fields(METHODS[method])}:
+    planned_bits = METHODS[method].planned_centre_bits
+    base_codes = codes_of_options(centre_bits or planned_bits, centre_group_size, **of_centre)
+    asked = "centre_bits" in {field.name for field in dataclasses.fields(METHODS[method])}
+    if base_codes is not None and planned_bits is None and not asked:
         raise InputError(f"--centre-bits does not go with {method}, which has no centre")
     indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
     forms = _asked_for(method, forms, residual, storage, bits)

@@ -162,7 +162,7 @@ def test_a_plan_knows_the_formats_of_methods(method, options, models, tmp_path, 
 
 
 def test_a_plan_knows_what_codes_of_allocate_may_have(models, out_of):
-    """Of every number of bits, as of other codes around a centre; each takes more bytes."""
+    """Of every number of bits, as of other codes around a centre in codes, by default of 4 bits; each takes more."""
 
     def planned(method: str, *options: str) -> list[dict]:
         out = out_of("plan", models["one"], "--compress", method, "--residual", "quantized", *options, "--json")
@@ -170,7 +170,9 @@ def test_a_plan_knows_what_codes_of_allocate_may_have(models, out_of):
 
     options = ("--scale-bits", "8", "--zero-points", "--row-scales")
     forms = planned("allocate", *options)
-    assert forms == planned("ders-quantize", *options) and len(forms) == 5
+    assert forms == planned("ders-quantize", *options, "--centre-bits", "4") and len(forms) == 5
+    larger = planned("allocate", *options, "--centre-bits", "8")
+    assert larger == planned("ders-quantize", *options, "--centre-bits", "8") != forms
     fewer = planned("allocate", *options[:3])
     assert all(form["expert_bytes"] > other["expert_bytes"] for form, other in zip(forms, fewer, strict=True))
 

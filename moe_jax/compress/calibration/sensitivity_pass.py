@@ -138,4 +138,5 @@ def _divergence_from(
         return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=1))
 
     placed = jax.tree.map(jnp.asarray, dict(last))
-    return lambda after: float(np.mean([of_window(placed, *pair) for pair in zip(before, after, strict=True)]))
+    # Numbers one by one: of an interrupt while NumPy waits for arrays of JAX, it makes an error of its own.
+    return lambda after: float(np.mean([float(of_window(placed, *pair)) for pair in zip(before, after, strict=True)]))

@@ -112,6 +112,7 @@ class Allocate(Method):
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("budget_bits", (2.0, 2.5, 3.0, 4.0))
     forms: ClassVar[tuple[str, ...]] = QUANTIZED  # factors have sizes of their own, which no option names
     origin: ClassVar[str | None] = BARYCENTER
+    planned_centre_bits: ClassVar[int | None] = 4  # the middle of what it chooses from
     needs_calibration: ClassVar[bool] = True
     needs_sensitivities: ClassVar[bool] = True
 

@@ -31,6 +31,7 @@ class Method(abc.ABC):
       codes_format: options of `schemes.Quantized` that all of its codes have, whatever its own options are.
       origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
         `delta_base.Base`.
+      planned_centre_bits: of a centre that it stores in codes without being asked to, as `moe-jax plan` counts it.
       needs_calibration: whether it can do nothing without a text; a sweep of all methods leaves it out then.
       needs_sensitivities: whether it has to know how much depends on each layer (`calibration.sensitivity_pass`).
     """
@@ -39,6 +40,7 @@ class Method(abc.ABC):
     forms: ClassVar[tuple[str, ...]]
     codes_format: ClassVar[Mapping[str, Any]] = {}
     origin: ClassVar[str | None] = None
+    planned_centre_bits: ClassVar[int | None] = None
     needs_calibration: ClassVar[bool] = False
     needs_sensitivities: ClassVar[bool] = False
 
