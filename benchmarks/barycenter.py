@@ -38,10 +38,10 @@ from barycenters.clouds import QUICK_SETS, RANDOM_SETS, CloudSet, expert_sets, r
 from barycenters.others import ott_barycenter, ott_program, pot_barycenter
 from barycenters.report import Results, Settings, write_report
 from barycenters.trained import trained_models
-from moe_jax.compress.alignment import entropic
-from moe_jax.compress.alignment.barycenter import free_support_barycenter
-from moe_jax.compress.alignment.transport import align
-from moe_jax.open_source import open_source
+from moe_jax.api.open_source import open_source
+from moe_jax.compression.alignment import entropic
+from moe_jax.compression.alignment.barycenter import free_support_barycenter
+from moe_jax.compression.alignment.transport import align
 
 SOLVERS = ("alternation", "assignment", "auto")
 TOLERANCE = 1e-6

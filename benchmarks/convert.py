@@ -26,13 +26,13 @@ import numpy as np
 
 from evidence.layouts import CONVERT
 from evidence.results import RESULTS, Figures
-from moe_jax.convert import read_hf_config
-from moe_jax.convert.checkpoint_files import open_checkpoint
-from moe_jax.convert.families import family_named
-from moe_jax.convert.safetensors_writer import DiskShards, PlannedTensor
-from moe_jax.convert.table import PER_EXPERT, apply_table
-from moe_jax.convert.tensors import TensorEntry, TensorFiles
-from moe_jax.loading import leaf_specs
+from moe_jax.conversion import read_hf_config
+from moe_jax.conversion.families import family_named
+from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
+from moe_jax.conversion.formats.safetensors_writer import DiskShards, PlannedTensor
+from moe_jax.conversion.formats.tensors import TensorEntry, TensorFiles
+from moe_jax.conversion.table import PER_EXPERT, apply_table
+from moe_jax.model_io.loading import leaf_specs
 
 GB = 1e9
 RUN = 16 << 20  # elements that are written or compared at a time
@@ -82,7 +82,9 @@ def measure(folder: Path, layers: int) -> list[list]:
 
     before = cp()
     for command, source, target in (("convert", foreign, ours), ("export", ours, back)):
-        seconds, peak = timed([sys.executable, "-m", "moe_jax.cli", command, str(source), str(target)], source)
+        seconds, peak = timed(
+            [sys.executable, "-m", "moe_jax.commands.line.cli", command, str(source), str(target)], source
+        )
         after = cp()  # disks and neighbours change their minds: each command stands between two copies
         ratio = (before + after) / 2 / seconds
         rows.insert(-1, [f"`moe-jax {command}`", size / GB / seconds, ratio, peak / GB, bound / GB])
@@ -97,9 +99,7 @@ def write_checkpoint(folder: Path, layers: int, config: dict[str, Any] = CONFIG)
     keys = {**config, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(keys))
     leaves = leaf_specs(read_hf_config(keys))
-    mapped = apply_table(
-        family_named("mixtral").table, leaves, layers, PER_EXPERT, "mixtral", num_encoder_layers=0
-    )
+    mapped = apply_table(family_named("mixtral").table, leaves, layers, PER_EXPERT, "mixtral", num_encoder_layers=0)
     tensors = {name: PlannedTensor("BF16", shape) for name, shape in mapped.tensors.items()}
     # Without the highest bit of the exponent, numbers are below 2 and finite.
     bits = np.random.default_rng(0).integers(0, 1 << 16, 2 * RUN, np.uint16) & np.uint16(0xBFFF)

@@ -26,8 +26,8 @@ import transformers
 from evidence.commands import refusal, run, write_recipe
 from evidence.layouts import ENCODER_DECODERS
 from evidence.results import RESULTS, Figures
-from moe_jax.convert import HuggingFaceDirectory
-from moe_jax.loading import load_model
+from moe_jax.conversion import HuggingFaceDirectory
+from moe_jax.model_io.loading import load_model
 
 CONFIG = dict(
     vocab_size=512,
@@ -111,8 +111,12 @@ class Trial:
 
     def train(self, model: Path, name: str, steps: int) -> Path:
         recipe = write_recipe(
-            self.folder / "recipe.toml", self.folder / "train.jsonl", seq_len=TARGET_LEN, learning_rate=3e-3,
-            warmup_steps=20, steps=steps,
+            self.folder / "recipe.toml",
+            self.folder / "train.jsonl",
+            seq_len=TARGET_LEN,
+            learning_rate=3e-3,
+            warmup_steps=20,
+            steps=steps,
         )
         run_dir = self.folder / name
         words = ("--set", f"model.path={model}", f"run_dir={run_dir}", f"data.input_len={INPUT_LEN}")

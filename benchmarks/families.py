@@ -29,8 +29,8 @@ import moe_jax
 from evidence.commands import refusal, run, write_recipe
 from evidence.layouts import FAMILIES_COMPRESSED, FAMILIES_CONVERTED, FAMILIES_UPCYCLED
 from evidence.results import RESULTS, Figures
-from moe_jax.convert import HuggingFaceDirectory, read_hf_config
-from moe_jax.loading import load_model
+from moe_jax.conversion import HuggingFaceDirectory, read_hf_config
+from moe_jax.model_io.loading import load_model
 
 BASE = dict(
     vocab_size=512,
@@ -84,7 +84,11 @@ class Trial:
         (folder / "train.txt").write_text(text[:400_000])
         (folder / "held-out.txt").write_text(text[400_000:430_000])
         self.recipe = write_recipe(
-            folder / "recipe.toml", folder / "train.txt", seq_len=SEQ_LEN, learning_rate=3e-3, warmup_steps=5,
+            folder / "recipe.toml",
+            folder / "train.txt",
+            seq_len=SEQ_LEN,
+            learning_rate=3e-3,
+            warmup_steps=5,
             steps=steps,
         )
         self.foreign = folder / "foreign"
@@ -164,9 +168,7 @@ def measure_upcycling(trial: Trial, dense: Path, figures: Figures) -> None:
         trained = trial.train(model, f"upcycled-run{index}", trial.steps // 2)
         cells = [measured["step0_max_abs_difference"], before, trial.loss(trained)]
         exported = trial.export(trained, f"upcycled-export{index}")
-        figures.put_row(
-            FAMILIES_UPCYCLED.name, f"{trial.family}, {way}", [trial.family, way, *cells, exported]
-        )
+        figures.put_row(FAMILIES_UPCYCLED.name, f"{trial.family}, {way}", [trial.family, way, *cells, exported])
 
 
 def measure_compression(trial: Trial, moe: Path, figures: Figures) -> None:

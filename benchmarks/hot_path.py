@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moe_jax.train.compile_only import prepare_environment
+from moe_jax.planning.compile_only import prepare_environment
 
 prepare_environment()
 
@@ -32,8 +32,8 @@ from evidence.results import RESULTS, Figures  # noqa: E402
 from evidence.stamp import current_stamp  # noqa: E402
 from hbm.layers import DENSE, DTYPE, KINDS, SHAPES, VANILLA, make_layer  # noqa: E402
 from hbm.traffic import Traffic, traffic  # noqa: E402
-from moe_jax.data_sheets import CHIPS  # noqa: E402
-from moe_jax.train import gpu_topology  # noqa: E402
+from moe_jax.core.data_sheets import CHIPS  # noqa: E402
+from moe_jax.planning import gpu_topology  # noqa: E402
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": "h100:1"}
 

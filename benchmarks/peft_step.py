@@ -30,7 +30,7 @@ from ders_layer import interleaved
 from evidence.layouts import PEFT_LINEAR, PEFT_STEP
 from evidence.results import RESULTS, Figures
 from moe_jax.experts.linear import Linear
-from moe_jax.functional.losses import next_token_loss
+from moe_jax.functional.heads.losses import next_token_loss
 from moe_jax.models import (
     AdapterConfig,
     AttentionConfig,

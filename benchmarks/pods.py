@@ -22,7 +22,7 @@ from evidence.layouts import POD_EXCHANGES, POD_SCALING, POD_STEPS
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, Stamp, current_stamp
 from moe_jax.models.serialize import VERSION
-from moe_jax.train.gpu_topology import is_gpu
+from moe_jax.planning.gpu_topology import is_gpu
 
 RECIPES = ROOT / "train" / "recipes"
 GIB = 2**30
@@ -136,7 +136,14 @@ def compiled(step: Step, python: Path) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "config.json"
         file.write_text(json.dumps(config_of(step)))
-        command = [python, "-m", "moe_jax.cli", "train", RECIPES / f"{step.recipe}.toml", "--compile-only"]
+        command = [
+            python,
+            "-m",
+            "moe_jax.commands.line.cli",
+            "train",
+            RECIPES / f"{step.recipe}.toml",
+            "--compile-only",
+        ]
         command += ["--topology", step.topology, "--config", file, "--json"]
         command += ["--set", *step.options] if step.options else []
         done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)

@@ -46,13 +46,13 @@ from evidence.commands import write_recipe
 from evidence.layouts import LLM_DECODING, LLM_SPEED, LLM_START
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, current_stamp
-from moe_jax.convert import HuggingFaceDirectory
-from moe_jax.generation import generate
-from moe_jax.huge_pages import ask_for_huge_pages
-from moe_jax.loading import load_model
+from moe_jax.commands.line.huge_pages import ask_for_huge_pages
+from moe_jax.conversion import HuggingFaceDirectory
+from moe_jax.generation.prompt_batches import generate
+from moe_jax.model_io.loading import load_model
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.train.step import init_state, make_step
+from moe_jax.training.step import init_state, make_step
 from products import Product, in_torch, in_xla, products_of
 
 ROWS, LENGTH = 4, 512
@@ -68,9 +68,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     ask_for_huge_pages()  # as commands do
-    figures = Figures(
-        "real_llm", options.out, writes=True, stamp=lambda: current_stamp(also=("torch", "transformers"))
-    )
+    figures = Figures("real_llm", options.out, writes=True, stamp=lambda: current_stamp(also=("torch", "transformers")))
     with tempfile.TemporaryDirectory() as name:
         if options.only in (None, "speed"):
             measure_speed(figures, options.model, Path(name), options.rounds)
@@ -329,7 +327,7 @@ def seconds_of(words: Sequence[object], work: Path, figures: Path) -> Took:
     others = ("JAX_", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     environment = {**kept, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(work / "cache"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "moe_jax.cli", *map(str, words)]
+    command = [sys.executable, "-m", "moe_jax.commands.line.cli", *map(str, words)]
     to_first = None
     with (work / "printed").open("w+") as printed:
         begin = time.perf_counter()

@@ -30,12 +30,12 @@ import moe_jax
 from evidence.layouts import REAL_MODEL_FILES, REAL_MODEL_TEXT
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, current_stamp
-from moe_jax.cli import main as command
-from moe_jax.open_source import open_source
+from moe_jax.api.open_source import open_source
+from moe_jax.commands.line.cli import main as command
 
 sys.path.insert(0, str(ROOT))
 
-from tests.convert.gguf_files import write_gguf  # noqa: E402
+from tests.conversion.gguf_files import write_gguf  # noqa: E402
 
 SEQ_LEN = 512
 TEXT_BYTES = 60_000

@@ -87,17 +87,17 @@ def _run_all(folder: Path) -> list[dict[str, Any]]:
 
 def _steps(folder: Path) -> None:
     """What one process does."""
-    from moe_jax.processes import join_processes, leave_processes
+    from moe_jax.distributed.processes import join_processes, leave_processes
 
     join_processes()
     import jax
     from flax import nnx
 
-    from moe_jax.compress import compress, make_method
-    from moe_jax.convert import convert as convert_model
-    from moe_jax.loading import load_model, model_leaves
-    from moe_jax.model_dir import ModelDirectory, ModelDirectoryWriter
-    from moe_jax.sharding import make_mesh
+    from moe_jax.compression import compress, make_method
+    from moe_jax.conversion import convert as convert_model
+    from moe_jax.distributed.sharding import make_mesh
+    from moe_jax.model_io.loading import load_model, model_leaves
+    from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 
     steps: dict[str, Any] = {}
     with _Step(steps, "convert"):
@@ -133,16 +133,16 @@ class _Step:
         self._steps, self._name = steps, name
 
     def __enter__(self) -> None:
-        from moe_jax.processes import wait_for_all
-        from moe_jax.remote import traffic
+        from moe_jax.distributed.processes import wait_for_all
+        from moe_jax.files.remote import traffic
 
         wait_for_all(f"begin {self._name}")
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
         self._held, self._traffic, self._start = _memory("VmRSS"), traffic.total(), time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        from moe_jax.processes import wait_for_all
-        from moe_jax.remote import traffic
+        from moe_jax.distributed.processes import wait_for_all
+        from moe_jax.files.remote import traffic
 
         moved, peak = traffic.total() - self._traffic, _memory("VmHWM")
         wait_for_all(f"end {self._name}")

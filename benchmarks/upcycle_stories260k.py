@@ -37,7 +37,11 @@ def main() -> None:
         (folder / "train.txt").write_text(text[:cut])
         (folder / "held-out.txt").write_text(text[cut:])
         recipe = write_recipe(
-            folder / "recipe.toml", folder / "train.txt", seq_len=256, learning_rate=1e-3, warmup_steps=10,
+            folder / "recipe.toml",
+            folder / "train.txt",
+            seq_len=256,
+            learning_rate=1e-3,
+            warmup_steps=10,
             steps=options.steps,
         )
 

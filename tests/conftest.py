@@ -40,7 +40,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.tiers import MARKERS, chosen  # noqa: E402
+from tests.support.tiers import MARKERS, chosen  # noqa: E402
 
 # The same examples in every run: what passes here passes on another machine.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import rich.console
 
-from moe_jax.model_dir import ModelDirectory
-from moe_jax.model_source import ModelSource
+from moe_jax.api.open_source import open_source
+from moe_jax.data.sections import DataSection, SourceSection
+from moe_jax.data.tokens.tokenizer import find_tokenizer
+from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, ModelConfig, MoEConfig, config_to_json
-from moe_jax.open_source import open_source
-from moe_jax.train.data_sections import DataSection, SourceSection
-from moe_jax.train.recipe import (
+from moe_jax.training.recipe.schema import (
     CheckpointSection,
     LogSection,
     ModelSection,
@@ -20,9 +21,8 @@ from moe_jax.train.recipe import (
     ScheduleSection,
     TrainSection,
 )
-from moe_jax.train.run import train
-from moe_jax.train.tokenizer import find_tokenizer
-from moe_jax.upcycle import UpcycleOptions, upcycle
+from moe_jax.training.run.training_run import train
+from moe_jax.upcycling import UpcycleOptions, upcycle
 
 # Two layers of 4 experts of 1024 gated neurons, and of 8 experts of 1024 plain ones with biases.
 WIDE = {

@@ -4,7 +4,7 @@ import contextlib
 import io
 from pathlib import Path
 
-from moe_jax.cli import main
+from moe_jax.commands.line.cli import main
 
 ERROR = "moe-jax: error: "
 RECIPE = """
@@ -59,9 +59,7 @@ def refusal(*words: object) -> str | None:
     return lines[-1].removeprefix(ERROR)
 
 
-def write_recipe(
-    file: Path, text: Path, *, seq_len: int, learning_rate: float, warmup_steps: int, steps: int
-) -> Path:
+def write_recipe(file: Path, text: Path, *, seq_len: int, learning_rate: float, warmup_steps: int, steps: int) -> Path:
     """Writes a training recipe; `model.path` and `run_dir` are to be set where it is used.
 
     Args:
@@ -74,8 +72,6 @@ def write_recipe(
       `file`.
     """
     file.write_text(
-        RECIPE.format(
-            text=text, seq_len=seq_len, learning_rate=learning_rate, warmup_steps=warmup_steps, steps=steps
-        )
+        RECIPE.format(text=text, seq_len=seq_len, learning_rate=learning_rate, warmup_steps=warmup_steps, steps=steps)
     )
     return file

@@ -24,9 +24,7 @@ LLM_DECODING = Table(
     ("rows", "moe_jax, tokens/s", "Transformers, tokens/s", "ratio (aim 1.5)"),
     ("{}", "{:.1f} ({:.1f})", "{:.1f} ({:.1f})", "{:.2f} ({:.2f})"),
 )
-LLM_START = Table(
-    "start", ("command", "first time, s", "second time, s (aim 3)"), ("{}", "{:.1f}", "{:.1f}")
-)
+LLM_START = Table("start", ("command", "first time, s", "second time, s (aim 3)"), ("{}", "{:.1f}", "{:.1f}"))
 LM_EVAL_LIKELIHOODS = Table(
     "log-likelihoods",
     ("task", "items", "log-likelihoods", "largest difference (aim 0.001)", "greedy or not alike", "accuracy",
@@ -38,9 +36,7 @@ LM_EVAL_EXACT = Table(
     ("task", "items", "largest difference from `hf` in float64 (aim 0.001)", "of `hf` in float32"),
     ("{}", "{}", "{:.1e}", "{:.1e}"),
 )
-LM_EVAL_TEXTS = Table(
-    "texts", ("task", "items", "tokens", "texts alike (aim: all)"), ("{}", "{}", "{:,}", "{} of {}")
-)
+LM_EVAL_TEXTS = Table("texts", ("task", "items", "tokens", "texts alike (aim: all)"), ("{}", "{}", "{:,}", "{} of {}"))
 VLLM = Table(
     "exports",
     (

@@ -14,7 +14,8 @@ from evidence.tables import Table, tables_of
 
 # What a training step runs through.
 _MODEL = ("moe_jax/functional", "moe_jax/experts", "moe_jax/nn", "moe_jax/models")
-_TRAINING = (*_MODEL, "moe_jax/upcycle", "train")
+_LOOP = ("moe_jax/training", "moe_jax/data", "moe_jax/evaluation")
+_TRAINING = (*_MODEL, "moe_jax/upcycling", *_LOOP)
 
 # What decides the results of studies; plans, tables and pictures do not.
 _STUDIES = (
@@ -100,24 +101,30 @@ def _reported(
 
 
 SECTIONS = (
-    _program("convert", "python benchmarks/convert.py", ("convert", "moe_jax/commands"), layouts.CONVERT),
+    _program("convert", "python benchmarks/convert.py", ("moe_jax/conversion", "moe_jax/commands"), layouts.CONVERT),
     _program(
         "shares",
         "python benchmarks/shares.py",
         (
-            "convert",
-            "moe_jax/compress",
-            "moe_jax/leaf_files.py",
-            "moe_jax/loading.py",
-            "moe_jax/model_dir.py",
-            "moe_jax/zarr_arrays.py",
+            "moe_jax/conversion",
+            "moe_jax/compression",
+            "moe_jax/checkpoints/leaf_files.py",
+            "moe_jax/model_io/loading.py",
+            "moe_jax/model_io/model_dir.py",
+            "moe_jax/checkpoints/zarr_arrays.py",
         ),
         layouts.SHARES,
     ),
     _program(
         "real_llm",
         "python benchmarks/real_llm.py MODEL",
-        (*_TRAINING, "moe_jax/generation.py", "moe_jax/decoding.py", "moe_jax/cli.py", "moe_jax/commands"),
+        (
+            *_TRAINING,
+            "moe_jax/generation/prompt_batches.py",
+            "moe_jax/generation/decoding.py",
+            "moe_jax/commands/line/cli.py",
+            "moe_jax/commands",
+        ),
         layouts.LLM_SPEED,
         layouts.LLM_DECODING,
         layouts.LLM_START,
@@ -139,19 +146,23 @@ SECTIONS = (
     _program(
         "vllm_parity",
         "python benchmarks/vllm_parity.py DATA EXPORT ... --vllm PYTHON",
-        ("convert/to_hugging_face.py", "convert/packed_experts.py", "convert/hf_config.py"),
+        (
+            "moe_jax/conversion/to_hugging_face.py",
+            "moe_jax/conversion/formats/packed_experts.py",
+            "moe_jax/conversion/hf/hf_config.py",
+        ),
         layouts.VLLM,
     ),
     _program(
         "plan_train",
         "python benchmarks/plan_train.py MODEL",
-        (*_TRAINING, "moe_jax/peft", "moe_jax/planned_training.py", "moe_jax/memory.py"),
+        (*_TRAINING, "moe_jax/peft", "moe_jax/planning/planned_training.py", "moe_jax/core/memory.py"),
         layouts.PLAN_TRAIN,
     ),
     _program(
         "data_pipeline",
         "python benchmarks/data_pipeline.py MODEL TEXT QUESTIONS",
-        ("train", "moe_jax/chat_template.py", "moe_jax/open_source.py"),
+        ("moe_jax/training", "moe_jax/data", "moe_jax/data/tokens/chat_template.py", "moe_jax/api/open_source.py"),
         layouts.DATA_PIPELINE,
     ),
     _program("upcycle_stories260k", "python benchmarks/upcycle_stories260k.py DATA", _TRAINING, layouts.UPCYCLED),
@@ -176,7 +187,7 @@ SECTIONS = (
         "hot_path",
         "python benchmarks/hot_path.py",
         (
-            *("moe_jax/functional", "moe_jax/kernels", "moe_jax/experts", "moe_jax/data_sheets.py"),
+            *("moe_jax/functional", "moe_jax/kernels", "moe_jax/experts", "moe_jax/core/data_sheets.py"),
             *("benchmarks/hbm/layers.py", "benchmarks/hbm/traffic.py"),
         ),
         layouts.HOT_PATH,
@@ -186,7 +197,7 @@ SECTIONS = (
         "claims",
         "python benchmarks/claims.py DATA --smollm MODEL",
         (
-            *("benchmarks/claims.py", *_TRAINING, "moe_jax/peft", "moe_jax/compress"),
+            *("benchmarks/claims.py", *_TRAINING, "moe_jax/peft", "moe_jax/compression"),
             *(f"benchmarks/evidence/studies/{name}.py" for name in _STUDIES),
             "benchmarks/evidence/recipes",
         ),
@@ -198,7 +209,7 @@ SECTIONS = (
         "equal_bytes",
         "python benchmarks/equal_bytes.py DATA --work WORK --smollm MODEL",
         (
-            *("benchmarks/equal_bytes.py", *_MODEL, "moe_jax/compress"),
+            *("benchmarks/equal_bytes.py", *_MODEL, "moe_jax/compression"),
             *(f"benchmarks/evidence/equal_bytes/{name}.py" for name in ("comparison_job", "entries", "models")),
         ),
         evidence.equal_bytes.report.opened,
@@ -208,14 +219,14 @@ SECTIONS = (
     _program(
         "true_layers",
         "python benchmarks/true_layers.py",
-        ("moe_jax/compress",),
+        ("moe_jax/compression",),
         layouts.TRUE_LAYERS,
         layouts.TRUE_EXACT,
     ),
     _reported(
         "barycenter",
         "python benchmarks/barycenter.py DATA --models MODEL ...",
-        ("moe_jax/compress", "benchmarks/barycenters/clouds.py", "benchmarks/barycenters/others.py"),
+        ("moe_jax/compression", "benchmarks/barycenters/clouds.py", "benchmarks/barycenters/others.py"),
         barycenters.report.Results,
         barycenters.report.report,
         {"sets": "1024 points and more"},
@@ -231,8 +242,15 @@ SECTIONS = (
         "attack",
         "python benchmarks/attack.py",
         (
-            *("tests/attack", "convert", "train", "moe_jax/models", "moe_jax/json_toml.py", "moe_jax/strict.py"),
-            "moe_jax/regular_files.py",
+            *(
+                "tests/attack",
+                "moe_jax/conversion",
+                *_LOOP,
+                "moe_jax/models",
+                "moe_jax/files/json_toml.py",
+                "moe_jax/files/strict.py",
+            ),
+            "moe_jax/files/regular_files.py",
         ),
         layouts.ATTACKS,
     ),
@@ -240,9 +258,19 @@ SECTIONS = (
         "attack_kills",
         "python benchmarks/attack_kills.py",
         (
-            *("tests/attack/interrupted.py", "tests/attack/forked.py", "convert", "train", "moe_jax/upcycle"),
-            *("moe_jax/peft", "moe_jax/compress/job", "moe_jax/resume.py", "moe_jax/staging.py"),
-            *("moe_jax/model_dir.py", "moe_jax/leaf_files.py", "moe_jax/checkpoint.py"),
+            *(
+                "tests/attack/interrupted.py",
+                "tests/attack/forked.py",
+                "moe_jax/conversion",
+                *_LOOP,
+                "moe_jax/upcycling",
+            ),
+            *("moe_jax/peft", "moe_jax/compression/job", "moe_jax/files/resume.py", "moe_jax/files/staging.py"),
+            *(
+                "moe_jax/model_io/model_dir.py",
+                "moe_jax/checkpoints/leaf_files.py",
+                "moe_jax/checkpoints/orbax_store.py",
+            ),
         ),
         layouts.KILLS,
         layouts.FULL_DISKS,
@@ -251,14 +279,14 @@ SECTIONS = (
     _program(
         "real_model",
         "python benchmarks/real_model.py DATA",
-        ("convert", *_MODEL, "moe_jax/generation.py", "train/evaluation.py"),
+        ("moe_jax/conversion", *_MODEL, "moe_jax/generation/prompt_batches.py", "moe_jax/evaluation/held_out_loss.py"),
         layouts.REAL_MODEL_FILES,
         layouts.REAL_MODEL_TEXT,
     ),
     _program(
         "families",
         "python benchmarks/families.py DATA",
-        ("convert", *_TRAINING, "moe_jax/compress", "moe_jax/peft"),
+        ("moe_jax/conversion", *_TRAINING, "moe_jax/compression", "moe_jax/peft"),
         layouts.FAMILIES_CONVERTED,
         layouts.FAMILIES_UPCYCLED,
         layouts.FAMILIES_COMPRESSED,
@@ -266,7 +294,13 @@ SECTIONS = (
     _program(
         "encoder_decoders",
         "python benchmarks/encoder_decoders.py DATA",
-        ("convert", *_TRAINING, "moe_jax/compress", "train/pair_evaluation.py", "train/classification.py"),
+        (
+            "moe_jax/conversion",
+            *_TRAINING,
+            "moe_jax/compression",
+            "moe_jax/evaluation/pair_loss.py",
+            "moe_jax/evaluation/classification.py",
+        ),
         layouts.ENCODER_DECODERS,
     ),
 )

@@ -17,7 +17,7 @@ import math
 import re
 from typing import NamedTuple
 
-from moe_jax.train.hlo import computations_of
+from moe_jax.planning.hlo import computations_of
 
 _BITS = {"pred": 8}
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")

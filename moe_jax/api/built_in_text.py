@@ -4,14 +4,14 @@ import os
 
 import numpy as np
 
-from moe_jax.errors import InputError
-from moe_jax.model_source import ModelSource
+from moe_jax.checks.predictions import ProbeText
+from moe_jax.checks.probe import has_nf4_kernels
+from moe_jax.core.errors import InputError
+from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.evaluation.held_out_loss import read_text
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
-from moe_jax.predictions import ProbeText
-from moe_jax.probe import has_nf4_kernels
-from moe_jax.remote.remote_path import as_path
-from moe_jax.train.evaluation import read_text
-from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 
 NAME = "a built-in text"
 

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 from moe_jax.api.model import Model
 from moe_jax.api.run import default_seq_len, read_ids
-from moe_jax.compress.calibration.drawn_windows import sample_windows
-from moe_jax.compress.calibration.gradient_pass import has_gradients, record_gradients
-from moe_jax.compress.calibration.layerwise_pass import record
-from moe_jax.compress.calibration.recorded import (
+from moe_jax.compression.calibration.drawn_windows import sample_windows
+from moe_jax.compression.calibration.gradient_pass import has_gradients, record_gradients
+from moe_jax.compression.calibration.layerwise_pass import record
+from moe_jax.compression.calibration.recorded import (
     FORMAT,
     Calibration,
     is_complete,
@@ -25,14 +25,14 @@ from moe_jax.compress.calibration.recorded import (
     read_sensitivities,
     write_sensitivities,
 )
-from moe_jax.compress.calibration.sensitivity_pass import measure_sensitivities
-from moe_jax.errors import InputError
-from moe_jax.model_source import ModelSource
-from moe_jax.remote.remote_path import as_path
-from moe_jax.sharding import make_mesh
-from moe_jax.staging import lock_directory
-from moe_jax.terminal import Progress, no_progress
-from moe_jax.train.evaluation import check_seq_len
+from moe_jax.compression.calibration.sensitivity_pass import measure_sensitivities
+from moe_jax.core.errors import InputError
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.evaluation.held_out_loss import check_seq_len
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.staging import lock_directory
+from moe_jax.model_io.model_source import ModelSource
 
 Place = Callable[[str], Path]
 """The folder of a recording, by the name that it has."""

@@ -7,10 +7,10 @@ from flax import nnx
 
 from moe_jax.api.model import ModelOrPath
 from moe_jax.api.run import default_seq_len, open_lazily, tokenizer_of
-from moe_jax.convert.hf_config import class_names
-from moe_jax.errors import InputError
-from moe_jax.remote.remote_path import as_path
-from moe_jax.train.classification import (
+from moe_jax.conversion.hf.hf_config import class_names
+from moe_jax.core.errors import InputError
+from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.evaluation.classification import (
     Classification,
     Labelled,
     count_labels,
@@ -19,7 +19,7 @@ from moe_jax.train.classification import (
     scores_by_head,
     scores_by_likelihood,
 )
-from moe_jax.train.tokenizer import Tokenizer
+from moe_jax.files.remote.remote_path import as_path
 
 Examples = str | os.PathLike[str] | Sequence[tuple[str, str | int]]
 
@@ -40,7 +40,7 @@ def classify(
 
         >>> moe_jax.classify(moe_jax.tiny_model(), [("a fine day", "good"), ("rain", "bad")])
         Traceback (most recent call last):
-        moe_jax.errors.InputError: ...tokenizer.json, which classifying texts needs...
+        moe_jax.core.errors.InputError: ...tokenizer.json, which classifying texts needs...
 
     Args:
       model: a model, or the path of one.

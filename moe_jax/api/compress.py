@@ -14,22 +14,22 @@ from jaxtyping import Float, Int
 
 from moe_jax.api.calibrate import calibrate as record_calibration
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
-from moe_jax.cast_source import CastSource
-from moe_jax.commands.choose_layers import parse_layers
-from moe_jax.compress import Method, make_method
-from moe_jax.compress import compress as _compress
-from moe_jax.compress.job.stream import check_before_calibration, choose_layers
-from moe_jax.compress.layer_figures import LayerFigures
-from moe_jax.compress.methods.delta_base import Base
-from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.errors import InputError
+from moe_jax.compression import Method, make_method
+from moe_jax.compression import compress as _compress
+from moe_jax.compression.choose_layers import parse_layers
+from moe_jax.compression.job.stream import check_before_calibration, choose_layers
+from moe_jax.compression.layer_figures import LayerFigures
+from moe_jax.compression.methods.delta_base import Base
+from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.core.errors import InputError
+from moe_jax.core.finite import check_finite
+from moe_jax.core.formatting import parse_bytes
+from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import BankConfig, ExpertBank, make_bank
 from moe_jax.experts.forms.fresh import shapes_of
-from moe_jax.finite import check_finite
-from moe_jax.formatting import parse_bytes
-from moe_jax.in_memory import LeavesInMemory, ModelInMemory
+from moe_jax.model_io.cast_source import CastSource
+from moe_jax.model_io.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
-from moe_jax.sharding import path_name
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Kernels = ExpertBank | Mapping[str, Float[np.ndarray, "E i o"]]

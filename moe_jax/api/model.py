@@ -10,18 +10,18 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
-from moe_jax.errors import InputError
-from moe_jax.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
-from moe_jax.loading import dtype_for_generation, load_model
-from moe_jax.model_source import ModelSource
+from moe_jax.api.open_source import open_source
+from moe_jax.core.errors import InputError
+from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.distributed.sharding import make_mesh, mesh_of
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.staging import check_target
+from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
+from moe_jax.model_io.loading import dtype_for_generation, load_model
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
-from moe_jax.open_source import open_source
 from moe_jax.peft.parameter_sizes import parameter_sizes
-from moe_jax.remote.remote_path import as_path
-from moe_jax.sharding import make_mesh, mesh_of
-from moe_jax.staging import check_target
-from moe_jax.train.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,9 @@ from functools import partial
 
 import numpy as np
 
-from moe_jax.compress.coding.coder import LeastError
-from moe_jax.convert.packed_experts import Codes, Packing
-from moe_jax.convert.to_hugging_face import Pack
+from moe_jax.compression.coding.coder import LeastError
+from moe_jax.conversion.formats.packed_experts import Codes, Packing
+from moe_jax.conversion.to_hugging_face import Pack
 
 _CODER = LeastError(even=True)
 

@@ -10,25 +10,32 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.api.model import Model, ModelOrPath, open_model
-from moe_jax.errors import InputError
-from moe_jax.finite import is_floating, largest_magnitude
+from moe_jax.api.open_source import read_config
+from moe_jax.core.errors import InputError
+from moe_jax.core.finite import is_floating, largest_magnitude
+from moe_jax.data.examples import Example
+from moe_jax.data.sections import DataSection, SourceSection
+from moe_jax.data.sources.cached_copies import uncompressed
+from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
+from moe_jax.evaluation.held_out_loss import Evaluation, Evaluator, check_seq_len, read_text
+from moe_jax.evaluation.held_out_texts import read_held_out, with_lengths
+from moe_jax.evaluation.pair_loss import PairEvaluator
+from moe_jax.files.remote.remote_path import as_path
 from moe_jax.models import ModelConfig
-from moe_jax.open_source import read_config
 from moe_jax.peft.options import adapted_config
 from moe_jax.peft.options import chosen_options as _adapt_options
-from moe_jax.plan import Plan, TrainingMemory, TunedParameters, make_plan, training_memory, tuned_parameters
-from moe_jax.planned_strategies import PlannedStrategies, planned_strategies
-from moe_jax.remote.remote_path import as_path
-from moe_jax.train.cached_copies import uncompressed
-from moe_jax.train.data_sections import DataSection, SourceSection
-from moe_jax.train.evaluation import Evaluation, Evaluator, check_seq_len, read_text
-from moe_jax.train.examples import Example
-from moe_jax.train.held_out import read_held_out, with_lengths
-from moe_jax.train.pair_evaluation import PairEvaluator
-from moe_jax.train.recipe import OptimizerSection
-from moe_jax.train.tokenizer import Pair, Tokenizer
-from moe_jax.upcycle import chosen_options as _upcycle_options
-from moe_jax.upcycle import upcycled_config
+from moe_jax.planning.model_costs import (
+    Plan,
+    TrainingMemory,
+    TunedParameters,
+    make_plan,
+    training_memory,
+    tuned_parameters,
+)
+from moe_jax.planning.planned_strategies import PlannedStrategies, planned_strategies
+from moe_jax.training.recipe.schema import OptimizerSection
+from moe_jax.upcycling import chosen_options as _upcycle_options
+from moe_jax.upcycling import upcycled_config
 
 # Long enough for context to matter, short enough for any machine; a model with fewer positions gets fewer.
 _DEFAULT_SEQ_LEN = 1024
@@ -197,7 +204,7 @@ def plan(
       mesh: sizes of the axes `data`, `fsdp`, `expert` and `tensor`: adds the bytes per chip of training, in float32
         but for what is frozen, without activations.
       optimizer: with `mesh`: that of a recipe; by default AdamW.
-      platform: a key of `moe_jax.data_sheets.CHIPS`, such as `v5e`, `h100` or `cpu`: adds the strategy by which experts
+      platform: a key of `data_sheets.CHIPS`, such as `v5e`, `h100` or `cpu`: adds the strategy by which experts
         would be applied there, and the least time of every one.
       tokens: of a training batch on one device of the platform; default 8192.
 

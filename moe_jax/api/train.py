@@ -10,20 +10,20 @@ from typing import Any
 import jax
 import rich.console
 
-from moe_jax import strict
 from moe_jax.api.model import Model, ModelOrPath, open_model
-from moe_jax.errors import InputError
-from moe_jax.lineage import new_lineage_entry
-from moe_jax.local_paths import check_beside
-from moe_jax.model_source import ModelSource
-from moe_jax.open_source import open_source, read_config
-from moe_jax.remote.remote_path import as_path
-from moe_jax.train import recipe_toml
-from moe_jax.train.batches import Batch, read_batch, train_on_batches
-from moe_jax.train.loop import Stopped
-from moe_jax.train.metrics import Record
-from moe_jax.train.recipe import Recipe, read_recipe_table
-from moe_jax.train.run import train as _train
+from moe_jax.api.open_source import open_source, read_config
+from moe_jax.core.errors import InputError
+from moe_jax.files import strict
+from moe_jax.files.local_paths import check_beside
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.training.in_memory_training import Batch, read_batch, train_on_batches
+from moe_jax.training.log.metrics import Record
+from moe_jax.training.loop import Stopped
+from moe_jax.training.recipe import recipe_toml
+from moe_jax.training.recipe.schema import Recipe, read_recipe_table
+from moe_jax.training.run.training_run import train as _train
 
 RecipeOrPath = Recipe | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -114,7 +114,7 @@ def run_recipe(
     continue_command: str = "moe_jax.train(..., resume=True)",
     console: rich.console.Console | None = None,
 ) -> Path:
-    """Runs a recipe; see `moe_jax.train.run.train`."""
+    """Runs a recipe; see `moe_jax.training.run.training_run.train`."""
     if skip_batches < 0 or (skip_batches and restart is None):
         raise InputError(f"skip_batches = {skip_batches}: expected a number of batches from 0, and restart with it")
     if recipe.model.path is None and recipe.model.init == "checkpoint":

@@ -17,19 +17,19 @@ from moe_jax.api.built_in_text import probe_text
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
 from moe_jax.api.packed import packed_experts
 from moe_jax.api.prompts import read_prompts
-from moe_jax.convert import export as _export
-from moe_jax.convert import export_peft as _export_peft
-from moe_jax.convert.from_hugging_face import convert as _convert
-from moe_jax.errors import InputError
+from moe_jax.conversion import export as _export
+from moe_jax.conversion import export_peft as _export_peft
+from moe_jax.conversion.from_hugging_face import convert as _convert
+from moe_jax.core.errors import InputError
+from moe_jax.files.remote.remote_path import as_path
 from moe_jax.peft.adapt import adapt as _adapt
 from moe_jax.peft.merge import merge as _merge
 from moe_jax.peft.options import adapted_config
 from moe_jax.peft.options import chosen_options as _adapt_options
-from moe_jax.remote.remote_path import as_path
-from moe_jax.upcycle import chosen_options as _upcycle_options
-from moe_jax.upcycle import describe_options as _describe_upcycling
-from moe_jax.upcycle import upcycled_config
-from moe_jax.upcycle.dense_to_moe import upcycle as _upcycle
+from moe_jax.upcycling import chosen_options as _upcycle_options
+from moe_jax.upcycling import describe_options as _describe_upcycling
+from moe_jax.upcycling import upcycled_config
+from moe_jax.upcycling.dense_to_moe import upcycle as _upcycle
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

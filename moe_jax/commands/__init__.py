@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 if TYPE_CHECKING:
-    from moe_jax.model_source import ModelSource
+    from moe_jax.model_io.model_source import ModelSource
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class BaseFlag:
 
     def open(self, path: Path) -> "ModelSource":
         """Opens a model; see `open_source`."""
-        from moe_jax.open_source import open_source
+        from moe_jax.api.open_source import open_source
 
         return open_source(path, base=self.base)
 

@@ -107,14 +107,14 @@ def run(options: Options) -> None:
       FileNotFoundError, InputError: bad input; see `moe_jax.peft.adapt`.
     """
     from moe_jax.api.built_in_text import probe_text
-    from moe_jax.convert.peft_targets import problems_of_peft
-    from moe_jax.open_source import open_source
+    from moe_jax.api.open_source import open_source
+    from moe_jax.conversion.peft_targets import problems_of_peft
+    from moe_jax.core.terminal import console_for_tables, progress_bars
+    from moe_jax.files.staging import check_target
     from moe_jax.peft.adapt import adapt
     from moe_jax.peft.options import adapted_config
     from moe_jax.peft.trained_table import print_trained
-    from moe_jax.plan import trained_leaves
-    from moe_jax.staging import check_target
-    from moe_jax.terminal import console_for_tables, progress_bars
+    from moe_jax.planning.model_costs import trained_leaves
 
     chosen, seed = adapt_options(options), options.seed or 0
     # Check this before opening the source: fingerprinting a large model takes a while.

@@ -29,9 +29,9 @@ def run(options: Options) -> None:
     Raises:
       InputError: if a command is still working there.
     """
-    from moe_jax.formatting import show_bytes
-    from moe_jax.remote.remote_path import BucketPath
-    from moe_jax.resume import leftovers, remove_leftover
+    from moe_jax.core.formatting import show_bytes
+    from moe_jax.files.remote.remote_path import BucketPath
+    from moe_jax.files.resume import leftovers, remove_leftover
 
     found = leftovers(options.target)
     for folder in found:

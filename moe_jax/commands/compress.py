@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 
 from moe_jax.commands import optional
-from moe_jax.commands.choose_layers import parse_layers
 from moe_jax.commands.method_options import command_fields, given_options, one_method, swept_methods
-from moe_jax.compress import METHODS, compress, sweep
-from moe_jax.compress.job.stream import check_before_calibration, choose_layers
-from moe_jax.errors import InputError, flag_of
-from moe_jax.remote.remote_path import BucketPath
+from moe_jax.compression import METHODS, compress, sweep
+from moe_jax.compression.choose_layers import parse_layers
+from moe_jax.compression.job.stream import check_before_calibration, choose_layers
+from moe_jax.core.errors import InputError, flag_of
+from moe_jax.files.remote.remote_path import BucketPath
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
-    from moe_jax.compress import Calibration, Score
-    from moe_jax.compress.layer_figures import LayerFigures
-    from moe_jax.model_source import ModelSource
+    from moe_jax.compression import Calibration, Score
+    from moe_jax.compression.layer_figures import LayerFigures
+    from moe_jax.model_io.model_source import ModelSource
 
 
 def _methods() -> str:
@@ -139,12 +139,12 @@ def run(options: _Job) -> None:
     Raises:
       FileNotFoundError, InputError: bad input; see `moe_jax.compress`.
     """
-    from moe_jax.cast_source import CastSource
-    from moe_jax.commands.compression_tables import print_report, print_sweep
-    from moe_jax.open_source import open_source
-    from moe_jax.processes import first_decides, is_first_process, join_processes
-    from moe_jax.staging import check_target
-    from moe_jax.terminal import progress_bars
+    from moe_jax.api.open_source import open_source
+    from moe_jax.commands.printed.compression_tables import print_report, print_sweep
+    from moe_jax.core.terminal import progress_bars
+    from moe_jax.distributed.processes import first_decides, is_first_process, join_processes
+    from moe_jax.files.staging import check_target
+    from moe_jax.model_io.cast_source import CastSource
 
     _check_use_of_text(options)
     given = given_options(options)
@@ -238,9 +238,9 @@ def _calibration(source: "ModelSource", options: _Job, *, sensitivities: bool) -
     import jax
 
     from moe_jax.api.calibrate import calibrate, open_calibration
-    from moe_jax.processes import first_decides
-    from moe_jax.sharding import make_mesh
-    from moe_jax.terminal import progress_bars
+    from moe_jax.core.terminal import progress_bars
+    from moe_jax.distributed.processes import first_decides
+    from moe_jax.distributed.sharding import make_mesh
 
     text, folder = options.calibrate, _calibration_folder(options)
     if folder is None and jax.process_count() > 1:
@@ -265,8 +265,8 @@ def _calibration(source: "ModelSource", options: _Job, *, sensitivities: bool) -
         return str(made.folder)
 
     place = first_decides(make)
-    return kept[0] if kept else open_calibration(
-        Path(place), text, source.config.moe_layers, gradients=options.gradients
+    return (
+        kept[0] if kept else open_calibration(Path(place), text, source.config.moe_layers, gradients=options.gradients)
     )
 
 
@@ -292,7 +292,7 @@ def _scorer(source: "ModelSource", options: _Job) -> "Score":
 def _over_devices(source: "ModelSource", devices: Sequence[Any] | None = None) -> "Model":
     """A model that will be copied to all devices, or to some, each of which computes some of the windows."""
     from moe_jax.api.model import Loading, Model
-    from moe_jax.sharding import make_mesh
+    from moe_jax.distributed.sharding import make_mesh
 
     return Model.of_source(source, Loading(mesh=make_mesh({"data": -1}, devices)))
 

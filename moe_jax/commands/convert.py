@@ -45,8 +45,8 @@ def run(options: Options) -> None:
     Raises:
       InputError: if the checkpoint is damaged or does not fit its config, weights are not finite, or DST exists.
     """
-    from moe_jax.convert import convert
-    from moe_jax.processes import join_processes
+    from moe_jax.conversion import convert
+    from moe_jax.distributed.processes import join_processes
 
     join_processes()
     convert(

@@ -44,8 +44,10 @@ def run(options: Options) -> None:
     """
     import rich.console
 
+    from moe_jax.commands.line.cli import main
+    from moe_jax.core.errors import InputError
     from moe_jax.demo import run_quick_demo, run_real_demo
-    from moe_jax.errors import InputError
+    from moe_jax.demo.shell import Shell
 
     if options.quick and options.model is not None:
         raise InputError("--quick makes its own model; leave out --model")
@@ -53,10 +55,10 @@ def run(options: Options) -> None:
         if getattr(options, name) < 1:
             raise InputError(f"steps must be at least 1, got {getattr(options, name)}")
     # The commands print on standard output; the console must not hold back lines between them.
-    console = rich.console.Console(soft_wrap=True)
+    shell = Shell(rich.console.Console(soft_wrap=True), main)
     if options.model is not None:
-        run_real_demo(options.dir, options.model, steps=options.tuning_steps, console=console)
+        run_real_demo(options.dir, options.model, steps=options.tuning_steps, shell=shell)
         return
     if not options.quick:
-        console.print("no --model: the demo on a small model (make demo fetches a real one)", highlight=False)
-    run_quick_demo(options.dir, dense_steps=options.dense_steps, more_steps=options.more_steps, console=console)
+        shell.console.print("no --model: the demo on a small model (make demo fetches a real one)", highlight=False)
+    run_quick_demo(options.dir, dense_steps=options.dense_steps, more_steps=options.more_steps, shell=shell)

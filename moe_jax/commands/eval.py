@@ -142,11 +142,11 @@ def run(options: Options) -> None:
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import default_seq_len, evaluate
     from moe_jax.commands.eval_tasks import evaluate_on_tasks, list_tasks, read_tasks
-    from moe_jax.errors import InputError, flag_of
-    from moe_jax.loading import dtype_for_generation
-    from moe_jax.processes import is_first_process, join_processes, let_first_work
-    from moe_jax.sharding import make_mesh
-    from moe_jax.train.data_sections import SourceSection
+    from moe_jax.core.errors import InputError, flag_of
+    from moe_jax.data.sections import SourceSection
+    from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
+    from moe_jax.distributed.sharding import make_mesh
+    from moe_jax.model_io.loading import dtype_for_generation
 
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(f"--batch-size {options.batch_size} must be at least 1")
@@ -229,7 +229,7 @@ def _tokenizer_file(path: Path) -> Path:
     if not file.is_file():
         raise FileNotFoundError(f"no tokenizer at {file}")
     if file.name != "tokenizer.json":
-        from moe_jax.errors import InputError
+        from moe_jax.core.errors import InputError
 
         raise InputError(f"--tokenizer {path}: expected a file named tokenizer.json, or the directory that holds it")
     return file
@@ -238,7 +238,7 @@ def _tokenizer_file(path: Path) -> Path:
 def _classify(model: "Model", options: Options) -> None:
     """Labels the texts and prints how often that was right, and which labels were given to which."""
     from moe_jax.api.classify import classify
-    from moe_jax.processes import is_first_process
+    from moe_jax.distributed.processes import is_first_process
 
     labels = None if options.labels is None else [name.strip() for name in options.labels.split(",")]
     assert options.classify is not None

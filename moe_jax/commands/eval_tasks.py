@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moe_jax.errors import InputError
-from moe_jax.staging import check_writable, replace_file
+from moe_jax.core.errors import InputError
+from moe_jax.files.staging import check_writable, replace_file
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
@@ -84,10 +84,10 @@ def evaluate_on_tasks(
     Raises:
       FileNotFoundError, InputError: bad task files or data, or a model without a tokenizer.
     """
+    from moe_jax.distributed.processes import is_first_process
     from moe_jax.harness.samples import samples_of, without_unjudged
     from moe_jax.harness.task_files import sandboxed_templates
     from moe_jax.harness.task_run import load_tasks
-    from moe_jax.processes import is_first_process
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
@@ -119,11 +119,11 @@ def _evaluated(
     model: "Model", tasks: dict[str, Any], options: TaskOptions, batch_size: int, max_length: int | None
 ) -> dict[str, Any]:
     from moe_jax.api.run import tokenizer_of
+    from moe_jax.core.terminal import progress_bars
+    from moe_jax.distributed.processes import is_first_process
     from moe_jax.harness.answer_cache import AnswerCache
     from moe_jax.harness.language_model import HarnessModel
     from moe_jax.harness.task_run import evaluate_tasks
-    from moe_jax.processes import is_first_process
-    from moe_jax.terminal import progress_bars
 
     tokenizer = tokenizer_of(model, "an evaluation on tasks", "name one (--tokenizer)")
     cache = None

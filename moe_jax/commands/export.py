@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from moe_jax.commands import BaseFlag, optional
-from moe_jax.errors import InputError, flag_of
+from moe_jax.core.errors import InputError, flag_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def run(options: Options) -> None:
     Raises:
       InputError: if no Hugging Face format can hold the model, weights are not finite, or DST exists.
     """
-    from moe_jax.convert import export, export_peft
+    from moe_jax.conversion import export, export_peft
 
     if options.format == "peft":
         _check_only_format(options)

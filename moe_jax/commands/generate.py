@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 
 from moe_jax.commands import BaseFlag
-from moe_jax.commands.ending_lines import endings, notes_on_length, show_speed
-from moe_jax.commands.mesh_option import parse_mesh
-from moe_jax.errors import InputError, shown
+from moe_jax.commands.line.mesh_option import parse_mesh
+from moe_jax.commands.printed.ending_lines import endings, notes_on_length, show_speed
+from moe_jax.core.errors import InputError, shown
 
 if TYPE_CHECKING:
     from moe_jax.api.generate import Continuation
@@ -119,9 +119,9 @@ def run(options: Options) -> None:
     """
     from moe_jax.api.generate import Prompt, Wanted, continue_prompts, prompt_ids
     from moe_jax.api.model import Loading, Model
-    from moe_jax.job_place import find_place
-    from moe_jax.processes import is_first_process, join_processes, let_first_work
-    from moe_jax.sharding import make_mesh
+    from moe_jax.distributed.job_place import find_place
+    from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
+    from moe_jax.distributed.sharding import make_mesh
 
     if options.system is not None and not options.chat:
         raise InputError("--system goes with --chat")
@@ -150,7 +150,7 @@ def run(options: Options) -> None:
     model = Model.of_source(source, loading)
     wanted = Wanted(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Wanted)})
     if converses:
-        from moe_jax.commands.conversation import converse
+        from moe_jax.commands.printed.conversation import converse
 
         converse(model, system, wanted)
         return
@@ -204,7 +204,7 @@ def _beginning(model: "Model", prompt: Any, ids: Sequence[int]) -> str:
 
 def _advice(model: "Model", results: Sequence["Continuation"]) -> list[str]:
     """What to do about texts that ended at once, where it is known."""
-    from moe_jax.chat_template import find_chat_template
+    from moe_jax.data.tokens.chat_template import find_chat_template
 
     silent = any(result.reason == "eos" and not result.ids for result in results)
     if not silent or model.tokenizer is None or find_chat_template(model.tokenizer.path) is None:
@@ -232,8 +232,8 @@ def _prompts_of(path: Path | None) -> list[Any]:
 
 
 def _prompt_of(line: str, where: str) -> Any:
-    from moe_jax.chat_template import check_messages
-    from moe_jax.json_toml import parse_json
+    from moe_jax.data.tokens.chat_template import check_messages
+    from moe_jax.files.json_toml import parse_json
 
     value = parse_json(line.encode(), where=where)
     if isinstance(value, dict) and "messages" in value:

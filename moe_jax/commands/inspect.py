@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from moe_jax.commands import BaseFlag
-from moe_jax.counting import is_parameter
-from moe_jax.formatting import index_set, show_bytes
+from moe_jax.core.counting import is_parameter
+from moe_jax.core.formatting import index_set, show_bytes
 
 if TYPE_CHECKING:
     import jax
 
-    from moe_jax.model_source import ModelSource
+    from moe_jax.model_io.model_source import ModelSource
     from moe_jax.models import AttentionConfig, ModelConfig
 
 
@@ -74,9 +74,9 @@ def run(options: Options) -> None:
       FileNotFoundError: if there is nothing at the path.
       InputError: if it is not a model that can be read, or cannot be drawn.
     """
-    from moe_jax.commands.adapter_lines import described_base
-    from moe_jax.commands.inspect_plots import check_options, draw
-    from moe_jax.model_source import OverBase
+    from moe_jax.commands.printed.adapter_lines import described_base
+    from moe_jax.commands.printed.inspect_plots import check_options, draw
+    from moe_jax.model_io.model_source import OverBase
     from moe_jax.models import config_to_json
 
     check_options(options.plots, options.text, options.seq_len, options.split)
@@ -127,8 +127,8 @@ def examine(source: "ModelSource") -> dict[str, Any]:
     """
     import numpy as np
 
-    from moe_jax.finite import is_floating, largest_magnitude
-    from moe_jax.zero_experts import ZeroExperts
+    from moe_jax.core.finite import is_floating, largest_magnitude
+    from moe_jax.model_io.zero_experts import ZeroExperts
 
     not_finite, zero = {}, ZeroExperts()
     for path, spec in source.specs().items():
@@ -141,7 +141,7 @@ def examine(source: "ModelSource") -> dict[str, Any]:
 
 
 def _weight_lines(examined: Mapping[str, Any]) -> list[str]:
-    from moe_jax.zero_experts import zero_experts_line
+    from moe_jax.model_io.zero_experts import zero_experts_line
 
     lines = [f"not finite: {count:,} numbers of {path}" for path, count in examined["not_finite"].items()]
     lines = lines or ["weights: all are finite"]
@@ -227,8 +227,8 @@ def _print(
     from rich.markup import escape
     from rich.table import Table
 
-    from moe_jax.commands.adapter_lines import adapter_lines
-    from moe_jax.terminal import console_for_tables
+    from moe_jax.commands.printed.adapter_lines import adapter_lines
+    from moe_jax.core.terminal import console_for_tables
 
     console = console_for_tables()
     console.print(f"[bold]{escape(str(path))}[/bold]")
@@ -274,7 +274,7 @@ def _heads(attention: "AttentionConfig") -> str:
 
 def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
     """One line for all MoE layers that are alike."""
-    from moe_jax.commands.adapter_lines import in_words
+    from moe_jax.commands.printed.adapter_lines import in_words
 
     kinds: dict[str, list[int]] = {}
     for entry in experts:

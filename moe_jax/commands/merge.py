@@ -39,10 +39,10 @@ def run(options: Options) -> None:
     Raises:
       FileNotFoundError, InputError: bad input; see `moe_jax.peft.merge`.
     """
+    from moe_jax.core.terminal import progress_bars
+    from moe_jax.distributed.processes import first_decides, is_first_process, join_processes
+    from moe_jax.files.staging import check_target
     from moe_jax.peft.merge import merge
-    from moe_jax.processes import first_decides, is_first_process, join_processes
-    from moe_jax.staging import check_target
-    from moe_jax.terminal import progress_bars
 
     join_processes()
     # Check this before opening the source: fingerprinting a large base takes a while.

@@ -12,10 +12,10 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
-from moe_jax.attribute_texts import attribute_texts
-from moe_jax.compress import METHODS, Method, make_method, make_swept_methods
-from moe_jax.errors import InputError, check_member, flag_of, shown
-from moe_jax.formatting import parse_bytes
+from moe_jax.compression import METHODS, Method, make_method, make_swept_methods
+from moe_jax.core.attribute_texts import attribute_texts
+from moe_jax.core.errors import InputError, check_member, flag_of, shown
+from moe_jax.core.formatting import parse_bytes
 
 
 class _Option(NamedTuple):

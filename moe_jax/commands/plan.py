@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import tyro
 
 from moe_jax.commands.adapt import AdaptFlags, adapt_options
-from moe_jax.commands.mesh_option import mesh_section, parse_mesh
+from moe_jax.commands.line.mesh_option import mesh_section, parse_mesh
 from moe_jax.commands.upcycle import UpcycleFlags
-from moe_jax.errors import InputError, flag_of
-from moe_jax.remote.remote_path import as_path
+from moe_jax.core.errors import InputError, flag_of
+from moe_jax.files.remote.remote_path import as_path
 
 if TYPE_CHECKING:
-    from moe_jax.commands.planned_compression import PlannedCompression
+    from moe_jax.commands.printed.planned_compression import PlannedCompression
     from moe_jax.models import ModelConfig
-    from moe_jax.plan import Plan, TrainingMemory, TunedParameters
-    from moe_jax.planned_strategies import PlannedStrategies
-    from moe_jax.planned_training import PlannedTraining
-    from moe_jax.train.recipe import Recipe
+    from moe_jax.planning.model_costs import Plan, TrainingMemory, TunedParameters
+    from moe_jax.planning.planned_strategies import PlannedStrategies
+    from moe_jax.planning.planned_training import PlannedTraining
+    from moe_jax.training.recipe.schema import Recipe
 
 _ADAPT = ("perft-r", "perft-e", "perft-d", "perft-s", "lora")
 _OF_CENTRE = ("centre_bits", "centre_group_size")
@@ -82,9 +82,7 @@ class Options(UpcycleFlags, AdaptFlags):
     """With --compress: only this form, such as csr16 or svd; by default all."""
     bits: Annotated[int | None, tyro.conf.arg(metavar="8|4|3|2")] = None
     """With --compress: bits of quantised weights, and of the values of sparse ones, which are floats by default."""
-    centre_bits: Annotated[
-        Literal["8", "4", "3", "2", "nf4"] | None, tyro.conf.arg(metavar="8|4|3|2|nf4")
-    ] = None
+    centre_bits: Annotated[Literal["8", "4", "3", "2", "nf4"] | None, tyro.conf.arg(metavar="8|4|3|2|nf4")] = None
     """With --compress: bits of a code of the centre, which has the dtype of all parameters by default, and 4 bits
     with allocate."""
     centre_group_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -196,15 +194,15 @@ def run(options: Options) -> None:
       InputError: if it cannot be read, or the options do not go with it.
     """
     if options.train is not None and options.mesh is None and options.platform not in (None, "cpu"):
-        from moe_jax.train.compile_only import prepare_environment
+        from moe_jax.planning.compile_only import prepare_environment
 
         prepare_environment()
     recipe = _recipe(options)
     model = options.model or (recipe and (recipe.model.path or recipe.model.config))
     if model is None:
         raise InputError("missing: CONFIG_OR_MODEL, or --train RECIPE.toml, which names a model")
-    from moe_jax.open_source import read_config
-    from moe_jax.plan import make_plan, tuned_parameters
+    from moe_jax.api.open_source import read_config
+    from moe_jax.planning.model_costs import make_plan, tuned_parameters
 
     given = read_config(model)
     config = _planned_config(given, options)
@@ -231,11 +229,11 @@ def run(options: Options) -> None:
     if compressed is not None:
         compressed.print()
     if strategies is not None:
-        from moe_jax.commands.planned_platform import print_strategies
+        from moe_jax.commands.printed.planned_platform import print_strategies
 
         print_strategies(strategies)
     if training is not None:
-        from moe_jax.commands.training_table import print_training
+        from moe_jax.commands.printed.training_table import print_training
 
         print_training(training)
 
@@ -250,7 +248,7 @@ def _recipe(options: Options) -> "Recipe | None":
         raise InputError(f"{', '.join(map(flag_of, needless))}: the recipe says it; change it with --set")
     if options.mesh is not None and options.platform in (None, "cpu"):
         raise InputError("--mesh with --train: only with --platform, such as v5p or h100; else use --set mesh.fsdp=8")
-    from moe_jax.train.recipe import load_recipe
+    from moe_jax.training.recipe.schema import load_recipe
 
     recipe = load_recipe(options.train, [override for group in options.set for override in group])
     return recipe if options.mesh is None else dataclasses.replace(recipe, mesh=mesh_section(parse_mesh(options.mesh)))
@@ -260,16 +258,16 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: Options) 
     if recipe is None:
         if options.mesh is None or options.platform in (None, "cpu"):
             return None
-        from moe_jax.planned_training import assumed_recipe
+        from moe_jax.planning.planned_training import assumed_recipe
 
         section, platform = mesh_section(parse_mesh(options.mesh)), options.platform
         recipe = assumed_recipe(config, section, options.optimizer or "adamw", options.tokens)
     else:
         platform = options.platform
     # What `train` imports, so that this process is as large as that will be.
-    import moe_jax.train.run  # noqa: F401
-    from moe_jax.open_source import read_config
-    from moe_jax.planned_training import planned_training
+    import moe_jax.training.run.training_run  # noqa: F401
+    from moe_jax.api.open_source import read_config
+    from moe_jax.planning.planned_training import planned_training
 
     teacher = None if recipe.distill is None else read_config(recipe.distill.teacher)
     return planned_training(recipe, config, platform, compiles=options.mesh is None, teacher=teacher)
@@ -278,7 +276,7 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: Options) 
 def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
     """The config of the model that upcycle or adapt would make."""
     from moe_jax.peft.options import adapted_config
-    from moe_jax.upcycle import upcycled_config
+    from moe_jax.upcycling import upcycled_config
 
     upcycles, adapts = ({field.name for field in dataclasses.fields(kind)} for kind in (UpcycleFlags, AdaptFlags))
     needless = upcycles - adapts if options.method in _ADAPT else adapts - upcycles
@@ -299,7 +297,7 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
         if needless:
             raise InputError(f"{', '.join(map(flag_of, needless))}: only with --compress")
         return None
-    from moe_jax.commands.planned_compression import planned_compression
+    from moe_jax.commands.printed.planned_compression import planned_compression
 
     return planned_compression(
         config,
@@ -324,8 +322,8 @@ def _memory(config: "ModelConfig", options: Options) -> "TrainingMemory | None":
         if options.optimizer is not None:
             raise InputError("--optimizer: only with --mesh")
         return None
-    from moe_jax.plan import training_memory
-    from moe_jax.train.recipe import OptimizerSection
+    from moe_jax.planning.model_costs import training_memory
+    from moe_jax.training.recipe.schema import OptimizerSection
 
     section = OptimizerSection(kind=options.optimizer or "adamw")
     return training_memory(config, parse_mesh(options.mesh), optimizer=section)
@@ -336,7 +334,7 @@ def _strategies(config: "ModelConfig", options: Options) -> "PlannedStrategies |
         if options.tokens is not None:
             raise InputError("--tokens: only with --platform")
         return None
-    from moe_jax.planned_strategies import planned_strategies
+    from moe_jax.planning.planned_strategies import planned_strategies
 
     return planned_strategies(config, options.platform, options.tokens)
 
@@ -351,8 +349,8 @@ def _print(
     from rich.markup import escape
     from rich.table import Table
 
-    from moe_jax.formatting import show_bytes
-    from moe_jax.terminal import console_for_tables
+    from moe_jax.core.formatting import show_bytes
+    from moe_jax.core.terminal import console_for_tables
 
     console = console_for_tables()
     moe = config.moe_layers

@@ -44,10 +44,10 @@ def run(options: Options) -> None:
     Raises:
       FileNotFoundError, InputError: if a path is not there, is nothing that a report can show, or cannot be read.
     """
-    from moe_jax.errors import InputError
-    from moe_jax.formatting import show_bytes
+    from moe_jax.core.errors import InputError
+    from moe_jax.core.formatting import show_bytes
+    from moe_jax.core.terminal import progress_bars
     from moe_jax.report.build import write_report
-    from moe_jax.terminal import progress_bars
 
     if not options.paths:
         raise InputError("missing: PATH; see moe-jax report --help")

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from moe_jax.commands import BaseFlag, optional
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ def run(options: Options) -> None:
         raise InputError(f"serving needs the package {error.name}: pip install 'moe-jax[serve]'") from None
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import tokenizer_of
+    from moe_jax.generation.engine import Engine
     from moe_jax.serve.app import make_app
-    from moe_jax.serve.engine import Engine
 
     if not 0 <= options.port < 1 << 16:
         raise InputError(f"port={options.port} must lie from 0 to 65535")

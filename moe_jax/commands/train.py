@@ -20,7 +20,8 @@ class Options:
     in_buckets: ClassVar[tuple[str, ...]] = ("recipe", "config")
 
     recipe: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RECIPE.toml")] = None
-    """The recipe; --keys explains its keys, train/recipes holds examples."""
+    """The recipe: a file, or the name of one that comes with the library, such as upcycle_small. --keys explains its
+    keys."""
     set: Annotated[tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
     """Overrides keys of the recipe, as in --set train.steps=100 optimizer.learning_rate=1e-4."""
     keys: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[PATTERN ...]", help_behavior_hint="")] = None
@@ -79,9 +80,10 @@ def run(options: Options) -> None:
     Raises:
       InputError, FileNotFoundError: bad input, in one message.
     """
-    from moe_jax.errors import InputError
-    from moe_jax.open_source import read_config
-    from moe_jax.train.recipe import load_recipe
+    from moe_jax.api.open_source import read_config
+    from moe_jax.core.errors import InputError
+    from moe_jax.training.recipe.schema import load_recipe
+    from moe_jax.training.recipe.shipped import recipe_file
 
     if options.keys is not None:
         _print_keys(options.keys)
@@ -94,12 +96,12 @@ def run(options: Options) -> None:
         raise InputError("--json and --config go with --compile-only")
     overrides = [override for group in options.set for override in group]
     if not options.compile_only:
-        from moe_jax.processes import join_processes
+        from moe_jax.distributed.processes import join_processes
 
         join_processes()  # before anything is read: an error in one process is heard of in all
-    recipe = load_recipe(options.recipe, overrides)
+    recipe = load_recipe(recipe_file(options.recipe), overrides)
     if options.compile_only:
-        from moe_jax.train.compile_only import check_fits, compile_only, prepare_environment, print_report
+        from moe_jax.planning.compile_only import check_fits, compile_only, prepare_environment, print_report
 
         prepare_environment()
         file = options.config or recipe.model.config or recipe.model.path
@@ -112,7 +114,7 @@ def run(options: Options) -> None:
         return
 
     from moe_jax.api.train import run_recipe
-    from moe_jax.train.loop import Stopped
+    from moe_jax.training.loop import Stopped
 
     command = ["moe-jax", "train", str(options.recipe), *(["--set", *overrides] if overrides else []), "--resume"]
     with contextlib.suppress(Stopped):  # a signal ended it as was wished
@@ -129,8 +131,8 @@ def _print_keys(patterns: Sequence[str]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from moe_jax.terminal import console_for_tables
-    from moe_jax.train.recipe_keys import recipe_keys
+    from moe_jax.core.terminal import console_for_tables
+    from moe_jax.training.recipe.recipe_keys import recipe_keys
 
     table = Table("key", "values", "default", "meaning")
     for key in recipe_keys(patterns):

@@ -15,7 +15,7 @@ from moe_jax.commands import BaseFlag, optional
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moe_jax.upcycle import Upcycled, UpcycleOptions
+    from moe_jax.upcycling import Upcycled, UpcycleOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,13 +97,13 @@ class UpcycleFlags:
         Raises:
           InputError: for options that cannot be read or contradict each other.
         """
-        from moe_jax.upcycle import chosen_options
+        from moe_jax.upcycling import chosen_options
 
         return chosen_options(**self._given())
 
     def described(self, chosen: "UpcycleOptions") -> dict[str, Any]:
         """The options, for the lineage; `chosen` is what `options` returned."""
-        from moe_jax.upcycle import describe_options
+        from moe_jax.upcycling import describe_options
 
         return describe_options(chosen, **self._given())
 
@@ -190,13 +190,13 @@ def run(options: Options) -> None:
       InputError: see `moe_jax.upcycle`.
     """
     from moe_jax.api.built_in_text import probe_text
+    from moe_jax.api.open_source import open_source
     from moe_jax.api.prompts import read_prompts
-    from moe_jax.open_source import open_source
+    from moe_jax.core.terminal import console_for_tables, progress_bars
+    from moe_jax.distributed.processes import is_first_process, join_processes
     from moe_jax.peft.trained_table import print_trained
-    from moe_jax.plan import trained_leaves
-    from moe_jax.processes import is_first_process, join_processes
-    from moe_jax.terminal import console_for_tables, progress_bars
-    from moe_jax.upcycle import upcycle, upcycled_config
+    from moe_jax.planning.model_costs import trained_leaves
+    from moe_jax.upcycling import upcycle, upcycled_config
 
     chosen, seed, check = options.options(), options.seed or 0, not options.no_step0_check
     join_processes()

@@ -8,14 +8,14 @@ import rich.console
 import rich.table
 from rich.markup import escape
 
+from moe_jax.core.formatting import show_bytes
 from moe_jax.figures.canvas import DrawnTo
 from moe_jax.figures.curves import Curve, plot_curves
-from moe_jax.formatting import show_bytes
 from moe_jax.report.elements import picture, section, table
 from moe_jax.report.html_page import html_page
 from moe_jax.report.markup import element, joined
 from moe_jax.report.pictures import drawn
-from moe_jax.train.metrics import Record
+from moe_jax.training.log.metrics import Record
 
 
 class Answers(NamedTuple):

@@ -4,13 +4,11 @@ import json
 import time
 from pathlib import Path
 
-import rich.console
-
+from moe_jax.core.errors import InputError
 from moe_jax.demo.results import Result, median_speed, plot, table
 from moe_jax.demo.shell import Shell, make_folder
 from moe_jax.demo.text import byte_tokenizer, write_text
-from moe_jax.errors import InputError
-from moe_jax.train.metrics import read_metrics
+from moe_jax.training.log.metrics import read_metrics
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -65,19 +63,19 @@ seq_len = 256
 HELD_OUT_BYTES = 24 * 1024
 
 
-def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, console: rich.console.Console) -> None:
+def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Shell) -> None:
     """Runs the demo.
 
     Args:
       folder: everything goes there; a folder made by an earlier demo is replaced.
       dense_steps: steps of the dense model's training.
       more_steps: steps that every model gets after it.
-      console: for the demo's own output.
+      shell: runs the commands; its console also gets the demo's own output.
 
     Raises:
       InputError: if the folder holds something else, or a command fails.
     """
-    began = time.monotonic()
+    began, console = time.monotonic(), shell.console
     make_folder(folder)
     trained, held_out = write_text(folder / "text", HELD_OUT_BYTES)
     console.print(f"text: the standard library's source, {trained:,} bytes to train on, {held_out:,} held out")
@@ -98,7 +96,6 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, console: 
             eval_every=10,
         )
     )
-    shell = Shell(console)
 
     console.rule("a small dense model, as a Hugging Face directory")
     shell.type("train", folder / "dense.toml")

@@ -3,16 +3,14 @@
 import time
 from pathlib import Path
 
-import rich.console
-
 import moe_jax
+from moe_jax.api.open_source import open_source
+from moe_jax.core.errors import InputError
 from moe_jax.demo.page import Answers, Row, plot, print_page, write_page
 from moe_jax.demo.problems import write_problems
 from moe_jax.demo.shell import Shell, make_folder
-from moe_jax.errors import InputError
-from moe_jax.open_source import open_source
 from moe_jax.peft.parameter_sizes import parameter_sizes
-from moe_jax.train.metrics import read_metrics
+from moe_jax.training.log.metrics import read_metrics
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -62,24 +60,24 @@ every = 4
 """
 
 
-def run_real_demo(folder: Path, model: Path, *, steps: int, console: rich.console.Console) -> None:
+def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> None:
     """Runs the demo.
 
     Args:
       folder: everything goes there; a folder made by an earlier demo is replaced.
       model: a dense language model with a chat template: a GGUF file, a directory, or a name on the Hugging Face Hub.
       steps: of the tuning, each on 384 tokens.
-      console: for the demo's own output.
+      shell: runs the commands; its console also gets the demo's own output.
 
     Raises:
       InputError: if the folder holds something else, the model has no chat template, or a command fails.
     """
-    began = time.monotonic()
+    began, console = time.monotonic(), shell.console
     make_folder(folder)
     (folder / "problems").mkdir()
     write_problems(folder / "problems", train=TRAINED, held_out=HELD_OUT)
     (folder / "tune.toml").write_text(RECIPE.format(folder=folder, steps=steps))
-    shell, paths = Shell(console), {name: folder / name for name in ("dense", "moe", "resmoe", "4-bit", "hf")}
+    paths = {name: folder / name for name in ("dense", "moe", "resmoe", "4-bit", "hf")}
     tuned = folder / "run/model"
 
     console.rule("a language model, and what it says")

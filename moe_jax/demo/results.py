@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import rich.table
 
-from moe_jax.train.metrics import Record, read_metrics
+from moe_jax.training.log.metrics import Record, read_metrics
 
 
 class Result(NamedTuple):

@@ -5,14 +5,14 @@ import io
 import json
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import rich.console
 from rich.markup import escape
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 
 # A folder with this file was made by a demo, and another demo may replace it.
 MARKER = ".made-by-moe-jax-demo"
@@ -35,8 +35,13 @@ def make_folder(folder: Path) -> None:
 class Shell:
     """Runs commands: prints each as a user would type it, and stops at the first that fails."""
 
-    def __init__(self, console: rich.console.Console):
-        self._console = console
+    def __init__(self, console: rich.console.Console, main: Callable[[list[str]], int]):
+        """
+        Args:
+          console: where commands are shown.
+          main: runs the command with these arguments, and returns its exit code.
+        """
+        self.console, self._main = console, main
 
     def type(self, *words: object) -> None:
         """Runs a command that prints what it does."""
@@ -45,7 +50,7 @@ class Shell:
     def json(self, *words: object) -> dict:
         """Runs a command that prints JSON; prints and returns the JSON."""
         printed = self._printed_by(words)
-        self._console.print(printed.strip(), highlight=False, soft_wrap=True, markup=False)
+        self.console.print(printed.strip(), highlight=False, soft_wrap=True, markup=False)
         return json.loads(printed)
 
     def quietly(self, *words: object) -> Any:
@@ -54,9 +59,7 @@ class Shell:
 
     def _typed(self, words: Iterable[object]) -> list[str]:
         arguments = [str(word) for word in words]
-        self._console.print(
-            f"\n[bold]$ moe-jax {escape(shlex.join(arguments))}[/bold]", highlight=False, soft_wrap=True
-        )
+        self.console.print(f"\n[bold]$ moe-jax {escape(shlex.join(arguments))}[/bold]", highlight=False, soft_wrap=True)
         return arguments
 
     def _printed_by(self, words: Iterable[object]) -> str:
@@ -66,7 +69,5 @@ class Shell:
         return printed.getvalue()
 
     def _run(self, arguments: list[str]) -> None:
-        from moe_jax.cli import main
-
-        if main(arguments) != 0:
+        if self._main(arguments) != 0:
             raise InputError(f"the demo stopped: moe-jax {arguments[0]} failed, for the reason above")

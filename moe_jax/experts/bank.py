@@ -9,10 +9,10 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.config import FFNConfig
-from moe_jax.experts.exchange_choice import Exchange, exchange_from_environment
+from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.parallel.exchange_choice import Exchange, exchange_from_environment
 from moe_jax.experts.strategy import check_strategy, strategy_from_environment
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.decision import Routing
 
 if TYPE_CHECKING:
     from moe_jax.experts.bank_config import BankConfig

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from moe_jax.errors import InputError, check_member, shown
+from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.experts.base_codes import BaseCodes
-from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms import ExpertForm, Full, KernelForm, ffn_matrices
 from moe_jax.experts.forms.by_name import form_named, kinds_with
 from moe_jax.experts.forms.positions import ENCODINGS
+from moe_jax.experts.layout.config import FFNConfig
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -133,9 +133,11 @@ class BankConfig:
         fields = (field for field in dataclasses.fields(self.form) if values[field.name] != field.default)
         base = {} if self.base == "shared" else {"base": self.base}
         base |= {} if self.base_codes is None else {"base": self.base_codes.describe()}
-        return {"kind": self.kind, **base} | {field.name: values[field.name] for field in fields} | {
-            "train_base": self.train_base
-        }
+        return (
+            {"kind": self.kind, **base}
+            | {field.name: values[field.name] for field in fields}
+            | {"train_base": self.train_base}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """One JSON-able table with the kind, `base`, `train_base`, `base_codes` if any, and the options of the form."""

@@ -24,13 +24,13 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.forms.matrix import Part
 from moe_jax.experts.hidden_rows import Kernels
-from moe_jax.experts.mesh import current_mesh, token_axes
-from moe_jax.experts.parallel import biases_once, num_experts, parts_of
-from moe_jax.functional.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
+from moe_jax.experts.layout.mesh import current_mesh, token_axes
+from moe_jax.experts.parallel.over_mesh import biases_once, num_experts, parts_of
 from moe_jax.functional.ffn import hidden
-from moe_jax.functional.linear import Product, linear, product_of_float32
-from moe_jax.functional.low_rank_hidden import Projection, low_rank_hidden, of_hidden, of_projection
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.products.linear import Product, linear, product_of_float32
+from moe_jax.functional.products.low_rank_hidden import Projection, low_rank_hidden, of_hidden, of_projection
+from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.routing.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 
 
 def factored_ffn(
@@ -169,7 +169,7 @@ def _of_own_tokens(
             bias_specs,
         ),
         out_specs=(neurons, tokens),
-        # See `experts.parallel`.
+        # See `experts.parallel.over_mesh`.
         check_vma=False,
     )(arrays, x, routing, dict(of_base), dict(biases))
 

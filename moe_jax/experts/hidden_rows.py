@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Int
 from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Matrix, Part, Window
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.functional.dispatch import row_biases
 from moe_jax.functional.ffn import hidden
-from moe_jax.functional.gated import GATE, UP, gated_product
-from moe_jax.functional.grouped import PRODUCT
+from moe_jax.functional.products.gated import GATE, UP, gated_product
+from moe_jax.functional.routing.dispatch import row_biases
 from moe_jax.kernels.deferred import Bound
-from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.saved_name import PRODUCT
+from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
 
 _BELOW_BASE = f"{BASE}/"
 

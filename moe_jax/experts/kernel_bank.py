@@ -10,18 +10,18 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.bank_config import BankConfig
-from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.factored import factored_ffn
 from moe_jax.experts.forms.lora import whole_form
 from moe_jax.experts.forms.matrix import BASE, Load, Matrix, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.hidden_rows import Kernels
+from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.linear import BIAS, ffn_linears, lora_for
-from moe_jax.experts.parallel import apply_experts
+from moe_jax.experts.parallel.over_mesh import apply_experts
 from moe_jax.experts.strategy import choose_strategy
 from moe_jax.experts.variables import Leaves
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.decision import Routing
 
 
 class KernelBank(ExpertBank):
@@ -93,9 +93,7 @@ class KernelBank(ExpertBank):
                 else:
                     kernels[name].arrays[BASE] = self.base[name].materialise()
             return apply_experts(x, routing, kernels, biases, activation, self.exchange)
-        bases = {
-            name: self._base_product(name, fold_in(key, kernel.matrix.index)) for name, kernel in kernels.items()
-        }
+        bases = {name: self._base_product(name, fold_in(key, kernel.matrix.index)) for name, kernel in kernels.items()}
         return factored_ffn(x, routing, bases, kernels, biases, activation, strategy.removeprefix("factored-"))
 
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.config import FFNConfig, LoRAConfig
 from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.lora import whole_form
 from moe_jax.experts.forms.matrix import Matrix, Split, ffn_matrices
+from moe_jax.experts.layout.config import FFNConfig, LoRAConfig
 from moe_jax.experts.variables import Leaves
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.linear import Product
+from moe_jax.functional.products.linear import Product
 
 BIAS = "bias"
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from moe_jax.experts.bank_config import BankConfig
-from moe_jax.experts.config import FFNConfig
 from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.matrix import Matrix, Window, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.layout.config import FFNConfig
 
 
 class Reader(Protocol):
@@ -64,9 +64,7 @@ def expert_kernels(
         for expert in range(form.count_experts(own | shared)) if experts is None else experts:
             place = form.of_expert(expert)
             leaves = place.arrays(own)
-            common = {
-                leaf: array if leaf in form.common_leaves else array[expert] for leaf, array in shared.items()
-            }
+            common = {leaf: array if leaf in form.common_leaves else array[expert] for leaf, array in shared.items()}
             arrays = place.form.combine(matrix, leaves, common)
             yield np.asarray(_kernel(base, arrays, form=place.form, matrix=matrix, dtype=dtype))
 
@@ -125,7 +123,7 @@ def leaves_from_dense(
       expert: the shape of the FFN.
       num_experts: E.
       kernels: the kernels of the FFN, by name.
-      streams: `streams(matrix, purpose, expert)` is a NumPy generator of its own; purposes are in `moe_jax.draws`.
+      streams: `streams(matrix, purpose, expert)` is a NumPy generator of its own; purposes are in `moe_jax.core.draws`.
 
     Yields:
       Paths below the bank, and leaves. A leaf that repeats a kernel for every expert is a view with stride 0.

@@ -1,7 +1,7 @@
 """The choice between the exact ways to apply experts over a base, by a small cost model (methods.md 3).
 
 The model counts the floating-point operations of a call and the bytes of parameters that it reads; what both take is
-known of the chip that the program is lowered for (`experts.platforms`). The attribute `strategy` of a bank overrules
+known of the chip that the program is lowered for (`platforms`). The attribute `strategy` of a bank overrules
 the model unless it is `auto`. It is set when the bank is made, from the environment variable MOE_JAX_STRATEGY, and can
 be changed later:
 
@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from moe_jax.errors import InputError, nearest, shown
-from moe_jax.experts.config import FFNConfig
+from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.experts.forms.lora import whole_form
 from moe_jax.experts.forms.matrix import Load, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.mesh import current_mesh
-from moe_jax.experts.platforms import Cost, Platform, current_chip
+from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.layout.mesh import current_mesh
+from moe_jax.experts.layout.platforms import Cost, Platform, current_chip
 
 if TYPE_CHECKING:
     from moe_jax.experts.bank_config import BankConfig

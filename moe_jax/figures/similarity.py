@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import Matrix, ffn_matrices
 from moe_jax.experts.on_host import base_kernel, expert_kernels
-from moe_jax.model_source import ModelSource
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, ModelConfig, MoEConfig
 
 SHARED = "shared base"

@@ -10,8 +10,8 @@ from jaxtyping import Float
 
 from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
 from moe_jax.figures.similarity import LayerSimilarity
-from moe_jax.resume import staged_directory
-from moe_jax.staging import write_durably
+from moe_jax.files.resume import staged_directory
+from moe_jax.files.staging import write_durably
 
 TO_BASE, BETWEEN, LOAD, NUMBERS = "cosine_to_base.png", "cosine_between_experts.png", "expert_load.png", "figures.json"
 

@@ -1,19 +1,11 @@
 """Feed-forward networks: activations, and the dense FFN."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
-import jax
 from jaxtyping import Array, Float
 
-from moe_jax.functional.linear import linear
-
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
+from moe_jax.functional.products.linear import linear
+from moe_jax.kernels.activations import ACTIVATION_FUNCTIONS
 
 
 def hidden(up: Float[Array, "... f"], gate: Float[Array, "... f"] | None, activation: str) -> Float[Array, "... f"]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lm_eval.api.model import hash_args
 
-from moe_jax.errors import InputError, first_sentence
+from moe_jax.core.errors import InputError, first_sentence
 
 Answer = tuple[float, bool] | float | str
 

@@ -18,18 +18,18 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from moe_jax.chat_template import ChatTemplate, find_chat_template, load_chat_template
-from moe_jax.errors import InputError, nearest, shown
-from moe_jax.gather import gathered
-from moe_jax.generation import stream
+from moe_jax.core.errors import InputError, nearest, shown
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.data.tokens.chat_template import ChatTemplate, find_chat_template, load_chat_template
+from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.distributed.gather import gathered
+from moe_jax.distributed.processes import check_equal, first_decides, is_first_process
+from moe_jax.files.json_toml import ANYTHING, read_json_object
+from moe_jax.generation.prompt_batches import stream
+from moe_jax.generation.streamed_text import StreamedText
 from moe_jax.harness.answer_cache import Answer, AnswerCache
 from moe_jax.harness.likelihood import Continuation, Likelihoods
-from moe_jax.json_toml import ANYTHING, read_json_object
 from moe_jax.nn import Decoder, unstacked
-from moe_jax.processes import check_equal, first_decides, is_first_process
-from moe_jax.streamed_text import StreamedText
-from moe_jax.terminal import Progress, no_progress
-from moe_jax.train.tokenizer import Tokenizer
 
 # Of each process, between two times that the answers of all are gathered and kept.
 _BATCHES = 64

@@ -12,14 +12,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.evaluation.forward import run_to_head
 from moe_jax.functional.buckets import bucket
-from moe_jax.functional.head_chunks import chunk_size
+from moe_jax.functional.heads.head_chunks import chunk_size
 from moe_jax.nn import Decoder
-from moe_jax.sharding import make_mesh
-from moe_jax.terminal import Progress, no_progress
-from moe_jax.train.forward import run_to_head
-from moe_jax.train.placement import batch_shards, local_rows, place
 
 # Of a batch; where the logits of a few positions more are cheaper than another program.
 _SHORTEST, _FEWEST_SCORED = 32, 8

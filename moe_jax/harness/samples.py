@@ -7,8 +7,8 @@ the example and `completion`, the text that the model wrote. Nothing that a mode
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moe_jax.errors import InputError, first_sentence, shown
-from moe_jax.template_sandbox import Template
+from moe_jax.core.errors import InputError, first_sentence, shown
+from moe_jax.core.template_sandbox import Template
 
 ONLY_WRITTEN = "bypass"
 """lm-eval's name for the metric of tasks that are not judged."""

@@ -6,9 +6,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from moe_jax.errors import InputError
-from moe_jax.json_toml import ANYTHING, parse_json
-from moe_jax.regular_files import read_regular
+from moe_jax.core.errors import InputError
+from moe_jax.files.json_toml import ANYTHING, parse_json
+from moe_jax.files.regular_files import read_regular
 
 MAX_BYTES = 1 << 30
 """Of a file, and of what a compressed one holds."""

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_jax.errors import InputError, clipped, first_sentence, nearest, shown
+from moe_jax.core.errors import InputError, clipped, first_sentence, nearest, shown
+from moe_jax.core.template_sandbox import Template
+from moe_jax.files.regular_files import read_regular
 from moe_jax.harness.task_data import read_examples
-from moe_jax.regular_files import read_regular
-from moe_jax.template_sandbox import Template
 
 SHIPPED = Path(__file__).parent / "tasks"
 """The task files that come with the library."""

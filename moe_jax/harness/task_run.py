@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_jax.errors import InputError, first_sentence, nearest, shown
+from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.harness.task_files import SHIPPED, TaskFolder, read_task_folder
 
 # As lm-eval's own: with the same examples before a question, and the same resampling, come the same figures.

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from moe_jax.errors import InputError, check_member, check_number, check_positive, shown
-from moe_jax.experts.config import FFNConfig
-from moe_jax.functional.rope import RopeConfig
+from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
+from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.functional.attention.rope import RopeConfig
 from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig
@@ -92,7 +92,7 @@ class ModelConfig:
         (2, ())
 
     Attributes:
-      family: the foreign format that it was imported from and is exported to (`convert/families/`).
+      family: the foreign format that it was imported from and is exported to (`moe_jax/conversion/families/`).
       vocab_size, d_model: V and d.
       max_positions: the context length it was trained for.
       bounded_positions: rows longer than that are refused: what the model does with them is not computed here.

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Literal
 
-from moe_jax.errors import InputError, check_member, check_number, check_positive
+from moe_jax.core.errors import InputError, check_member, check_number, check_positive
 from moe_jax.experts.bank_config import BankConfig
-from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
-from moe_jax.functional.gates import GATES, GROUP_SCORES, weights_are_constant
-from moe_jax.functional.universal import GATE_BESIDE, UNIVERSAL
+from moe_jax.experts.layout.config import AdapterConfig, FFNConfig, LoRAConfig
+from moe_jax.functional.routing.gates import GATES, GROUP_SCORES, weights_are_constant
+from moe_jax.functional.routing.universal import GATE_BESIDE, UNIVERSAL
 
 VARIANTS = ("routed", "embedded", "dense", "single")
 
@@ -28,7 +28,7 @@ class PerftConfig:
       adapter: the form of each adapter.
       num_experts: M; for `embedded`, the number of experts of the MoE.
       top_k: adapters per token K; for `routed` only.
-      gate: how the router of `routed` weights them, one of `functional.gates.GATES`.
+      gate: how the router of `routed` weights them, one of `functional.routing.gates.GATES`.
       balance_coef, z_coef: of that router's auxiliary losses.
     """
 
@@ -106,7 +106,7 @@ class MoEConfig:
       expert: shape of one expert.
       num_experts: E.
       top_k: experts per token k.
-      gate: one of `functional.gates.GATES` (methods.md 1). A universal FFN that brings its own leaves it as it is.
+      gate: one of `gates.GATES` (methods.md 1). A universal FFN that brings its own leaves it as it is.
         With top_k 1, one whose weights sum to 1 is for checkpoints that are so: see `router_learns`.
       gate_scale: the weights that the gate gives are multiplied by it.
       selection: what bounds the choice of experts besides the logits.

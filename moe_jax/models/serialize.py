@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from moe_jax import strict
-from moe_jax.errors import InputError, check_positive
-from moe_jax.experts.config import FFNConfig
+from moe_jax.core.errors import InputError, check_positive
+from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.files import strict
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, check_num_layers
 from moe_jax.models.segments import segments_of
 

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.functional import keys
-from moe_jax.functional.routing import RouterStats
+from moe_jax.functional.routing.decision import RouterStats
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn.attention import Attention
 from moe_jax.nn.cache import Cache, KVCache

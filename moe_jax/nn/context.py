@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.errors import InputError
-from moe_jax.functional.attention import Visibility
-from moe_jax.functional.rope import RopeConfig, rope_tables
+from moe_jax.core.errors import InputError
+from moe_jax.functional.attention.grouped_query import Visibility
+from moe_jax.functional.attention.rope import RopeConfig, rope_tables
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.cache import Slots
 from moe_jax.nn.embed import default_positions

@@ -7,9 +7,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from moe_jax.functional import keys
-from moe_jax.functional.distilled_cross_entropy import DistilledLoss
+from moe_jax.functional.heads.distilled_cross_entropy import DistilledLoss
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.cache import Caches
 from moe_jax.nn.embed import Embed

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.models.config import ModelConfig
 

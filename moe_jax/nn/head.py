@@ -5,17 +5,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.forms.fresh import normal_kernel
-from moe_jax.experts.mesh import BATCH_AXES, axes_size, current_mesh, sequence_axis, splits_batch
+from moe_jax.experts.layout.mesh import BATCH_AXES, axes_size, current_mesh, sequence_axis, splits_batch
 from moe_jax.experts.variables import Leaves
-from moe_jax.functional.cross_entropy import token_cross_entropies, weighted_cross_entropy
-from moe_jax.functional.distilled_cross_entropy import (
+from moe_jax.functional.heads.cross_entropy import token_cross_entropies, weighted_cross_entropy
+from moe_jax.functional.heads.distilled_cross_entropy import (
     Distillation,
     DistilledLoss,
     TeacherArrays,
     distilled_cross_entropy,
 )
-from moe_jax.functional.head_chunks import HeadOptions, LossAxes, finish_logits
-from moe_jax.functional.linear import linear_float32
+from moe_jax.functional.heads.head_chunks import HeadOptions, LossAxes, finish_logits
+from moe_jax.functional.products.linear import linear_float32
 from moe_jax.models.config import ModelConfig
 
 
@@ -43,9 +43,7 @@ class Head(Leaves):
         self.is_tied, self.has_bias = config.tie_embeddings, config.head_bias
         self.scale, self.soft_cap = config.logit_scale, config.logit_soft_cap
 
-    def __call__(
-        self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None
-    ) -> Float[Array, "B T V"]:
+    def __call__(self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None) -> Float[Array, "B T V"]:
         """Logits; a tied head needs the embedding."""
         kernel, bias = self._arrays(embedding)
         logits = linear_float32(self._hidden(x), kernel.T if self.is_tied else kernel)

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.mesh import attention_placement, shard_batch
-from moe_jax.functional.attention import Visibility, attention
-from moe_jax.functional.cached_attention import MOST_QUERIES, cached_attention
+from moe_jax.experts.layout.mesh import attention_placement, shard_batch
+from moe_jax.functional.attention.cached_attention import MOST_QUERIES, cached_attention
+from moe_jax.functional.attention.grouped_query import Visibility, attention
+from moe_jax.functional.attention.rope import apply_rope
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.rope import apply_rope
 from moe_jax.models.config import AttentionConfig, LatentConfig, ModelConfig
 from moe_jax.nn.attention import make_projections
 from moe_jax.nn.cache import LatentCache, Slots

@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Float
 from moe_jax.experts.kernel_bank import make_bank
 from moe_jax.experts.variables import Fixed
 from moe_jax.functional import keys
-from moe_jax.functional.gates import Selection
-from moe_jax.functional.routing import NO_EXPERT, RouterStats, route
-from moe_jax.functional.universal import add_choice, add_weighted, universal_weight
+from moe_jax.functional.routing.decision import NO_EXPERT, RouterStats, route
+from moe_jax.functional.routing.gates import Selection
+from moe_jax.functional.routing.universal import add_choice, add_weighted, universal_weight
 from moe_jax.models.config import MoEConfig
 from moe_jax.nn.layers import FFN
 from moe_jax.nn.perft import Perft

@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from moe_jax.experts.adapters import Adapters
-from moe_jax.functional.routing import RouterStats, Routing, route
+from moe_jax.functional.routing.decision import RouterStats, Routing, route
 from moe_jax.models.config import PerftConfig
 from moe_jax.nn.router import LinearRouter
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.config import LoRAConfig
+from moe_jax.experts.layout.config import LoRAConfig
 from moe_jax.experts.variables import Fixed, Leaves
-from moe_jax.functional.universal import add_noise, coder_logits
+from moe_jax.functional.routing.universal import add_noise, coder_logits
 from moe_jax.nn.layers import Linear
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from moe_jax.functional.routing import RouterStats
+from moe_jax.functional.routing.decision import RouterStats
 from moe_jax.models.config import ModelConfig, MoEConfig
 from moe_jax.models.segments import segments_of
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.errors import check_member
+from moe_jax.core.errors import check_member
 from moe_jax.experts.forms.fresh import ShapesOnly, normal_kernel, shapes_of
-from moe_jax.experts.mesh import shard_batch
+from moe_jax.experts.layout.mesh import shard_batch
 from moe_jax.functional import keys
-from moe_jax.functional.grouped import PRODUCT
-from moe_jax.functional.relative_bias import bias_by_distance
-from moe_jax.functional.routing import RouterStats
+from moe_jax.functional.attention.relative_bias import bias_by_distance
+from moe_jax.functional.routing.decision import RouterStats
+from moe_jax.kernels.saved_name import PRODUCT
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
 from moe_jax.models.segments import Segment, segments_of
 from moe_jax.nn.block import Block
@@ -32,6 +32,7 @@ REMAT_POLICIES = {
         jax.checkpoint_policies.save_only_these_names(PRODUCT),
     ),
 }
+
 
 class StackOutput(NamedTuple):
     """Attributes:

@@ -3,22 +3,22 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from moe_jax.counting import count_bytes
-from moe_jax.errors import InputError
-from moe_jax.in_memory import Destination, open_writer
-from moe_jax.lineage import new_lineage_entry
-from moe_jax.loading import leaf_specs
-from moe_jax.model_source import ModelSource
+from moe_jax.checks.predictions import ProbeText, TextComparison
+from moe_jax.checks.probe import Probe
+from moe_jax.checks.step0 import Step0
+from moe_jax.core.counting import count_bytes
+from moe_jax.core.errors import InputError
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.model_io.in_memory import Destination, open_writer
+from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.over_base import LeavesOverBase
+from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.models import ModelConfig
-from moe_jax.peft.base import own_leaves
 from moe_jax.peft.initial import initial_leaves
 from moe_jax.peft.options import AdaptOptions, adapted_config
-from moe_jax.peft.over_base import LeavesOverBase
 from moe_jax.peft.parameter_sizes import parameter_sizes
-from moe_jax.predictions import ProbeText, TextComparison
-from moe_jax.probe import Probe
-from moe_jax.step0 import Step0
-from moe_jax.terminal import Progress, no_progress
 
 
 class Adapted(NamedTuple):

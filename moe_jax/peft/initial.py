@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from moe_jax.draws import draw_factor, draw_router, stream
-from moe_jax.errors import InputError
-from moe_jax.loading import leaf_specs
+from moe_jax.core.draws import draw_factor, draw_router, stream
+from moe_jax.core.errors import InputError
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.models import ModelConfig
-from moe_jax.peft.base import own_leaves
 
 
 def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.ndarray]]:

@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from moe_jax.errors import InputError, raise_if_any
-from moe_jax.experts.config import FFNConfig, LoRAConfig
+from moe_jax.core.errors import InputError, raise_if_any
+from moe_jax.core.finite import cast
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.distributed.processes import check_equal, first_decides
 from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.layout.config import FFNConfig, LoRAConfig
 from moe_jax.experts.on_host import base_kernel
-from moe_jax.finite import cast
-from moe_jax.functional.nf4 import dequantize_nf4
-from moe_jax.in_memory import Destination, open_writer
-from moe_jax.lineage import new_lineage_entry
-from moe_jax.loading import check_leaves, leaf_specs
-from moe_jax.model_source import ModelSource
+from moe_jax.functional.products.nf4 import dequantize_nf4
+from moe_jax.model_io.in_memory import Destination, open_writer
+from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.model_io.loading import check_leaves, leaf_specs
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.tuned_base import base_leaf, is_tuned, with_of_base
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
-from moe_jax.peft.base import base_leaf, is_tuned, with_of_base
-from moe_jax.processes import check_equal, first_decides
-from moe_jax.terminal import Progress, no_progress
 
 _KERNEL = re.compile(r"layers/(\d+)/(attention|mlp)/(.*)/kernel")
 _NF4_LEAVES = ("codes", "scale_codes", "scales", "offset")

@@ -2,10 +2,10 @@
 
 import math
 
-from moe_jax.counting import is_parameter
-from moe_jax.loading import leaf_specs
+from moe_jax.core.counting import is_parameter
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.tuned_base import with_nf4
 from moe_jax.models import ModelConfig
-from moe_jax.peft.base import with_nf4
 
 
 def parameter_sizes(config: ModelConfig) -> dict[str, int]:
@@ -39,5 +39,3 @@ def active_size(config: ModelConfig, path: str, size: int) -> int:
         return size
     moe = config.moe(int(path.split("/")[1]))
     return size // moe.bank_experts * min(moe.bank_top_k, moe.bank_experts)
-
-

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from moe_jax.errors import InputError, clipped, nearest, raise_if_any, shown
+from moe_jax.core.errors import InputError, clipped, nearest, raise_if_any, shown
+from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import ExpertBank
-from moe_jax.loading import disk_paths
+from moe_jax.model_io.loading import disk_paths
+from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.nn import Decoder
-from moe_jax.peft.base import own_leaves
 from moe_jax.peft.patterns import full_matches
-from moe_jax.sharding import path_name
 
 
 def trainable_paths(

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import rich.console
 import rich.table
 
-from moe_jax.formatting import index_set
-from moe_jax.loading import leaf_specs
+from moe_jax.core.formatting import index_set
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.models import ModelConfig, MoEConfig
-from moe_jax.peft.base import own_leaves
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
 
 

@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import moe_jax
-from moe_jax.local_paths import check_beside
-from moe_jax.remote.remote_path import BucketPath, as_path
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.files.local_paths import check_beside
+from moe_jax.files.remote.remote_path import BucketPath, as_path
+from moe_jax.files.staging import check_target, replace_file
 from moe_jax.report.bytes_and_errors import compression_tables, sweep_pictures
 from moe_jax.report.comparison import side_by_side_table
 from moe_jax.report.describe_model import Sizes, model_facts, sizes_of
@@ -18,8 +20,6 @@ from moe_jax.report.markup import Markup, joined
 from moe_jax.report.run_curves import recipe_text, training_curves, training_facts, use_of_experts
 from moe_jax.report.scores import score_tables
 from moe_jax.report.subjects import Subject, named, open_subject, with_evaluations
-from moe_jax.staging import check_target, replace_file
-from moe_jax.terminal import Progress, no_progress
 
 _COMPARED = "compared"
 

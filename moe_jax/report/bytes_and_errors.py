@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moe_jax.compress import LayerReport, Sweep
-from moe_jax.compress.coding.storage import bytes_by_part
-from moe_jax.compress.job.layer_columns import WORDS, layer_columns
-from moe_jax.compress.job.sweep_plot import plot_sweep
-from moe_jax.errors import InputError, shown
+from moe_jax.compression import LayerReport, Sweep
+from moe_jax.compression.coding.storage import bytes_by_part
+from moe_jax.compression.job.layer_columns import WORDS, layer_columns
+from moe_jax.compression.job.sweep_plot import plot_sweep
+from moe_jax.core.errors import InputError, shown
+from moe_jax.core.formatting import show_bytes
 from moe_jax.figures.canvas import DrawnTo
-from moe_jax.formatting import show_bytes
-from moe_jax.model_source import ModelSource
+from moe_jax.files.strict import parse
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.report.elements import facts, picture, table, warning
 from moe_jax.report.markup import Markup
 from moe_jax.report.pictures import drawn
-from moe_jax.strict import parse
 
 _COMMAND = "compress"
 

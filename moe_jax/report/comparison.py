@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moe_jax.formatting import show_bytes
+from moe_jax.core.formatting import show_bytes
 from moe_jax.report.bytes_and_errors import last_compression
 from moe_jax.report.describe_model import Sizes, experts_in_words
 from moe_jax.report.elements import Cell, table

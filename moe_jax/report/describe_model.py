@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from moe_jax.counting import count_bytes, is_parameter
-from moe_jax.formatting import index_set, show_bytes
-from moe_jax.model_source import ModelSource, OverBase
+from moe_jax.core.counting import count_bytes, is_parameter
+from moe_jax.core.formatting import index_set, show_bytes
+from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
 from moe_jax.report.elements import facts, table

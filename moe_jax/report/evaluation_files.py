@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_jax.errors import InputError, shown
+from moe_jax.core.errors import InputError, shown
 
 
 class Score(NamedTuple):

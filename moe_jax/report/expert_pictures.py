@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moe_jax.core.terminal import Progress
 from moe_jax.figures import LayerSimilarity, comparable_layers, measure_similarity
 from moe_jax.figures.canvas import DrawnTo
 from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
-from moe_jax.model_source import ModelSource
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.report.elements import folded, picture, table
 from moe_jax.report.markup import Markup
 from moe_jax.report.pictures import drawn
 from moe_jax.report.subjects import Measured
-from moe_jax.terminal import Progress
 
 
 def measure_layers(source: ModelSource, progress: Progress) -> list[LayerSimilarity]:

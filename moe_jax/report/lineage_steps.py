@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_jax.formatting import show_bytes
+from moe_jax.core.formatting import show_bytes
 from moe_jax.report.elements import facts, folded, table
 from moe_jax.report.markup import Markup, element, joined
 

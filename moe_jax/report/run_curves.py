@@ -17,7 +17,7 @@ from moe_jax.report.elements import code, facts, folded, picture, side_by_side, 
 from moe_jax.report.markup import Markup
 from moe_jax.report.pictures import drawn
 from moe_jax.report.subjects import Run
-from moe_jax.train.metrics import Record
+from moe_jax.training.log.metrics import Record
 
 # Of the steps, the share at the end over which the use of experts is averaged.
 _END = 0.1

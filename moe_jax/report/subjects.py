@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.errors import InputError, raise_if_any, shown
+from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.figures import LayerSimilarity
 from moe_jax.figures.write import NUMBERS
-from moe_jax.json_toml import ANYTHING, read_json
-from moe_jax.local_paths import check_model_path
-from moe_jax.regular_files import read_regular
-from moe_jax.remote.remote_path import as_path
+from moe_jax.files.json_toml import ANYTHING, read_json
+from moe_jax.files.local_paths import check_model_path
+from moe_jax.files.regular_files import read_regular
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.strict import parse
 from moe_jax.report.evaluation_files import Evaluation, is_evaluation, parse_evaluation
-from moe_jax.strict import parse
-from moe_jax.train.metrics import Record, read_metrics
-from moe_jax.train.run_directory import METRICS, MODEL, RECIPE, describe_run, saved_steps, split_step
+from moe_jax.training.log.metrics import Record, read_metrics
+from moe_jax.training.run.run_directory import METRICS, MODEL, RECIPE, describe_run, saved_steps, split_step
 
 if TYPE_CHECKING:
-    from moe_jax.compress import Sweep
-    from moe_jax.model_source import ModelSource
+    from moe_jax.compression import Sweep
+    from moe_jax.model_io.model_source import ModelSource
 
 _SWEEP = "sweep.json"
 _MAX_RECIPE_BYTES = 1 << 20
@@ -38,7 +38,7 @@ class Run:
 
     Attributes:
       recipe: as resolved, TOML.
-      records: of the steps, as `train.metrics.to_record` makes them.
+      records: of the steps, as `training.log.metrics.to_record` makes them.
       checkpoints: steps of those that there are.
     """
 
@@ -146,10 +146,10 @@ def with_evaluations(subjects: Sequence[Subject]) -> list[Subject]:
 
 
 def _of_model(path: Path, base: Path | None) -> Subject:
-    from moe_jax.adapter_dir import is_adapter_directory
-    from moe_jax.model_dir import ModelDirectory
-    from moe_jax.model_source import OverBase
-    from moe_jax.open_source import open_source
+    from moe_jax.api.open_source import open_source
+    from moe_jax.model_io.adapter_dir import is_adapter_directory
+    from moe_jax.model_io.model_dir import ModelDirectory
+    from moe_jax.model_io.model_source import OverBase
 
     stands_on_another = is_adapter_directory(path) or split_step(path) is not None
     source = open_source(path, base=base if stands_on_another else None)
@@ -181,7 +181,7 @@ def _of_json(path: Path, file: Path) -> Subject:
         raise InputError(f"{path} is nothing that a report can show; {_EXPECTED}")
     data = read_json(file, allow=ANYTHING)
     if isinstance(data, dict) and data.get("command") == "compress --sweep":
-        from moe_jax.compress import Sweep
+        from moe_jax.compression import Sweep
 
         measured = data.get("measured")
         if not isinstance(measured, dict):

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
-from moe_jax.serve.engine import Job, News, Scored
+from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.generation.engine import Job, News, Scored
+from moe_jax.generation.streamed_text import StreamedText
 from moe_jax.serve.requests import ProtocolError, Request
-from moe_jax.streamed_text import StreamedText
-from moe_jax.train.tokenizer import Tokenizer
 
 
 class Told(NamedTuple):

@@ -11,15 +11,15 @@ import pytest
 from flax import nnx
 
 import moe_jax
-from moe_jax.adapter_dir import AdapterDirectory
-from moe_jax.errors import InputError
-from moe_jax.lineage import read_lineage
-from moe_jax.model_source import ModelSource
-from moe_jax.open_source import open_source
-from tests.numerics import logits_of
-from tests.tiers import one_in
-from tests.train.conftest import BOS, EOS, byte_tokenizer
-from tests.upcycle.conftest import dense_config, random_leaves, write_model
+from moe_jax.api.open_source import open_source
+from moe_jax.core.errors import InputError
+from moe_jax.model_io.adapter_dir import AdapterDirectory
+from moe_jax.model_io.lineage import read_lineage
+from moe_jax.model_io.model_source import ModelSource
+from tests.support.numerics import logits_of
+from tests.support.tiers import one_in
+from tests.training.conftest import BOS, EOS, byte_tokenizer
+from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
 DELTA = {"experts": 4, "delta": "low-rank:2", "seed": 3}
@@ -198,7 +198,7 @@ def test_adapters_that_refer_to_a_base_need_one_on_the_disk(dense, tmp_path):
 
 
 def test_texts_are_scored_and_continued_as_by_the_commands(dense, tmp_path, capsys):
-    from moe_jax import cli
+    from moe_jax.commands.line import cli
 
     model, text = moe_jax.load(dense), tmp_path / "text.txt"
     text.write_text("Once upon a time there was a model of bytes.")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import moe_jax
-from moe_jax.errors import InputError
-from moe_jax.train.batches import read_batch
-from tests.tiers import long
-from tests.train.conftest import BOS, EOS, byte_tokenizer
-from tests.upcycle.conftest import dense_config, random_leaves, write_model
+from moe_jax.core.errors import InputError
+from moe_jax.training.in_memory_training import read_batch
+from tests.support.tiers import long
+from tests.training.conftest import BOS, EOS, byte_tokenizer
+from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 FIVE = dataclasses.replace(dense_config(), vocab_size=5, bos_id=None, eos_ids=())
 RECIPE = {"optimizer": {"learning_rate": 1e-2}, "train": {"steps": 3}}

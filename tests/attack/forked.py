@@ -94,7 +94,8 @@ def _command(arguments: Sequence[str], *, hide_full_disk: bool, cache: str | Non
 
     import jax
 
-    from moe_jax import cli, leaf_files
+    from moe_jax.checkpoints import leaf_files
+    from moe_jax.commands.line import cli
 
     leaf_files.GROUP_BYTES = GROUP_BYTES
     if hide_full_disk:
@@ -106,7 +107,7 @@ def _command(arguments: Sequence[str], *, hide_full_disk: bool, cache: str | Non
 
 
 def main() -> NoReturn:
-    from moe_jax import cli
+    from moe_jax.commands.line import cli
 
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     work = ("api.train", "convert", "upcycle", "compress", "peft.adapt", "peft.merge", "train.run")

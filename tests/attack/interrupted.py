@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from tests.attack.forked import Ended
 from tests.conftest import COMPILER_FLAGS, ROOT
-from tests.disks import content_of
+from tests.support.disks import content_of
 
 PAGE = 4096
 ENOUGH = 256 << 20

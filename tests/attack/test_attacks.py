@@ -6,7 +6,7 @@ import pytest
 
 from tests.attack.attacks import all_attacks
 from tests.attack.trial import FAULTS, try_inputs
-from tests.tiers import long
+from tests.support.tiers import long
 
 # Each input of these goes through a whole command.
 SLOW = ("odd weights, compressed", "odd weights, run")

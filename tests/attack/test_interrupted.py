@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.attack.interrupted import Workshop
-from tests.tiers import long
+from tests.support.tiers import long
 
 
 @pytest.fixture(scope="module")

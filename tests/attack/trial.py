@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from tests.attack.attacks import CLASSES, Attack, all_attacks, canary
 
 # What no input may do, in the order in which the worst comes first.

@@ -7,14 +7,14 @@ import re
 import pytest
 import rich.console
 
-from moe_jax.cli import main
+from moe_jax.commands.line.cli import main
 from moe_jax.demo.page import Answers, Row, print_page, write_page
 from moe_jax.demo.problems import KINDS, write_problems
 from moe_jax.demo.real import MODELS, QUESTIONS
 from moe_jax.demo.results import Result, median_speed, plot, table
 from moe_jax.demo.text import byte_tokenizer, write_text
 from tests.conftest import ROOT
-from tests.walkthroughs import blocks_of, form
+from tests.support.walkthroughs import blocks_of, form
 
 
 def test_text_is_split_by_file(tmp_path):

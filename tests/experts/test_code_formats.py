@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, FFNConfig, make_bank
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.forms.matrix import Matrix, Window
-from moe_jax.functional.routing import Routing
-from moe_jax.sharding import leaf_spec, make_mesh, path_name
+from moe_jax.functional.routing.decision import Routing
 from tests.experts.code_reference import decoded
-from tests.numerics import assert_close, normal, randomised
-from tests.tiers import one_in
+from tests.support.numerics import assert_close, normal, randomised
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

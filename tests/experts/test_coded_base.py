@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.compress.coding.coder import LeastError
-from moe_jax.data_sheets import CHIPS
-from moe_jax.errors import InputError
+from moe_jax.compression.coding.coder import LeastError
+from moe_jax.core.data_sheets import CHIPS
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, LoRAConfig, make_bank, set_strategy
 from moe_jax.experts.base_codes import CODES
 from moe_jax.experts.forms.matrix import Load, Matrix, ffn_matrices
+from moe_jax.experts.layout.platforms import Platform
 from moe_jax.experts.linear import Linear
 from moe_jax.experts.on_host import base_kernel, base_leaves, expert_kernels, leaves_from_dense
-from moe_jax.experts.platforms import Platform
 from moe_jax.experts.strategy import _choose, strategy_costs
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.decision import Routing
 from moe_jax.models import MoEConfig
-from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close, normal, randomised
-from tests.tiers import one_in
+from tests.support.numerics import assert_close, normal, randomised
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_exchange
-from moe_jax.experts.exchange import AXIS, Buffer, make_plan, rounds_needed
-from moe_jax.experts.exchange_choice import Exchange
+from moe_jax.experts.parallel.exchange import AXIS, Buffer, make_plan, rounds_needed
+from moe_jax.experts.parallel.exchange_choice import Exchange
 from moe_jax.functional.ffn import ffn
-from moe_jax.functional.routing import NO_EXPERT, Routing
-from moe_jax.sharding import make_mesh, state_shardings
-from tests.numerics import assert_close, randomised
-from tests.tiers import one_in
+from moe_jax.functional.routing.decision import NO_EXPERT, Routing
+from tests.support.numerics import assert_close, randomised
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

@@ -10,12 +10,12 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_exchange
-from moe_jax.functional.routing import Routing
-from moe_jax.sharding import make_mesh, state_shardings
-from moe_jax.train.hlo import Collectives, collectives, transfers
-from tests.tiers import long
-from tests.uncached import uncached
+from moe_jax.functional.routing.decision import Routing
+from moe_jax.planning.hlo import Collectives, collectives, transfers
+from tests.support.tiers import long
+from tests.support.uncached import uncached
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
@@ -26,9 +26,7 @@ D_MODEL, HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 512, 16, 2, 512  # tokens of ever
 
 class Layer(nnx.Module):
     def __init__(self, config):
-        self.experts = make_bank(
-            config, FFNConfig(dim=HIDDEN), EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.bfloat16
-        )
+        self.experts = make_bank(config, FFNConfig(dim=HIDDEN), EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
 
 
 def program(config, topology, axes, exchange="auto", tokens=TOKENS):

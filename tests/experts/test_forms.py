@@ -14,8 +14,9 @@ import pytest
 from flax import nnx
 
 from moe_jax.commands.upcycle import UpcycleFlags
-from moe_jax.draws import stream
-from moe_jax.errors import InputError
+from moe_jax.core.draws import stream
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import leaf_spec, path_name
 from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig, BaseCodes, FFNConfig, Mixed, make_bank
 from moe_jax.experts.forms import (
     Full,
@@ -31,9 +32,8 @@ from moe_jax.experts.forms.by_name import delta_options, form_of_option, registe
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
-from moe_jax.sharding import leaf_spec, path_name
 from tests.conftest import ROOT
-from tests.tiers import one_in
+from tests.support.tiers import one_in
 
 EXPERTS, D_MODEL = 3, 16
 FFNS = {"gated": FFNConfig(dim=24), "plain": FFNConfig(dim=24, gated=False, bias=True)}

@@ -9,18 +9,18 @@ import pytest
 import scipy.stats
 from flax import nnx
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import make_bank, set_strategy
 from moe_jax.experts.linear import Linear, ffn_linears
 from moe_jax.functional.dropout import dropout
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.routing import Routing
+from moe_jax.functional.routing.decision import Routing
 from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
 from moe_jax.nn import Head
-from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close, made_at_once, normal, randomised
-from tests.tiers import long, one_in
-from tests.train.models import config_of
+from tests.support.numerics import assert_close, made_at_once, normal, randomised
+from tests.support.tiers import long, one_in
+from tests.training.models import config_of
 
 D_MODEL, EXPERTS, TOKENS, TOP_K = 16, 4, 16, 2
 LORA = LoRAConfig(rank=3, targets=("gate", "up", "down"), scale=0.5)

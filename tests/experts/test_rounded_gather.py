@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.experts import rounded_gather
-from moe_jax.experts.rounded_gather import gathered, scattered_sum
-from moe_jax.sharding import make_mesh
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.experts.parallel import rounded_gather
+from moe_jax.experts.parallel.rounded_gather import gathered, scattered_sum
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((3, 16, 5), 1), ((8, 4), 0), ((2, 3, 24), 2)])

@@ -15,22 +15,22 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from moe_jax import cli
-from moe_jax.errors import InputError
+from moe_jax.api.open_source import open_source
+from moe_jax.commands.line import cli
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import leaf_spec, make_mesh
 from moe_jax.experts import BankConfig, make_bank
 from moe_jax.experts.forms import KernelForm
 from moe_jax.experts.forms.by_name import register, unregister
 from moe_jax.functional.ffn import ffn
-from moe_jax.functional.routing import Routing
-from moe_jax.loading import load_model
-from moe_jax.model_dir import ModelDirectory
+from moe_jax.functional.routing.decision import Routing
+from moe_jax.model_io.loading import load_model
+from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import FFNConfig, LoRAConfig, MoEConfig, config_from_json, config_to_json
-from moe_jax.open_source import open_source
-from moe_jax.sharding import leaf_spec, make_mesh
-from tests.numerics import assert_close
-from tests.tiers import long
-from tests.train.conftest import byte_tokenizer
-from tests.upcycle.conftest import dense_config, random_leaves, write_model
+from tests.support.numerics import assert_close
+from tests.support.tiers import long
+from tests.training.conftest import byte_tokenizer
+from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 EXPERTS, STEPS = 4, 3
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import transformers
 
-from moe_jax.convert import HuggingFaceDirectory
-from moe_jax.functional.losses import next_token_loss
-from moe_jax.loading import leaf_specs, load_model
+from moe_jax.conversion import HuggingFaceDirectory
+from moe_jax.functional.heads.losses import next_token_loss
+from moe_jax.model_io.loading import leaf_specs, load_model
 from tests.families.cases import SMALL
 
 

@@ -11,13 +11,13 @@ from rich.console import Console
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from moe_jax.convert import HuggingFaceDirectory, convert, export  # noqa: E402
-from moe_jax.convert.hf_config import class_names, read_hf_config, write_hf_config  # noqa: E402
-from moe_jax.errors import InputError  # noqa: E402
-from moe_jax.loading import load_model  # noqa: E402
-from moe_jax.model_dir import ModelDirectory  # noqa: E402
-from moe_jax.train.classification import ClassScorer  # noqa: E402
-from tests.tiers import one_in  # noqa: E402
+from moe_jax.conversion import HuggingFaceDirectory, convert, export  # noqa: E402
+from moe_jax.conversion.hf.hf_config import class_names, read_hf_config, write_hf_config  # noqa: E402
+from moe_jax.core.errors import InputError  # noqa: E402
+from moe_jax.evaluation.classification import ClassScorer  # noqa: E402
+from moe_jax.model_io.loading import load_model  # noqa: E402
+from moe_jax.model_io.model_dir import ModelDirectory  # noqa: E402
+from tests.support.tiers import one_in  # noqa: E402
 
 EOS, PAD = 1, 0
 LLAMA = dict(

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.convert import HuggingFaceDirectory, read_hf_config
-from moe_jax.generation import generate
-from moe_jax.loading import load_model
-from moe_jax.plan import make_plan
-from tests.convert.conftest import BASE, expected_tensors, write_checkpoint
+from moe_jax.conversion import HuggingFaceDirectory, read_hf_config
+from moe_jax.generation.prompt_batches import generate
+from moe_jax.model_io.loading import load_model
+from moe_jax.planning.model_costs import make_plan
+from tests.conversion.conftest import BASE, expected_tensors, write_checkpoint
 from tests.families.reference import mean_loss
-from tests.tiers import EVERY, one_in
+from tests.support.tiers import EVERY, one_in
 
 TOKENS = np.random.default_rng(0).integers(0, BASE["vocab_size"], (2, 40))
 SMALL = BASE | {

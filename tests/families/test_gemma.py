@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.convert import read_hf_config, write_hf_config
-from moe_jax.errors import InputError
+from moe_jax.conversion import read_hf_config, write_hf_config
+from moe_jax.core.errors import InputError
 from moe_jax.models import RopeConfig
 from moe_jax.nn.embed import Embed
 from moe_jax.nn.layers import Norm
-from tests.convert.conftest import CONFIGS
+from tests.conversion.conftest import CONFIGS
 
 # As the hub has it: Transformers 4.50, without the types of layers.
 GEMMA_3_1B = {

@@ -8,12 +8,12 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from moe_jax.generation import generate, stream  # noqa: E402
-from moe_jax.loading import load_model  # noqa: E402
-from moe_jax.train.pair_evaluation import PairEvaluator  # noqa: E402
-from moe_jax.train.tokenizer import Pair  # noqa: E402
+from moe_jax.data.tokens.tokenizer import Pair  # noqa: E402
+from moe_jax.evaluation.pair_loss import PairEvaluator  # noqa: E402
+from moe_jax.generation.prompt_batches import generate, stream  # noqa: E402
+from moe_jax.model_io.loading import load_model  # noqa: E402
 from tests.families.test_encoder_decoder import NEW_TOKENS, random_model  # noqa: E402
-from tests.tiers import long, one_in  # noqa: E402
+from tests.support.tiers import long, one_in  # noqa: E402
 
 random = np.random.default_rng(1)
 LENGTHS = ((40, 17), (9, 14), (33, 1), (3, 5))

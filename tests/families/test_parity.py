@@ -9,11 +9,11 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from moe_jax.generation import generate  # noqa: E402
-from moe_jax.loading import load_model, model_leaves  # noqa: E402
+from moe_jax.generation.prompt_batches import generate  # noqa: E402
+from moe_jax.model_io.loading import load_model, model_leaves  # noqa: E402
 from tests.families.cases import CASES, SMALL, first_of_each  # noqa: E402
 from tests.families.reference import first_difference, gradients, mean_loss, random_model, saved  # noqa: E402
-from tests.tiers import one_in  # noqa: E402
+from tests.support.tiers import one_in  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 40))
 NEW_TOKENS = 64

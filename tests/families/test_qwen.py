@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.convert import HuggingFaceDirectory, read_hf_config, write_hf_config
-from moe_jax.errors import InputError
-from moe_jax.functional.losses import next_token_loss
-from moe_jax.generation import generate
-from moe_jax.loading import load_model, model_leaves
-from tests.convert.conftest import CONFIGS, expected_tensors, write_checkpoint
+from moe_jax.conversion import HuggingFaceDirectory, read_hf_config, write_hf_config
+from moe_jax.core.errors import InputError
+from moe_jax.functional.heads.losses import next_token_loss
+from moe_jax.generation.prompt_batches import generate
+from moe_jax.model_io.loading import load_model, model_leaves
+from tests.conversion.conftest import CONFIGS, expected_tensors, write_checkpoint
 from tests.families import plain_qwen
-from tests.numerics import logits_of
-from tests.tiers import EVERY
+from tests.support.numerics import logits_of
+from tests.support.tiers import EVERY
 
 LENGTH, NEW_TOKENS = 40, 64
 SMALL = {**CONFIGS["qwen"], "seq_length": 80}

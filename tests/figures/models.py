@@ -6,12 +6,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.functional.packing import dequantize
-from moe_jax.loading import leaf_specs
-from moe_jax.model_dir import ModelDirectory, ModelDirectoryWriter
+from moe_jax.functional.products.packing import dequantize
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
-from tests.train.conftest import byte_tokenizer
-from tests.train.models import ATTENTION, config_of
+from tests.training.conftest import byte_tokenizer
+from tests.training.models import ATTENTION, config_of
 
 BANKS = {
     "full": BankConfig(),

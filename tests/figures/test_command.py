@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from moe_jax import cli
+from moe_jax.commands.line import cli
 from moe_jax.figures import measure_similarity
 from tests.figures.models import BANKS, EXPERTS, moe_config, write_model
 

@@ -8,7 +8,7 @@ import pytest
 
 from moe_jax.figures.plots import plot_between, plot_load, plot_to_base, scale_of
 from moe_jax.figures.similarity import MEAN, SHARED, LayerSimilarity
-from tests.tiers import one_in
+from tests.support.tiers import one_in
 
 
 def layer_of(index: int, experts: int, *, base: str = MEAN, noise: float = 0.1) -> LayerSimilarity:

@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from moe_jax.figures import measure_similarity, similarity
 from tests.figures.models import BANKS, EXPERTS, experts_of, moe_config, write_model
 

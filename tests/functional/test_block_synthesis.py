@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from moe_jax.experts.forms import LowRank, Quantized
 from moe_jax.experts.forms.positions import to_csr
 from moe_jax.experts.forms.protocol import FormTiles
-from moe_jax.functional import block_synthesis
-from moe_jax.functional.block_synthesis import block_gradients, block_product, experts_per_block
-from moe_jax.functional.packing import codes_shape, scales_shape
-from moe_jax.functional.sparse_product import EntryTiles
+from moe_jax.functional.products import block_synthesis
+from moe_jax.functional.products.block_synthesis import block_gradients, block_product, experts_per_block
+from moe_jax.functional.products.packing import codes_shape, scales_shape
+from moe_jax.functional.products.sparse_product import EntryTiles
 from moe_jax.kernels.gpu.grouped import TritonProducts
-from tests.numerics import assert_close
-from tests.tiers import long, one_in
+from tests.support.numerics import assert_close
+from tests.support.tiers import long, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

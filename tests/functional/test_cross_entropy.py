@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.functional.cross_entropy import token_cross_entropies, weighted_cross_entropy
-from moe_jax.functional.head_chunks import HeadOptions, LossAxes, chunk_size, finish_logits
-from moe_jax.functional.losses import token_losses
-from moe_jax.sharding import make_mesh
-from tests.jaxprs import equations
-from tests.numerics import normal
-from tests.tiers import one_in
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.functional.heads.cross_entropy import token_cross_entropies, weighted_cross_entropy
+from moe_jax.functional.heads.head_chunks import HeadOptions, LossAxes, chunk_size, finish_logits
+from moe_jax.functional.heads.losses import token_losses
+from tests.support.jaxprs import equations
+from tests.support.numerics import normal
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.dispatch import (
+from moe_jax.functional.routing.dispatch import (
     _all_at_once,
     _in_parts,
     combine,

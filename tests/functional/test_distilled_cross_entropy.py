@@ -9,14 +9,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.functional.cross_entropy import weighted_cross_entropy
-from moe_jax.functional.distilled_cross_entropy import Distillation, TeacherArrays, distilled_cross_entropy
-from moe_jax.functional.head_chunks import HeadOptions, LossAxes
-from moe_jax.sharding import make_mesh
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.functional.heads.cross_entropy import weighted_cross_entropy
+from moe_jax.functional.heads.distilled_cross_entropy import Distillation, TeacherArrays, distilled_cross_entropy
+from moe_jax.functional.heads.head_chunks import HeadOptions, LossAxes
 from tests.functional.test_cross_entropy import assert_alike, operands
-from tests.jaxprs import equations
-from tests.numerics import normal
-from tests.tiers import one_in
+from tests.support.jaxprs import equations
+from tests.support.numerics import normal
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional import gates
-from moe_jax.functional.gates import GATES, Gate, Selection, choose, register_gate
-from moe_jax.functional.routing import route
+from moe_jax.functional.routing import gates
+from moe_jax.functional.routing.decision import route
+from moe_jax.functional.routing.gates import GATES, Gate, Selection, choose, register_gate
 from moe_jax.models import FFNConfig, MoEConfig
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")

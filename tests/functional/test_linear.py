@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.functional import linear
-from moe_jax.functional.linear import Product, product_of_float32, sum_of_products
-from tests.numerics import assert_close, normal
+from moe_jax.functional.products import linear
+from moe_jax.functional.products.linear import Product, product_of_float32, sum_of_products
+from tests.support.numerics import assert_close, normal
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.dispatch import sort_by_expert
-from moe_jax.functional.routing import NO_EXPERT, route
+from moe_jax.functional.routing.decision import NO_EXPERT, route
+from moe_jax.functional.routing.dispatch import sort_by_expert
 
 # What is said of losses here is said of them all; the others are in `test_gates`.
 SOFTMAX_GATES = ("softmax_topk", "topk_softmax", "top1", "coder")

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.routing import NO_EXPERT, Routing, route
-from moe_jax.functional.universal import GATE_BESIDE, add_choice, add_noise, coder_logits, universal_weight
+from moe_jax.functional.routing.decision import NO_EXPERT, Routing, route
+from moe_jax.functional.routing.universal import (
+    GATE_BESIDE,
+    add_choice,
+    add_noise,
+    coder_logits,
+    universal_weight,
+)
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

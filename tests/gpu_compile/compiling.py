@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.train import gpu_topology
-from tests.uncached import uncached
+from moe_jax.planning import gpu_topology
+from tests.support.uncached import uncached
 
 needs_xla_gpu = pytest.mark.skipif(
     not gpu_topology.has_plugin(), reason="JAX's CUDA plugin, which holds XLA:GPU, is not installed"

@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.experts.mesh import BATCH_AXES, attention_placement
-from moe_jax.functional.attention import Visibility, attention
-from moe_jax.sharding import make_mesh
-from moe_jax.train import gpu_topology
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.experts.layout.mesh import BATCH_AXES, attention_placement
+from moe_jax.functional.attention.grouped_query import Visibility, attention
+from moe_jax.planning import gpu_topology
 from tests.gpu_compile.compiling import Program, needs_xla_gpu
-from tests.uncached import uncached
+from tests.support.uncached import uncached
 
 pytestmark = needs_xla_gpu
 

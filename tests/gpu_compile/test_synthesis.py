@@ -9,8 +9,8 @@ from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.matrix import Matrix
 from moe_jax.experts.forms.nf4 import NF4
 from moe_jax.experts.forms.protocol import FormTiles
-from moe_jax.functional.sparse_product import grouped_sparse_matmul
-from moe_jax.functional.synthesis import synthesised_matmul
+from moe_jax.functional.products.sparse_product import grouped_sparse_matmul
+from moe_jax.functional.products.synthesis import synthesised_matmul
 from tests.gpu_compile.compiling import MIB, compiled, needs_xla_gpu, shape
 
 pytestmark = needs_xla_gpu
@@ -78,9 +78,7 @@ def test_entries_of_sparse_deltas_are_multiplied_a_block_of_kernels_at_a_time(en
         return y, pull(dout)
 
     rows = 8192
-    found = compiled(
-        run, shape(rows, SHAPE[0]), values, leaves, shape(EXPERTS, dtype="int32"), shape(rows, SHAPE[1])
-    )
+    found = compiled(run, shape(rows, SHAPE[0]), values, leaves, shape(EXPERTS, dtype="int32"), shape(rows, SHAPE[1]))
     assert not found.dynamic_loops
     assert {*found.kernels} == {"pallas_triton"}
     assert (EXPERTS, *SHAPE) not in {dims for _, dims in found.arrays()}

@@ -9,7 +9,7 @@ import pytest
 os.environ["TQDM_DISABLE"] = "1"
 pytest.importorskip("lm_eval")
 
-from tests.train.conftest import BOS, EOS, byte_tokenizer  # noqa: E402
+from tests.training.conftest import BOS, EOS, byte_tokenizer  # noqa: E402
 
 QUESTIONS = [
     {"q": "what is it?", "a": ["a cat", "the dog of a man", "x"], "gold": 1},

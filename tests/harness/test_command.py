@@ -6,7 +6,7 @@ import sqlite3
 
 import pytest
 
-from moe_jax import cli
+from moe_jax.commands.line import cli
 from tests.harness.conftest import CHOICE, QUESTIONS, WRITTEN, write_task
 
 

@@ -5,10 +5,10 @@ import sqlite3
 
 import pytest
 
-from moe_jax import cli
+from moe_jax.commands.line import cli
 from tests.harness.conftest import WRITTEN, write_task
-from tests.jobs import job, run
-from tests.tiers import long
+from tests.support.jobs import job, run
+from tests.support.tiers import long
 
 NAMES = "choice,said,rolling,written"
 
@@ -16,7 +16,7 @@ NAMES = "choice,said,rolling,written"
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from moe_jax import cli
+from moe_jax.commands.line import cli
 from moe_jax.harness import language_model, likelihood
 
 notes = Path("asked" + os.environ["MOE_JAX_DISTRIBUTED"][-1])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from moe_jax.harness.task_data import read_examples
 from moe_jax.harness.task_files import SHIPPED, read_task_folder, sandboxed_templates
 from moe_jax.harness.task_run import known_tasks, load_tasks

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 from moe_jax.kernels.deferred import deferred
-from tests.jaxprs import equations
+from tests.support.jaxprs import equations
 
 
 def scaled_product(a, b, *, scale):

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.matrix import BASE, Matrix
 from moe_jax.experts.forms.nf4 import NF4
-from moe_jax.functional.grouped import grouped_matmul
-from moe_jax.train.compile_only import prepare_environment
-from tests.tiers import long, one_in
-from tests.uncached import uncached
+from moe_jax.functional.products.grouped import grouped_matmul
+from moe_jax.planning.compile_only import prepare_environment
+from tests.support.tiers import long, one_in
+from tests.support.uncached import uncached
 
 EXPERTS, SHAPE, ROWS = 4, (256, 384), 512
 FORMS = {

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from moe_jax.models import (
     AttentionConfig,
     BankConfig,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import moe_jax
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig, config_from_json, config_to_json
 from tests.models.test_config import ATTENTION, CONFIG, FFN, MOE, SHARED
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax.loading import disk_paths
+from moe_jax.distributed.sharding import path_name
+from moe_jax.model_io.loading import disk_paths
 from moe_jax.models import AttentionConfig
-from moe_jax.sharding import path_name
 
 
 def norm(leaves, at, x, eps):

@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts.adapters import Adapters
-from moe_jax.experts.mesh import BATCH_AXES
+from moe_jax.experts.layout.mesh import BATCH_AXES
 from moe_jax.functional.adapters import WAYS, routed_adapters
 from moe_jax.functional.dropout import dropout
-from moe_jax.functional.ffn import ACTIVATION_FUNCTIONS
-from moe_jax.functional.routing import Routing, route
+from moe_jax.functional.routing.decision import Routing, route
+from moe_jax.kernels.activations import ACTIVATION_FUNCTIONS
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig
 from moe_jax.nn.layers import FFN
 from moe_jax.nn.moe import MoE
-from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close, gradients_and_output, made_at_once, normal, randomised
-from tests.tiers import one_in
+from tests.support.numerics import assert_close, gradients_and_output, made_at_once, normal, randomised
+from tests.support.tiers import one_in
 
 D_MODEL = 12
 EXPERT = FFNConfig(dim=10, bias=True)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.errors import InputError
-from moe_jax.loading import abstract_model, disk_paths, model_leaves
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import make_mesh, path_name, state_shardings
+from moe_jax.model_io.loading import abstract_model, disk_paths, model_leaves
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.nn import Decoder, auxiliary_loss, load_per_layer
-from moe_jax.sharding import make_mesh, path_name, state_shardings
-from tests.numerics import initialised
-from tests.tiers import long
+from tests.support.numerics import initialised
+from tests.support.tiers import long
 
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
 FFN = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=32))

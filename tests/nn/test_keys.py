@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from moe_jax.distributed.sharding import path_name
 from moe_jax.functional.keys import fold_in
-from moe_jax.loading import disk_paths, model_leaves
+from moe_jax.model_io.loading import disk_paths, model_leaves
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from moe_jax.nn.router_stats import stats_per_layer
-from moe_jax.sharding import path_name
-from tests.numerics import initialised
-from tests.tiers import long, one_in
+from tests.support.numerics import initialised
+from tests.support.tiers import long, one_in
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
 FFN = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=16))

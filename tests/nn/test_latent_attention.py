@@ -10,17 +10,17 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.experts import FFNConfig, LoRAConfig
-from moe_jax.loading import leaf_specs
+from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import AttentionConfig, LatentConfig, LayerConfig, ModelConfig, config_from_json, config_to_json
 from moe_jax.nn import Decoder, init_cache
 from moe_jax.nn.latent_attention import LatentAttention, LatentCache
 from moe_jax.peft.options import AdaptOptions, adapted_config
-from moe_jax.sharding import make_mesh, state_shardings
-from moe_jax.train.flops import active_matmul_params
-from tests.numerics import made_at_once
-from tests.tiers import long, one_in
+from moe_jax.training.flops import active_matmul_params
+from tests.support.numerics import made_at_once
+from tests.support.tiers import long, one_in
 
 LATENT = LatentConfig(kv_rank=16, rope_dim=4, value_dim=8, q_rank=12)
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=12, latent=LATENT, biases=("q_down", "kv_down", "o"))

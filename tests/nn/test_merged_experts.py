@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.functional.ffn import ffn
-from moe_jax.loading import leaf_specs
+from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig, segments_of
 from moe_jax.nn.moe import MoE
-from moe_jax.plan import make_plan
-from moe_jax.sharding import make_mesh, state_shardings
-from moe_jax.train.flops import active_matmul_params
-from tests.numerics import normal, randomised
-from tests.train.models import config_of
+from moe_jax.planning.model_costs import make_plan
+from moe_jax.training.flops import active_matmul_params
+from tests.support.numerics import normal, randomised
+from tests.training.models import config_of
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

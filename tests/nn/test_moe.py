@@ -11,12 +11,12 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.functional.ffn import ffn
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig, SelectionConfig
 from moe_jax.nn.moe import MoE
-from moe_jax.sharding import leaf_spec, make_mesh, path_name
-from tests.numerics import assert_close, gradients_and_output, normal, randomised
-from tests.tiers import one_in
+from tests.support.numerics import assert_close, gradients_and_output, normal, randomised
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

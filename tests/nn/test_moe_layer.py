@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax.experts.config import AdapterConfig
+from moe_jax.experts.layout.config import AdapterConfig
 from moe_jax.models import FFNConfig, MoEConfig
 from moe_jax.models.config import PerftConfig
 from moe_jax.nn.moe import MoE
-from tests.numerics import initialised, normal
+from tests.support.numerics import initialised, normal
 
 apply = nnx.jit(lambda moe, x: moe(x))
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.errors import InputError
-from moe_jax.loading import load_model
-from moe_jax.model_dir import ModelDirectory
+from moe_jax.core.errors import InputError
+from moe_jax.model_io.loading import load_model
+from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig, SelectionConfig
 from moe_jax.nn import Decoder, Embed, Head, Stack, init_cache
-from moe_jax.plan import make_plan, trained_leaves
+from moe_jax.planning.model_costs import make_plan, trained_leaves
 from tests.nn import plain_transformer as plain
-from tests.upcycle.conftest import random_leaves, write_model
+from tests.upcycling.conftest import random_leaves, write_model
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from moe_jax.distributed.sharding import make_mesh
 from moe_jax.experts import set_strategy
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
-from moe_jax.sharding import make_mesh
-from tests.jaxprs import equations
-from tests.numerics import assert_close
-from tests.tiers import long, one_in
+from tests.support.jaxprs import equations
+from tests.support.numerics import assert_close
+from tests.support.tiers import long, one_in
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
 FFN = FFNConfig(dim=16)

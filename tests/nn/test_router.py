@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
-from moe_jax.functional.gates import GATES
+from moe_jax.functional.routing.gates import GATES
 from moe_jax.models import MoEConfig
 from moe_jax.models.config import PerftConfig
 from moe_jax.nn.moe import MoE
-from moe_jax.sharding import path_name
-from tests.jaxprs import equations
-from tests.tiers import one_in
+from tests.support.jaxprs import equations
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

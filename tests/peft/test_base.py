@@ -4,16 +4,16 @@ import math
 import numpy as np
 import pytest
 
-from moe_jax.errors import InputError
-from moe_jax.functional.nf4 import quantize_nf4
-from moe_jax.loading import leaf_specs
-from moe_jax.model_dir import ModelDirectory
-from moe_jax.peft import over_base
-from moe_jax.peft.base import base_config, base_leaf, is_tuned, kernel_of, own_leaves
+from moe_jax.core.errors import InputError
+from moe_jax.functional.products.nf4 import quantize_nf4
+from moe_jax.model_io import over_base
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.model_io.over_base import LeavesOverBase
+from moe_jax.model_io.tuned_base import base_config, base_leaf, is_tuned, kernel_of, own_leaves
 from moe_jax.peft.initial import initial_leaves
-from moe_jax.peft.over_base import LeavesOverBase
 from tests.peft.tuned_models import lora, model, moe, tuned_and_base
-from tests.upcycle.conftest import random_leaves, write_model
+from tests.upcycling.conftest import random_leaves, write_model
 
 CASES = tuned_and_base()
 

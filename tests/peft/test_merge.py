@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax import cli
-from moe_jax.adapter_dir import AdapterDirectoryWriter
-from moe_jax.experts.config import AdapterConfig, FFNConfig, LoRAConfig
-from moe_jax.lineage import new_lineage_entry
-from moe_jax.loading import leaf_specs, load_model
-from moe_jax.model_dir import ModelDirectory
+from moe_jax.api.open_source import open_source
+from moe_jax.commands.line import cli
+from moe_jax.experts.layout.config import AdapterConfig, FFNConfig, LoRAConfig
+from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
+from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.model_io.loading import leaf_specs, load_model
+from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import AttentionConfig, BankConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.config import PerftConfig
-from moe_jax.open_source import open_source
-from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.merge import merge
-from tests.upcycle.conftest import DTYPES, random_leaves, write_model
+from tests.upcycling.conftest import DTYPES, random_leaves, write_model
 
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4]])
 LORA = LoRAConfig(rank=3, targets=("gate", "up", "down"), scale=0.7)

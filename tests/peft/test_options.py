@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
+from moe_jax.model_io.tuned_base import base_config
 from moe_jax.models import BankConfig
-from moe_jax.peft.base import base_config
 from moe_jax.peft.options import AdaptOptions, adapted_config
 from tests.peft.models import BARE, FFN, FULL, SHARED, model_of
 

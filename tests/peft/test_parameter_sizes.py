@@ -8,17 +8,17 @@ import math
 import pytest
 import rich.console
 
-from moe_jax import cli
-from moe_jax.experts.config import AdapterConfig
-from moe_jax.loading import leaf_specs
+from moe_jax.commands.line import cli
+from moe_jax.experts.layout.config import AdapterConfig
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import BankConfig, config_to_json
-from moe_jax.peft.base import base_config, own_leaves
 from moe_jax.peft.options import AdaptOptions, adapted_config
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
 from moe_jax.peft.trained_table import print_trained, trained_groups
-from moe_jax.plan import dense_config, make_plan, trained_leaves, training_memory, tuned_parameters
-from moe_jax.train.flops import active_matmul_params
-from moe_jax.upcycle import PESC, Rest, upcycled_config
+from moe_jax.planning.model_costs import dense_config, make_plan, trained_leaves, training_memory, tuned_parameters
+from moe_jax.training.flops import active_matmul_params
+from moe_jax.upcycling import PESC, Rest, upcycled_config
 from tests.peft.models import FFN, FULL, SHARED, model_of
 
 OLMOE = "derived/allenai__OLMoE-1B-7B-0924"

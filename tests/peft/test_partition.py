@@ -6,11 +6,11 @@ import jax
 import pytest
 from flax import nnx
 
-from moe_jax.errors import InputError
-from moe_jax.loading import abstract_model
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import path_name
+from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.sharding import path_name
 
 LOW_RANK = BankConfig(kind="low-rank", rank=2)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.browser import Browser, find_browser, started_browser
+from tests.support.browser import Browser, find_browser, started_browser
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.compress import LayerReport, Report, Sweep
-from moe_jax.compress.job.report import Point
+from moe_jax.compression import LayerReport, Report, Sweep
+from moe_jax.compression.job.report import Point
 from moe_jax.figures import measure_similarity, write_figures
-from moe_jax.lineage import new_lineage_entry
-from moe_jax.model_dir import ModelDirectory
+from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.model_io.model_dir import ModelDirectory
 from tests.figures.models import BANKS, EXPERTS, moe_config, write_model
-from tests.test_adapter_dir import write_adapter, write_base
+from tests.model_io.test_adapter_dir import write_adapter, write_base
 
 EVIL = "</style><script>nothing.there()</script><img src='http://localhost:9/x.png'>"
 STEPS = 30

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.demo.page import Answers, Row, write_page
-from tests.browser import Browser
+from tests.support.browser import Browser
 
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax import cli
-from moe_jax.model_dir import ModelDirectory
+from moe_jax.commands.line import cli
+from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.report.comparison import side_by_side_table
 from moe_jax.report.subjects import named, open_subject, with_evaluations
-from tests.browser import Browser
 from tests.report.subjects_on_disk import EVIL, STEPS, write_run, write_subjects
 from tests.report.test_markup import Reader, read
+from tests.support.browser import Browser
 
 _PICTURE = "data:image/svg+xml;base64,"
 # Of the model: two of similarity. Of the run: loss, rate, gradient, speed, router; use over time and at the end.

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 import moe_jax
-from tests.train.conftest import BOS, EOS, byte_tokenizer
-from tests.upcycle.conftest import dense_config, random_leaves, write_model
+from tests.training.conftest import BOS, EOS, byte_tokenizer
+from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"

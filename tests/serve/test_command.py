@@ -6,16 +6,26 @@ import sys
 
 import pytest
 
-from moe_jax import cli
+from moe_jax.commands.line import cli
 from tests.conftest import ROOT
-from tests.upcycle.conftest import dense_config, random_leaves, write_model
+from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 
 def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
-    arguments = [sys.executable, "-m", "moe_jax.cli", "serve", str(served_dir), "--port", "0", "--name", "mine"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "moe_jax.commands.line.cli",
+        "serve",
+        str(served_dir),
+        "--port",
+        "0",
+        "--name",
+        "mine",
+    ]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as run:
         try:
             line = run.stdout.readline()

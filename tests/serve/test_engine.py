@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig
-from moe_jax.generation import generate
+from moe_jax.generation.engine import Closed, Engine, Job
+from moe_jax.generation.prompt_batches import generate
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
-from moe_jax.serve.engine import Closed, Engine, Job
-from tests.tiers import long
+from tests.support.tiers import long
 
 
 def make_model() -> Decoder:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import moe_jax
-from moe_jax.serve import rows
-from moe_jax.serve.engine import Engine
+from moe_jax.generation import rows
+from moe_jax.generation.engine import Engine
 from moe_jax.serve.requests import read_chat
 from tests.serve.conftest import CONTEXT, serving
-from tests.train.conftest import BOS
+from tests.training.conftest import BOS
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")

@@ -21,9 +21,9 @@ from evidence.studies.models import model_of
 from evidence.studies.probes import Probes, probed
 from evidence.studies.scales import SCALES
 from evidence.studies.training_job import SELECTION, TEST
-from moe_jax.compress import Calibration, compress, make_method
-from moe_jax.loading import load_model
-from moe_jax.model_dir import ModelDirectory
+from moe_jax.compression import Calibration, compress, make_method
+from moe_jax.model_io.loading import load_model
+from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn import Decoder
 
 _ROWS = 8

@@ -18,7 +18,7 @@ class Entry:
     Attributes:
       family: of methods, one line of the picture.
       name: of the point.
-      method: a key of `moe_jax.compress.METHODS`.
+      method: a key of `moe_jax.compression.METHODS`.
       options: of the method.
       calibrated: whether it is given a text; then it is done for every draw of that.
       gradients: whether tokens of that text count by the gradients of its loss.
@@ -200,6 +200,10 @@ ENTRIES: tuple[Entry, ...] = (
     *_kept("M-SMoE", "msmoe", 0.5, 0.25, calibrated=True),
     *_factored(SHARED_FACTORS, (4, 0.01), (4, 0.04), (4, 0.1), (8, 0.01)),
     # What is there already is not done twice.
-    *(entry for steps in ABLATIONS.values() for _, entry in steps
-      if entry.family not in (SHARED_RTN, SHARED_GPTQ, SHARED_FACTORS)),
+    *(
+        entry
+        for steps in ABLATIONS.values()
+        for _, entry in steps
+        if entry.family not in (SHARED_RTN, SHARED_GPTQ, SHARED_FACTORS)
+    ),
 )

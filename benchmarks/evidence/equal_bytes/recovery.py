@@ -15,11 +15,11 @@ from evidence.studies.scales import SCALES
 from evidence.studies.texts import DOMAINS
 from evidence.studies.trainer import Trainer
 from evidence.studies.training_job import DENSE, SELECTION, start_config
-from moe_jax.model_source import ModelSource
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.train.batches import train_on_batches
-from moe_jax.train.recipe import load_recipe
+from moe_jax.training.in_memory_training import train_on_batches
+from moe_jax.training.recipe.schema import load_recipe
 
 RECIPE = Path(__file__).resolve().parents[3] / "train" / "recipes" / "recover_router.toml"
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -38,9 +38,7 @@ class Recovered(NamedTuple):
     tried: dict[str, float]
 
 
-def recovered(
-    place: Place, subject: Subject, small: ModelSource, teacher: ModelSource, *, seed: int
-) -> Recovered:
+def recovered(place: Place, subject: Subject, small: ModelSource, teacher: ModelSource, *, seed: int) -> Recovered:
     """Trains a compressed model with every rate, and keeps the one that is best on the selection text.
 
     Args:

@@ -32,16 +32,16 @@ from evidence.studies.texts import DOMAINS
 from evidence.studies.trainer import Trainer
 from evidence.studies.training_job import DENSE, TEST, kept_path, start_config
 from evidence.studies.variants import NO_DELTAS
-from moe_jax.cast_source import CastSource
-from moe_jax.compress import Calibration, Report, compress, make_method
-from moe_jax.compress.calibration.recorded import LayerCalibration
-from moe_jax.loading import load_model
-from moe_jax.model_dir import ModelDirectory
-from moe_jax.model_source import ModelSource
+from moe_jax.compression import Calibration, Report, compress, make_method
+from moe_jax.compression.calibration.recorded import LayerCalibration
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.model_io.cast_source import CastSource
+from moe_jax.model_io.loading import load_model
+from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.sharding import make_mesh
-from moe_jax.train.expert_load import measure_router_statistics
+from moe_jax.training.expert_load import measure_router_statistics
 
 # Of a report, layer by layer.
 _FIGURES = ("error_per_neuron", "relative_error", "delta_error", "cosine_mean", "objective")
@@ -54,7 +54,7 @@ class Compression:
     Attributes:
       scale: name of one of `SCALES`.
       model: name under which the model is kept.
-      method: a key of `moe_jax.compress.METHODS`, or `NO_DELTAS`: every expert becomes the base.
+      method: a key of `moe_jax.compression.METHODS`, or `NO_DELTAS`: every expert becomes the base.
       options: of the method.
       dense: whether deltas are taken from the dense model; else from the mean of the experts, where they are taken.
       calibrated: whether the method is given the statistics of the routers on the text of the training.

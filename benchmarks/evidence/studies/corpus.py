@@ -11,12 +11,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from evidence.studies.jobs import Place
 from evidence.studies.scales import SMOLLM, STORIES, Scale
 from evidence.studies.texts import DOMAINS, MIXTURES, read_text
-from moe_jax.model_source import ModelSource
+from moe_jax.api.open_source import open_source, read_config
+from moe_jax.data.pipeline import open_data
+from moe_jax.data.sections import DataSection, SourceSection
+from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
-from moe_jax.open_source import open_source, read_config
-from moe_jax.train.data import open_data
-from moe_jax.train.data_sections import DataSection, SourceSection
-from moe_jax.train.tokenizer import Tokenizer, find_tokenizer
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -53,9 +53,7 @@ class Corpus:
             piece_kib=1,
             prefetch=0,
         )
-        data = open_data(
-            section, self._config, self.tokenizer_file, seed=seed, batch_size=len(rows), rows=rows
-        )
+        data = open_data(section, self._config, self.tokenizer_file, seed=seed, batch_size=len(rows), rows=rows)
         return [next(data) for _ in range(steps)]
 
     def sources(self, mixture: str) -> tuple[SourceSection, ...]:

@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Float
 
 from evidence.studies.models import Leaves
-from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.model_source import ModelSource
+from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.model_io.model_source import ModelSource
 
 Kernels = dict[str, Float[np.ndarray, "E i o"]]
 """[in, out] of every expert of a layer, by matrix."""
@@ -54,11 +54,7 @@ def experts_of(model: Leaves) -> dict[int, Kernels]:
 
 def with_experts(model: Leaves, experts: Mapping[int, Kernels]) -> Leaves:
     """The model, of full experts, with others of the same shapes."""
-    own = {
-        _path(layer, name): kernels
-        for layer, by_name in experts.items()
-        for name, kernels in by_name.items()
-    }
+    own = {_path(layer, name): kernels for layer, by_name in experts.items() for name, kernels in by_name.items()}
     for path, kernels in own.items():
         assert kernels.shape == model.leaves[path].shape, (path, kernels.shape, model.leaves[path].shape)
     return Leaves(model.config, model.leaves | own)

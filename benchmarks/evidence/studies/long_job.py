@@ -15,10 +15,10 @@ from evidence.studies.shapes import shape_of
 from evidence.studies.texts import DOMAINS
 from evidence.studies.trainer import Trainer
 from evidence.studies.training_job import DENSE, MODEL, TEST, kept_folder
-from moe_jax.model_dir import ModelDirectory
+from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig
-from moe_jax.train.recipe import Recipe, load_recipe
-from moe_jax.train.run import train
+from moe_jax.training.recipe.schema import Recipe, load_recipe
+from moe_jax.training.run.training_run import train
 
 
 def train_middle(place: Place) -> dict[str, Any]:
@@ -75,4 +75,3 @@ def score(source: ModelDirectory, corpus: Corpus, scale: str, texts: Sequence[st
     trainer = Trainer(source.config, steps=1, warmup_steps=0)
     model, seq_len = model_of(read_leaves(source)), SCALES[scale].seq_len
     return {name: trainer.score(model, ids, seq_len) for name, ids in corpus.scored(TEST, tuple(texts)).items()}
-

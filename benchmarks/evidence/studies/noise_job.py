@@ -10,9 +10,9 @@ from evidence.studies.compression_job import dense_source, kept_model, losses
 from evidence.studies.full_experts import Kernels, all_full_experts, experts_of, with_experts
 from evidence.studies.jobs import Place
 from evidence.studies.models import Leaves, model_of
-from moe_jax.compress import compress, make_method
-from moe_jax.in_memory import InMemory, LeavesInMemory, ModelInMemory
-from moe_jax.model_source import ModelSource
+from moe_jax.compression import compress, make_method
+from moe_jax.model_io.in_memory import InMemory, LeavesInMemory, ModelInMemory
+from moe_jax.model_io.model_source import ModelSource
 
 
 @dataclasses.dataclass(frozen=True)

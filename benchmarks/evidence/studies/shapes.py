@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from moe_jax.experts import AdapterExperts, BankConfig
-from moe_jax.functional.routing import RouterStats, Routing, route
+from moe_jax.functional.routing.decision import RouterStats, Routing, route
 from moe_jax.models import ModelConfig
 from moe_jax.nn.perft import Perft
 from moe_jax.peft.options import AdaptOptions, adapted_config
-from moe_jax.upcycle import PESC, Start, UpcycleOptions, parse_delta, upcycled_config
-from moe_jax.upcycle.rest import Rest, with_rest
-from moe_jax.upcycle.start import PLAIN
+from moe_jax.upcycling import PESC, Start, UpcycleOptions, parse_delta, upcycled_config
+from moe_jax.upcycling.rest import Rest, with_rest
+from moe_jax.upcycling.start import PLAIN
 
 EXPERTS, TOP_K = 8, 2
 BTX, PROMPTED, DRAWN = "btx", "prompted", "drawn"

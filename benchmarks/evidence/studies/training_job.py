@@ -16,12 +16,12 @@ from evidence.studies.scales import MIDDLE, SCALES, SEEDS, Scale
 from evidence.studies.shapes import BTX, DRAWN, PROMPTED, Shape, shape_of
 from evidence.studies.texts import DOMAINS, MIXTURES
 from evidence.studies.trainer import Trainer
-from moe_jax.loading import abstract_model, model_leaves
-from moe_jax.model_dir import ModelDirectory
+from moe_jax.model_io.loading import abstract_model, model_leaves
+from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig
 from moe_jax.peft import trainable_paths
-from moe_jax.train.program import draw_model
-from moe_jax.upcycle.prompted_router import MOST_TOKENS, Prompt, router_kernels
+from moe_jax.training.program import draw_model
+from moe_jax.upcycling.prompted_router import MOST_TOKENS, Prompt, router_kernels
 
 DENSE = "dense"
 MODEL = "model"

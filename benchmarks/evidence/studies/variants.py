@@ -30,7 +30,7 @@ class Variant:
 
     Attributes:
       family: one of `FAMILIES`.
-      method: a key of `moe_jax.compress.METHODS`, or `NO_DELTAS`.
+      method: a key of `moe_jax.compression.METHODS`, or `NO_DELTAS`.
       options: of the method.
       swept: the option that says how much is kept; empty: there is none.
       values: of that option, the one of the main table first.
@@ -104,6 +104,7 @@ VARIANTS: dict[str, Variant] = {
 }
 # Pairs that differ in the refit alone: the one with it, and the one without.
 REFIT_PAIRS = tuple((name, f"{name}, no refit") for name in VARIANTS if f"{name}, no refit" in VARIANTS)
+
 
 def label(name: str, value: float) -> str:
     """A variant and the value of its swept option: `ResMoE UP, keep 0.25`."""

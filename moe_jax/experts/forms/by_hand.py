@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part
-from moe_jax.experts.mesh import BATCH_AXES, current_mesh, sequence_axis, splits_batch, token_axes
+from moe_jax.experts.layout.mesh import BATCH_AXES, current_mesh, sequence_axis, splits_batch, token_axes
 
 Multiply = Callable[[Array, dict[str, Array], Part | None], Array]
 """`multiply(x, arrays, part)`: x [..., i] -> [..., o]; `part` is what the arrays describe, None: the whole kernel."""

@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.errors import InputError, check_member, nearest, shown
+from moe_jax.core.errors import InputError, check_member, nearest, shown
 from moe_jax.experts.forms.matrix import Split
 from moe_jax.experts.forms.protocol import ExpertForm, KernelForm
 

@@ -11,7 +11,7 @@ class Encoded(NamedTuple):
     """A kernel in codes.
 
     Attributes:
-      leaves: by name, as `functional.packing` describes them: packed codes, their scales, and what else the form has.
+      leaves: by name, as `packing` describes them: packed codes, their scales, and what else the form has.
       approximation: float32, what they stand for.
     """
 

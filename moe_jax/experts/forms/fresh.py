@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.draws import INIT_STD
+from moe_jax.core.draws import INIT_STD
 
 T = TypeVar("T")
 

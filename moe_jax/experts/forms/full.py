@@ -14,11 +14,11 @@ from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
 from moe_jax.experts.forms.protocol import KernelForm, Streams
-from moe_jax.experts.platforms import Platform
-from moe_jax.functional.grouped import grouped_matmul
-from moe_jax.functional.linear import Product, linear, sum_of_products
-from moe_jax.kernels.tpu.fused_tile import FusedTile
-from moe_jax.kernels.tpu.stored_tile import StoredTile
+from moe_jax.experts.layout.platforms import Platform
+from moe_jax.functional.products.grouped import grouped_matmul
+from moe_jax.functional.products.linear import Product, linear, sum_of_products
+from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles.stored_tile import StoredTile
 
 
 @register("full")

@@ -10,14 +10,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from moe_jax.experts.config import FFNConfig
+from moe_jax.core.finite import cast
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.encoded import JointCoder
 from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.low_rank import LowRank
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm, Streams
-from moe_jax.finite import cast
+from moe_jax.experts.layout.config import FFNConfig
 
 NEURONS = "neurons/factor"
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from moe_jax.draws import INIT_STD
+from moe_jax.core.draws import INIT_STD
 from moe_jax.experts.forms.by_hand import product_by_hand
 from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.fresh import ShapesOnly
@@ -25,8 +25,8 @@ from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
 from moe_jax.experts.forms.nf4 import NF4, encode_nf4
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.forms.quantized import Quantized
-from moe_jax.experts.platforms import Platform
-from moe_jax.functional.packing import codes_shape
+from moe_jax.experts.layout.platforms import Platform
+from moe_jax.functional.products.packing import codes_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class CodedNF4(Coded):
     """`coded_nf4/codes` and so on, as `NF4` has them. Nothing of it is trained."""
 
     made_of: ClassVar[type[KernelForm]] = NF4
-    # Not that of NF4 kernels: those are what a tuned model makes of the kernels of its base (`peft.base`).
+    # Not that of NF4 kernels: those are what a tuned model makes of the kernels of its base (`model_io.tuned_base`).
     folder: ClassVar[str] = "coded_nf4/"
     inner_folder: ClassVar[str] = "nf4/"
 

@@ -8,7 +8,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.config import LoRAConfig
 from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.full import Full
 from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels, CodedNF4
@@ -16,6 +15,7 @@ from moe_jax.experts.forms.low_rank import LowRank, low_rank_specs
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
 from moe_jax.experts.forms.nf4 import NF4
 from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.layout.config import LoRAConfig
 from moe_jax.functional.adapters import adapter
 from moe_jax.functional.dropout import dropout
 

@@ -10,20 +10,20 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.draws import FACTOR, draw_factor
-from moe_jax.errors import InputError, check_positive
-from moe_jax.experts.config import FFNConfig
+from moe_jax.core.draws import FACTOR, draw_factor
+from moe_jax.core.errors import InputError, check_positive
+from moe_jax.core.finite import cast
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm, Streams
-from moe_jax.experts.platforms import Cost, Platform
-from moe_jax.finite import cast
-from moe_jax.functional.block_synthesis import InTriton
-from moe_jax.functional.grouped import grouped_matmul
-from moe_jax.kernels.tpu.fused_tile import FusedTile
-from moe_jax.kernels.tpu.low_rank_tile import LowRankTile
+from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.layout.platforms import Cost, Platform
+from moe_jax.functional.products.block_synthesis import InTriton
+from moe_jax.functional.products.grouped import grouped_matmul
+from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles.low_rank_tile import LowRankTile
 
 
 @register("low-rank")

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.config import FFNConfig
+from moe_jax.experts.layout.config import FFNConfig
 
 Split = Literal["in", "out"]
 Arrays = Mapping[str, Array]

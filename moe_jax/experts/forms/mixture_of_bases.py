@@ -11,15 +11,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from moe_jax.errors import InputError, check_member, check_positive
-from moe_jax.experts.config import FFNConfig
+from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.full import Full
 from moe_jax.experts.forms.low_rank import LowRank
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, ffn_matrices
 from moe_jax.experts.forms.protocol import KernelForm, Streams
-from moe_jax.experts.platforms import Cost, Platform
+from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.layout.platforms import Cost, Platform
 
 BasisActivation = Literal["silu", "tanh"]
 FUNCTIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "tanh": jnp.tanh}
@@ -136,7 +136,7 @@ class MixtureOfBases(LowRank):
     # ---- how it is encoded ------------------------------------------------------------------------------------------
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
-        """See `KernelForm`. Bases are found for all experts at once (`compress.coding.bases`), and not for one."""
+        """See `KernelForm`. Bases are found for all experts at once (`compression.coding.bases`), and not for one."""
         return KernelForm.encode(self, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Frozen kernels in NF4 (see `functional.nf4`): of a linear map, of a shared base, or of full experts."""
+"""Frozen kernels in NF4 (see `functional.products.nf4`): of a linear map, of a shared base, or of full experts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from moe_jax.experts.forms.by_hand import product_by_hand
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.platforms import Platform
-from moe_jax.functional.block_synthesis import InTriton
-from moe_jax.functional.nf4 import (
+from moe_jax.experts.layout.platforms import Platform
+from moe_jax.functional.products.block_synthesis import InTriton
+from moe_jax.functional.products.nf4 import (
     BLOCK,
     LEVELS,
     SCALE_BLOCK,
@@ -28,8 +28,8 @@ from moe_jax.functional.nf4 import (
     nf4_tile,
     quantize_nf4,
 )
-from moe_jax.kernels.tpu.fused_tile import FusedTile
-from moe_jax.kernels.tpu.nf4_tile import NF4Tile, why_not_nf4
+from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles.nf4_tile import NF4Tile, why_not_nf4
 
 _FOLDER = "nf4/"
 
@@ -100,14 +100,12 @@ class NF4(KernelForm):
 
 
 def nf4_leaves(arrays: Arrays) -> dict[str, Array]:
-    """The arrays by the names that `functional.nf4` uses."""
+    """The arrays by the names that `functional.products.nf4` uses."""
     return {name.removeprefix(_FOLDER): array for name, array in arrays.items() if name.startswith(_FOLDER)}
 
 
-def nf4_linear(
-    x: Float[Array, "... i"], leaves: Leaves, rows: int, split: Split
-) -> Float[Array, "... o"]:
-    """`x W` with W in NF4, in the dtype of `x`; see `functional.nf4.nf4_matmul`.
+def nf4_linear(x: Float[Array, "... i"], leaves: Leaves, rows: int, split: Split) -> Float[Array, "... o"]:
+    """`x W` with W in NF4, in the dtype of `x`; see `functional.products.nf4.nf4_matmul`.
 
     Args:
       x: activations [B, ..., i].

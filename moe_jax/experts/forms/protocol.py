@@ -18,22 +18,22 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.draws import FRESH
-from moe_jax.errors import InputError, check_member
-from moe_jax.experts.config import FFNConfig
+from moe_jax.core.draws import FRESH
+from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts.forms.encoded import Coder, JointCoder
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
-from moe_jax.experts.platforms import Cost, Platform
-from moe_jax.functional.block_synthesis import InTriton
-from moe_jax.functional.linear import Product, linear
-from moe_jax.functional.synthesis import synthesised_matmul
-from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.layout.platforms import Cost, Platform
+from moe_jax.functional.products.block_synthesis import InTriton
+from moe_jax.functional.products.linear import Product, linear
+from moe_jax.functional.products.synthesis import synthesised_matmul
+from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
 
 BASES = ("shared", "none")
 
 Streams = Callable[[int, int], np.random.Generator]
-"""`streams(purpose, expert)` is a NumPy generator of its own; the purposes are constants of `moe_jax.draws`."""
+"""`streams(purpose, expert)` is a NumPy generator of its own; the purposes are constants of `moe_jax.core.draws`."""
 
 
 class Own(NamedTuple):
@@ -51,9 +51,7 @@ class Own(NamedTuple):
 
     def arrays(self, every: Mapping[str, Any]) -> dict[str, Any]:
         """Those of this expert, as its form names them."""
-        own = {
-            path.removeprefix(self.folder): array for path, array in every.items() if path.startswith(self.folder)
-        }
+        own = {path.removeprefix(self.folder): array for path, array in every.items() if path.startswith(self.folder)}
         common = self.form.common_leaves
         return {path: array if path in common else array[self.index] for path, array in own.items()}
 
@@ -99,7 +97,7 @@ class ExpertForm(abc.ABC):
 
     @property
     def has_codes(self) -> bool:
-        """Whether some numbers are stored as packed codes (see `functional.packing`)."""
+        """Whether some numbers are stored as packed codes (see `functional.products.packing`)."""
         return False
 
     @property
@@ -285,7 +283,7 @@ class KernelForm(ExpertForm):
           dout: gradient of the product of the rows with their experts' kernels.
           arrays: stacked over the experts.
           group_sizes: number of rows of every expert.
-          products: the grouped products of the platform; see `functional.block_synthesis.Products`.
+          products: the grouped products of the platform; see `functional.products.block_synthesis.Products`.
         """
         return None
 
@@ -493,11 +491,9 @@ class KernelForm(ExpertForm):
         raise InputError(f"{self.kind} experts cannot be made by compression")
 
 
-
-
 @dataclasses.dataclass(frozen=True)
 class FormTiles:
-    """A form together with the shapes of a matrix: the `Tiles` that `functional.synthesis` takes.
+    """A form together with the shapes of a matrix: the `Tiles` that `functional.products.synthesis` takes.
 
     Attributes:
       form: makes the tiles. An array `origin` [2] among the arrays says where a part begins.
@@ -511,18 +507,18 @@ class FormTiles:
 
     @property
     def adds_to_base(self) -> bool:
-        """See `functional.synthesis.Tiles`."""
+        """See `functional.products.synthesis.Tiles`."""
         return self.form.adds_to_base
 
     def thin_gradients(
         self, lhs: Array, dout: Array, arrays: Arrays, group_sizes: Array, products: Any
     ) -> dict[str, Array] | None:
-        """See `functional.synthesis.Tiles`."""
+        """See `functional.products.synthesis.Tiles`."""
         own = {name: array for name, array in arrays.items() if name != ORIGIN}
         return self.form.thin_gradients(lhs, dout, own, group_sizes, products)
 
     def in_triton(self, arrays: Arrays) -> InTriton | None:
-        """See `functional.synthesis.Tiles`."""
+        """See `functional.products.synthesis.Tiles`."""
         own = {name: array for name, array in arrays.items() if name != ORIGIN}
         # It is the same for all experts.
         origin = arrays[ORIGIN][0] if ORIGIN in arrays else jnp.zeros(2, jnp.int32)
@@ -531,11 +527,11 @@ class FormTiles:
     def tile(
         self, base: Float[Array, "i w"] | None, arrays: Arrays, start: Int[Array, ""] | int, width: int
     ) -> Float[Array, "i w"]:
-        """See `functional.synthesis.Tiles`."""
+        """See `functional.products.synthesis.Tiles`."""
         own = {name: array for name, array in arrays.items() if name != ORIGIN}
         window = Window(self.shape, self.whole, arrays.get(ORIGIN), start, width)
         return self.form.tile(base, own, window)
 
     def fused(self) -> FusedTile | str:
-        """See `functional.synthesis.Tiles`."""
+        """See `functional.products.synthesis.Tiles`."""
         return self.form.fused_tile(self.shape, self.whole)

@@ -10,14 +10,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from moe_jax.errors import MAX_SIZE, InputError
+from moe_jax.core.errors import MAX_SIZE, InputError
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.platforms import Platform
-from moe_jax.functional.block_synthesis import InTriton
-from moe_jax.functional.packing import (
+from moe_jax.experts.layout.platforms import Platform
+from moe_jax.functional.products.block_synthesis import InTriton
+from moe_jax.functional.products.packing import (
     SCALE_DTYPE,
     Grid,
     codes_shape,
@@ -28,8 +28,8 @@ from moe_jax.functional.packing import (
     unpack,
     zeros_of,
 )
-from moe_jax.kernels.tpu.fused_tile import FusedTile
-from moe_jax.kernels.tpu.packed_tile import PackedTile, why_not_packed
+from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles.packed_tile import PackedTile, why_not_packed
 
 BITS = (8, 4, 3, 2, 1)
 TABLE_BITS = (4, 3, 2)

@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.draws import POSITIONS, draw_positions
-from moe_jax.errors import InputError, check_member, shown
-from moe_jax.experts.config import FFNConfig
+from moe_jax.core.draws import POSITIONS, draw_positions
+from moe_jax.core.errors import InputError, check_member, shown
+from moe_jax.core.finite import cast
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
@@ -28,12 +28,12 @@ from moe_jax.experts.forms.positions import (
 )
 from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.forms.quantized import check_group_size
-from moe_jax.experts.platforms import Cost, Platform
-from moe_jax.finite import cast
-from moe_jax.functional.packing import SCALE_DTYPE, dequantize, pack, scales_shape
-from moe_jax.functional.sparse_product import grouped_sparse_matmul
-from moe_jax.functional.sparse_tile import bitmap_tile, entry_coordinates, scatter_tile
-from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.layout.platforms import Cost, Platform
+from moe_jax.functional.products.packing import SCALE_DTYPE, dequantize, pack, scales_shape
+from moe_jax.functional.products.sparse_product import grouped_sparse_matmul
+from moe_jax.functional.products.sparse_tile import bitmap_tile, entry_coordinates, scatter_tile
+from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
 
 VALUE_BITS = (8, 4, 3, 2)
 

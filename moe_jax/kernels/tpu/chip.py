@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moe_jax.data_sheets import CHIPS
+from moe_jax.core.data_sheets import CHIPS
 
 MIB = 1 << 20
 RESERVED = 8 * MIB

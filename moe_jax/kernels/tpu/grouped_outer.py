@@ -16,10 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, block_bytes, round_up
-from moe_jax.kernels.tpu.fused_tile import Operand, Piece
 from moe_jax.kernels.tpu.group_visits import Visits, group_visits
 from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
-from moe_jax.kernels.tpu.unpacking import scaled_rows
+from moe_jax.kernels.tpu.tiles.fused_tile import Operand, Piece
+from moe_jax.kernels.tpu.tiles.unpacking import scaled_rows
 
 ROW_BLOCK = 512
 
@@ -77,7 +77,7 @@ def reduced_outer(
 
 
 class Reducing(Protocol):
-    """A tile that reduces the gradient of its entries; see `kernels.tpu.packed_tile`."""
+    """A tile that reduces the gradient of its entries; see `kernels.tpu.tiles.packed_tile`."""
 
     @property
     def step(self) -> int: ...
@@ -126,9 +126,7 @@ def _outer(
                 pl.BlockSpec((blocks.rows, blocks.width), lambda h, w, v, visits: (visits.block[v], w)),
                 *map(of_operand, operands),
             ],
-            out_specs=pl.BlockSpec(
-                (None, blocks.height, blocks.width), lambda h, w, v, visits: (visits.group[v], h, w)
-            )
+            out_specs=pl.BlockSpec((None, blocks.height, blocks.width), lambda h, w, v, visits: (visits.group[v], h, w))
             if tile is None
             else pl.BlockSpec(
                 (None, blocks.height // shared, 1, blocks.width), lambda h, w, v, visits: (visits.group[v], h, 0, w)

@@ -27,12 +27,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.activations import activated
 from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, round_up
-from moe_jax.kernels.tpu.fused_tile import FusedTile, Operand, Piece
-from moe_jax.kernels.tpu.gated_activation import activated
 from moe_jax.kernels.tpu.group_visits import OfShare, Visits, visits_of_shares
 from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
 from moe_jax.kernels.tpu.product_blocks import Made, Plan, Stays, plan_blocks
+from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile, Operand, Piece
 
 
 class Kernels(NamedTuple):
@@ -105,7 +105,7 @@ def gated_product(
       rows: sorted by group.
       gate, up: the kernels [i, o].
       group_sizes, shape, core, interpret: see `grouped_product`.
-      activation: a key of `functional.ffn.ACTIVATION_FUNCTIONS`.
+      activation: a key of `kernels.activations.ACTIVATION_FUNCTIONS`.
     """
     return _product(rows, [gate, up], group_sizes, shape, activation, False, core, interpret)
 
@@ -125,9 +125,7 @@ def _product(
         operands = tuple(tile.operands(arrays, rows.dtype))
         stored = base is None and tile.is_whole and operands[0].array.dtype == rows.dtype
         every.append(Made(tile, base, operands, stored))
-    plan = plan_blocks(
-        rows.shape[0], shape, rows.dtype, every, core, transposed=transposed, adds=activation is None
-    )
+    plan = plan_blocks(rows.shape[0], shape, rows.dtype, every, core, transposed=transposed, adds=activation is None)
     sizes, sums = plan.sizes, plan.sizes.stays is Stays.SUMS
     visits, count = visits_of_shares(group_sizes, rows.shape[0], sizes.rows, sizes.shares)
     places = _Places(plan, visits.block.shape[0] // sizes.shares)

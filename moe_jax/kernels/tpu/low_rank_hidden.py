@@ -1,4 +1,4 @@
-"""Hidden states of gated low-rank experts, which never leave fast memory; see `functional.low_rank_hidden`.
+"""Hidden states of gated low-rank experts, which never leave fast memory; see `functional.products.low_rank_hidden`.
 
 For a block of tokens, blocks of the hidden layer pass by: products with the base, second factors of `gate` and `up`,
 and first ones of `down`. Of each block the hidden states of every choice are made in float32, and added up by weight,
@@ -18,13 +18,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from moe_jax.kernels.activations import activated
 from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, block_bytes, round_up
-from moe_jax.kernels.tpu.gated_activation import activated
 from moe_jax.kernels.tpu.pieces import COLUMNS, dot, in_pieces
 
 if TYPE_CHECKING:
-    from moe_jax.functional.low_rank_hidden import Projection
-    from moe_jax.functional.routing import Routing
+    from moe_jax.functional.products.low_rank_hidden import Projection
+    from moe_jax.functional.routing.decision import Routing
 
 # Blocks of tokens from the longest.
 _TOKEN_BLOCKS = (1024, 512, 256, 128)
@@ -57,7 +57,7 @@ def low_rank_hidden(
     core: Core = ANY_CORE,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T f"], Float[Array, "T n"]]:
-    """The weighted sums of the hidden states, and of their products with `a`; see `functional.low_rank_hidden`.
+    """The weighted sums of the hidden states, and of their products with `a`; see `low_rank_hidden`.
 
     Args:
       gate, up, a, routing, num_experts, activation: see there; as many factors of `gate` and `up` as of `a`.
@@ -170,7 +170,7 @@ def _kernel(
                 inner_ref[own, :] += jnp.where(is_own, weights[:, j : j + 1] * products, 0.0)
                 return h
 
-            # As `functional.dispatch.weighted_sum`: to the last bit the hidden state, if all are equal.
+            # As `functional.routing.dispatch.weighted_sum`: to the last bit the hidden state, if all are equal.
             first = choice(0)
             total = jnp.sum(weights, axis=1, keepdims=True) * first
             for j in range(1, top_k):

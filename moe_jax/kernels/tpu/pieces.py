@@ -25,9 +25,7 @@ def in_pieces(size: int, step: int, body: Callable[[Any, int], None]) -> None:
         body(whole * step, rest)
 
 
-def over_strips(
-    visits: Visits, v: Any, rows: int, strip: int, body: Callable[[Any, Bool[Array, "m 1"]], None]
-) -> None:
+def over_strips(visits: Visits, v: Any, rows: int, strip: int, body: Callable[[Any, Bool[Array, "m 1"]], None]) -> None:
     """Calls `body(first row in the block, which of the rows belong to the group)` for strips that have such rows.
 
     Args:

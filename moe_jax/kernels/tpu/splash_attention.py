@@ -5,7 +5,7 @@ computed inside the kernel, and documents are compared there. On the host a mask
 are at most 128 x 128 up to 131,072 tokens, as blocks grow with the length. The program has the same size for every
 length; to make and compile it takes one to two times as long for 131,072 tokens as for 8192.
 
-What is computed is what `functional.attention` computes, rounded elsewhere: the kernel does not scale scores, so
+What is computed is what `grouped_query` computes, rounded elsewhere: the kernel does not scale scores, so
 queries are scaled and rounded (exactly, where the scale is a power of two), and what meets the values is not.
 """
 
@@ -21,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as splash_mask_info
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.grouped import PRODUCT
+from moe_jax.kernels.saved_name import PRODUCT
 
 
 def splash_attention(

@@ -7,14 +7,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-from moe_jax.convert import HuggingFaceDirectory, read_hf_config, write_hf_config
-from moe_jax.json_toml import ANYTHING, read_json_object
+from moe_jax.api.open_source import open_source
+from moe_jax.conversion import HuggingFaceDirectory, read_hf_config, write_hf_config
+from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.models import ModelConfig
 from moe_jax.models.serialize import config_from_json, config_to_json
-from moe_jax.open_source import open_source
 from tests.attack.attacks import Attack
 from tests.attack.mutations import mutated_json
-from tests.convert.conftest import CONFIGS
+from tests.conversion.conftest import CONFIGS
 
 
 def attack_on(name: str) -> Attack:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.convert import HuggingFaceDirectory
-from moe_jax.open_source import open_source
-from moe_jax.train.tokenizer import Tokenizer
+from moe_jax.api.open_source import open_source
+from moe_jax.conversion import HuggingFaceDirectory
+from moe_jax.data.tokens.tokenizer import Tokenizer
 from tests.attack.attacks import Attack, command
 from tests.attack.mutations import mutated_json
-from tests.convert.conftest import CONFIGS, random_tensors, write_checkpoint
+from tests.conversion.conftest import CONFIGS, random_tensors, write_checkpoint
 
 INDEX = "model.safetensors.index.json"
 Leaves = dict[str, np.ndarray]

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 import moe_jax
-from moe_jax.compress.source_layer import SourceLayer
-from moe_jax.errors import InputError
-from moe_jax.open_source import open_source
+from moe_jax.api.open_source import open_source
+from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.core.errors import InputError
 from tests.attack.attacks import Attack, command
-from tests.convert.conftest import BASE, DTYPES, random_tensors, read_tensors, write_checkpoint
+from tests.conversion.conftest import BASE, DTYPES, random_tensors, read_tensors, write_checkpoint
 
 SMALL = {**BASE, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 40}
 CONFIGS = {

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import moe_jax
-from moe_jax.lineage import read_lineage
-from moe_jax.model_dir import ModelDirectory
-from moe_jax.model_reference import ModelReference
+from moe_jax.data.sources.text_files import JsonLines
+from moe_jax.model_io.lineage import read_lineage
+from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.model_io.model_reference import ModelReference
 from moe_jax.models import (
     AttentionConfig,
     BankConfig,
@@ -21,10 +22,9 @@ from moe_jax.models import (
     config_from_json,
     config_to_json,
 )
-from moe_jax.train import recipe_toml
-from moe_jax.train.continuation import RunRecord, read_record, write_record
-from moe_jax.train.recipe import Recipe, load_recipe
-from moe_jax.train.sources import JsonLines
+from moe_jax.training.recipe import recipe_toml
+from moe_jax.training.recipe.schema import Recipe, load_recipe
+from moe_jax.training.run.continuation import RunRecord, read_record, write_record
 from tests.attack.attacks import Attack
 from tests.attack.classes.foreign_configs import impossible_values
 from tests.attack.mutations import mutated_bytes, mutated_json
@@ -91,7 +91,7 @@ _LINEAGE = [
 
 
 def _read_reference(folder: Path, out: Path) -> ModelReference:
-    from moe_jax.adapter_dir import read_base_reference
+    from moe_jax.model_io.adapter_dir import read_base_reference
 
     reference = read_base_reference(folder)
     reference.locate(folder)

@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from moe_jax.errors import InputError
+from moe_jax.core.errors import InputError
 from tests.attack.attacks import Attack, canary
 
 

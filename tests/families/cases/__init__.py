@@ -10,7 +10,7 @@ family are compared, and generation and gradients of the first; with `make test-
 import importlib
 import pkgutil
 
-from tests.tiers import EVERY
+from tests.support.tiers import EVERY
 
 SMALL = dict(
     vocab_size=96,

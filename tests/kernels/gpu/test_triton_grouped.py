@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_jax.kernels.gpu import triton_grouped
 from moe_jax.kernels.gpu.grouped import outer_tile, product_tile
 from moe_jax.kernels.gpu.triton_grouped import Tile, row_tiles
-from tests.tiers import long
+from tests.support.tiers import long
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

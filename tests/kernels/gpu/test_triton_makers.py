@@ -10,9 +10,9 @@ from moe_jax.experts.forms import LowRank, Quantized
 from moe_jax.experts.forms.matrix import Matrix
 from moe_jax.experts.forms.nf4 import NF4
 from moe_jax.experts.forms.protocol import FormTiles
-from moe_jax.functional.nf4 import quantize_nf4
+from moe_jax.functional.products.nf4 import quantize_nf4
 from moe_jax.kernels.gpu.grouped import TritonProducts
-from tests.tiers import one_in
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

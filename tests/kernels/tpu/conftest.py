@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from moe_jax.functional import gated, synthesis
+from moe_jax.functional.products import gated, synthesis
 from moe_jax.kernels.tpu import grouped_outer, low_rank_gradient, product_blocks
 from moe_jax.kernels.tpu.chip import MIB, Core, round_up
 from moe_jax.kernels.tpu.product_blocks import Chooser, Sizes, Stays

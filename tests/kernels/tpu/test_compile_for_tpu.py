@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.tiers import EVERY
+from tests.support.tiers import EVERY
 
 # Experts, [in, out] of their kernels, and rows: tokens of a step on one chip times the experts of a token.
 MODELS = {
@@ -30,7 +30,7 @@ KERNELS = {
 }
 
 ALL = [f"{generation}:{kind}:{model}" for generation in GENERATIONS for kind in KERNELS for model in MODELS]
-# `tests/train/test_compile_only.py` compiles a whole step for v5e.
+# `tests/training/test_compile_only.py` compiles a whole step for v5e.
 SOME = ["v6e:2-bit:qwen3-30b", "v6e:factored:olmoe"]
 CASES = ALL if EVERY else SOME
 

@@ -15,13 +15,13 @@ from moe_jax.experts.forms.nf4 import NF4
 from moe_jax.experts.forms.protocol import FormTiles
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows
 from moe_jax.functional.ffn import hidden
-from moe_jax.functional.nf4 import SCALE_LEVELS, quantize_nf4
-from moe_jax.functional.packing import codes_shape, scales_shape
+from moe_jax.functional.products.nf4 import SCALE_LEVELS, quantize_nf4
+from moe_jax.functional.products.packing import codes_shape, scales_shape
 from moe_jax.kernels.tpu import grouped_product
-from moe_jax.kernels.tpu.nf4_tile import NF4Tile, scale_levels
+from moe_jax.kernels.tpu.tiles.nf4_tile import NF4Tile, scale_levels
 from tests.kernels.tpu.conftest import ORDERS
-from tests.numerics import assert_close
-from tests.tiers import EVERY, one_in
+from tests.support.numerics import assert_close
+from tests.support.tiers import EVERY, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics", "fused")
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from moe_jax.functional.ffn import hidden
 from moe_jax.kernels.tpu import grouped_outer, grouped_product, low_rank_gradient, product_blocks
 from moe_jax.kernels.tpu.chip import MIB, Core
-from moe_jax.kernels.tpu.fused_tile import Operand
-from moe_jax.kernels.tpu.low_rank_tile import LowRankTile
 from moe_jax.kernels.tpu.product_blocks import Stays
-from moe_jax.kernels.tpu.stored_tile import StoredTile
+from moe_jax.kernels.tpu.tiles.fused_tile import Operand
+from moe_jax.kernels.tpu.tiles.low_rank_tile import LowRankTile
+from moe_jax.kernels.tpu.tiles.stored_tile import StoredTile
 from tests.kernels.tpu.conftest import ORDERS, SMALL
-from tests.numerics import assert_close
+from tests.support.numerics import assert_close
 
 pytestmark = pytest.mark.usefixtures("strict_numerics", "small_blocks")
 
@@ -52,9 +52,7 @@ def dense(base, arrays):
 def product(transposed, stored):
     tile = StoredTile() if stored else LowRankTile()
     return jax.jit(
-        functools.partial(
-            grouped_product.grouped_product, tile=tile, shape=SHAPE, transposed=transposed, **SMALL
-        )
+        functools.partial(grouped_product.grouped_product, tile=tile, shape=SHAPE, transposed=transposed, **SMALL)
     )
 
 

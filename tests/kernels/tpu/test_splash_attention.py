@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.attention import Visibility, attention
+from moe_jax.functional.attention.grouped_query import Visibility, attention
 from moe_jax.kernels.tpu.splash_attention import _Band, _IsInside, splash_attention
-from tests.jaxprs import equations
-from tests.tiers import one_in
+from tests.support.jaxprs import equations
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

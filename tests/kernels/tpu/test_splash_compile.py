@@ -11,12 +11,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.experts.mesh import BATCH_AXES, attention_placement
-from moe_jax.functional.attention import Visibility, attention
-from moe_jax.sharding import make_mesh
-from moe_jax.train.compile_only import prepare_environment
-from tests.tiers import long, one_in
-from tests.uncached import uncached
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.experts.layout.mesh import BATCH_AXES, attention_placement
+from moe_jax.functional.attention.grouped_query import Visibility, attention
+from moe_jax.planning.compile_only import prepare_environment
+from tests.support.tiers import long, one_in
+from tests.support.uncached import uncached
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
 

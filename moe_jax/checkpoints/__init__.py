@@ -1,0 +1,1 @@
+"""Named arrays on disks and in buckets, by Orbax."""

@@ -1,0 +1,411 @@
+"""Everything that goes through Orbax; the only file that imports it.
+
+The functions write and read the leaves of a model directory, for `py`. `TrainingCheckpoints` holds what a
+training run needs to go on.
+"""
+
+import contextlib
+import errno
+import glob
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging as absl_logging
+from etils.epath.gpath import PosixGPath
+
+from moe_jax.checkpoints.steps_in_bucket import StepsInBucket
+from moe_jax.core.errors import InputError, first_line
+from moe_jax.distributed.processes import first_decides, is_first_process
+from moe_jax.files.remote.objects import explained
+from moe_jax.files.remote.remote_path import BucketPath, as_path
+from moe_jax.files.staging import remove_directory
+
+
+class _Orbax:
+    """Orbax's v1 API, imported when it is first used: that takes half a second, and few commands need it."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Orbax makes the name of this API when it is imported; 0.12 still keeps it in another place.
+        try:
+            import orbax.checkpoint.v1 as orbax  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            import orbax.checkpoint.experimental.v1 as orbax
+        return getattr(orbax, name)
+
+
+ocp: Any = _Orbax()
+
+PARTIAL = ".partial_save"  # Orbax's suffix for a checkpoint that is not finalized
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+
+
+def save_group(directory: Path, leaves: Mapping[str, np.ndarray]) -> None:
+    """Adds leaves to a checkpoint that `finalize_groups` will complete. They are on disk on return.
+
+    Args:
+      directory: of the checkpoint; until it is complete, its name has the suffix `PARTIAL`.
+      leaves: by path ("layers/0/mlp/up/kernel"), none of which was saved before.
+
+    Raises:
+      OSError: if the disk is full or cannot be written.
+    """
+    tree: dict[str, Any] = {}
+    for path, array in leaves.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = np.ascontiguousarray(array).reshape(array.shape).view(_Lent)
+    with _writing(directory), _raw_files():
+        ocp.partial.save(directory, tree)
+
+
+def finalize_groups(directory: Path) -> None:
+    """Completes the checkpoint of the groups that were saved.
+
+    Raises:
+      OSError: if the disk is full or cannot be written.
+    """
+    with _writing(directory), _raw_files():
+        ocp.partial.finalize(directory)
+
+
+def read_specs(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Leaf path -> shape and dtype; no weights are read.
+
+    Raises:
+      InputError: if it is not a complete Orbax checkpoint.
+    """
+    try:
+        with _context():
+            tree = ocp.metadata(directory).metadata
+    except Exception as error:
+        raise InputError(f"{directory} is not a complete Orbax checkpoint: {first_line(error)}") from error
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def read_leaf(directory: Path, path: str) -> np.ndarray:
+    """Reads one leaf of a checkpoint, however it was written.
+
+    Raises:
+      InputError: if it cannot be read.
+    """
+    tree: Any = np.ndarray
+    for name in reversed(path.split("/")):
+        tree = {name: tree}
+    context = _context()
+    context.pytree.loading.partial_load = True
+    try:
+        with context:
+            return jax.tree.leaves(ocp.load(directory, tree))[0]
+    except Exception as error:
+        raise InputError(f"cannot read {path} of {directory}: {first_line(error)}") from error
+
+
+def _raw_files() -> Any:
+    """Settings with which a leaf becomes a file that holds nothing but its bytes."""
+    context = _context()
+    # Plain Zarr v2 files instead of Orbax's database: written without a copy, and a leaf is one file that can be
+    # read without going through the metadata of all the others.
+    context.array.saving.use_ocdbt = False
+    context.array.saving.use_zarr3 = False
+    return context
+
+
+def _context() -> Any:
+    """The settings of everything that goes through Orbax."""
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    context.file.path_class = _LiteralPath
+    return context
+
+
+class _LiteralPath(PosixGPath):
+    """A path that is not a pattern itself: below `run[1]`, Etils would look for `*` in a folder called `run1`."""
+
+    def glob(self, pattern: str) -> Iterator["_LiteralPath"]:
+        for found in glob.glob(pattern, root_dir=self):
+            yield self / found
+
+
+class _Lent(np.ndarray):
+    """An array that Orbax need not copy.
+
+    Orbax deep-copies host arrays in case they change while a background thread writes them. `save_group` waits for
+    the thread, so the copy would only double the memory of the largest leaf.
+    """
+
+    def __deepcopy__(self, memo: dict) -> "_Lent":
+        return self
+
+
+class TrainingCheckpoints:
+    """Checkpoints of one training run: written in the background, the last `keep` are kept.
+
+    A state is any pytree of arrays, PRNG keys among them. It may be restored onto another mesh or another number
+    of devices than it was saved from. A checkpoint that was not finished does not count and is removed.
+    With several processes every process makes the same calls; an array is on a mesh of all, or is equal in each.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, in_slices: Callable[[str], bool] = lambda name: False):
+        """Opens or creates `directory`.
+
+        Args:
+          directory: of the checkpoints.
+          keep: how many are kept.
+          in_slices: says by the name of an array whether each index of its leading axis is to be a piece of its own,
+            which `SavedState` can read alone.
+
+        Raises:
+          InputError: if `keep` is below 1.
+          OSError: if the directory cannot be created.
+        """
+        if keep < 1:
+            raise InputError(f"keep={keep} must be at least 1: the run could not resume")
+        self._directory = as_path(directory).absolute()
+        context = _context()
+        # `restore` compares the leaves itself.
+        context.pytree.loading.partial_load = True
+
+        def pieces(key: tuple, value: Any) -> Any:
+            if np.ndim(value) < 2 or not in_slices(jax.tree_util.keystr(key, simple=True, separator=".")):
+                return None
+            return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
+
+        context.array.saving.scoped_storage_options_creator = pieces
+        self._in_bucket: StepsInBucket | None = None
+        if isinstance(self._directory, BucketPath):
+            with _writing(self._directory):
+                self._in_bucket = StepsInBucket(self._directory, keep=keep, orbax=ocp, context=context)
+            return
+        with _writing(self._directory):
+            self._checkpointer = ocp.training.Checkpointer(
+                _LiteralPath(self._directory),
+                context=context,
+                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            )
+        self._saving: Any = None
+        self._remove_unfinished()
+
+    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
+        """Starts writing a checkpoint and returns before it is written. Waits for the previous one first.
+
+        Args:
+          step: number of the step; a step is saved once.
+          state: pytree of arrays. Its buffers may be donated as soon as this returns.
+          extra: JSON-able; `restore` returns it as JSON gives it back.
+
+        Raises:
+          OSError: if this or the previous checkpoint could not be written.
+        """
+        json.dumps(extra)  # fails here rather than in the background
+        self.wait()
+        leaves = {name: _plain(leaf) for name, leaf in _named_leaves(state).items()}
+        if self._in_bucket is not None:
+            with _writing(self._directory):
+                self._in_bucket.save(step, leaves, extra)
+            return
+        try:
+            with _writing(self._directory):
+                self._saving = self._checkpointer.save_async(step, leaves, force=True, custom_metadata=dict(extra))
+        except OSError:
+            self._remove_unfinished()
+            raise
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is on disk.
+
+        Raises:
+          OSError: if it could not be written.
+        """
+        if self._in_bucket is not None:
+            with _writing(self._directory):
+                self._in_bucket.finish()
+            return
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            with _writing(self._directory):
+                saving.result()
+        except OSError:
+            self._remove_unfinished()
+            raise
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        self.wait()
+        if self._in_bucket is not None:
+            return self._in_bucket.steps()
+        return first_decides(lambda: [checkpoint.step for checkpoint in self._checkpointer.checkpoints])
+
+    def latest_step(self) -> int | None:
+        """Step of the last complete checkpoint; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def restore(self, step: int, like: Any, *, part: bool = False) -> tuple[Any, dict[str, Any]]:
+        """Reads a checkpoint.
+
+        Args:
+          step: one of `steps()`.
+          like: pytree of `jax.ShapeDtypeStruct`, each with the sharding to restore onto (without: the default device).
+          part: whether the checkpoint may have more leaves than `like`, which are not read.
+
+        Returns:
+          The state, in the tree structure of `like`, and the extra data.
+
+        Raises:
+          InputError: if there is no such step, or its leaves are not those of `like`.
+        """
+        if step not in self.steps():
+            raise InputError(f"{self._directory} has no complete checkpoint of step {step}; it has {self.steps()}")
+        wanted = {name: _plain_spec(leaf) for name, leaf in _named_leaves(like).items()}
+        checkpointer = self._in_bucket or self._checkpointer
+        metadata = checkpointer.metadata(step)
+        stored = metadata.metadata
+        self._check_same(step, {name: stored[name] for name in stored if name in wanted or not part}, wanted)
+        restored = checkpointer.load(step, wanted)
+        leaves = [
+            jax.random.wrap_key_data(restored[name], impl=_key_impl(leaf)) if _is_key(leaf) else restored[name]
+            for name, leaf in _named_leaves(like).items()
+        ]
+        extra = cast(dict[str, Any], metadata.custom_metadata or {})
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), dict(extra)
+
+    def close(self) -> None:
+        """Waits for the last checkpoint and ends the background threads.
+
+        Raises:
+          OSError: if a checkpoint could not be written, even if that was raised before.
+        """
+        self.wait()
+        if self._in_bucket is None:
+            with _writing(self._directory):
+                self._checkpointer.close()
+
+    def _remove_unfinished(self) -> None:
+        # Orbax renames a complete checkpoint; one that still has the temporary name was interrupted.
+        if is_first_process():
+            for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
+                remove_directory(path)
+
+    def _check_same(self, step: int, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        problems = [f"{name} is not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
+        problems += [f"{name} is not in the model" for name in sorted(stored.keys() - wanted.keys())]
+        for name in sorted(wanted.keys() & stored.keys()):
+            have = (tuple(stored[name].shape), np.dtype(stored[name].dtype))
+            want = (tuple(wanted[name].shape), np.dtype(wanted[name].dtype))
+            if have != want:
+                problems.append(f"{name} is {have[1]}{list(have[0])}, expected {want[1]}{list(want[0])}")
+        if problems:
+            more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+            raise InputError(f"checkpoint {self._directory / str(step)} does not fit: {'; '.join(problems[:3])}{more}")
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".") or "value"
+        if name in named:
+            raise ValueError(f"two leaves of the state are both called {name!r}")
+        named[name] = leaf
+    return named
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_impl(leaf: jax.ShapeDtypeStruct) -> Any:
+    # `key_impl` takes arrays only, and a struct becomes one (abstractly) under `eval_shape`.
+    found = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+    return found[0]
+
+
+def _plain(leaf: jax.Array) -> jax.Array | np.ndarray:
+    """The array in a form that Orbax can save: no PRNG key, and with several processes no array local to one."""
+    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return np.asarray(data) if jax.process_count() > 1 and data.is_fully_addressable else data
+
+
+def _plain_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """Raises disk errors as `OSError`, and prints no traceback of other threads for them."""
+    usual = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        # When one write of a group fails, Orbax closes its event loop, and every other write complains that it did.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            usual(unraisable)
+
+    sys.unraisablehook = hook
+    with _disk_errors(directory):
+        yield
+    # After an error the hook stays: the other writes are still going on.
+    sys.unraisablehook = usual
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Raises an error whose text says "No space left on device" or the like as an `OSError`.
+
+    TensorStore reports a full disk as `ValueError`, and Orbax may wrap it.
+
+    Args:
+      path: what was being written; named in the message.
+
+    Raises:
+      OSError: with the error's number and `path`.
+    """
+    try:
+        yield
+    except (InputError, OSError):
+        raise
+    except Exception as error:
+        text = "\n".join(str(cause) for cause in _causes(error))
+        if isinstance(path, BucketPath):
+            raise explained(str(path), path.objects.where, text) from error
+        for code in _DISK_ERRORS:
+            if os.strerror(code) in text:
+                raise OSError(code, os.strerror(code), str(path)) from error
+        raise
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return causes
+
+
+# Orbax warns about every checkpoint that is not an OCDBT database. Ours are not, on purpose.
+_NOISE = ("Skipping merge of OCDBT", "TensorStore data files not found")
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    # An error in a thread of Orbax is raised to its caller, and printed before that by every thread that saw it.
+    raised_anyway = record.exc_info is not None and "orbax" in record.pathname
+    return not raised_anyway and not any(noise in record.getMessage() for noise in _NOISE)
+
+
+absl_logging.get_absl_logger().addFilter(_is_worth_saying)

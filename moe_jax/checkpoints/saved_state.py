@@ -1,0 +1,68 @@
+"""A checkpoint of a training run, read leaf by leaf: for those who want the parameters and not to train on."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+
+from moe_jax.core.errors import InputError, first_line
+from moe_jax.files.remote.address import DRIVERS
+from moe_jax.files.remote.remote_path import BucketPath, as_path
+
+_STATE = "state"  # Orbax's name for the only item of a checkpoint
+
+
+class SavedState:
+    """One of the checkpoints that `TrainingCheckpoints` wrote. Leaves have names such as `value`."""
+
+    def __init__(self, directory: Path):
+        """Reads nothing yet."""
+        self._directory = as_path(directory).absolute()
+        self._open = cache(self._opened)
+
+    def spec(self, name: str) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a leaf.
+
+        Raises:
+          InputError: if there is no such leaf, or its metadata cannot be read.
+        """
+        stored = self._open(name)
+        return jax.ShapeDtypeStruct(tuple(stored.shape), stored.dtype.numpy_dtype)
+
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """Reads a leaf, or one index of its leading axis: no more than that, if it was saved in pieces.
+
+        Raises:
+          InputError: if it cannot be read.
+        """
+        stored = self._open(name)
+        try:
+            return np.asarray((stored if index is None else stored[index]).read().result())
+        except (ValueError, OSError) as error:
+            raise self._unreadable(name, error) from error
+
+    def _opened(self, name: str) -> Any:
+        state = self._directory / _STATE
+        files: dict[str, Any] = {"driver": "file", "path": f"{state}/"}
+        if isinstance(state, BucketPath):
+            address = state.address
+            files = {"driver": DRIVERS[address.scheme], "bucket": address.bucket, "path": f"{address.key}/"}
+        # Runs on disks save into a database, those in buckets into files; on a disk one may begin with either.
+        if not isinstance(state, BucketPath) and (state / "manifest.ocdbt").is_file():
+            array = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
+        else:
+            array = files | {"path": f"{files['path']}{name}/"}
+        return self._opened_by(name, {"driver": "zarr3", "kvstore": array})
+
+    def _opened_by(self, name: str, spec: dict[str, Any]) -> Any:
+        try:
+            return tensorstore.open(spec, open=True, read=True).result()
+        except (ValueError, OSError) as error:
+            raise self._unreadable(name, error) from error
+
+    def _unreadable(self, name: str, error: Exception) -> InputError:
+        # TensorStore repeats its whole request at the end of its message.
+        return InputError(f"cannot read {name} of {self._directory}: {first_line(error)[:80]}")

@@ -1,0 +1,152 @@
+"""The checkpoints of a training run in a bucket.
+
+Orbax's own management of steps needs renaming or listings that are up to date, and in a bucket a client beside
+TensorStore's. Here every checkpoint is saved to a folder of a new name, and counts when `steps.json` names it: that is
+read by its name and written over what was read, so neither a late listing nor a second process can do harm.
+
+    steps.json          step -> folder
+    STEP-TOKEN/         an Orbax checkpoint, one array a folder: a database would be merged by listings
+"""
+
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.processes import first_decides, is_first_process
+from moe_jax.files.remote.epath_backend import BucketGPath, register
+from moe_jax.files.remote.objects import ABSENT
+from moe_jax.files.remote.remote_path import BucketPath
+
+_INDEX = "steps.json"
+_STATE = "state"
+
+
+def read_steps(directory: BucketPath) -> dict[int, BucketPath]:
+    """The complete checkpoints: step -> folder, ascending.
+
+    Raises:
+      InputError: if steps.json is damaged.
+    """
+    return _read(directory)[0]
+
+
+def begin_with(directory: BucketPath, step: int, make: Callable[[BucketPath], object]) -> None:
+    """Makes a checkpoint the only one of a directory in which there is none that counts.
+
+    Args:
+      directory: of the checkpoints.
+      step: of the checkpoint.
+      make: writes it to a folder.
+    """
+    folder = directory / f"{step}-{uuid.uuid4().hex[:8]}"
+    make(folder)
+    (directory / _INDEX).write_bytes(json.dumps({str(step): folder.name}).encode())
+
+
+class StepsInBucket:
+    """What `TrainingCheckpoints` needs of Orbax's `Checkpointer`. With several processes all make the same calls."""
+
+    def __init__(self, directory: BucketPath, *, keep: int, orbax: Any, context: Any):
+        """Removes what was not finished.
+
+        Args:
+          directory: of the checkpoints.
+          keep: how many are kept.
+          orbax: its v1 API.
+          context: with its settings.
+        """
+        register()
+        self._directory = directory
+        self._keep = keep
+        self._orbax = orbax
+        context.file.path_class = BucketGPath
+        context.array.saving.use_ocdbt = False
+        self._context = context
+        self._saving: tuple[int, BucketPath, Any] | None = None
+        self._steps: dict[int, BucketPath] = {}
+        self._generation = ABSENT
+        first_decides(self._open)
+
+    def save(self, step: int, leaves: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        """Begins to save; see `finish`.
+
+        Raises:
+          InputError, OSError: if the bucket cannot be written.
+        """
+        folder = self._directory / f"{step}-{first_decides(self._token)}"
+        with self._context:
+            saving = self._orbax.save_async(BucketGPath(str(folder)), dict(leaves), custom_metadata=dict(extra))
+        self._saving = step, folder, saving
+
+    def finish(self) -> None:
+        """Returns when what was begun is saved and counts; removes checkpoints that are not kept."""
+        if self._saving is None:
+            return
+        (step, folder, saving), self._saving = self._saving, None
+        saving.result()
+        first_decides(lambda: self._add(step, folder))
+
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, ascending."""
+        return first_decides(lambda: sorted(self._steps))
+
+    def metadata(self, step: int) -> Any:
+        """Orbax's of a checkpoint."""
+        with self._context:
+            return self._orbax.metadata(self._folder(step), checkpointable_name=_STATE)
+
+    def load(self, step: int, wanted: Mapping[str, Any]) -> Any:
+        """The leaves of a checkpoint."""
+        with self._context:
+            return self._orbax.load(self._folder(step), dict(wanted), checkpointable_name=_STATE)
+
+    def close(self) -> None:
+        self.finish()
+
+    def _token(self) -> str:
+        # A folder that cannot be made would be waited for by threads of Orbax, for minutes.
+        (self._directory / ".attempt").write_bytes(b"")
+        return uuid.uuid4().hex[:8]
+
+    def _folder(self, step: int) -> BucketGPath:
+        return BucketGPath(first_decides(lambda: str(self._steps[step])))
+
+    def _open(self) -> None:
+        self._steps, self._generation = _read(self._directory)
+        kept = {folder.name for folder in self._steps.values()} | {_INDEX}
+        for child in self._directory.iterdir():
+            if child.name not in kept:
+                _remove(child)
+
+    def _add(self, step: int, folder: BucketPath) -> None:
+        assert is_first_process()
+        steps = dict(sorted({**self._steps, step: folder}.items()))
+        gone = [steps.pop(old) for old in list(steps)[: -self._keep]]
+        gone += [old for number, old in self._steps.items() if number == step]
+        index = json.dumps({str(number): place.name for number, place in steps.items()})
+        file = self._directory / _INDEX
+        generation = file.objects.write(file.key, index.encode(), over=self._generation)
+        if generation is None:
+            raise InputError(f"another process has saved a checkpoint in {self._directory} meanwhile; this run ends")
+        self._steps, self._generation = steps, generation
+        for old in gone:
+            _remove(old)
+
+
+def _read(directory: BucketPath) -> tuple[dict[int, BucketPath], bytes]:
+    file = directory / _INDEX
+    found = file.objects.read(file.key)
+    if found is None:
+        return {}, ABSENT
+    try:
+        names = {int(step): str(name) for step, name in json.loads(found.content).items()}
+    except (ValueError, AttributeError):
+        raise InputError(f"{file} is damaged: it does not say which checkpoints there are") from None
+    return {step: directory / name for step, name in sorted(names.items())}, found.generation
+
+
+def _remove(folder: Any) -> None:
+    folder.objects.remove_all(folder.key)
+    folder.objects.remove(f"{folder.key}/")

@@ -1,0 +1,217 @@
+"""The arguments of a command as an object of its `Options`, by tyro; what is wrong with them in one line."""
+
+import contextlib
+import dataclasses
+import io
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moe_jax.core.dtype_names import full_name
+from moe_jax.core.errors import InputError, clipped, flag_of, nearest, shown
+from moe_jax.files.json_toml import fits_64_bits
+from moe_jax.files.local_paths import check_local
+from moe_jax.files.remote.address import is_in_bucket
+from moe_jax.files.remote.remote_path import as_path
+
+T = TypeVar("T")
+_MISSING = "missing: "
+
+
+def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str) -> T | None:
+    """Reads the arguments of a command.
+
+    Args:
+      options: a dataclass that tyro understands.
+      arguments: what follows the command.
+      command: its name, as in `moe-jax train`.
+
+    Returns:
+      The options; None if something else was asked for that the parser prints, such as what shells complete.
+
+    Raises:
+      InputError: for arguments that are unknown, missing or cannot be read, numbers that are not finite or have more
+        than 64 bits, and paths that are not on a local disk.
+    """
+    import tyro
+
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed), _parser_reports_to(options):
+            parsed = tyro.cli(
+                options,
+                args=_with_full_names(options, arguments),
+                prog=f"moe-jax {command}",
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+        _check_values(parsed)
+        return _with_addresses(parsed)
+    except SystemExit as stop:
+        if not stop.code:
+            return None
+        raise _usage_error(_words(printed.getvalue()), command) from None
+    except _Rejected as rejected:
+        problem = str(rejected)
+        unknown = _unknown_flags(arguments, options)
+        if unknown and problem.startswith(_MISSING):  # the parser may have taken what follows for its value
+            problem = _unknown(unknown, options)
+        raise _usage_error(problem, command) from None
+
+
+def _with_full_names(options: type, arguments: Sequence[str]) -> list[str]:
+    """The arguments, with dtypes by their full names: `--dtype bf16` is `--dtype bfloat16`."""
+    choices = {flag_of(name): _words_of(hint) for name, hint in typing.get_type_hints(options).items()}
+    full, flag = [], ""
+    for argument in arguments:
+        before, equals, value = argument.partition("=")
+        if equals and choices.get(before):
+            full.append(f"{before}={full_name(value, choices[before])}")
+        else:
+            full.append(full_name(argument, choices.get(flag, ())))
+        flag = argument
+    return full
+
+
+def _words_of(hint: Any) -> tuple[str, ...]:
+    """The words between which an option is a choice."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    return tuple(word for part in typing.get_args(hint) for word in _words_of(part))
+
+
+class _Rejected(Exception):
+    """What is wrong with the arguments, in words."""
+
+
+def _usage_error(problem: str, command: str) -> InputError:
+    return InputError(f"{problem}; see moe-jax {command} --help")
+
+
+@contextlib.contextmanager
+def _parser_reports_to(options: type) -> Any:
+    """What tyro's parser finds wrong, and would draw a box around, is raised as `_Rejected`.
+
+    The hook is not part of tyro's public interface. Where it is absent, or reports something that it did not when this
+    was written, tyro draws its box and exits, and the words in the box have to do.
+    """
+    try:
+        from tyro._errors import on_parse_error
+    except ImportError:
+        yield
+        return
+
+    def report(event: Any) -> None:
+        with contextlib.suppress(AttributeError, KeyError):
+            raise _Rejected(_PROBLEMS[type(event).__name__](event, options))
+
+    with on_parse_error(report):
+        yield
+
+
+def _missing(event: Any, options: type) -> str:
+    if event.unrecognized_tokens:
+        return _unknown(event.unrecognized_tokens, options)
+    return f"{_MISSING}{', '.join(_name(context.arg) for context in event.missing_arguments)}"
+
+
+def _unknown(tokens: Sequence[str], options: type) -> str:
+    hint = nearest(tokens[0], _flags(options)) if tokens[0].startswith("--") else ""
+    return f"unknown: {clipped(' '.join(tokens))}{hint}"
+
+
+def _flags(options: type) -> list[str]:
+    return [flag_of(field.name) for field in dataclasses.fields(options)]
+
+
+def _unknown_flags(arguments: Sequence[str], options: type) -> list[str]:
+    """The first argument that looks like an option and is none, in a list."""
+    flags = _flags(options)
+    looking = (word.partition("=")[0] for word in arguments if re.match("--?[A-Za-z]", word))
+    return next(([word] for word in looking if word.replace("_", "-") not in flags), [])
+
+
+def _bad_value(event: Any, options: type) -> str:
+    name = _name(event.argument)
+    if event.offending_value is not None:
+        return f"{name} takes no value, got {shown(event.offending_value)}"
+    return f"{_MISSING}{name}" if event.argument.is_positional() else f"{name} needs a value"
+
+
+def _not_chosen(event: Any, options: type) -> str:
+    choices = [choice for choice in event.choices if choice != "None"]
+    hint = nearest(event.value, choices)
+    return f"{_name(event.argument)}: expected one of {', '.join(choices)}, got {shown(event.value)}{hint}"
+
+
+def _not_built(event: Any, options: type) -> str:
+    message = str(event.message)
+    first = clipped(message.partition("\n")[0])
+    if event.argument is None:
+        return first
+    given = re.search(r"instantiated from \[(.*?)\]\.|: ('.*'|\".*\")$", message)
+    expected = _expected(event.argument.field.type_stripped)
+    if given is None or expected is None:
+        return f"{_name(event.argument)}: {first}"
+    return f"{_name(event.argument)}: expected {expected}, got {clipped(given[1] or given[2])}"
+
+
+def _expected(hint: Any) -> str | None:
+    """Which values an option takes, in words; None if these are not numbers."""
+    parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
+    if hint in (int, float):
+        return "an integer" if hint is int else "a number"
+    if typing.get_origin(hint) is tuple:
+        return "integers with spaces between them" if parts[0] is int else None
+    return _expected(parts[0]) if len(parts) == 1 else None
+
+
+_PROBLEMS = {
+    "MissingArgs": _missing,
+    "UnrecognizedArgs": lambda event, options: _unknown(event.tokens, options),
+    "BadValue": _bad_value,
+    "InvalidChoice": _not_chosen,
+    "InstantiationFailure": _not_built,
+}
+
+
+def _name(argument: Any) -> str:
+    """An option as it is given, such as `--top-k`; of an argument without a name, what help calls it."""
+    return argument.lowered.metavar if argument.is_positional() else argument.display_name()
+
+
+def _words(box: str) -> str:
+    """What is said in a box that tyro drew, however it was drawn."""
+    return clipped(" ".join(re.sub(r"[^\x20-\x7e]|-{3,}", " ", box).split()))
+
+
+def _check_values(options: Any) -> None:
+    """Raises `_Rejected` or `InputError` for a value that no option can have."""
+    for field in dataclasses.fields(options):
+        for value in _single(getattr(options, field.name)):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _Rejected(f"{flag_of(field.name)}: expected a finite number, got {value}")
+            if isinstance(value, int) and not fits_64_bits(value):
+                raise _Rejected(f"{flag_of(field.name)}: {shown(value)} does not fit into 64 bits")
+            if isinstance(value, Path) and not (field.name in _in_buckets(options) and is_in_bucket(value)):
+                check_local(value)
+
+
+def _with_addresses(options: Any) -> Any:
+    """The options, with paths of buckets for those that are addresses."""
+    given = {name: getattr(options, name) for name in _in_buckets(options)}
+    paths: dict[str, Any] = {name: as_path(value) for name, value in given.items() if isinstance(value, Path)}
+    paths |= {name: tuple(map(as_path, value)) for name, value in given.items() if isinstance(value, tuple)}
+    return dataclasses.replace(options, **paths) if paths else options
+
+
+def _in_buckets(options: Any) -> tuple[str, ...]:
+    """The options of a command that can name what is in a bucket."""
+    return getattr(options, "in_buckets", ())
+
+
+def _single(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,155 @@
+"""What `moe-jax COMMAND --help` prints: what the command does, its arguments and options by group, and examples."""
+
+import ast
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tyro
+
+from moe_jax.core.errors import flag_of
+
+WIDEST = 110
+"""Columns of the help on a wide terminal; longer lines are hard to read."""
+_INDENT = 24
+_OTHERS = "options"
+_POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
+_WORDS = {int: "N", float: "X", str: "TEXT"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """An argument of a command, as the help shows it.
+
+    Attributes:
+      name: of the field.
+      call: how it is given, such as `--top-k N` or `MODEL`.
+      text: what it does; what a line break ends, such as what one of several methods takes it for, stands alone.
+      default: what holds without it, in parentheses, or nothing.
+      is_positional: whether it is given without a name.
+      is_switch: whether it takes no value.
+    """
+
+    name: str
+    call: str
+    text: str
+    default: str
+    is_positional: bool
+    is_switch: bool
+
+
+def explained(options: type) -> list[Explained]:
+    """The arguments of a command, in the order of its fields."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    texts = _texts(options)
+    return [_explained(field, hints[field.name], texts.get(field.name, "")) for field in dataclasses.fields(options)]
+
+
+def help_of(
+    options: type,
+    command: str,
+    *,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    examples: str = "",
+    width: int | None = None,
+) -> str:
+    """The help of a command.
+
+    Args:
+      options: its dataclass; the docstrings of class and fields are the texts.
+      command: its name, as in `moe-jax train`.
+      groups: names of fields by the title of their group; those in none come last.
+      examples: lines of commands, and of comments on them.
+      width: columns; by default those of the terminal, of which at most `WIDEST` are used.
+    """
+    width = min(width or shutil.get_terminal_size().columns, WIDEST)
+    arguments = explained(options)
+    positional = [argument for argument in arguments if argument.is_positional]
+    options_too = ["[OPTIONS]"] if len(positional) < len(arguments) else []
+    usage = " ".join(["usage: moe-jax", command, "[-h]", *options_too, *(argument.call for argument in positional)])
+    parts = [usage, *(_filled(part, width) for part in inspect.cleandoc(options.__doc__ or "").split("\n\n"))]
+    parts.append(_group("arguments", positional, width))
+    left = {argument.name: argument for argument in arguments if not argument.is_positional}
+    for title, names in (groups or {}).items():
+        parts.append(_group(title, [left.pop(name) for name in names], width))
+    parts.append(_group(_OTHERS if not groups else "other options", left.values(), width))
+    if examples:
+        parts.append("examples:\n" + textwrap.indent(inspect.cleandoc(examples), "  "))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _group(title: str, arguments: Iterable[Explained], width: int) -> str:
+    shown = [_shown(argument, width) for argument in arguments]
+    return "\n".join([f"{title}:", *shown]) if shown else ""
+
+
+def _shown(argument: Explained, width: int) -> str:
+    paragraphs = f"{argument.text} {argument.default}".strip().split("\n")
+    text = "\n".join(_filled(paragraph, width - _INDENT) for paragraph in paragraphs)
+    text = textwrap.indent(text, " " * _INDENT)
+    call = f"  {argument.call}"
+    if len(call) > _INDENT - 2:
+        return f"{call}\n{text}"
+    return (call.ljust(_INDENT) + text[_INDENT:]).rstrip()
+
+
+def _filled(text: str, width: int) -> str:
+    return textwrap.fill(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
+
+def _explained(field: dataclasses.Field, hint: Any, text: str) -> Explained:
+    given = [extra for extra in getattr(hint, "__metadata__", ()) if hasattr(extra, "help_behavior_hint")]
+    metavar = next((extra.metavar for extra in given if extra.metavar), None)
+    text = next((extra.help for extra in given if extra.help), text)
+    behavior = next((extra.help_behavior_hint for extra in given if extra.help_behavior_hint is not None), None)
+    is_positional = _POSITIONAL in getattr(hint, "__metadata__", ())
+    kind = typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
+    is_switch = kind is bool
+    value = "" if is_switch else _plain(metavar) if metavar else _value(kind)
+    call = value if is_positional else f"{flag_of(field.name)} {value}".strip()
+    is_repeated = any("append" in repr(extra).lower() for extra in getattr(hint, "__metadata__", ()))
+    default = "(repeatable)" if is_repeated else _default(field) if behavior is None and not is_switch else behavior
+    return Explained(field.name, call, text, default or "", is_positional, is_switch)
+
+
+def _plain(metavar: str) -> str:
+    """The same words for the same kinds of values in all commands."""
+    return re.sub(r"\bINT\b", "N", re.sub(r"\bFLOAT\b", "X", metavar)).replace("N [N ...]", "N ...")
+
+
+def _default(field: dataclasses.Field) -> str:
+    return "" if field.default in (dataclasses.MISSING, None, ()) else f"(default: {field.default})"
+
+
+def _value(kind: Any) -> str:
+    """What stands for a value of a type, such as `N` for a number, or the words that can be chosen."""
+    parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(map(str, parts))
+    if typing.get_origin(kind) is tuple:
+        return f"{_value(parts[0])} ..."
+    return _value(parts[0]) if parts else _WORDS.get(kind, "PATH")
+
+
+def _texts(options: type) -> dict[str, str]:
+    """The docstrings under the fields of a dataclass and its bases, by field."""
+    texts: dict[str, str] = {}
+    for base in reversed(options.__mro__[:-1]):
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # made by `make_dataclass`, whose fields bring their texts
+            continue
+        (definition,) = ast.parse(textwrap.dedent(source)).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                match following:
+                    case ast.Expr(ast.Constant(str(text))):
+                        texts[statement.target.id] = re.sub(r"\s+", " ", text)
+    return texts

@@ -1,0 +1,192 @@
+"""`moe-jax plan --compress METHOD`: what the experts of a model would take, in every form of storage."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from moe_jax.commands.printed.compression_tables import console
+from moe_jax.compression.choose_layers import parse_layers
+from moe_jax.compression.coding.centre import codes_of_options
+from moe_jax.compression.coding.schemes import Levels, check_levels
+from moe_jax.compression.coding.storage import FULL, RESIDUAL_FORMS, Stored, stored_bytes
+from moe_jax.compression.job.stream import choose_layers
+from moe_jax.compression.methods.delta_base import NO_BASE
+from moe_jax.compression.methods.registry import METHODS, check_method, check_options
+from moe_jax.compression.methods.resmoe import DEFAULT_BITS
+from moe_jax.core.errors import InputError, check_member
+from moe_jax.experts.forms.quantized import check_scale_bits
+
+if TYPE_CHECKING:
+    from moe_jax.models import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedCompression:
+    """The forms of a method.
+
+    Attributes:
+      method: its name.
+      keep: the share that is kept; None where all is, in fewer bits.
+      dtype: of the parameters.
+      layers: that are compressed.
+      stored: one for every form.
+    """
+
+    method: str
+    keep: float | None
+    dtype: str
+    layers: tuple[int, ...]
+    stored: tuple[Stored, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs; sizes in bytes."""
+        fewest = _fewest(self.stored)
+        forms = [
+            {
+                **dataclasses.asdict(form),
+                "layer": {**dataclasses.asdict(form.layer), "total": form.layer.total},
+                "fewest": form.form == fewest,
+            }
+            for form in self.stored
+        ]
+        named = {"method": self.method, "keep": self.keep, "dtype": self.dtype, "layers": list(self.layers)}
+        return {**named, "forms": forms}
+
+    def print(self) -> None:
+        """Prints a table; sizes in MiB, as papers give them."""
+        kept = "" if self.keep is None else f", keep {self.keep:g}"
+        out = console()
+        out.print()
+        out.print(
+            f"{self.method}{kept}, in {self.dtype}: experts of layer {self.layers[0]}, and the model with "
+            f"{len(self.layers)} layers compressed, in MiB; bits per expert weight"
+        )
+        out.print(_table(self.stored))
+
+
+def planned_compression(
+    config: "ModelConfig",
+    method: str,
+    *,
+    keep: float | None,
+    residual: str | None,
+    storage: str | None,
+    bits: int | None,
+    centre_bits: str | None,
+    centre_group_size: int | None,
+    levels: Levels | None,
+    scale_bits: int | None,
+    zero_points: bool,
+    row_scales: bool,
+    layers: str | None,
+    dtype: str | None,
+) -> PlannedCompression:
+    """Counts what the options of `plan` ask for; see there.
+
+    Raises:
+      InputError: for options that do not go together, or a model without experts.
+    """
+    check_method(method)
+    forms = METHODS[method].forms
+    base = "none" if METHODS[method].origin == NO_BASE else "shared"
+    given = {"levels": levels, "scale_bits": scale_bits, "zero_points": zero_points, "row_scales": row_scales}
+    check_options([method], [name for name, value in given.items() if value])
+    check_levels(levels or "any", DEFAULT_BITS, zero_points=zero_points)
+    check_scale_bits(16 if scale_bits is None else scale_bits)
+    more = {name: value for name, value in given.items() if name != "levels" and value}
+    format_ = {**METHODS[method].codes_format, **more, **({"table": True} if levels == "fitted" else {})}
+    of_centre = {"table": levels == "fitted", "scale_bits": more.get("scale_bits", 16)}
+    planned_bits = METHODS[method].planned_centre_bits
+    base_codes = codes_of_options(centre_bits or planned_bits, centre_group_size, **of_centre)
+    asked = "centre_bits" in {field.name for field in dataclasses.fields(METHODS[method])}
+    if base_codes is not None and planned_bits is None and not asked:
+        raise InputError(f"--centre-bits does not go with {method}, which has no centre")
+    indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
+    forms = _asked_for(method, forms, residual, storage, bits)
+    if keep is None and not {FULL, *RESIDUAL_FORMS["quantized"]}.issuperset(forms):
+        raise InputError(f"--compress {method} needs --keep, the share of the experts that is kept")
+    dtype = dtype or config.dtype
+    stored = []
+    for form in forms:
+        value_bits = bits if form in RESIDUAL_FORMS["up"] else None
+        stored += stored_bytes(
+            config,
+            indices,
+            [form],
+            keep=1.0 if keep is None else keep,
+            base=base,
+            base_codes=base_codes,
+            value_bits=value_bits,
+            codes=format_,
+            dtype=dtype,
+        )
+    return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))
+
+
+def _asked_for(
+    method: str, forms: Sequence[str], residual: str | None, storage: str | None, bits: int | None
+) -> tuple[str, ...]:
+    """The forms of a method that the other options leave, and full kernels to compare with where there are none."""
+    if residual is None and storage is None and bits is None:
+        return (*forms, FULL)
+    chosen = tuple(forms)
+    if residual is not None:
+        kind = residual.partition(":")[0]
+        check_member("residual", kind, tuple(RESIDUAL_FORMS))
+        wanted = RESIDUAL_FORMS[kind] if residual == kind else (residual,)
+        chosen = tuple(form for form in chosen if form in wanted)
+        if not chosen:
+            raise InputError(f"--residual {residual} does not go with {method}, which has {', '.join(forms)}")
+    if bits is not None:
+        chosen = tuple(form for form in chosen if form in (*RESIDUAL_FORMS["up"], f"quantized:{bits}"))
+        if not chosen:
+            raise InputError(f"--bits {bits}: no form of {method} that the other options leave has them")
+    if storage is not None:
+        check_member("storage", storage, chosen)
+        chosen = (storage,)
+    return chosen
+
+
+def _table(stored: Sequence[Stored]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    biases = any(form.layer.biases for form in stored)
+    table.add_column("form", no_wrap=True)
+    columns = ["values", "places", "row pointers", "centre", *(["biases"] if biases else []), "layer", "model"]
+    for column in (*columns, "of the experts", "bits"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    fewest = _fewest(stored)
+    for form in stored:
+        layer = form.layer
+        parts = (layer.values, layer.places, layer.row_pointers, layer.centre, *([layer.biases] if biases else []))
+        table.add_row(
+            form.form,
+            *map(_mib, parts),
+            _mib(layer.total),
+            _mib(form.model_bytes),
+            f"{form.share:.1%}",
+            f"{form.bits_per_weight:.2f}",
+            _note(form, fewest),
+        )
+    return table
+
+
+def _fewest(stored: Sequence[Stored]) -> str | None:
+    """Of the forms that hold the same sparse entries, and can be written, the one of fewest bytes."""
+    sparse = [form for form in stored if form.form in RESIDUAL_FORMS["up"] and form.written]
+    return min(sparse, key=lambda form: form.expert_bytes).form if len(sparse) > 1 else None
+
+
+def _note(form: Stored, fewest: str | None) -> str:
+    if form.form == FULL:
+        return "not compressed"
+    if form.form == fewest:
+        return "fewest bytes for sparse residuals"
+    return "" if form.written else "to compare with, never written"
+
+
+def _mib(count: int) -> str:
+    """With two digits where there are few of them: ends of rows."""
+    return f"{count / 2**20:,.{1 if count >= 10 * 2**20 else 2}f}" if count else "-"

@@ -1,0 +1,82 @@
+"""Prints what `plan --train` says."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.core.formatting import show_bytes, show_duration
+from moe_jax.core.terminal import console_for_tables
+
+if TYPE_CHECKING:
+    from moe_jax.planning.planned_training import PlannedTraining
+
+
+def print_training(planned: "PlannedTraining") -> None:
+    """A table of bytes, whether they fit, and the time."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    out = console_for_tables()
+    axes = " x ".join(f"{axis} {size}" for axis, size in planned.mesh.items() if size > 1)
+    many = f", {planned.devices} devices ({axes}), of which each holds:" if planned.devices > 1 else ":"
+    out.print()
+    out.print(f"training on {escape(planned.platform)}{many}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    for item in planned.items:
+        table.add_row(f"  {item.name}", show_bytes(item.bytes), escape(item.note))
+    of = "" if planned.memory is None else f"{planned.total / planned.memory:.0%} of {show_bytes(planned.memory)}"
+    table.add_row("in all", show_bytes(planned.total), of)
+    out.print(table)
+    if planned.fits is False:
+        out.print("[bold red]does not fit[/]: see model.remat, train.accumulation, model.param_dtype, mesh, optimizer")
+    elif planned.tight:
+        out.print("[bold yellow]warning[/]: more than 90% of the memory; leave some, for compilers differ")
+    if planned.sent is None:
+        _print_time(planned)
+    else:
+        _print_estimate(planned)
+
+
+def _print_time(planned: "PlannedTraining") -> None:
+    out, time = console_for_tables(), planned.time
+    if time is None or planned.run_seconds is None:
+        out.print("time: not known, for there is no data sheet of this device in moe_jax.core.data_sheets")
+        return
+    least, most = ("at least ", "at most ") if planned.is_least else ("about ", "about ")
+    parts = ""
+    if time.products is not None and time.bytes is not None:
+        parts = f" ({_seconds(time.products)} of products, {_seconds(time.bytes)} of memory)"
+    out.print(
+        f"time: {least}{_seconds(time.seconds)} a step{parts}, {most}{time.tokens_per_second:,.0f} tokens/s; "
+        f"{planned.steps:,} steps: {least}{_run(planned.run_seconds)}",
+        soft_wrap=True,
+    )
+    out.print(f"  {planned.rates}", soft_wrap=True)
+
+
+def _print_estimate(planned: "PlannedTraining") -> None:
+    out, roofline = console_for_tables(), planned.roofline
+    from moe_jax.planning.planned_training import TEACHER_ITEM
+
+    assert planned.sent is not None and planned.model_flops is not None and roofline is not None
+    sent = ", ".join(f"{kind} {one.runs} x, {show_bytes(one.bytes)}" for kind, one in planned.sent.items())
+    out.print(f"sent by each in a step: {sent or 'nothing'}", soft_wrap=True)
+    if any(item.name == TEACHER_ITEM for item in planned.items):
+        out.print("the forward pass of the teacher is neither in what is sent nor in the estimate", soft_wrap=True)
+    links = "links not known" if roofline.links is None else f"links {_seconds(roofline.links)}"
+    out.print(
+        f"estimate, at the peaks of data sheets: at least {_seconds(roofline.seconds)} a step, at most "
+        f"{roofline.utilisation:.0%} utilisation of {planned.model_flops:.3g} FLOP, bound by {roofline.bound} (matrix "
+        f"units {_seconds(roofline.matrix)}, memory {_seconds(roofline.memory)}, {links})",
+        soft_wrap=True,
+    )
+    out.print(f"  {planned.rates}", soft_wrap=True)
+
+
+def _run(seconds: float) -> str:
+    return _seconds(seconds) if seconds < 60 else show_duration(seconds)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

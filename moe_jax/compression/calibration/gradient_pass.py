@@ -1,0 +1,218 @@
+"""How much the loss depends on what an MoE layer gives for each token: squared gradients, one layer after another.
+
+An error e of the experts' output for a token changes the loss by about `g . e`, g being the gradient of the loss with
+respect to what the layer gives there. Without knowing e, its square is `|g|^2 |e|^2 / d` on average: so tokens count by
+`|g|^2`, the trace of the empirical Fisher information of that output. Where a norm stands between the experts and what
+the layer gives, its scale is not looked at.
+
+The model runs forwards over the text, and what every layer is given is kept on the disk, in bfloat16; then the
+gradients run backwards. Memory holds one layer and one batch, and a pass that was killed goes on at the layer where it
+was.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float, Int
+
+from moe_jax.checks.streamed_layers import EMBEDDING, embed_tokens, text_loss
+from moe_jax.compression.calibration.layerwise_pass import PlacedLayer, batches_of
+from moe_jax.compression.calibration.recorded import gradients_file
+from moe_jax.core.errors import InputError
+from moe_jax.core.formatting import show_bytes
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.files.staging import replace_file, replacing
+from moe_jax.model_io.model_source import ModelSource
+
+# Below the folder of the recording, as long as the pass is not complete.
+_STATES, _NEXT = "gradients", "next"
+_FORWARDS, _BACKWARDS = "forwards", "backwards"
+
+
+def has_gradients(folder: Path, layers: tuple[int, ...]) -> bool:
+    """Whether a recording has those of all these layers."""
+    return not (folder / _STATES / _NEXT).exists() and all(gradients_file(folder, i).is_file() for i in layers)
+
+
+def record_gradients(
+    source: ModelSource,
+    windows: Int[np.ndarray, "N L"],
+    folder: Path,
+    *,
+    mesh: Mesh,
+    batch_size: int = 8,
+    progress: Progress = no_progress,
+) -> None:
+    """Adds to a recording how much the loss of its text depends on every token, or goes on with that.
+
+    Args:
+      source: the model.
+      windows: of the text, those of the recording.
+      folder: of the recording.
+      mesh: as of `layerwise_pass.record`.
+      batch_size: windows at a time, rounded up to what the mesh divides.
+      progress: called after every layer, forwards and backwards.
+
+    Raises:
+      InputError: if windows have a single token, gradients are not finite or all zero, or there is no room on the disk.
+    """
+    if windows.shape[1] < 2:
+        raise InputError("gradients need windows of two tokens and more: nothing follows on a single one")
+    states = folder / _STATES
+    states.mkdir(exist_ok=True)
+    layers = source.config.num_layers
+    _check_room(states, windows.size, source.config.d_model, layers)
+    it = _Pass(source, windows, folder, states, mesh, batch_size, progress)
+    direction, begin = _begin(states)
+    if direction == _FORWARDS:
+        it.forwards(begin)
+        it.turn()
+        begin = layers
+    it.backwards(begin)
+    (states / _NEXT).unlink()  # from here on a pass that is stopped has nothing left to do
+    shutil.rmtree(states)
+
+
+class _Pass:
+    """The steps of the pass; each goes on at a layer and ends with all that the next one needs on the disk."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        windows: Int[np.ndarray, "N L"],
+        folder: Path,
+        states: Path,
+        mesh: Mesh,
+        batch_size: int,
+        progress: Progress,
+    ):
+        self._source, self._config, self._windows = source, source.config, windows
+        self._folder, self._states, self._mesh = folder, states, mesh
+        self._size, self._batches = batches_of(len(windows), batch_size, mesh)
+        self._shape = (*windows.shape, source.config.d_model)
+        self._first, self._layers = min(source.config.moe_layers), source.config.num_layers
+        self._programs: dict[Any, Any] = {}
+        self._progress = progress
+
+    def forwards(self, begin: int) -> None:
+        """Keeps what every layer is given from layer `begin` on, and what the last one gives."""
+        if begin == 0:
+            leaves = self._leaves("embed/")
+            given = _halves(self._states, 0, self._shape)
+            for batch in self._batches:
+                given[batch] = _bits(embed_tokens(self._config, leaves, self._windows[batch]))
+            _go_on(self._states, given, _FORWARDS, 0)
+        with jax.set_mesh(self._mesh):
+            for i in range(begin, self._layers):
+                self._tell(i)
+                layer = PlacedLayer(self._source, i, self._mesh, self._programs)
+                given, after = _halves(self._states, i), _halves(self._states, i + 1, self._shape)
+                for batch in self._batches:
+                    after[batch] = _bits(layer.of_batch(_floats(given[batch]), self._size)[0])
+                _go_on(self._states, after, _FORWARDS, i + 1)
+
+    def turn(self) -> None:
+        """Keeps the gradient of the loss with respect to what the last layer gives; the logits of one window are in
+        memory at a time."""
+        leaves = self._leaves("final_norm/", "lm_head/", *([EMBEDDING] if self._config.tie_embeddings else []))
+        placed = jax.tree.map(jnp.asarray, leaves)
+
+        def loss(x: jax.Array, placed: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+            return text_loss(self._config, placed, x[None], tokens[None])
+
+        of_window = jax.jit(jax.grad(loss))
+        given, gradients = _halves(self._states, self._layers), _gradients(self._states, self._layers, self._shape)
+        for n, tokens in enumerate(self._windows):
+            gradients[n] = np.asarray(of_window(_floats(given[n]), placed, tokens))
+        _go_on(self._states, gradients, _BACKWARDS, self._layers)
+
+    def backwards(self, begin: int) -> None:
+        """Takes the gradient with respect to what layer `begin` is given back to the first MoE layer."""
+        with jax.set_mesh(self._mesh):
+            for i in range(begin - 1, self._first - 1, -1):
+                self._tell(2 * self._layers - 1 - i)
+                after = _gradients(self._states, i + 1)
+                if i in self._config.moe_layers:
+                    _write(self._folder, i, after)
+                if i == self._first:
+                    break
+                layer = PlacedLayer(self._source, i, self._mesh, self._programs)
+                given, before = _halves(self._states, i), _gradients(self._states, i, self._shape)
+                for batch in self._batches:
+                    gradient = np.asarray(after[batch])
+                    before[batch] = layer.gradient_before(_floats(given[batch]), gradient, self._size)
+                _go_on(self._states, before, _BACKWARDS, i)
+        self._tell(2 * self._layers - self._first)
+
+    def _leaves(self, *prefixes: str) -> dict[str, np.ndarray]:
+        return {path: self._source.read(path) for path in self._source.specs() if path.startswith(prefixes)}
+
+    def _tell(self, done: int) -> None:
+        self._progress("measuring what depends on tokens", done, 2 * self._layers - self._first)
+
+
+def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"]) -> None:
+    """Their squared norms, divided by the mean."""
+    squares = np.concatenate([np.sum(np.square(g, dtype=np.float64), axis=1) for g in gradients])
+    mean = float(squares.mean())
+    if not np.isfinite(mean):
+        raise InputError(f"calibration: the gradients at what layer {layer} gives are not finite; mend the model")
+    if mean <= 0:
+        raise InputError(f"calibration: the loss of the text does not depend on what layer {layer} gives")
+    with replacing(gradients_file(folder, layer)) as file:
+        np.save(file, (squares / mean).astype(np.float32), allow_pickle=False)
+
+
+def _begin(states: Path) -> tuple[str, int]:
+    """Which way the pass goes, and where it goes on."""
+    if not (states / _NEXT).is_file():
+        return _FORWARDS, 0
+    direction, layer = (states / _NEXT).read_text().split()
+    return direction, int(layer)
+
+
+def _go_on(states: Path, made: np.memmap, direction: str, layer: int) -> None:
+    """Notes what is complete: forwards, what the layer is given; backwards, the gradients of that."""
+    made.flush()
+    replace_file(states / _NEXT, f"{direction} {layer}".encode())
+
+
+def _halves(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
+    """What a layer is given, bfloat16 as 16 bits: a file to read, or with a shape to fill."""
+    return _memmap(states / f"{layer}.npy", np.uint16, shape)
+
+
+def _gradients(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
+    """Gradients with respect to what a layer is given, float32; likewise."""
+    # Two files in turn: that of the layer after is whole until this one is.
+    return _memmap(states / f"backwards{layer % 2}.npy", np.float32, shape)
+
+
+def _memmap(file: Path, dtype: Any, shape: tuple[int, int, int] | None) -> np.memmap:
+    if shape is None:
+        return np.lib.format.open_memmap(file, mode="r")
+    return np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
+
+
+def _bits(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(jnp.bfloat16).view(np.uint16)
+
+
+def _floats(bits: np.ndarray) -> Float[np.ndarray, "... d"]:
+    return np.asarray(bits).view(jnp.bfloat16).astype(np.float32)
+
+
+def _check_room(states: Path, tokens: int, d_model: int, layers: int) -> None:
+    """Raises `InputError` unless what all layers are given and two times gradients fit on the disk."""
+    needed = tokens * d_model * (2 * (layers + 1) + 8) - sum(file.stat().st_size for file in states.iterdir())
+    free = shutil.disk_usage(states).free
+    if needed > free:
+        raise InputError(
+            f"gradients of {tokens} tokens take {show_bytes(needed)} in {states}, where {show_bytes(free)} are free; "
+            "ask for fewer samples, or make room"
+        )

@@ -1,0 +1,231 @@
+"""The calibration pass: a model runs over a text layer after layer, and what its banks are given is kept on the disk.
+
+Memory holds one layer and one batch, whatever the sizes of model and text: the activations between two layers are a
+file. So one pass over the model's files is enough, and a pass that was killed goes on at the layer where it was.
+"""
+
+import copy
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+from moe_jax.checks.streamed_layers import TABLE, BankCall, apply_layer, bank_calls, embed_tokens
+from moe_jax.compression.calibration.recorded import complete, create_inputs, layer_file, write_layer
+from moe_jax.core.errors import InputError
+from moe_jax.core.formatting import show_bytes
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.distributed.sharding import batch_spec, leaf_spec
+from moe_jax.experts.layout.mesh import spec_on_mesh
+from moe_jax.files.staging import replace_file
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.nn.router_stats import RouterSums
+
+# Which layer comes next, of a pass that is not complete.
+_NEXT = "next"
+
+
+def record(
+    source: ModelSource,
+    windows: Int[np.ndarray, "N L"],
+    folder: Path,
+    key: Mapping[str, Any],
+    *,
+    mesh: Mesh,
+    batch_size: int = 8,
+    progress: Progress = no_progress,
+) -> None:
+    """Makes the recording of a model on a text, or goes on with it; activations are float32.
+
+    Args:
+      source: the model.
+      windows: of the text, as `sample_windows` draws them.
+      folder: where it is written; of this recording alone.
+      key: what it is a recording of; JSON.
+      mesh: devices that share the windows of a batch; the weights of a layer are placed as in training.
+      batch_size: windows at a time, rounded up to what the mesh divides. Does not change the result but in the last
+        bits.
+      progress: called after every layer.
+
+    Raises:
+      InputError: if the model has an encoder or no MoE layers, activations are not finite, or there is no room on the
+        disk.
+    """
+    config = source.config
+    config.check_no_encoder("a calibration")
+    if not config.moe_layers:
+        raise InputError("the model is dense: it has no experts to calibrate")
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_room(folder, windows.size, config.d_model, len(config.moe_layers))
+    size, batches = batches_of(len(windows), batch_size, mesh)
+    last = max(config.moe_layers)
+    shape = (*windows.shape, config.d_model)
+    begin = int((folder / _NEXT).read_text()) if (folder / _NEXT).is_file() else 0
+    if begin == 0:
+        states = _states(folder, 0, shape)
+        embedding = {path: source.read(path) for path in source.specs() if path.startswith("embed/")}
+        for batch in batches:
+            states[batch] = np.asarray(embed_tokens(config, embedding, windows[batch]))
+        del embedding
+        _go_on(folder, states, 0)
+    programs: dict[Any, Any] = {}
+    with jax.set_mesh(mesh):
+        for i in range(begin, last + 1):
+            progress("calibrating", i, last + 1)
+            before, after = _states(folder, i), _states(folder, i + 1, shape)
+            layer = PlacedLayer(source, i, mesh, programs)
+            _run(layer, before, after, batches, size, folder)
+            _go_on(folder, after, i + 1)
+    progress("calibrating", last + 1, last + 1)
+    for parity in (0, 1):  # a pass that is stopped from here on has nothing left to do
+        _states_file(folder, parity).unlink(missing_ok=True)
+    complete(folder, key)
+    (folder / _NEXT).unlink(missing_ok=True)
+
+
+class PlacedLayer:
+    """The weights of a layer on the mesh, and the programs that apply it and that pull gradients back through it."""
+
+    def __init__(self, source: ModelSource, index: int, mesh: Mesh, programs: dict[Any, Any]):
+        config = source.config
+        self.index, self.moe = index, index in config.moe_layers
+        self._mesh = mesh
+        prefix, layer, specs = f"layers/{index}/", config.layers[index], source.specs()
+        paths = {path.removeprefix(prefix): path for path in specs if path.startswith(prefix)}
+        if layer.attention.relative_bias is not None:
+            paths[TABLE] = TABLE
+        key = (layer, tuple((name, specs[path].dtype) for name, path in sorted(paths.items())))
+        if key not in programs:
+            programs[key] = jax.jit(partial(_apply, config, layer)), jax.jit(partial(_pull, config, layer))
+        self._program, self._pull = programs[key]
+        self._paths = paths
+        self._leaves = {name: self._placed(path, source.read(path)) for name, path in paths.items()}
+
+    def having(self, leaves: Mapping[str, np.ndarray]) -> "PlacedLayer":
+        """The layer with others of some leaves, by their names below it."""
+        changed = copy.copy(self)
+        placed = {name: self._placed(self._paths[name], leaf) for name, leaf in leaves.items()}
+        changed._leaves = self._leaves | placed
+        return changed
+
+    def of_batch(self, x: Float[np.ndarray, "B L d"], size: int) -> tuple[Float[np.ndarray, "B L d"], list[BankCall]]:
+        """What the layer makes of up to `size` windows, which are filled up to so many; and what its bank was given."""
+        y, calls = self._program(self._leaves, self._filled(x, size), self._valid(x, size))
+        return np.asarray(y)[: len(x)], calls
+
+    def gradient_before(
+        self, x: Float[np.ndarray, "B L d"], after: Float[np.ndarray, "B L d"], size: int
+    ) -> Float[np.ndarray, "B L d"]:
+        """The gradient of a loss with respect to what the layer is given, from that with respect to what it gives."""
+        valid = self._valid(x, size)
+        return np.asarray(self._pull(self._leaves, self._filled(x, size), valid, self._filled(after, size)))[: len(x)]
+
+    def _filled(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
+        """With windows of zeros, so many that there are `size`; on the mesh."""
+        filled = np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
+        return jax.device_put(filled, NamedSharding(self._mesh, P(batch_spec()[0])))
+
+    def _valid(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
+        """Bool[size, L]: what was not filled."""
+        valid = np.broadcast_to(np.arange(size) < len(x), (x.shape[1], size)).T
+        return jax.device_put(valid, NamedSharding(self._mesh, P(batch_spec()[0])))
+
+    def _placed(self, path: str, leaf: np.ndarray) -> jax.Array:
+        spec = spec_on_mesh(leaf_spec(path), leaf.shape, self._mesh.shape)
+        return jax.device_put(leaf, NamedSharding(self._mesh, spec))
+
+
+def applied(layer: PlacedLayer, x: Float[np.ndarray, "N L d"], batch_size: int, mesh: Mesh) -> np.ndarray:
+    """What a layer makes of windows, a batch of them after another."""
+    size, batches = batches_of(len(x), batch_size, mesh)
+    return np.concatenate([layer.of_batch(x[batch], size)[0] for batch in batches])
+
+
+def batches_of(windows: int, batch_size: int, mesh: Mesh) -> tuple[int, list[slice]]:
+    """How many windows are computed at a time, a multiple of what the mesh divides them into; and which."""
+    rows, _ = batch_spec()
+    shards = int(np.prod([mesh.shape[axis] for axis in rows]))
+    size = -(-min(batch_size, windows) // shards) * shards
+    return size, [slice(start, min(start + size, windows)) for start in range(0, windows, size)]
+
+
+def _apply(config: Any, layer: Any, leaves: Any, x: Any, valid: Any) -> tuple[Any, list[BankCall]]:
+    y, calls = apply_layer(config, layer, leaves, x, None, bank_calls, valid)
+    return y, [call._replace(tokens=call.tokens.astype(jnp.bfloat16)) for call in calls]
+
+
+def _pull(config: Any, layer: Any, leaves: Any, x: Any, valid: Any, gradient: Any) -> Any:
+    _, pull = jax.vjp(lambda x: apply_layer(config, layer, leaves, x, None, lambda block: [], valid)[0], x)
+    return pull(gradient)[0]
+
+
+def _run(
+    layer: PlacedLayer,
+    before: Float[np.ndarray, "N L d"],
+    after: Float[np.ndarray, "N L d"],
+    batches: list[slice],
+    size: int,
+    folder: Path,
+) -> None:
+    """Applies a layer to all windows, and keeps what its bank was given."""
+    windows, length, width = before.shape
+    # Of a pass that was stopped, the layer may be complete while what comes after it is not.
+    recorded = layer_file(folder, layer.index).is_file()
+    inputs = create_inputs(folder, layer.index, (windows * length, width)) if layer.moe and not recorded else None
+    experts, weights, sums = [], [], RouterSums()
+    for batch in batches:
+        y, calls = layer.of_batch(np.asarray(before[batch]), size)
+        if not np.isfinite(y).all():
+            raise InputError(f"calibration: what layer {layer.index} gives is not finite; mend the model")
+        after[batch] = y
+        for call in calls:
+            if inputs is None:
+                break
+            tokens = (batch.stop - batch.start) * length
+            inputs[batch.start * length : batch.start * length + tokens] = np.asarray(call.tokens)[:tokens].view(
+                np.uint16
+            )
+            experts.append(np.asarray(call.routing.experts)[:tokens])
+            weights.append(np.asarray(call.routing.weights)[:tokens])
+            sums.add(call.stats, tokens)
+    if inputs is not None:
+        inputs.flush()
+        write_layer(folder, layer.index, np.concatenate(experts), np.concatenate(weights), sums.statistics())
+
+
+def _check_room(folder: Path, tokens: int, d_model: int, layers: int) -> None:
+    """Raises `InputError` unless inputs of all layers and two times activations fit on the disk."""
+    needed = tokens * d_model * (2 * layers + 8) - sum(file.stat().st_size for file in folder.iterdir())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise InputError(
+            f"a calibration on {tokens} tokens takes {show_bytes(needed)} in {folder}, where {show_bytes(free)} are "
+            "free; ask for fewer samples, or make room"
+        )
+
+
+def _states_file(folder: Path, index: int) -> Path:
+    # Two files in turn: that of the layer before is whole until the next one is.
+    return folder / f"states{index % 2}.npy"
+
+
+def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
+    """What layer `index` is given: a file to read, or with a shape to fill."""
+    file = _states_file(folder, index)
+    if shape is None:
+        return np.lib.format.open_memmap(file, mode="r")
+    return np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=shape)
+
+
+def _go_on(folder: Path, states: np.memmap, index: int) -> None:
+    """Notes that all before layer `index` is done."""
+    states.flush()
+    replace_file(folder / _NEXT, str(index).encode())

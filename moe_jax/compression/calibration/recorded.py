@@ -1,0 +1,176 @@
+"""What was recorded of a model on a calibration text: for every MoE layer, what its bank was given."""
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from moe_jax.core.errors import InputError
+from moe_jax.files.json_toml import ANYTHING, read_json
+from moe_jax.files.staging import replace_file, replacing, write_durably
+from moe_jax.nn.router_stats import RouterStatistics
+
+FORMAT = 2
+"""Of the files of a recording. One with another number is made anew."""
+KEY_FILE = "calibration.json"
+# Where tokens count by gradients, errors are other ones.
+_SENSITIVITIES = {False: "sensitivities.json", True: "sensitivities-gradients.json"}
+
+
+class LayerRows(NamedTuple):
+    """What the bank of a layer was given, T tokens.
+
+    Attributes:
+      inputs: bfloat16, on the disk.
+      experts: of the bank; -1: none.
+      weights: of these experts, float32.
+      gradients: how much the loss depends on every token, see `gradient_pass`; float32, 1 on average. None: all count
+        alike.
+    """
+
+    inputs: Float[np.ndarray, "T d"]
+    experts: Int[np.ndarray, "T k"]
+    weights: Float[np.ndarray, "T k"]
+    gradients: Float[np.ndarray, " T"] | None = None
+
+
+class LayerCalibration(NamedTuple):
+    """Of one layer.
+
+    Attributes:
+      statistics: of its router.
+      rows: what its bank was given; None: only the router was looked at.
+      sensitivities: of every matrix, see `sensitivity_pass`; None: not measured.
+    """
+
+    statistics: RouterStatistics
+    rows: LayerRows | None = None
+    sensitivities: Mapping[str, float] | None = None
+
+
+PROMISED = LayerCalibration(
+    RouterStatistics(np.zeros(0), np.zeros(0), np.zeros((0, 0))),
+    LayerRows(np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)),
+)
+"""In place of what is not recorded yet, for checks beforehand; nobody looks into it."""
+
+
+class Calibration(NamedTuple):
+    """What was recorded of a model on a text.
+
+    Attributes:
+      text: the file.
+      layers: by the index of the MoE layer.
+      folder: where the recording is; None: in memory.
+      keep: what has to live as long as this, if that is a temporary folder.
+    """
+
+    text: Path
+    layers: Mapping[int, LayerCalibration]
+    folder: Path | None = None
+    keep: Any = None
+
+
+def inputs_file(folder: Path, layer: int) -> Path:
+    """Where the inputs of a layer's bank are kept."""
+    return folder / f"{layer}.inputs.npy"
+
+
+def layer_file(folder: Path, layer: int) -> Path:
+    """The file of what else is kept of a layer; where it is, the layer is complete."""
+    return folder / f"{layer}.npz"
+
+
+def create_inputs(folder: Path, layer: int, shape: tuple[int, int]) -> np.memmap:
+    """A new file of inputs, to be filled; bfloat16, which NumPy's format knows as 16 bits."""
+    return np.lib.format.open_memmap(inputs_file(folder, layer), mode="w+", dtype=np.uint16, shape=shape)
+
+
+def write_layer(
+    folder: Path,
+    layer: int,
+    experts: Int[np.ndarray, "T k"],
+    weights: Float[np.ndarray, "T k"],
+    statistics: RouterStatistics,
+) -> None:
+    """Completes a layer whose inputs are on the disk."""
+    with replacing(layer_file(folder, layer)) as file:
+        np.savez(file, allow_pickle=False, experts=experts, weights=weights, **statistics._asdict())
+
+
+def gradients_file(folder: Path, layer: int) -> Path:
+    """Where it is kept how much the loss depends on every token."""
+    return folder / f"{layer}.gradients.npy"
+
+
+def read_layer(folder: Path, layer: int, *, gradients: bool = False) -> LayerCalibration:
+    """A complete layer.
+
+    Args:
+      folder: of the recording.
+      layer: its index.
+      gradients: whether tokens count by the loss's gradients, which are there then.
+
+    Raises:
+      InputError: if the files are not those of a recording.
+    """
+    try:
+        with np.load(layer_file(folder, layer), allow_pickle=False) as arrays:
+            found = dict(arrays)
+        inputs = np.load(inputs_file(folder, layer), mmap_mode="r", allow_pickle=False)
+        rows = LayerRows(inputs.view(jnp.bfloat16), found.pop("experts"), found.pop("weights"))
+        if gradients:
+            rows = rows._replace(gradients=np.load(gradients_file(folder, layer), allow_pickle=False))
+        if len({len(part) for part in rows if part is not None}) > 1:
+            raise ValueError("its files are of different texts")
+        return LayerCalibration(RouterStatistics(**found), rows)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"the calibration {folder} is damaged (layer {layer}: {error}); remove it") from None
+
+
+def write_sensitivities(
+    folder: Path, sensitivities: Mapping[int, Mapping[str, float]], *, gradients: bool = False
+) -> None:
+    """Keeps what `sensitivity_pass` measured, by layer index and matrix; `gradients` as of `read_layer`."""
+    replace_file(folder / _SENSITIVITIES[gradients], json.dumps(sensitivities).encode())
+
+
+def read_sensitivities(folder: Path, *, gradients: bool = False) -> dict[int, dict[str, float]] | None:
+    """What `write_sensitivities` kept; None: nothing.
+
+    Raises:
+      InputError: if the file is damaged.
+    """
+    file = folder / _SENSITIVITIES[gradients]
+    if not file.is_file():
+        return None
+    try:
+        read = read_json(file, allow=ANYTHING).items()
+        return {int(layer): {name: float(value) for name, value in own.items()} for layer, own in read}
+    except (AttributeError, TypeError, ValueError):
+        raise InputError(f"the calibration {folder} is damaged ({file.name}); remove it") from None
+
+
+def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:
+    """Whether a folder holds the whole recording that `key` describes.
+
+    Raises:
+      InputError: if it is another one.
+    """
+    file = folder / KEY_FILE
+    if not file.is_file():
+        return False
+    found = read_json(file, allow=ANYTHING)
+    if found != dict(key):
+        raise InputError(f"{folder} is a calibration of something else; name another folder, or remove it")
+    return True
+
+
+def complete(folder: Path, key: Mapping[str, Any]) -> None:
+    """Says that the recording is whole."""
+    write_durably(folder / KEY_FILE, json.dumps(dict(key), indent=1).encode())

@@ -1,0 +1,153 @@
+"""The numerical methods by which the leaves of compressed experts are made; see `experts.forms.protocol.Coder`."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Unpack
+
+import jax
+import numpy as np
+import scipy.linalg
+from jaxtyping import Float
+
+from moe_jax.compression.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
+from moe_jax.compression.coding.joint_factors import joint_factors
+from moe_jax.compression.coding.quantizer import quantize
+from moe_jax.compression.coding.row_scales import best_row_scales, scales_of_magnitudes
+from moe_jax.compression.coding.truncated_svd import truncated_svd
+from moe_jax.experts.forms.encoded import Encoded, MoreOfCodes
+from moe_jax.functional.products.packing import SCALE_DTYPE
+
+
+@dataclass(frozen=True)
+class LeastError:
+    """What has the least squared error.
+
+    Attributes:
+      fit: grids and scales of codes are chosen so, and not for the largest absolute value.
+      even: the grid is always the even one.
+    """
+
+    moment: ClassVar[None] = None
+    importances: ClassVar[None] = None
+
+    fit: bool = True
+    even: bool = False
+
+    def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Coder`. The singular values go to both factors alike."""
+        u, s, v = truncated_svd(matrix, rank)
+        root = np.sqrt(s)
+        return u * root, v * root
+
+    def quantize(
+        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
+    ) -> Encoded:
+        """See `Coder`."""
+        options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
+        if not options.pop("row_scales", False):
+            return jax.tree.map(np.asarray, quantize(values, **options))
+        rows = scales_of_magnitudes(values, group_size)
+        return with_row_scales(quantize(values / rows[:, None], weights=rows**2, **options), rows)
+
+
+@dataclass(frozen=True, eq=False)
+class LeastOutputError:
+    """What changes the outputs of a kernel least, for inputs whose second moment H [i, i] is known: tr(E^T H E).
+
+    Attributes:
+      moment: H of the kernel's inputs, float32; any multiple of it does the same. Of zeros it counts as the identity.
+      fit, even: see `LeastError`.
+      feedback: rows of codes make up for the errors of those before them (`coding.feedback`). Otherwise every entry is
+        rounded on its own, and H says only how much the errors of a row count when scales are chosen.
+    """
+
+    moment: Float[np.ndarray, "i i"]
+    fit: bool = True
+    feedback: bool = True
+    even: bool = False
+
+    def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Coder`. Rows of the matrix belong to inputs.
+
+        With H = R R^T, the error is the squared norm of R^T E: the best factors are those of R^T W, of which the first
+        is taken back by R^-T (SVD-LLM, arXiv 2403.07378, section 3.1).
+        """
+        u, s, v = truncated_svd(self._factor.T @ matrix, rank)
+        root = np.sqrt(s)
+        return scipy.linalg.solve_triangular(self._factor, u * root, trans=1, check_finite=False), v * root
+
+    def spectrum(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[Float[np.ndarray, " r"], float]:
+        """Squares of these numbers are what each of the best `factors` takes from the error; and all that there is."""
+        whitened = self._factor.T @ matrix
+        return truncated_svd(whitened, rank).s, float(np.sum(np.square(whitened), dtype=np.float64))
+
+    def quantize(
+        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
+    ) -> Encoded:
+        """See `Coder`."""
+        options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
+        if not options.pop("row_scales", False):
+            return jax.tree.map(np.asarray, self._quantized(values, 1, options, feedback=self.feedback))
+
+        def coded(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+            return np.asarray(self._quantized(values, rows, options, feedback=self.feedback).approximation)
+
+        rows = best_row_scales(values, group_size, self.moment, coded)
+        return with_row_scales(self._quantized(values / rows[:, None], rows, options, feedback=self.feedback), rows)
+
+    def _quantized(
+        self, values: np.ndarray, rows: np.ndarray | int, options: dict[str, Any], *, feedback: bool
+    ) -> Encoded:
+        """Quantises what row scales leave of a kernel: errors of row i count r_i times."""
+        if feedback:
+            factor = self._factor if isinstance(rows, int) else self._factor * rows[:, None]
+            return quantize_with_feedback(values, factor, **options)
+        weights = self._diagonal + DAMPING * np.mean(self._diagonal)
+        return quantize(values, weights=weights * rows**2, **options)
+
+    @property
+    def importances(self) -> Float[np.ndarray, " i"]:
+        """What an entry of each row counts for when entries are chosen: the root of H_ii (Wanda, arXiv 2306.11695)."""
+        return np.sqrt(self._diagonal)
+
+    @property
+    def _diagonal(self) -> Float[np.ndarray, " i"]:
+        diagonal = np.diagonal(self.moment)
+        return diagonal if diagonal.any() else np.ones_like(diagonal)
+
+    @functools.cached_property
+    def _factor(self) -> Float[np.ndarray, "i i"]:
+        return triangular_factor(self.moment)
+
+
+@dataclass(frozen=True, eq=False)
+class LeastJointError:
+    """Factors all matrices of an expert together; see `experts.forms.encoded.JointCoder`.
+
+    Attributes:
+      moments: second moments of what the matrices are given, by name, float32. With them the outputs change least, and
+        without any the weights.
+      kernels: of which a centre leaves what is factored, by name, with a row for every neuron; None: there is none.
+        Errors are compared with the outputs of these.
+    """
+
+    moments: Mapping[str, Float[np.ndarray, "i i"]]
+    kernels: Mapping[str, Float[np.ndarray, "f d"]] | None = None
+
+    def factors(
+        self, rows: Mapping[str, Float[np.ndarray, "f d"]], rank: int
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """See `JointCoder`."""
+        if self.moments:
+            return joint_factors(rows, self.kernels, self.moments["up"], self.moments["down"], rank)
+        left, right = LeastError().factors(np.concatenate(list(rows.values()), axis=1), rank)
+        ends = np.cumsum([matrix.shape[1] for matrix in rows.values()])[:-1]
+        return left, dict(zip(rows, np.split(right, ends), strict=True))
+
+
+def with_row_scales(made: Encoded, rows: Float[np.ndarray, " i"]) -> Encoded:
+    """What was quantised without row scales, with them."""
+    leaves = {name: np.asarray(leaf) for name, leaf in made.leaves.items()}
+    leaves["row_scales"] = rows[:, None].astype(SCALE_DTYPE)
+    return Encoded(leaves, np.asarray(made.approximation) * rows[:, None])

@@ -1,0 +1,70 @@
+"""Analyses of layers, kept beside the target until the job is done, so that a resumed job need not repeat them."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from moe_jax.compression.methods.interface import Analysis
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.processes import fail_together, first_decides, is_first_process
+from moe_jax.files.resume import ANALYSIS, Workplace
+from moe_jax.files.staging import replacing
+
+
+class AnalysisStore:
+    """A context manager for the folder `.NAME.analysis`, which has a file for every analysed layer.
+
+    The folder is removed when the block ends without an error, or with one that the same job would meet again; see
+    `Workplace`. Files are never unpickled.
+
+    Of several processes the first one makes and removes the folder, and all of them enter the block.
+    """
+
+    def __init__(self, dst: Path, job: Mapping[str, Any]):
+        """Touches nothing yet.
+
+        Args:
+          dst: what the job writes.
+          job: JSON-able, the same for the same job only.
+        """
+        self._work = Workplace(dst, job, suffix=ANALYSIS)
+
+    def __enter__(self) -> Self:
+        first_decides(self._begin)
+        return self
+
+    def _begin(self) -> None:
+        self._work.__enter__()
+
+    def known(self, layers: Iterable[int]) -> dict[int, Analysis]:
+        """The analyses that an earlier process of the same job has put, of some layers; all of them in the first
+        process, which then sends them to the others."""
+        found = {i: self.get(i) for i in layers} if is_first_process() else {}
+        return {i: analysis for i, analysis in found.items() if analysis is not None}
+
+    def get(self, layer: int) -> Analysis | None:
+        """The analysis of a layer that this process, or an earlier one of the same job, has put; else None."""
+        file = self._file(layer)
+        if not file.is_file():
+            return None
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+
+    def put(self, layer: int, analysis: Analysis) -> None:
+        """Keeps the analysis of a layer, whole or not at all."""
+        with replacing(self._file(layer)) as file:
+            np.savez(file, allow_pickle=False, **analysis)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if is_first_process():
+            if isinstance(error, InputError):
+                fail_together(2, str(error))  # at once: what the others work in is about to be removed
+            self._work.__exit__(kind, error, traceback)
+
+    def _file(self, layer: int) -> Path:
+        return self._work.folder / f"{layer}.npz"

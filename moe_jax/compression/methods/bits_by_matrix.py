@@ -1,0 +1,347 @@
+"""`allocate`: codes for every matrix of every layer, around a shared centre or not, of as many bits as it is worth.
+
+See methods.md 5. Some matrices of a layer may share a centre while others do not; the neurons of an expert then have
+the order of those that do. Where all of them do, experts may have low-rank factors around the centre instead of codes,
+which take less than the one bit that a code has at least. The divergence of the model's predictions is predicted as the
+sum over matrices of *sensitivity* times the error of their outputs (`calibration.sensitivity_pass`), which is measured
+for all candidates (`allocation.choices`). Zero points and row scales, where they are asked for, are tried beside codes
+without them: a layer has what is worth it.
+"""
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from moe_jax.compression.alignment.barycenter import SOLVERS
+from moe_jax.compression.alignment.design_matrix import unaligned
+from moe_jax.compression.allocation.budget import Budget, BudgetBits, TargetBytes
+from moe_jax.compression.allocation.by_expert import Alike, InParts, in_two_parts, without_worse
+from moe_jax.compression.allocation.choices import ADDED, CHOICES, FACTORED, Choice, errors_of_choices, rank_of
+from moe_jax.compression.allocation.knapsack import Candidate, allocate
+from moe_jax.compression.allocation.together import together
+from moe_jax.compression.coding.schemes import DEFAULT_GROUP_SIZE, check_levels
+from moe_jax.compression.coding.storage import LEAF_OVERHEAD, QUANTIZED, disk_bytes_by_matrix
+from moe_jax.compression.coding.write_experts import write_experts
+from moe_jax.compression.layer_figures import LayerFigures
+from moe_jax.compression.methods.delta_base import BARYCENTER, Base
+from moe_jax.compression.methods.interface import Analysis, Method, Tick, check_calibrated
+from moe_jax.compression.methods.resmoe import IDENTITY, aligned, in_order
+from moe_jax.compression.source_layer import SourceLayer, Write
+from moe_jax.core.counting import count_bytes
+from moe_jax.core.errors import InputError, check_member, check_positive
+from moe_jax.experts import BankConfig, BaseCodes, Mixed
+from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
+from moe_jax.experts.forms.fresh import shapes_of
+from moe_jax.experts.forms.quantized import TABLE_BITS
+from moe_jax.models import MoEConfig
+
+
+def never_worse(
+    candidates: Mapping[int, Sequence[Candidate]], alike: Mapping[int, Sequence[Candidate]], room: int
+) -> dict[int, Candidate]:
+    """What `allocate` gives layers; or what it gives if all matrices of a layer, or all there are, must be alike.
+
+    The one with the least error.
+
+    Args:
+      candidates: by layer.
+      alike: by layer, those with the same choice for all matrices, in the same order of choices.
+      room: bytes of all layers.
+
+    Raises:
+      InputError: see `allocate`.
+    """
+    ways = [allocate(candidates, room), allocate(alike, room)]
+    for same in zip(*alike.values(), strict=True):
+        if sum(candidate.nbytes for candidate in same) <= room:
+            ways.append(dict(zip(alike, same, strict=True)))
+    return min(ways, key=_error)
+
+
+def best_combinations(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """One candidate of every matrix, in all ways that are not both larger and worse than another way.
+
+    Args:
+      by_matrix: candidates of every matrix. A combination has the sums of bytes and errors, and a tuple of choices.
+    """
+    return without_worse([_together(some) for some in itertools.product(*by_matrix)])
+
+
+def best_of_one_format(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """`best_combinations` of those whose choices have the same format, and of these again the best.
+
+    Args:
+      by_matrix: candidates of every matrix, with a `Choice` each.
+    """
+    found = []
+    for format_ in dict.fromkeys(candidate.choice.format for candidate in by_matrix[0]):
+        found += best_combinations([[c for c in own if c.choice.format == format_] for own in by_matrix])
+    return without_worse(found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allocate(Method):
+    """Codes around a shared centre or not, of as many bits for every matrix as --calibrate says that it is worth.
+
+    Layers that are worth little have low-rank factors around a centre in codes.
+
+    Attributes:
+      budget_bits: bits per weight of the experts of all compressed layers, everything included.
+      target_bytes: the same in bytes; one of both.
+      group_size: entries along the input axis that share a scale.
+      solver: of the alignment around a centre, see `barycenter`; `identity` takes the neurons as they are.
+      levels: `any`: of every group the better of two grids; `fitted`: codes of 4, 3 or 2 bits have a table of levels,
+        one for every kernel, fitted to it.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
+      zero_points: codes may have a zero point of eight bits for every group, in the layers where that is worth its
+        bytes; those of centres have none.
+      row_scales: codes may have a bfloat16 scale for every row, likewise: by the sizes of its entries or of its inputs
+        (AWQ), whichever changes the outputs less. To try that takes more than ten times as long.
+      experts: `alike`: all experts of a layer have the same bits; `own`: in two parts of a layer, experts may have bits
+        of their own.
+      experts_multiple: the number of experts in every part is a multiple of it: for a mesh, the size of its axis
+        `expert`. A part that this does not divide is on every device.
+    """
+
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("budget_bits", (2.0, 2.5, 3.0, 4.0))
+    forms: ClassVar[tuple[str, ...]] = QUANTIZED  # factors have sizes of their own, which no option names
+    origin: ClassVar[str | None] = BARYCENTER
+    planned_centre_bits: ClassVar[int | None] = 4  # the middle of what it chooses from
+    needs_calibration: ClassVar[bool] = True
+    needs_sensitivities: ClassVar[bool] = True
+
+    budget_bits: float | None = None
+    target_bytes: int | None = None
+    group_size: int = DEFAULT_GROUP_SIZE
+    solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
+    levels: Literal["any", "fitted"] = "any"
+    scale_bits: int = 16
+    zero_points: bool = False
+    row_scales: bool = False
+    experts: Literal["alike", "own"] = "alike"
+    experts_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        check_member("experts", self.experts, ("alike", "own"))
+        check_positive(self, "experts_multiple")
+        check_member("solver", self.solver, (*SOLVERS, IDENTITY))
+        check_member("levels", self.levels, ("any", "fitted"))
+        check_levels(self.levels, min(TABLE_BITS), zero_points=self.zero_points)
+        if (self.budget_bits is None) == (self.target_bytes is None):
+            raise InputError("allocate needs --budget-bits or --target-bytes, and not both")
+        self.budget  # noqa: B018  (checks both)
+        Quantized(bits=2, group_size=self.group_size, scale_bits=self.scale_bits)  # checks both
+
+    @functools.cached_property
+    def budget(self) -> Budget:
+        """Room for all layers together."""
+        if self.target_bytes is not None:
+            return TargetBytes(target=self.target_bytes, schemes=())
+        assert self.budget_bits is not None
+        return BudgetBits(bits=self.budget_bits, schemes=())
+
+    @functools.cached_property
+    def _formats(self) -> tuple[tuple[str, ...], ...]:
+        """What codes may have of `ADDED`, first nothing."""
+        asked_for = [name for name in ADDED if getattr(self, name)]
+        return tuple(some for n in range(len(asked_for) + 1) for some in itertools.combinations(asked_for, n))
+
+    @functools.cached_property
+    def _choices(self) -> tuple[Choice, ...]:
+        """All that are tried."""
+        in_codes = [Choice(*bits, added) for added in self._formats for bits in CHOICES]
+        return (*in_codes, *(Choice(centre, None, keep=keep) for centre, keep in FACTORED))
+
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        """See `Method`. Also that the smallest candidates are within the budget."""
+        check_calibrated(layers)
+        none, smallest = self._formats[:1], {}
+        for layer in layers:
+            no_errors = np.zeros((len(layer.shapes), len(self._choices)))
+            smallest[layer.index] = _alike(self._by_matrix(layer, no_errors, none))
+        allocate(smallest, self._room(layers))
+
+    def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
+        """See `Method`. Aligns the experts, and tries all choices on some columns of their matrices."""
+        began = time.monotonic()
+        found = in_order(layer) if self.solver == IDENTITY else aligned(layer, self.solver, tick)
+        orders = found["permutations"]
+        adding_up = together(layer, orders)
+        errors = np.stack(
+            [errors_of_choices(layer, name, orders, self._choices, self._format, adding_up) for name in layer.shapes]
+        )
+        return found | {"errors": errors, "seconds": np.asarray(time.monotonic() - began)}
+
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        """See `Method`. With all formats of codes, or with the first alone, whichever is better."""
+        divergences = {layer.index: self._divergences(layer, analyses[layer.index]) for layer in layers}
+        tried = dict.fromkeys((self._formats, self._formats[:1]))
+        chosen = min((self._chosen(layers, divergences, formats) for formats in tried), key=_error)
+        return {layer.index: layer.target(self._bank(layer, chosen[layer.index].choice)) for layer in layers}
+
+    def _chosen(
+        self,
+        layers: Sequence[SourceLayer],
+        divergences: Mapping[int, Float[np.ndarray, "m E c"]],
+        formats: Sequence[tuple[str, ...]],
+    ) -> dict[int, Candidate]:
+        """What layers get, by index, if codes have one of some formats."""
+        candidates, alike, in_parts, room = {}, {}, {}, self._room(layers)
+        for layer in layers:
+            errors = divergences[layer.index]
+            by_matrix = self._by_matrix(layer, errors.sum(axis=1), formats)
+            candidates[layer.index], alike[layer.index] = best_of_one_format(by_matrix), _alike(by_matrix)
+            if self.experts == "own":
+                in_parts[layer.index] = self._in_parts(layer, by_matrix, candidates[layer.index], errors)
+        chosen = never_worse(candidates, alike, room)
+        return min(chosen, never_worse(in_parts, alike, room), key=_error) if in_parts else chosen
+
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        """See `Method`."""
+        began = time.monotonic()
+        shared = target.bank.has_base
+        orders = analysis["permutations"] if shared else unaligned(layer)
+        measure = write_experts(layer, target.bank, orders, write, refit=False)
+        return measure.figures(
+            seconds=float(analysis["seconds"]) + time.monotonic() - began,
+            choice=target.bank.describe(),
+            predicted_divergence=sum(
+                float(own[self._choices.index(_choice(layer, target.bank, layer.matrices[name], expert))])
+                for name, of_experts in zip(layer.shapes, self._divergences(layer, analysis), strict=True)
+                for expert, own in enumerate(of_experts)
+            ),
+        )
+
+    def _divergences(self, layer: SourceLayer, analysis: Analysis) -> Float[np.ndarray, "m E c"]:
+        """What every choice for every matrix of every expert adds to the divergence of the predictions.
+
+        Raises:
+          InputError: if the calibration does not say how much depends on the layer.
+        """
+        assert layer.calibration is not None
+        sensitivities = layer.calibration.sensitivities
+        if sensitivities is None:
+            raise InputError(f"layer {layer.index}: the calibration does not say how much depends on it")
+        return np.array([[[sensitivities[name]]] for name in layer.shapes]) * analysis["errors"]
+
+    def _room(self, layers: Sequence[SourceLayer]) -> int:
+        return self.budget.nbytes(layers)
+
+    def _bank(self, layer: SourceLayer, choice: Sequence[Choice] | InParts) -> BankConfig:
+        """Of a layer, with a choice for every matrix; of experts in two parts, with one for each part."""
+        parts = choice.parts if isinstance(choice, InParts) else (choice,)
+        centres = dict(zip(layer.shapes, (one.centre for one in parts[0]), strict=True))
+        if isinstance(choice, InParts):
+            form = Mixed(parts=tuple(self._codes(layer, part) for part in parts), part_of=choice.part_of)
+        else:
+            form = self._form(layer, choice)
+        if not any(centres.values()):
+            return BankConfig(form, base="none")
+        of_centre = self._format(*centres.values())
+        code = str(centres["up"] or max(filter(None, centres.values())))
+        own = {f"{name}_bits": bits or 0 for name, bits in centres.items() if str(bits) != code}
+        return BankConfig(form, base_codes=BaseCodes(code=code, **of_centre, **own))  # type: ignore[arg-type]
+
+    def _form(self, layer: SourceLayer, choices: Sequence[Choice]) -> KernelForm:
+        keep = choices[0].keep
+        if keep is not None:
+            return LowRank(rank=rank_of(layer, keep))
+        return self._codes(layer, choices)
+
+    def _codes(self, layer: SourceLayer, choices: Sequence[Choice]) -> Quantized:
+        bits = {name: choice.bits or 0 for name, choice in zip(layer.shapes, choices, strict=True)}
+        return Quantized(bits=bits["up"], **self._format(*bits.values(), added=choices[0].added), **_others(bits))
+
+    def _in_parts(
+        self,
+        layer: SourceLayer,
+        by_matrix: Sequence[Sequence[Candidate]],
+        candidates: Sequence[Candidate],
+        errors: Float[np.ndarray, "m E c"],
+    ) -> list[Candidate]:
+        """These candidates, and those in two parts of any codes around one of their centres."""
+        every = []
+        in_codes = [candidate for candidate in candidates if candidate.choice[0].keep is None]
+        for centres in {tuple(choice.centre for choice in candidate.choice) for candidate in in_codes}:
+            pairs = zip(by_matrix, centres, strict=True)
+            same = [[c for c in own if c.choice.centre == centre and c.choice.keep is None] for own, centre in pairs]
+            every.append([self._alike(layer, candidate, errors) for candidate in best_of_one_format(same)])
+        split = (in_two_parts(some, multiple=self.experts_multiple) for some in every)
+        return without_worse([*candidates, *itertools.chain.from_iterable(split)])
+
+    def _alike(self, layer: SourceLayer, candidate: Candidate, errors: Float[np.ndarray, "m E c"]) -> Alike:
+        choice, form = candidate.choice, self._form(layer, candidate.choice)
+        numbers = map(self._choices.index, choice)
+        of_experts = np.sum([own[:, number] for own, number in zip(errors, numbers, strict=True)], axis=0)
+        matrices = layer.matrices.values()
+        leaves = [leaf for matrix in matrices for leaf in self._leaves(form.of_matrix(matrix), matrix)]
+        return Alike(candidate.nbytes, count_bytes(leaves), LEAF_OVERHEAD * len(leaves), of_experts, choice)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def _leaves(form: KernelForm, matrix: Matrix) -> list[Any]:
+        """Those of one expert; codes and scales have dtypes of their own."""
+        return list(shapes_of(lambda rngs: form.fresh(rngs, matrix, (1,), np.dtype(np.float32))).values())
+
+    def _format(self, *bits: int | None, added: Sequence[str] = ()) -> dict[str, Any]:
+        """How codes of so many bits, or if there are several some of them, are stored, with some of `ADDED`."""
+        table = self.levels == "fitted" and not {*bits}.isdisjoint(TABLE_BITS)
+        options = {"group_size": self.group_size, "table": table, "scale_bits": self.scale_bits}
+        return options | dict.fromkeys(added, True)
+
+    def _by_matrix(
+        self, layer: SourceLayer, errors: Float[np.ndarray, "m c"], formats: Sequence[tuple[str, ...]]
+    ) -> list[list[Candidate]]:
+        """For every matrix, all choices of some formats."""
+        names, d_model, dtype = list(layer.shapes), layer.shapes["up"][0], layer.dtype("up")
+        found: list[list[Candidate]] = [[] for _ in names]
+        for number, choice in enumerate(self._choices):
+            if choice.added not in formats:
+                continue
+            sizes = disk_bytes_by_matrix(layer.target(self._bank(layer, [choice] * len(names))), d_model, dtype)
+            for own, name, error in zip(found, names, errors[:, number], strict=True):
+                own.append(Candidate(sizes[name], float(error), choice))
+        return found
+
+
+def _alike(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """Those with the same choice for all matrices, in the order in which they are tried."""
+    return [_together(same) for same in zip(*by_matrix, strict=True)]
+
+
+def _together(some: Sequence[Candidate]) -> Candidate:
+    """Candidates of all matrices as one of their layer."""
+    return Candidate(sum(c.nbytes for c in some), sum(c.error for c in some), tuple(c.choice for c in some))
+
+
+def _error(chosen: Mapping[int, Candidate]) -> float:
+    return sum(candidate.error for candidate in chosen.values())
+
+
+def _choice(layer: SourceLayer, bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
+    """What `Allocate._bank` was given for a matrix of an expert."""
+    assert isinstance(bank.form, KernelForm)
+    form, centre = bank.form.of_expert(expert).form, None
+    if bank.base_codes is not None and bank.has_base_of(matrix.name):
+        codes = bank.base_codes.form.of_matrix(matrix).codes
+        assert isinstance(codes, Quantized)
+        centre = codes.bits
+    if not form.has_codes:
+        assert isinstance(form, LowRank)  # shares of one rank are the same
+        keep = next(keep for _, keep in FACTORED if rank_of(layer, keep) == form.rank)
+        return Choice(centre, None, keep=keep)
+    assert isinstance(form, Quantized)
+    return Choice(centre, form.of_matrix(matrix).bits, tuple(name for name in ADDED if getattr(form, name)))
+
+
+def _others(by_matrix: Mapping[str, int | None]) -> dict[str, Any]:
+    """Options for the matrices that have other bits than `up`."""
+    return {f"{name}_bits": bits for name, bits in by_matrix.items() if bits != by_matrix["up"]}

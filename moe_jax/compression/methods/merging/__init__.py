@@ -1,0 +1,1 @@
+"""Methods that leave fewer experts, or narrower ones, each a full FFN."""

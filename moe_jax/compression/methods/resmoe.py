@@ -1,0 +1,262 @@
+"""`resmoe`: a barycenter expert and one residual per expert (methods.md 5; ResMoE, arXiv 2503.06881).
+
+A layer is analysed first: its experts are aligned, which is what takes long, and under a budget every form of residual
+is tried on it. What is kept of that are the orders of the neurons and a few figures.
+"""
+
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from moe_jax.compression.alignment.barycenter import SOLVERS, free_support_barycenter
+from moe_jax.compression.alignment.design_matrix import (
+    aligned_experts,
+    aligned_kernels,
+    design_matrices,
+    mean_kernel,
+    unaligned,
+)
+from moe_jax.compression.allocation.budget import Budget, BudgetBits, TargetBytes, same_scheme, schemes_to_try
+from moe_jax.compression.allocation.trials import mean_shares, trials
+from moe_jax.compression.coding.centre import codes_of_options
+from moe_jax.compression.coding.pruning import squared
+from moe_jax.compression.coding.schemes import (
+    DESIGNS,
+    LEVELS,
+    SCHEMES,
+    Levels,
+    LowRank,
+    Pruned,
+    Quantized,
+    Scheme,
+    check_levels,
+)
+from moe_jax.compression.coding.storage import LOW_RANK, QUANTIZED, SPARSE
+from moe_jax.compression.coding.write_experts import write_experts
+from moe_jax.compression.layer_figures import LayerFigures
+from moe_jax.compression.methods.delta_base import BARYCENTER, Base
+from moe_jax.compression.methods.interface import Analysis, Method, Tick
+from moe_jax.compression.source_layer import SourceLayer, Write
+from moe_jax.core.errors import InputError, check_member, shown
+from moe_jax.experts import BaseCodes
+from moe_jax.experts.base_codes import Code
+from moe_jax.experts.forms.quantized import check_scale_bits
+from moe_jax.models import MoEConfig
+
+# A solver that leaves the neurons in the order in which they are: the centre is the average expert.
+IDENTITY = "identity"
+DEFAULT_BITS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResMoE(Method):
+    """Residuals around a barycenter of the experts.
+
+    How much is kept is said by `keep`, by the bits of a quantized residual, or by a budget, under which form, share and
+    bits are chosen for every layer so that the relative squared errors of all layers add up to the least.
+
+    Attributes:
+      keep: share of the entries of the residuals that stay, in (0, 1]; of low-rank ones the numbers that are stored.
+        Required without a budget.
+      residual: `up`: the largest entries; `svd`: low-rank; `quantized` or `quantized:BITS`: all in a few bits. By
+        default `up`, and under a budget all of them.
+      bits: of a quantized residual, by default 4, or of the values of a pruned one, by default floats.
+      design: `concat`: one threshold, or factorisation, for the whole design matrix of an expert; `separate`: one for
+        each matrix of it. The threshold of `concat` divides what is kept among the matrices, on average over experts
+        and layers of one shape: so no storage is left empty, and equal layers stay equal.
+      refit: the centre of pruned residuals is refitted to what was pruned, and one in codes to the codes of quantized
+        residuals.
+      solver: of the alignment, see `barycenter`; `identity` takes the neurons as they are.
+      feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
+        entry is rounded on its own, and the text says only how much each row counts.
+      levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
+        only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
+        levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
+      zero_points: groups of a quantized residual have zero points of eight bits: levels need not lie around zero.
+      row_scales: every row of a quantized residual has a bfloat16 scale, too: by the sizes of its entries, and with a
+        calibration by these or by those of its inputs (AWQ), whichever changes the outputs less.
+      target_bytes: instead of `keep`, a budget for the experts of all compressed layers, everything included.
+      budget_bits: the same as average bits per weight of these experts; by default no budget.
+      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
+        By default it is stored in the dtype of the model.
+      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
+    """
+
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
+    origin: ClassVar[str | None] = BARYCENTER
+    forms: ClassVar[tuple[str, ...]] = (*SPARSE, *LOW_RANK, *QUANTIZED)
+
+    keep: float | None = None
+    residual: str | None = dataclasses.field(default=None, metadata={"metavar": "up|svd|quantized[:BITS]"})
+    bits: int | None = None
+    design: Literal["concat", "separate"] = "concat"
+    refit: bool = True
+    solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
+    feedback: bool = True
+    levels: Levels = "any"
+    scale_bits: int = 16
+    zero_points: bool = False
+    row_scales: bool = False
+    target_bytes: int | None = None
+    budget_bits: float | None = None
+    centre_bits: Code | None = None
+    centre_group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_member("solver", self.solver, (*SOLVERS, IDENTITY))
+        check_member("design", self.design, DESIGNS)
+        check_member("levels", self.levels, LEVELS)
+        self.choice  # noqa: B018  (checks the rest, but for the codes of the centre)
+        self.codes  # noqa: B018  (checks these)
+
+    @property
+    def codes(self) -> BaseCodes | None:
+        """The codes of the centre; None: it has the dtype of the model."""
+        table = self.levels == "fitted"
+        return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
+
+    @functools.cached_property
+    def choice(self) -> Scheme | Budget:
+        """How the residuals are coded, or the budget by which that is chosen for every layer: read from the options.
+
+        Raises:
+          InputError: unless there is exactly one way in which it is said how much is kept.
+        """
+        kind, bits = self._residual()
+        given = [name for name in ("target_bytes", "budget_bits") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} say the same in two ways; give one of them")
+        if given and (self.keep is not None or bits is not None):
+            raise InputError(f"{given[0]} chooses keep and bits itself; leave them out")
+        schemes = schemes_to_try([kind] if kind is not None else list(SCHEMES.values()), self.design)
+        if self.levels != "any" and (given or kind is not Quantized):
+            raise InputError(f"levels={self.levels} go with --residual quantized, without a budget")
+        for name in ("zero_points", "row_scales"):
+            if getattr(self, name) and (given or kind is not Quantized):
+                raise InputError(f"{name} go with --residual quantized, without a budget")
+        check_scale_bits(self.scale_bits)
+        if self.scale_bits == 8 and self.centre_bits is None and (given or kind is not Quantized):
+            raise InputError("scale_bits=8 goes with --residual quantized, without a budget, or with --centre-bits")
+        if self.target_bytes is not None:
+            return TargetBytes(target=self.target_bytes, schemes=schemes, codes=self.codes)
+        if self.budget_bits is not None:
+            return BudgetBits(bits=self.budget_bits, schemes=schemes, codes=self.codes)
+        if kind is Quantized:
+            if self.keep is not None:
+                raise InputError("keep does not go with a quantized residual, of which every entry stays: give bits")
+            bits = DEFAULT_BITS if bits is None else bits
+            check_levels(self.levels, bits, zero_points=self.zero_points)
+            return Quantized(
+                bits=bits,
+                table=self.levels == "fitted",
+                scale_bits=self.scale_bits,
+                zero_points=self.zero_points,
+                row_scales=self.row_scales,
+            )
+        if self.keep is None:
+            raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
+        if kind is LowRank:
+            if bits is not None:
+                raise InputError("bits do not go with an svd residual: its factors are floats")
+            return LowRank(keep=self.keep, design=self.design)
+        return Pruned(keep=self.keep, bits=bits, design=self.design)
+
+    def _residual(self) -> tuple[type[Scheme] | None, int | None]:
+        """The kind of residual, if one was given, and bits, which both options can hold."""
+        if self.residual is None:
+            return None, self.bits
+        kind, _, bits = self.residual.partition(":")
+        if bits:
+            if kind != "quantized" or self.bits is not None or not re.fullmatch(r"\d{1,3}", bits):
+                raise InputError(f"residual {shown(self.residual)}: expected up, svd, quantized or quantized:BITS")
+            return Quantized, int(bits)
+        check_member("residual", kind, tuple(SCHEMES))
+        return SCHEMES[kind], self.bits
+
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        """See `Method`."""
+        if isinstance(self.choice, Budget):
+            self.choice.check(layers)
+
+    def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
+        """See `Method`. Aligns the experts; under a budget, tries all schemes."""
+        began = time.monotonic()
+        found = in_order(layer) if self.solver == IDENTITY else aligned(layer, self.solver, tick)
+        permutations = found["permutations"]
+        if isinstance(self.choice, Budget):
+            tried = trials(layer, permutations, self.choice.schemes, refit=self.refit, codes=self.codes)
+            found["errors"] = np.array([trial.error for trial in tried])
+            found["shares"] = np.stack([trial.shares for trial in tried])
+        elif isinstance(self.choice, Pruned) and self.choice.needs_shares:
+            centres = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
+            found["shares"] = mean_shares(aligned_experts(layer, permutations), centres, self.choice.keep)
+        found["seconds"] = np.asarray(time.monotonic() - began)
+        return found
+
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        """See `Method`."""
+        if isinstance(self.choice, Budget):
+            return self.choice.divide(layers, analyses)
+        return same_scheme(layers, self.choice, analyses, base="shared", codes=self.codes)
+
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        """See `Method`."""
+        began = time.monotonic()
+        permutations, objective = analysis["permutations"], float(analysis["objective"])
+        measure = write_experts(
+            layer,
+            target.bank,
+            permutations,
+            write,
+            refit=self.refit,
+            feedback=self.feedback,
+            even=self.levels == "even",
+        )
+        return measure.figures(
+            objective=objective,
+            rounds=int(analysis["rounds"]),
+            converged=bool(analysis["converged"]),
+            seconds=float(analysis["seconds"]) + time.monotonic() - began,
+            choice=target.bank.describe(),
+        )
+
+
+def aligned(layer: SourceLayer, solver: str, tick: Tick) -> dict[str, np.ndarray]:
+    """Orders of the neurons around the barycenter, and how they were found."""
+    designs = design_matrices(layer)
+    layer.forget()
+
+    def progress(round_: int, done: int, objective: float) -> None:
+        # How many rounds there will be is not known: each takes half of what is left of the bar.
+        tick(1 - 0.5 ** (round_ - 1 + done / len(designs)))
+
+    found = free_support_barycenter(designs, solver=solver, progress=progress)
+    return {
+        "permutations": found.permutations,
+        "objective": np.asarray(found.objective[-1]),
+        "rounds": np.asarray(found.rounds),
+        "converged": np.asarray(found.converged),
+    }
+
+
+def in_order(layer: SourceLayer) -> dict[str, np.ndarray]:
+    """Neurons as they are, and what the objective then is."""
+    orders = unaligned(layer)
+    objective = 0.0
+    for name in layer.shapes:
+        centre = mean_kernel(aligned_kernels(layer, name, orders))
+        objective += sum(squared(kernel - centre) for kernel in aligned_kernels(layer, name, orders))
+    return {
+        "permutations": orders,
+        "objective": np.asarray(objective / layer.num_experts),
+        "rounds": np.asarray(0),
+        "converged": np.asarray(True),
+    }

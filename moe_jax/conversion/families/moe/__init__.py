@@ -1,0 +1,1 @@
+"""Decoders with MoE layers."""

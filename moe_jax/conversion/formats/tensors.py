@@ -1,0 +1,186 @@
+"""Tensors in files: their positions, and reading runs of their elements without reading the rest."""
+
+import math
+import threading
+import weakref
+import zlib
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from moe_jax.conversion.gguf.gguf_blocks import Blocks, dequantized
+from moe_jax.core.errors import InputError, shown
+from moe_jax.files.byte_files import ByteFile, open_bytes
+from moe_jax.files.remote import traffic
+
+# Dtypes in which parameters may be stored, by their names in safetensors.
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Bits per element of all safetensors dtypes, to check the offsets of tensors that we do not read.
+DTYPE_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+
+MAX_RANK = 64  # of NumPy and of PyTorch
+_MAX_NAME = 1000
+_CRC_BYTES = 8 << 20  # that are read at a time
+
+
+class Checksum(NamedTuple):
+    """A run of bytes in a file, and their CRC-32."""
+
+    start: int
+    size: int
+    crc: int
+
+
+class TensorEntry(NamedTuple):
+    """The position of a tensor.
+
+    Attributes:
+      file: the file it is in.
+      dtype: name as in safetensors, such as `BF16`; of a tensor in blocks `F32`.
+      shape: its shape.
+      start: bytes of the file before its first element.
+      identity: of the file in which the position was found; see `ByteFile`.
+      strides: in elements, if it is not contiguous (PyTorch files only); None: row-major.
+      checksum: of the bytes that it is a part of, to be verified before they are used; None: the format has none.
+      blocks: the quantised blocks that it is stored in (GGUF files only); None: its elements are stored as they are.
+      interleaved: heads in its rows, each with the two halves of its rotary dimensions row by row in turn (GGUF files
+        only), which whoever reads rows puts in order; None: the rows are in order.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    identity: Hashable
+    strides: tuple[int, ...] | None = None
+    checksum: Checksum | None = None
+    blocks: Blocks | None = None
+    interleaved: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored_bytes(math.prod(self.shape))
+
+    def stored_bytes(self, elements: int) -> int:
+        """Bytes that so many of its elements take in the file; of blocks, whole ones."""
+        if self.blocks is not None:
+            return elements // self.blocks.elements * self.blocks.nbytes
+        return elements * DTYPE_BITS[self.dtype] // 8
+
+
+class TensorFiles:
+    """Open files that are read by position. Nothing is memory-mapped, so only requested bytes count as memory.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Path, ByteFile] = {}
+        self._verified: set[tuple[Path, Checksum]] = set()
+        self._opening, self._verifying = threading.Lock(), threading.Lock()
+        weakref.finalize(self, _close_all, self._files)
+
+    def read_into(self, entry: TensorEntry, offset: int, out: np.ndarray) -> None:
+        """Fills a contiguous array with the elements of a row-major tensor that begin at element `offset`.
+
+        Of a tensor in blocks, these are whole blocks, and the array is float32.
+
+        Raises:
+          InputError: if the file ends before that, is another than the position was found in, or the checksum of its
+          bytes is wrong.
+        """
+        assert entry.strides is None and out.flags.c_contiguous
+        position = entry.start + entry.stored_bytes(offset)
+        if entry.blocks is None:
+            self._fill(entry, position, out.reshape(-1).view(np.uint8).data)
+            return
+        assert offset % entry.blocks.elements == 0 and out.size % entry.blocks.elements == 0
+        stored = np.empty((out.size // entry.blocks.elements, entry.blocks.nbytes), np.uint8)
+        self._fill(entry, position, stored.reshape(-1).data)
+        out.reshape(-1)[:] = dequantized(stored, entry.blocks).reshape(-1)
+
+    def read_strided(self, entry: TensorEntry) -> np.ndarray:
+        """Reads a whole tensor of any strides; returns it with those strides."""
+        dtype = DTYPES[entry.dtype]
+        strides = entry.strides if entry.strides is not None else row_major(entry.shape)
+        if 0 in entry.shape:
+            return np.empty(entry.shape, dtype)
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(entry.shape, strides, strict=True))
+        flat = np.empty(extent, dtype)
+        self._fill(entry, entry.start, flat.view(np.uint8).data)
+        return np.lib.stride_tricks.as_strided(flat, entry.shape, [stride * dtype.itemsize for stride in strides])
+
+    def _fill(self, entry: TensorEntry, position: int, out: memoryview) -> None:
+        file = self._opened(entry)
+        if entry.checksum is not None:
+            with self._verifying:
+                if (entry.file, entry.checksum) not in self._verified:
+                    check_crc(file, entry.checksum)
+                    self._verified.add((entry.file, entry.checksum))
+        _read_at(file, position, out)
+
+    def _opened(self, entry: TensorEntry) -> ByteFile:
+        with self._opening:
+            if entry.file not in self._files:
+                file = open_bytes(entry.file)
+                if file.identity != entry.identity:
+                    file.close()
+                    raise InputError(f"{entry.file} was replaced while it was read; start again")
+                self._files[entry.file] = file
+            return self._files[entry.file]
+
+
+def _close_all(files: dict[Path, ByteFile]) -> None:
+    for file in files.values():
+        file.close()
+
+
+def check_crc(file: ByteFile, expected: Checksum) -> None:
+    """Raises `InputError` unless the bytes of a file are those that the checksum was made of."""
+    crc, buffer = 0, memoryview(bytearray(min(_CRC_BYTES, expected.size)))
+    for position in range(0, expected.size, _CRC_BYTES):
+        piece = buffer[: min(_CRC_BYTES, expected.size - position)]
+        _read_at(file, expected.start + position, piece)
+        crc = zlib.crc32(piece, crc)
+    if crc != expected.crc:
+        raise InputError(
+            f"{file.path} is damaged: the checksum of its bytes {expected.start} to "
+            f"{expected.start + expected.size} is "
+            f"{crc:08x}, the file says {expected.crc:08x}; fetch it again, or, if it was saved without checksums "
+            "(`set_crc32_options`), save it with them"
+        )
+
+
+def _read_at(file: ByteFile, position: int, out: memoryview) -> None:
+    got = file.read_at(position, out)
+    traffic.count(read=got)
+    if got < len(out):
+        raise InputError(f"{file.path} ended while it was read; it is truncated, fetch it again")
+
+
+def check_tensor_name(file: Path, name: str) -> None:
+    """Raises `InputError` unless a tensor's name can stand in a message as it is."""
+    if not name.isprintable() or len(name) > _MAX_NAME:
+        raise InputError(f"{file} holds a tensor named {shown(name)}, which is no name that a model's tensors have")
+
+
+def row_major(shape: Iterable[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous array."""
+    strides: list[int] = []
+    step = 1
+    for n in reversed(tuple(shape)):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

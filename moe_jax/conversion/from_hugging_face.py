@@ -1,0 +1,166 @@
+"""Converts a foreign checkpoint, a Hugging Face directory or a GGUF file, to a model directory."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from moe_jax.conversion.checkpoint_source import CheckpointSource
+from moe_jax.conversion.expected import print_expected
+from moe_jax.conversion.formats.checkpoint_files import has_weights
+from moe_jax.conversion.formats.copying import DTYPES_BY_NAME
+from moe_jax.conversion.gguf.gguf_header import is_gguf
+from moe_jax.conversion.gguf.gguf_model import GGUFModel
+from moe_jax.conversion.hf.hugging_face_dir import HuggingFaceDirectory
+from moe_jax.conversion.mapping_report import print_mapping
+from moe_jax.core.errors import check_member
+from moe_jax.core.terminal import ByteProgress, console_for_tables
+from moe_jax.distributed.gather import gathered
+from moe_jax.distributed.processes import first_decides, is_first_process
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.resume import require_space
+from moe_jax.files.staging import check_target, refuse_existing
+from moe_jax.model_io.hub import local_model, why_a_path
+from moe_jax.model_io.in_memory import InMemory, open_writer
+from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.model_io.zero_experts import ZeroExperts, zero_experts_line
+
+
+def convert(
+    src: Path | str,
+    dst: Path | str | InMemory,
+    *,
+    dtype: str | None = None,
+    ignore_keys: Collection[str] = (),
+    allow_nonfinite: bool = False,
+    dry_run: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Writes a foreign checkpoint as a model directory, leaf by leaf, in memory that does not grow with it.
+
+    Of several processes, each reads and writes its own leaves.
+
+    Args:
+      src: Hugging Face directory, GGUF file, or name on the Hugging Face Hub; for a dry run, a config.json alone is
+        enough, and of a model on the Hub only that is fetched.
+      dst: where the model directory appears, which must not exist; or memory.
+      dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit, and makes
+        quantised ones float32.
+      ignore_keys: unknown keys of config.json that are taken to change nothing; others are an error.
+      allow_nonfinite: go on where weights are not finite.
+      dry_run: only print the mapping and sizes.
+      console: where to print; default standard error, and standard output for a dry run.
+
+    Raises:
+      FileNotFoundError: if there is nothing at `src`.
+      InputError: if the checkpoint is damaged or does not fit its config, weights are not finite or too large for
+        `dtype`, or `dst` exists.
+      OSError: if the disk is full. Nothing is at `dst` then, and the same call goes on with what is done.
+    """
+    console = console or console_for_tables(stderr=not dry_run)
+    if not is_first_process():
+        console = Console(quiet=True)
+    if dtype is not None:
+        check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
+    if not isinstance(dst, InMemory):
+        dst = as_path(dst)
+        check = refuse_existing if dry_run else check_target
+        first_decides(lambda: check(dst, buckets=True))
+    src = local_model(src, weights=not dry_run)
+    if not src.exists():
+        expected = "expected a Hugging Face directory or a GGUF file"
+        raise FileNotFoundError(f"there is nothing at {src}; {expected}{why_a_path(src)}")
+    source: CheckpointSource
+    if is_gguf(src):
+        source = GGUFModel(src)
+        if source.quantized:
+            kinds = ", ".join(f"{count} of {kind}" for kind, count in source.quantized.items())
+            console.print(f"quantised tensors become {dtype or 'float32'}: {kinds}")
+    elif dry_run and not (src.is_dir() and has_weights(src)):
+        print_expected(src, dtype, ignore_keys, console)
+        return
+    else:
+        source = HuggingFaceDirectory(src, ignored_keys=ignore_keys)
+    target = DTYPES_BY_NAME[dtype] if dtype else None
+    specs = {path: jax.ShapeDtypeStruct(spec.shape, target or spec.dtype) for path, spec in source.specs().items()}
+    for why, count in Counter(source.weights.ignored.values()).items():
+        console.print(f"left out: {count} tensors, {why}")
+    if dry_run:
+        print_mapping(
+            source.weights.pieces,
+            {name: entry.shape for name, entry in source.weights.tensors.items()},
+            specs,
+            source.specs(),
+            console,
+        )
+        return
+
+    config = replace(source.config, dtype=dtype) if dtype else source.config
+    options = {"dtype": dtype, "ignore_keys": sorted(ignore_keys), "allow_nonfinite": allow_nonfinite}
+    # An exported directory brings its own history.
+    lineage = [*source.lineage, new_lineage_entry("convert", options, [source])]
+    total = _bytes_of(specs)
+    if isinstance(dst, Path):
+        require_space(dst, total)
+    zero = ZeroExperts()
+    with ByteProgress(console, "converting", total) as progress:
+        with open_writer(
+            dst,
+            config,
+            tokenizer_files=source.tokenizer_files,
+            lineage=lineage,
+            resume=True,
+            allow_nonfinite=allow_nonfinite,
+        ) as writer:
+            if is_first_process():
+                for path in filter(ZeroExperts.concerns, writer.done):
+                    zero.add(path, source.read(path))
+            missing = {path: spec for path, spec in specs.items() if path not in writer.done and writer.mine(path)}
+            progress.skip(total - _bytes_of(missing))
+            for path, leaf in _read_ahead(source, missing):
+                writer.write({path: leaf})
+                zero.add(path, leaf)
+                progress.advance(leaf.nbytes)
+            zero = ZeroExperts.joined(gathered(zero.found))
+            found = {"zero_experts": zero.by_layer} if zero.by_layer else {}
+            writer.lineage[-1]["measured"] = {**progress.measured(), **found}
+    if zero.by_layer:
+        console.print(f"note: {zero_experts_line(zero.by_layer)}", markup=False, soft_wrap=True)
+    where = f"wrote {dst}" if isinstance(dst, Path) else f"read {src}"
+    console.print(f"{where}: {progress.summary()}", markup=False)
+
+
+def _bytes_of(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+
+
+def _read_ahead(
+    source: CheckpointSource, specs: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads leaves in order, each while the caller works on the previous one.
+
+    Two buffers are used in turn. New memory for every leaf would cost as much as reading it, because the system has to
+    clear it.
+    """
+    if not specs:
+        return
+    largest = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+    buffers = [np.empty(largest, np.uint8) for _ in range(2)]
+    paths = list(specs)
+    with ThreadPoolExecutor(1) as pool:
+
+        def start(index: int) -> Future[np.ndarray]:
+            return pool.submit(source.read, paths[index], specs[paths[index]].dtype, buffers[index % 2])
+
+        upcoming = start(0)
+        for index, path in enumerate(paths):
+            leaf = upcoming.result()
+            if index + 1 < len(paths):
+                upcoming = start(index + 1)
+            yield path, leaf

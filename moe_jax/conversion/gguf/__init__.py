@@ -1,0 +1,1 @@
+"""GGUF files: header, blocks of quantised numbers, vocabulary."""

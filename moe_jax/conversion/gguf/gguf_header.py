@@ -1,0 +1,278 @@
+"""The header of a GGUF file: metadata, and which tensors it holds where.
+
+    "GGUF", version, number of tensors, number of metadata
+    metadata: key, type, value
+    tensors: name, axes (the fastest first), type, offset from the end of the header, which is aligned
+    the tensors' bytes, each aligned
+
+The header is read and checked here, and not by the reader of the `gguf` package: that one believes every count,
+length and offset, so a file of a few bytes can make it allocate any amount. Here every number is compared with the
+bytes that the file has left before anything is read by it, and all tensors with the file before any is read.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+import struct
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_jax.conversion.formats.tensors import TensorEntry, check_tensor_name
+from moe_jax.conversion.gguf.gguf_blocks import BLOCKS, NAMES, OTHERS, PLAIN
+from moe_jax.core.errors import InputError, shown
+from moe_jax.files.byte_files import ByteFile, open_bytes
+from moe_jax.files.remote.remote_path import as_path
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = "general.alignment"
+MAX_HEADER = 64 << 20  # bytes; those of 260,000 tokens with their merges have 12 million
+MAX_STRINGS = 2_000_000  # in all arrays of the metadata
+MAX_METADATA = 10_000
+MAX_TENSORS = 100_000
+_MAX_KEY = 1000
+_MAX_TEXT = 16 << 20
+_MAX_AXES = 4
+_MAX_ALIGNMENT = 1 << 20
+_LENGTH = struct.Struct("<Q")
+_STEP = 1 << 20  # bytes that are read at a time
+
+# Type of a value -> dtype of a number.
+_NUMBERS = {
+    kind: np.dtype(code)
+    for kind, code in {
+        0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"
+    }.items()
+}  # fmt: skip
+_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+
+
+class GGUFHeader(NamedTuple):
+    """What a GGUF file says before its tensors.
+
+    Attributes:
+      metadata: key -> int, float, bool, str, array of numbers, or list of strings.
+      tensors: by name. Those in blocks are read as float32.
+      identity: of the file.
+    """
+
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    identity: Hashable
+
+
+def is_gguf(path: Path | str) -> bool:
+    """Whether there is a file at a path that is called `*.gguf` or begins as one."""
+    path = as_path(path)
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with open_bytes(path) as file:
+            return file.bytes_at(0, len(MAGIC)) == MAGIC
+    except (OSError, InputError):
+        return False
+
+
+def read_gguf_header(path: Path) -> GGUFHeader:
+    """Reads and checks the header of a GGUF file.
+
+    Raises:
+      InputError: if it is none, is truncated, holds a key or a tensor twice, types that are not read, numbers that
+        cannot be, or tensors that overlap, leave gaps, or lie outside the file.
+    """
+    with open_bytes(path) as file:
+        header = _Header(file)
+        if header.take(len(MAGIC)) != MAGIC:
+            raise header.bad(f"it does not begin with {MAGIC.decode()}")
+        version = header.integer()
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+            raise InputError(
+                f"{path} is a GGUF file of {'a big-endian machine' if swapped else f'version {version}'}; versions "
+                f"{' and '.join(map(str, VERSIONS))}, little-endian, are read"
+            )
+        num_tensors = header.count("tensors", MAX_TENSORS, at_least=24)
+        num_metadata = header.count("metadata", MAX_METADATA, at_least=13)
+        metadata = header.metadata(num_metadata)
+        infos = header.infos(num_tensors)
+        alignment = metadata.get(ALIGNMENT, 32)
+        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise header.bad(f"its {ALIGNMENT} is {shown(alignment)}, expected a power of two")
+        start = _aligned(header.position, alignment)
+        entries = {name: _entry(header, file.identity, alignment, name, info) for name, info in infos.items()}
+        tensors = {name: entry._replace(start=start + entry.start) for name, entry in entries.items()}
+        _check_cover(header, tensors, start, alignment)
+    return GGUFHeader(metadata, tensors, file.identity)
+
+
+class _Header:
+    """Reads a header from its first byte on, and never beyond what the file has."""
+
+    def __init__(self, file: ByteFile):
+        self.path, self._file, self.file_size = file.path, file, file.size
+        size = file.size
+        self._size, self._is_cut = min(size, MAX_HEADER), size > MAX_HEADER
+        self._data = bytearray()  # of the file, from its first byte on
+        self.position = 0
+        self._num_strings = 0
+
+    def bad(self, problem: str) -> InputError:
+        return InputError(f"{self.path} is not a valid GGUF file: {problem}; fetch it again")
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        start, stop = self.position, self.position + count
+        if stop > len(self._data):
+            self._read_to(stop)
+        self.position = stop
+        return bytes(self._data[start:stop])
+
+    def _read_to(self, stop: int) -> None:
+        if stop > self._size:
+            if self._is_cut:
+                raise self.bad(f"its header takes more than the {MAX_HEADER:,} bytes that are read of one")
+            raise self.bad(f"it ends in its header, at byte {self._size}; the file is truncated")
+        while stop > len(self._data):
+            piece = self._file.read(min(_STEP, self._size - len(self._data)))
+            if not piece:
+                raise self.bad("it ended while it was read")
+            self._data += piece
+
+    def integer(self, nbytes: int = 4) -> int:
+        return int.from_bytes(self.take(nbytes), "little")
+
+    def count(self, what: str, at_most: int, *, at_least: int) -> int:
+        """A number of things that take `at_least` bytes each."""
+        count = self.integer(8)
+        if count > at_most or count * at_least > self._size:
+            raise self.bad(f"it claims to hold {shown(count)} {what}, in {self._size:,} bytes")
+        return count
+
+    def text(self, what: str, longest: int) -> str:
+        length = self.integer(8)
+        if length > longest:
+            raise self.bad(f"{what} has {shown(length)} bytes, at most {longest:,} are read")
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError:
+            raise self.bad(f"{what} is not UTF-8") from None
+
+    def metadata(self, count: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(count):
+            key = self.text("a key of its metadata", _MAX_KEY)
+            if not key.isprintable():
+                raise self.bad(f"a key of its metadata is {shown(key)}")
+            if key in found:
+                raise self.bad(f"it holds the key {shown(key)} twice")
+            found[key] = self._value(shown(key))
+        return found
+
+    def _value(self, key: str) -> Any:
+        kind = self.integer()
+        if kind == _STRING:
+            return self.text(key, _MAX_TEXT)
+        if kind == _ARRAY:
+            return self._array(key)
+        if kind != _BOOL and kind not in _NUMBERS:
+            raise self.bad(f"{key} has the unknown type {kind}")
+        (value,) = self._numbers(key, kind, 1)
+        # The shortest number that is the same in 32 bits: 1e-05, and not what 64 bits make of it.
+        return float(str(value)) if kind == _FLOAT32 else value.item()
+
+    def _array(self, key: str) -> Any:
+        kind, count = self.integer(), self.integer(8)
+        if kind == _STRING:
+            return self._strings(key, count)
+        if kind != _BOOL and kind not in _NUMBERS:
+            raise self.bad(f"{key} is an array of the type {kind}, which is not read")
+        return self._numbers(key, kind, count)
+
+    def _numbers(self, key: str, kind: int, count: int) -> np.ndarray:
+        dtype = np.dtype(np.uint8) if kind == _BOOL else _NUMBERS[kind]
+        if count * dtype.itemsize > self._size - self.position:
+            raise self.bad(f"{key} claims to hold {shown(count)} numbers, after which the file would end")
+        values = np.frombuffer(self.take(count * dtype.itemsize), dtype)
+        if kind != _BOOL:
+            return values
+        if np.any(values > 1):
+            raise self.bad(f"{key} is neither true nor false")
+        return values.astype(bool)
+
+    def _strings(self, key: str, count: int) -> list[str]:
+        self._num_strings += count
+        if self._num_strings > MAX_STRINGS or count * 8 > self._size - self.position:
+            raise self.bad(f"{key} claims to hold {shown(count)} strings")
+        data, position, found = self._data, self.position, []
+        try:
+            # There are hundreds of thousands, so this does without calls wherever it can.
+            for _ in range(count):
+                if position + 8 > len(data):
+                    self._read_to(position + 8)
+                (length,) = _LENGTH.unpack_from(data, position)
+                position += 8
+                if position + length > len(data):
+                    self._read_to(position + length)
+                found.append(data[position : position + length].decode())
+                position += length
+        except UnicodeDecodeError:
+            raise self.bad(f"a string of {key} is not UTF-8") from None
+        self.position = position
+        return found
+
+    def infos(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
+        """Name -> shape, type and offset of every tensor, as the file says."""
+        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(count):
+            name = self.text("the name of a tensor", _MAX_KEY)
+            check_tensor_name(self.path, name)
+            if name in found:
+                raise self.bad(f"it holds the tensor {shown(name)} twice")
+            axes = self.integer()
+            if axes > _MAX_AXES:
+                raise self.bad(f"{shown(name)} has {axes} axes, at most {_MAX_AXES} are read")
+            shape = tuple(self.integer(8) for _ in range(axes))[::-1]
+            found[name] = (shape, self.integer(), self.integer(8))
+        return found
+
+
+def _entry(
+    header: _Header, identity: Hashable, alignment: int, name: str, info: tuple[tuple[int, ...], int, int]
+) -> TensorEntry:
+    """A tensor whose start is counted from the end of the header, after what the file says of it was checked."""
+    shape, kind, offset = info
+    if kind not in PLAIN and kind not in BLOCKS:
+        raise InputError(
+            f"{header.path}: {shown(name)} is stored as {OTHERS.get(kind, f'type {kind}')}, expected one of "
+            f"{', '.join(NAMES)}"
+        )
+    if 0 in shape or offset % alignment:
+        raise header.bad(f"{shown(name)} has shape {shown(list(shape))} and begins at byte {shown(offset)}")
+    blocks = BLOCKS.get(kind)
+    if blocks is not None and (not shape or shape[-1] % blocks.elements):
+        raise header.bad(
+            f"{shown(name)} has shape {shown(list(shape))}, rows of {blocks.name} are multiples of {blocks.elements}"
+        )
+    return TensorEntry(header.path, PLAIN.get(kind, "F32"), shape, offset, identity, blocks=blocks)
+
+
+def _check_cover(header: _Header, tensors: Mapping[str, TensorEntry], start: int, alignment: int) -> None:
+    """The tensors must fill the rest of the file, each from the next aligned byte on."""
+    position, previous, size = start, "the header", header.file_size
+    for name, entry in sorted(tensors.items(), key=lambda item: item[1].start):
+        stop = entry.start + entry.nbytes
+        if stop > size:
+            raise header.bad(f"{shown(name)} ends {shown(stop - size)} bytes after the end of the file")
+        if entry.start != position:
+            fault = "overlaps" if entry.start < position else "leaves a gap after"
+            raise header.bad(f"{shown(name)} {fault} {shown(previous)}")
+        position, previous = _aligned(stop, alignment), name
+    if size > max(position, header.position):
+        raise header.bad(f"{size - position} bytes at its end belong to no tensor")
+
+
+def _aligned(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment

@@ -1,0 +1,262 @@
+"""The tokenizer in a GGUF file's metadata, as tokenizer.json and tokenizer_config.json.
+
+Two kinds are known. `gpt2`: BPE over bytes, with merges, on pieces that `tokenizer.ggml.pre` names a way to cut a text
+into. `llama`: SentencePiece's BPE over characters, without merges but with a score for every token, and bytes for what
+has no token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from moe_jax.core.errors import InputError, first_sentence, nearest, shown
+
+MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+_LIST, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_MAX_PIECE = 512  # characters of a token that merges are looked for in
+_SPACE = "\u2581"
+
+
+class MadeTokenizer(NamedTuple):
+    """The contents of tokenizer.json, as text, and of tokenizer_config.json."""
+
+    tokenizer: str
+    settings: dict[str, Any]
+
+
+def tokenizer_of(metadata: Mapping[str, Any]) -> MadeTokenizer | None:
+    """Makes the tokenizer's files; None if the metadata hold no tokenizer.
+
+    Raises:
+      InputError: for an unknown kind of tokenizer, or one whose parts do not fit together.
+    """
+    kind = metadata.get(MODEL)
+    if kind in (None, "none", "no_vocab"):
+        return None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise InputError(f"{MODEL} is {shown(kind)}, known are {', '.join(_KINDS)}{_WAY_OUT}")
+    vocabulary = _Vocabulary.of(metadata)
+    try:
+        made, defaults = _KINDS[kind](metadata, vocabulary)
+        _add_tokens(made, vocabulary)
+        settings = _settings(metadata, vocabulary, defaults)
+        _add_edges(made, settings, vocabulary)
+        return MadeTokenizer(made.to_str(pretty=False), settings)
+    except BaseException as error:
+        # The library raises bare `Exception`; a panic of its Rust code is not even that, and has no public name.
+        if isinstance(error, InputError) or (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):
+            raise
+        raise InputError(f"its tokens and merges make no tokenizer: {first_sentence(error)}") from None
+
+
+_WAY_OUT = "; convert the checkpoint that the file was made of, which has a tokenizer.json"
+
+
+class _Vocabulary(NamedTuple):
+    """Tokens in the order of their ids, and the type of each."""
+
+    tokens: list[str]
+    types: list[int]
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> "_Vocabulary":
+        tokens = metadata.get(_LIST)
+        if not isinstance(tokens, list) or not tokens:
+            raise InputError(f"{_LIST} is {shown(tokens)}, expected a list of tokens")
+        types = _numbers(metadata, _TYPES, len(tokens), default=_NORMAL)
+        return cls(tokens, types.astype(np.int64).tolist())
+
+    def ids(self) -> dict[str, int]:
+        """Id of every token that a text can have."""
+        found = {token: i for i, token in enumerate(self.tokens) if self.types[i] != _UNUSED}
+        if len(found) < len(self.tokens) - self.types.count(_UNUSED):
+            twice = next(token for i, token in enumerate(self.tokens) if found.get(token, i) != i)
+            raise InputError(f"{_LIST} holds {shown(twice)} twice")
+        return found
+
+    def of_type(self, *types: int) -> list[str]:
+        return [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in types]
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+
+
+class _Pieces(NamedTuple):
+    """How a text is cut into pieces, none of which a token crosses.
+
+    Attributes:
+      cut: the cuts, before bytes are made of characters.
+      by_words: whether the usual cuts of GPT-2 follow.
+      normalizer: what is done to a text before; None: nothing.
+      ignore_merges: a piece that is a token is not put together from smaller ones.
+      add_bos: whether texts begin with BOS where the file does not say.
+    """
+
+    cut: Sequence[Any] = ()
+    by_words: bool = False
+    normalizer: Any = None
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+def _split(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+_GPT2 = _Pieces(by_words=True)
+_SMOLLM = _Pieces((pre_tokenizers.Digits(individual_digits=True),), by_words=True)
+_LLAMA3 = _Pieces((_split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"),), ignore_merges=True, add_bos=True)
+_QWEN2 = _Pieces((_split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"),), normalizer=normalizers.NFC())
+
+PIECES = {
+    "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "olmo": _GPT2._replace(normalizer=normalizers.NFC()),
+    "smollm": _SMOLLM,
+    "starcoder": _SMOLLM,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "stablelm2": _QWEN2,
+}
+
+
+def _of_bytes(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, dict[str, bool]]:
+    pre = metadata.get(PRE)
+    if not isinstance(pre, str) or pre not in PIECES:
+        hint = nearest(pre, PIECES) if isinstance(pre, str) else ""
+        raise InputError(f"{PRE} is {shown(pre)}{hint}, known are {', '.join(PIECES)}{_WAY_OUT}")
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise InputError(f"tokenizer.ggml.merges is {shown(merges)}, expected a list of pairs of tokens")
+    pieces = PIECES[pre]
+    # No token has a space but at its beginning: it is written as another character.
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    if bad := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
+        raise InputError(f"tokenizer.ggml.merges holds {shown(bad)}, which is no pair of tokens")
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary.ids(), merges=pairs, ignore_merges=pieces.ignore_merges)  # pyright: ignore
+    )
+    if pieces.normalizer is not None:
+        made.normalizer = pieces.normalizer
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pieces.by_words)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*pieces.cut, by_bytes])
+    made.decoder = decoders.ByteLevel()
+    return made, {"bos": pieces.add_bos, "eos": False}
+
+
+# --- characters -----------------------------------------------------------------------------------
+
+
+def _of_characters(
+    metadata: Mapping[str, Any], vocabulary: _Vocabulary
+) -> tuple[tokenizers.Tokenizer, dict[str, bool]]:
+    scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.tokens))
+    ids = vocabulary.ids()
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    made = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=ids,
+            merges=_merges(vocabulary, scores, ids),
+            unk_token=_token(vocabulary, unknown, "tokenizer.ggml.unknown_token_id"),
+            fuse_unk=True,
+            byte_fallback=_BYTE in vocabulary.types,
+        )
+    )
+    spaces = [normalizers.Replace(" ", _SPACE)]
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaces] if prefix else spaces)
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
+    return made, {"bos": True, "eos": False}
+
+
+def _merges(vocabulary: _Vocabulary, scores: np.ndarray, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Merges that put tokens together in the order of their scores, each from every two tokens that it consists of."""
+    found: list[tuple[float, int, int, str, str]] = []
+    for i, token in enumerate(vocabulary.tokens):
+        if vocabulary.types[i] != _NORMAL or len(token) > _MAX_PIECE:
+            continue
+        for cut in range(1, len(token)):
+            left, right = ids.get(token[:cut]), ids.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((-float(scores[i]), left, right, token[:cut], token[cut:]))
+    return [(left, right) for *_, left, right in sorted(found, key=lambda merge: merge[:3])]
+
+
+_KINDS: dict[str, Callable[[Mapping[str, Any], _Vocabulary], tuple[tokenizers.Tokenizer, dict[str, bool]]]] = {
+    "gpt2": _of_bytes,
+    "llama": _of_characters,
+}
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+def _add_tokens(made: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Tokens that are found in a text before it is cut. Special ones are left out of decoded text."""
+    special = vocabulary.of_type(_CONTROL, _UNKNOWN)
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    others = vocabulary.of_type(_USER_DEFINED)
+    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in others])
+
+
+def _settings(metadata: Mapping[str, Any], vocabulary: _Vocabulary, defaults: Mapping[str, bool]) -> dict[str, Any]:
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for edge, default in defaults.items():
+        key = f"tokenizer.ggml.add_{edge}_token"
+        value = metadata.get(key, default)
+        if not isinstance(value, bool):
+            raise InputError(f"{key} is {shown(value)}, expected true or false")
+        settings[f"add_{edge}_token"] = value
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        key = f"tokenizer.ggml.{key}_token_id"
+        if metadata.get(key) is not None:
+            settings[f"{name}_token"] = _token(vocabulary, metadata[key], key)
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
+        if not isinstance(template, str):
+            raise InputError(f"tokenizer.chat_template is {shown(template)}, expected a text")
+        settings["chat_template"] = template
+    return settings
+
+
+def _add_edges(made: tokenizers.Tokenizer, settings: dict[str, Any], vocabulary: _Vocabulary) -> None:
+    """BOS before a text and EOS after it, where the settings say so and there are such tokens."""
+    edges = {edge: settings.get(f"{edge}_token") if settings[f"add_{edge}_token"] else None for edge in ("bos", "eos")}
+    used = {token: vocabulary.tokens.index(token) for token in edges.values() if token is not None}
+    if used:
+        parts = (edges["bos"], "$A", edges["eos"])
+        pair = (edges["bos"], "$A", edges["eos"], edges["bos"], "$B:1", edges["eos"])
+        made.post_processor = processors.TemplateProcessing(
+            single=[part for part in parts if part is not None],
+            pair=[part for part in pair if part is not None],
+            special_tokens=list(used.items()),
+        )
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: int | None = None) -> np.ndarray:
+    """An array of so many finite numbers."""
+    values = metadata.get(key)
+    if values is None and default is not None:
+        return np.full(count, default)
+    if not isinstance(values, np.ndarray) or len(values) != count or not np.isfinite(values).all():
+        raise InputError(f"{key} is {shown(values)}, expected {count:,} numbers, one for each token")
+    return values
+
+
+def _token(vocabulary: _Vocabulary, number: Any, key: str) -> str:
+    if type(number) is not int or not 0 <= number < len(vocabulary.tokens):
+        raise InputError(f"{key} is {shown(number)}, but there are {len(vocabulary.tokens):,} tokens")
+    return vocabulary.tokens[number]

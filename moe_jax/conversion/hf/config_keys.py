@@ -1,0 +1,144 @@
+"""A foreign config.json, read key by key with the type each key must have."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from moe_jax.conversion.hf.harmless_keys import is_harmless
+from moe_jax.core.errors import InputError, clipped, is_finite, raise_if_any, shown
+from moe_jax.files.json_toml import fits_64_bits
+
+
+class ForeignConfig:
+    """Reads values from a foreign config and remembers which keys were not read.
+
+    A key that is absent has the default of its family; a key that is `null` is None, as in
+    Transformers (`"num_key_value_heads": null` means something else than leaving it out).
+    """
+
+    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self._data = data
+        self._defaults = defaults
+        self._taken = {"model_type", "architectures"}
+        self._checked: set[str] = set()
+        self._kept: dict[str, Any] = {}
+        self._unknown_inside: list[str] = []
+
+    def require(self, *keys: str) -> None:
+        """Raises one `InputError` naming every key that has neither a value nor a default."""
+        missing = [key for key in keys if self._data.get(key, self._defaults.get(key)) is None]
+        raise_if_any([f"it has no {key!r}, which cannot be guessed" for key in missing], "config.json")
+
+    def is_default(self, key: str) -> bool:
+        """Whether a key has the value that its family has where a config leaves it out."""
+        return self._data.get(key, self._defaults.get(key)) == self._defaults.get(key)
+
+    def given(self, key: str) -> bool:
+        """Whether the config itself holds a value for `key`."""
+        return self._data.get(key) is not None
+
+    def must_be(self, key: str, value: Any) -> None:
+        """Raises `InputError` unless `key` has this value, or is left out and has no other default.
+
+        The key counts as not read, so that it is written back.
+        """
+        self._checked.add(key)
+        found = self._data.get(key, self._defaults.get(key, value))
+        if found != value:
+            raise InputError(f"config.json: {key!r} is {shown(found)}, only {shown(value)} is supported")
+
+    def integer(self, key: str) -> int | None:
+        """Takes an integer of 64 bits, or None."""
+        return self._take(key, "an integer", is_integer)
+
+    def required_integer(self, key: str) -> int:
+        """Takes an integer that must be there; raises as `require` does."""
+        self.require(key)
+        value = self.integer(key)
+        assert value is not None
+        return value
+
+    def number(self, key: str) -> float | None:
+        """Takes a number, finite in float32, as a float, or None."""
+        value = self._take(key, "a number", is_finite)
+        return None if value is None else float(value)
+
+    def required_number(self, key: str) -> float:
+        """Takes a number as a float, which must be there; raises as `require` does."""
+        self.require(key)
+        value = self.number(key)
+        assert value is not None
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Takes true or false; None counts as false."""
+        return bool(self._take(key, "true or false", lambda v: isinstance(v, bool)))
+
+    def text(self, key: str) -> str | None:
+        """Takes a string, or None."""
+        return self._take(key, "a string", lambda v: isinstance(v, str))
+
+    def mapping(self, key: str) -> dict[str, Any] | None:
+        """Takes a JSON object, or None."""
+        return self._take(key, "an object", lambda v: isinstance(v, dict))
+
+    def integers(self, key: str, *, lists_only: bool = False) -> tuple[int, ...]:
+        """Takes a list of integers or, unless `lists_only`, an integer; None is the empty tuple."""
+        if lists_only:
+            value = self._take(key, "a list of integers", lambda v: isinstance(v, list) and _is_integers(v))
+        else:
+            value = self._take(key, "an integer or a list of integers", _is_integers)
+        if value is None:
+            return ()
+        return tuple(value) if isinstance(value, list) else (value,)
+
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        """Takes a list of strings, or None."""
+        value = self._take(
+            key, "a list of strings", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v)
+        )
+        return None if value is None else tuple(value)
+
+    def keep(self, key: str, value: Any) -> None:
+        """Writes `value` back under `key` on export, although the key was read."""
+        self._kept[key] = value
+
+    def foreign(self) -> dict[str, Any]:
+        """The keys that were not read, which are written back unchanged on export."""
+        return {key: value for key, value in self._data.items() if key not in self._taken} | self._kept
+
+    def unknown_inside(self, key: str, inner: Collection[str]) -> None:
+        """Notes keys of the object under `key` that the reader does not know."""
+        self._unknown_inside += [f"{key}.{one}" for one in inner]
+
+    def check_all_known(self, harmless: Collection[str], ignored: Collection[str]) -> None:
+        """Raises `InputError` for keys that were neither read nor are known to change nothing. To be asked at the end.
+
+        Args:
+          harmless: keys that change nothing in this family.
+          ignored: keys that the caller answers for; one inside an object is written `object.key`.
+        """
+        read = self._taken | self._checked | self._defaults.keys() | set(harmless)
+        unknown = [key for key, value in self._data.items() if key not in read and not is_harmless(key, value)]
+        unknown = [key for key in unknown + self._unknown_inside if key not in ignored]
+        if unknown:
+            raise InputError(
+                f"config.json: {shown(unknown[0])}{f' and {len(unknown) - 1} more keys' if unknown[1:] else ''} may "
+                f"change what the model computes, in a way that is not supported; if not, say so with "
+                f"moe-jax convert --ignore-keys {clipped(','.join(unknown))}"
+            )
+
+    def _take(self, key: str, expected: str, is_valid: Any) -> Any:
+        self._taken.add(key)
+        value = self._data.get(key, self._defaults.get(key))
+        if value is not None and not is_valid(value):
+            raise InputError(f"config.json: {key!r} is {shown(value)}, expected {expected}")
+        return value
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a JSON value is an integer of 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and fits_64_bits(value)
+
+
+def _is_integers(value: Any) -> bool:
+    return all(map(is_integer, value if isinstance(value, list) else [value]))

@@ -1,0 +1,221 @@
+"""The mapping tables of families, and their application to a model.
+
+A table is a tuple of rows. A row maps a foreign tensor to the leaf, or leaves, that it holds:
+
+    Row("model.layers.{i}.self_attn.q_proj.weight", "layers/{i}/attention/q/kernel", transpose=True)
+
+`{i}` runs over layers and `{e}` over experts, or over heads that have norms of their own. There are four operations,
+and each works in both directions:
+
+- rename: always;
+- transpose: the foreign matrix is [out, in], the leaf [in, out];
+- stack: a row whose tensor has `{e}` is one expert of a leaf [E, ...]; without `{e}` the tensor has the E axis too;
+- join: a row with several leaves is a fused tensor, the leaves joined along the rows of the foreign matrix.
+
+A row applies if the model has its leaves. So one table serves models with and without biases, tied heads, q/k norms,
+dense and MoE layers. The one condition beside it: that the model has some other leaf, too, or has it not.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from moe_jax.core.errors import InputError, raise_if_any, shown
+
+PER_EXPERT = "per-expert"
+FUSED = "fused"
+LAYOUTS = (PER_EXPERT, FUSED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One foreign tensor and the leaves that it holds.
+
+    Attributes:
+      tensor: its name, with `{i}` for the layer, counted within its stack, and `{e}` for the expert or head.
+      leaves: leaf path or paths, with `{i}`; several are joined along the tensor's rows.
+      transpose: the last two axes are swapped.
+      layout: the expert layout (`LAYOUTS`) this row belongs to; None: both.
+      stack: the stack whose layers `{i}` counts, where there are two: a decoder's leaves follow the encoder's.
+      beside: the row applies to models that have this leaf, with `{i}`, as well.
+      without: the row applies to models that do not have this leaf.
+    """
+
+    tensor: str
+    leaves: str | tuple[str, ...]
+    transpose: bool = False
+    layout: str | None = None
+    stack: Literal["encoder", "decoder"] | None = None
+    beside: str | None = None
+    without: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ignored:
+    """Foreign tensors that need not be converted: a regular expression for the whole name, and the reason."""
+
+    pattern: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Tied:
+    """A tensor that may be stored although the model ties it to another one; both must then be equal."""
+
+    tensor: str
+    equals: str
+
+
+Entry = Row | Ignored | Tied
+Table = tuple[Entry, ...]
+
+
+def linear(tensor: str, leaf: str, layout: str | None = None) -> tuple[Row, ...]:
+    """Rows of a linear map: `weight` is the transposed `kernel`; `bias`, if there is one."""
+    return (
+        Row(f"{tensor}.weight", f"{leaf}/kernel", transpose=True, layout=layout),
+        Row(f"{tensor}.bias", f"{leaf}/bias", layout=layout),
+    )
+
+
+def norm(tensor: str, leaf: str) -> tuple[Row, ...]:
+    """Rows of a norm: `weight` is `scale`; `bias`, if there is one."""
+    return (Row(f"{tensor}.weight", f"{leaf}/scale"), Row(f"{tensor}.bias", f"{leaf}/bias"))
+
+
+class Piece(NamedTuple):
+    """A run of elements in a tensor that fills one leaf, or one expert of a leaf.
+
+    Attributes:
+      tensor: name of the tensor.
+      offset: elements of the tensor before the piece.
+      shape: of the piece in the tensor.
+      leaf: path of the leaf.
+      expert: index on the leaf's first axis, of an expert or a head; None: the piece is the whole leaf.
+      transpose: the leaf holds the piece transposed.
+      template: the tensor of its row, with `{i}` and `{e}`.
+    """
+
+    tensor: str
+    offset: int
+    shape: tuple[int, ...]
+    leaf: str
+    expert: int | None
+    transpose: bool
+    template: str
+
+
+class Mapped(NamedTuple):
+    """A table applied to a model: shapes of the foreign tensors, and the pieces that fill each leaf."""
+
+    tensors: dict[str, tuple[int, ...]]
+    pieces: dict[str, list[Piece]]
+
+
+def in_stack(stack: Literal["encoder", "decoder"], rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows of one of two stacks."""
+    return tuple(dataclasses.replace(row, stack=stack) for row in rows)
+
+
+def apply_table(
+    table: Table,
+    leaves: Mapping[str, Any],
+    num_layers: int,
+    layout: str,
+    family: str,
+    *,
+    num_encoder_layers: int,
+) -> Mapped:
+    """Determines the tensors of a model, and the pieces of its leaves.
+
+    Args:
+      table: the family's table.
+      leaves: leaf path -> anything with a `shape`, for every leaf of the model.
+      num_layers: of the model, encoder's and decoder's.
+      layout: one of `LAYOUTS`.
+      family: its name, for messages.
+      num_encoder_layers: how many of the layers are the encoder's.
+
+    Returns:
+      Every tensor and every leaf of the model, each covered exactly once.
+
+    Raises:
+      InputError: if the table has no row for a leaf.
+    """
+    mapped = Mapped({}, {})
+    rows = [row for row in table if isinstance(row, Row) and row.layout in (None, layout)]
+    per_layer = [row for row in rows if "{i}" in row.tensor]
+    first = rows.index(per_layer[0]) if per_layer else len(rows)
+    # Layer by layer, so that a checkpoint is read and written front to back.
+    steps: list[tuple[Row, int | None]] = [(row, None) for row in rows[:first]]
+    for i in range(num_layers):
+        stack = "encoder" if i < num_encoder_layers else "decoder"
+        steps += [(row, i) for row in per_layer if row.stack in (None, stack)]
+    steps += [(row, None) for row in rows[first:] if row not in per_layer]
+    for row, i in steps:
+        _apply_row(row, i, num_encoder_layers if row.stack == "decoder" else 0, leaves, mapped)
+    homeless = [f"it has no tensor for {path} {tuple(spec.shape)}" for path, spec in leaves.items()
+                if path not in mapped.pieces]  # fmt: skip
+    raise_if_any(homeless, f"the format of {family!r} cannot hold this model")
+    return mapped
+
+
+def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], mapped: Mapped) -> None:
+    """Adds what a row maps of layer `i`, which is the one after `before` others in the names of its tensors."""
+    templates = (row.leaves,) if isinstance(row.leaves, str) else row.leaves
+    paths = [template.replace("{i}", str(i)) for template in templates]
+    if not all(path in leaves for path in paths):
+        return
+    if row.beside is not None and row.beside.replace("{i}", str(i)) not in leaves:
+        return
+    if row.without is not None and row.without.replace("{i}", str(i)) in leaves:
+        return
+    shapes = [tuple(leaves[path].shape) for path in paths]
+    is_stacked = "/experts/" in paths[0] or "{e}" in row.tensor
+    experts: Iterable[int | None] = range(shapes[0][0]) if is_stacked else (None,)
+    for e in experts:
+        in_stack = None if i is None else i - before
+        name = row.tensor.replace("{i}", str(in_stack)).replace("{e}", str(e))
+        if name not in mapped.tensors:
+            mapped.tensors[name] = _tensor_shape(row, shapes, stacked=e is not None)
+        offset = 0 if e is None or "{e}" in row.tensor else e * math.prod(mapped.tensors[name][1:])
+        for path, shape in zip(paths, shapes, strict=True):
+            piece_shape = _piece_shape(shape if e is None else shape[1:], row.transpose)
+            piece = Piece(name, offset, piece_shape, path, e, row.transpose, row.tensor)
+            mapped.pieces.setdefault(path, []).append(piece)
+            offset += math.prod(piece_shape)
+
+
+def _piece_shape(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2]) if transpose else shape
+
+
+def _tensor_shape(row: Row, shapes: list[tuple[int, ...]], *, stacked: bool) -> tuple[int, ...]:
+    """Shape of the tensor of a row, all experts included unless it has one tensor per expert."""
+    pieces = [_piece_shape(shape[1:] if stacked else shape, row.transpose) for shape in shapes]
+    joined = (sum(piece[0] for piece in pieces), *pieces[0][1:])
+    return (shapes[0][0], *joined) if stacked and "{e}" not in row.tensor else joined
+
+
+def detect_layout(table: Table, names: Iterable[str]) -> str:
+    """Detects the expert layout of a checkpoint from the names of its tensors; per-expert if they do not tell.
+
+    Raises:
+      InputError: if both layouts occur.
+    """
+    found = {layout: _first_match(table, names, layout) for layout in LAYOUTS}
+    if all(found.values()):
+        examples = " and ".join(f"{shown(name)} ({layout})" for layout, name in found.items())
+        raise InputError(f"the checkpoint mixes two layouts of experts, {examples}; keep one of them")
+    return FUSED if found[FUSED] else PER_EXPERT
+
+
+def _first_match(table: Table, names: Iterable[str], layout: str) -> str | None:
+    """The first name that only rows of `layout` match."""
+    templates = [re.escape(row.tensor) for row in table if isinstance(row, Row) and row.layout == layout]
+    if not templates:
+        return None
+    pattern = re.compile("|".join(templates).replace(r"\{i\}", r"\d+").replace(r"\{e\}", r"\d+"))
+    return next((name for name in names if pattern.fullmatch(name)), None)

@@ -1,0 +1,320 @@
+"""Exports any model as a Hugging Face directory."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from moe_jax.conversion.checkpoint_source import WORKERS, row_chunks
+from moe_jax.conversion.families import family_named
+from moe_jax.conversion.formats.checkpoint_files import CheckpointFiles, open_checkpoint
+from moe_jax.conversion.formats.copying import DTYPES_BY_NAME, copy_transposed
+from moe_jax.conversion.formats.packed_experts import Packing
+from moe_jax.conversion.formats.safetensors_writer import PlannedTensor, ShardWriter, shard_writer
+from moe_jax.conversion.formats.tensors import DTYPE_NAMES
+from moe_jax.conversion.hf.hf_changes import print_changes
+from moe_jax.conversion.hf.hf_config import foreign_keys, read_hf_config, write_hf_config
+from moe_jax.conversion.hf.hf_format import exported_config
+from moe_jax.conversion.hf.hf_view import MergedModel
+from moe_jax.conversion.mapping_report import print_mapping
+from moe_jax.conversion.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_table
+from moe_jax.conversion.weights import match_weights
+from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.finite import REMEDY, check_finite, check_fits
+from moe_jax.core.formatting import parse_bytes
+from moe_jax.core.terminal import ByteProgress, console_for_tables
+from moe_jax.files.local_paths import check_beside
+from moe_jax.files.remote.remote_path import BucketPath, as_path
+from moe_jax.files.remote.remote_work import RemoteWork
+from moe_jax.files.resume import Workplace, open_work, require_space
+from moe_jax.files.staging import check_target, refuse_existing, write_durably
+from moe_jax.files.tokenizer_files import list_companions, read_companion
+from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.tuned_base import is_tuned
+from moe_jax.models import ModelConfig
+
+Pack = Callable[[ModelConfig, ModelConfig], Packing]
+"""How the experts of a model are written in codes, by its config and the one that is written."""
+
+DENSE_LAYERS = ("replicate", "refuse")
+SHARD_SIZE, SHARD_SIZE_IN_BUCKETS = "5GB", "500MB"
+
+
+def export(
+    source: ModelSource,
+    dst: Path | str,
+    *,
+    max_shard_size: str | int | None = None,
+    expert_layout: str = PER_EXPERT,
+    dense_layers: str = "replicate",
+    dtype: str | None = None,
+    packed: Pack | None = None,
+    allow_nonfinite: bool = False,
+    dry_run: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Writes a model as a Hugging Face directory that Transformers loads, in memory that does not grow with it.
+
+    Args:
+      source: model directory, or Hugging Face directory.
+      dst: where the directory appears; must not exist.
+      max_shard_size: such as `5GB`, which it is by default; a larger tensor has a file of its own. In a bucket, where a
+        few files are in memory until they are full, it is `500MB`.
+      expert_layout: `per-expert` tensors, as on the hub and readable by every release of Transformers, or the `fused`
+        ones of release 5.
+      dense_layers: what to do with dense layers if a format needs an MoE in every layer: `replicate` their FFN as equal
+        experts; or `refuse`, which takes another format that holds the model, or stops.
+      dtype: `float32`, `bfloat16` or `float16` for all tensors; None keeps every one bit for bit.
+      packed: how experts are written in codes; None: as they are.
+      allow_nonfinite: go on where weights are not finite.
+      dry_run: only print the mapping and sizes.
+      console: where to print; default standard error, and standard output for a dry run.
+
+    Raises:
+      InputError: if no format can hold the model, weights are not finite or too large for `dtype`, or `dst` exists.
+      OSError: if the disk is full. Nothing is at `dst` then, and the same call goes on with what is done.
+    """
+    console = console or console_for_tables(stderr=not dry_run)
+    check_member("expert layout", expert_layout, LAYOUTS)
+    check_member("choice for dense layers", dense_layers, DENSE_LAYERS)
+    if dtype is not None:
+        check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
+    dst = as_path(dst)
+    if max_shard_size is None:
+        max_shard_size = SHARD_SIZE_IN_BUCKETS if isinstance(dst, BucketPath) else SHARD_SIZE
+    max_bytes = parse_bytes(max_shard_size, flag="--max-shard-size")
+    (refuse_existing if dry_run else check_target)(dst, buckets=True)
+    check_beside(dst, [source.path])
+    if is_tuned(source.config):
+        raise InputError(
+            f"{source.path} has adapters, LoRA or NF4 kernels, which no Hugging Face checkpoint holds; fold them first "
+            "with moe-jax merge, or write LoRA alone with --format peft"
+        )
+
+    # Checks, before anything is read, that there is a format that can hold this model.
+    config = exported_config(source.config, replicate_dense=dense_layers == "replicate")
+    model = MergedModel(source, config)
+    stored = model.specs()
+    specs = {
+        path: jax.ShapeDtypeStruct(spec.shape, DTYPES_BY_NAME[dtype] if dtype else spec.dtype)
+        for path, spec in stored.items()
+    }
+    family = family_named(config.family)
+    mapped = apply_table(
+        family.table_of(config),
+        specs,
+        config.num_layers,
+        expert_layout,
+        family.name,
+        num_encoder_layers=config.num_encoder_layers,
+    )
+    tensors = {name: PlannedTensor(DTYPE_NAMES[dtype_], mapped.tensors[name])
+               for name, dtype_ in _tensor_dtypes(mapped, specs).items()}  # fmt: skip
+    packing = None if packed is None else packed(source.config, config)
+    if packing is not None:
+        tensors = packing.planned(mapped, tensors, {path: spec.dtype for path, spec in specs.items()})
+    print_changes(source.config, config, specs, console)
+    if dry_run:
+        print_mapping(mapped.pieces, mapped.tensors, specs, stored, console)
+        if packing is not None:
+            console.print(f"kernels of experts in {packing.bits} bits, {packing.group_size} inputs to a scale")
+        return
+
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    require_space(dst, total)
+    options = {
+        "max_shard_size": max_bytes,
+        "expert_layout": expert_layout,
+        "dense_layers": dense_layers,
+        "dtype": dtype,
+        "allow_nonfinite": allow_nonfinite,
+    }
+    if packing is not None:
+        options |= {"bits": packing.bits, "group_size": packing.group_size}
+    lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
+    with ByteProgress(console, "exporting", total) as progress:
+        with open_work(dst, job_of(lineage)) as work:
+            folder = work.folder
+            # Before the weights, so that nothing that is copied can take their place.
+            files = source.tokenizer_files
+            for file in files:
+                write_durably(folder / file.name, read_companion(file))
+            if isinstance(folder, BucketPath):
+                list_companions(folder, [file.name for file in files])
+            with shard_writer(work, tensors, max_bytes) as writer:
+                _write_layers(model, mapped, specs, writer, work, progress, packing, allow_nonfinite=allow_nonfinite)
+            keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
+            lineage[-1]["measured"] = progress.measured()
+            write_durably(folder / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
+            # Opens all files and compares them with the config, which is written last.
+            found = open_checkpoint(folder)
+            if packing is None:
+                written = read_hf_config(keys, ignored=foreign_keys(config))
+                match_weights(found, written, leaf_specs(written), str(folder))
+            else:
+                _check_planned(found, tensors)
+                keys["quantization_config"] = packing.describe(mapped)
+            work.check_alone()
+            write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
+            work.complete()
+    console.print(f"wrote {dst}: {progress.summary()}", markup=False)
+
+
+def _write_layers(
+    model: MergedModel,
+    mapped: Mapped,
+    specs: Mapping[str, jax.ShapeDtypeStruct],
+    writer: ShardWriter,
+    work: Workplace | RemoteWork,
+    progress: ByteProgress,
+    packing: Packing | None,
+    *,
+    allow_nonfinite: bool,
+) -> None:
+    """Writes the layers that no interrupted command has written, and notes each when it is on disk."""
+    by_layer: dict[str, list[str]] = {}
+    for path in mapped.pieces:
+        by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "rest", []).append(path)
+    written = work.notes(by_layer)
+    for layer, paths in by_layer.items():
+        names = {name for path in paths for name in _tensors_of(path, mapped.pieces[path], packing)}
+        size = sum(writer.nbytes(name) for name in names)
+        if layer in written or writer.are_kept(names):
+            progress.skip(size)
+            continue
+        for path in paths:
+            pieces, dtype = mapped.pieces[path], specs[path].dtype
+            if packing is not None and packing.is_packed(path):
+                _write_packed(model, path, pieces, dtype, writer, progress, packing)
+                continue
+            _write_leaf(model, path, pieces, dtype, writer, progress, allow_nonfinite=allow_nonfinite)
+        if writer.sync():
+            work.note(layer, {"bytes": size})
+
+
+def _tensors_of(path: str, pieces: Iterable[Piece], packing: Packing | None) -> Iterator[str]:
+    for piece in pieces:
+        if packing is not None and packing.is_packed(path):
+            yield from (f"{piece.tensor}_{part}" for part in ("packed", "scale", "shape"))
+        else:
+            yield piece.tensor
+
+
+def _write_packed(
+    model: MergedModel,
+    path: str,
+    pieces: list[Piece],
+    dtype: np.dtype,
+    writer: ShardWriter,
+    progress: ByteProgress,
+    packing: Packing,
+) -> None:
+    """Writes the kernels of the experts of one matrix in codes: in those that they have, or else in new ones."""
+    by_expert = {piece.expert: piece for piece in pieces}
+    for expert, codes in model.codes(path, packing):
+        for name, values in packing.tensors(by_expert.pop(expert), codes, dtype):
+            writer.write(name, 0, values)
+            progress.advance(values.nbytes)
+    assert not by_expert, (path, by_expert)
+
+
+def _check_planned(found: CheckpointFiles, tensors: Mapping[str, PlannedTensor]) -> None:
+    """Raises `InputError` unless files hold the tensors that were planned: somebody else has written into them."""
+    wrong = {name for name, entry in found.tensors.items() if tensors.get(name) != (entry.dtype, entry.shape)}
+    if wrong or found.tensors.keys() != tensors.keys():
+        raise InputError(f"{', '.join(sorted(wrong)[:3]) or 'a tensor'} is not what was written; export again")
+
+
+def _write_leaf(
+    model: MergedModel,
+    path: str,
+    pieces: list[Piece],
+    dtype: np.dtype,
+    writer: ShardWriter,
+    progress: ByteProgress,
+    *,
+    allow_nonfinite: bool,
+) -> None:
+    """Writes the pieces of one leaf. The next expert is made while the previous one is written; two are in memory."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        before: list[Future[None]] = []
+        waiting = {piece.expert: piece for piece in pieces}
+        for expert, part in _parts_of(model, path, pieces):
+            piece, name = waiting.pop(expert), path if expert is None else f"{path}[{expert}]"
+            if not allow_nonfinite:
+                check_finite(name, part, REMEDY)
+            check_fits(name, part, dtype)
+            writing = [
+                pool.submit(_write_rows, part, piece, rows, dtype, writer, progress)
+                for rows in row_chunks(piece.shape, dtype.itemsize)
+            ]
+            _finish(before)
+            before = writing
+        _finish(before)
+        assert not waiting, (path, waiting)
+
+
+def _parts_of(model: MergedModel, path: str, pieces: list[Piece]) -> Iterator[tuple[int | None, np.ndarray]]:
+    """The parts of a leaf, cut as its pieces are: heads that have a tensor each are stacked in one part."""
+    for expert, part in model.parts(path):
+        if expert is None and pieces[0].expert is not None:
+            yield from enumerate(part)
+        else:
+            yield expert, part
+
+
+def _finish(writing: Iterable[Future[None]]) -> None:
+    for future in writing:
+        future.result()
+
+
+def _write_rows(
+    part: np.ndarray,
+    piece: Piece,
+    rows: tuple[int, int],
+    dtype: np.dtype,
+    writer: ShardWriter,
+    progress: ByteProgress,
+) -> None:
+    """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
+    start, stop = rows
+    with np.errstate(all="ignore"):  # what is not finite was found before, or is meant
+        cut = (part[:, start:stop] if piece.transpose else part[start:stop]).astype(dtype, copy=False)
+    if piece.transpose:
+        values = np.empty(cut.shape[::-1], dtype)
+        copy_transposed(cut, values)
+    else:
+        values = np.ascontiguousarray(cut)
+    writer.write(piece.tensor, piece.offset + start * math.prod(piece.shape[1:]), values)
+    progress.advance(values.nbytes)
+
+
+def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.dtype]:
+    """The dtype of every tensor, in the order of the table; a fused tensor needs leaves of one dtype."""
+    dtypes: dict[str, np.dtype] = {}
+    for path, pieces in mapped.pieces.items():
+        for piece in pieces:
+            dtype = dtypes.setdefault(piece.tensor, specs[path].dtype)
+            if dtype != specs[path].dtype:
+                raise InputError(
+                    f"{piece.tensor} would be joined from leaves of dtypes {dtype} and {specs[path].dtype}; "
+                    "choose one with --dtype"
+                )
+    return dtypes
+
+
+def _main_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+    """The dtype of most bytes. Transformers loads a checkpoint in the single dtype that its config names."""
+    sizes: dict[str, int] = {}
+    for spec in specs.values():
+        name = str(spec.dtype)
+        sizes[name] = sizes.get(name, 0) + math.prod(spec.shape) * spec.dtype.itemsize
+    return max(sizes, key=sizes.__getitem__)

@@ -1,0 +1,109 @@
+"""Matches the tensors of a checkpoint with its family's table: none missing, none left over."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from moe_jax.conversion.families import family_named
+from moe_jax.conversion.formats.checkpoint_files import CheckpointFiles
+from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry
+from moe_jax.conversion.table import Ignored, Mapped, Piece, Table, Tied, apply_table, detect_layout
+from moe_jax.core.errors import clipped, raise_if_any, shown
+from moe_jax.models import ModelConfig
+
+
+class Weights(NamedTuple):
+    """A checkpoint in which every tensor is accounted for.
+
+    Attributes:
+      tensors: positions of all tensors that fill a leaf.
+      pieces: leaf path -> the pieces that fill it.
+      layout: of its experts.
+      duplicates: tensors that must equal another one: name -> name of the other.
+      ignored: tensors that are not converted: name -> reason.
+    """
+
+    tensors: dict[str, TensorEntry]
+    pieces: dict[str, list[Piece]]
+    layout: str
+    duplicates: dict[str, str]
+    ignored: dict[str, str]
+
+
+def match_weights(
+    checkpoint: CheckpointFiles,
+    config: ModelConfig,
+    leaves: Mapping[str, Any],
+    where: str,
+    *,
+    table: Table | None = None,
+    described_by: str = "config.json",
+) -> Weights:
+    """Matches a checkpoint's tensors with a model's leaves.
+
+    Args:
+      checkpoint: its files and tensors.
+      config: of the model.
+      leaves: leaf path -> anything with a `shape`, for every leaf of the model.
+      where: for messages.
+      table: of the tensors; None: that of the model's family.
+      described_by: what the config was read from, for messages.
+
+    Raises:
+      InputError: listing every tensor that is missing, unexpected, misshapen or of a dtype we cannot read.
+    """
+    table = family_named(config.family).table_of(config) if table is None else table
+    layout = detect_layout(table, checkpoint.tensors)
+    mapped = apply_table(
+        table, leaves, config.num_layers, layout, config.family, num_encoder_layers=config.num_encoder_layers
+    )
+    duplicates, ignored, unexpected = {}, {}, []
+    for name in checkpoint.tensors:
+        if name not in mapped.tensors:
+            entry = _declared(table, name)
+            if isinstance(entry, Tied):
+                duplicates[name] = entry.equals
+            elif isinstance(entry, Ignored):
+                ignored[name] = entry.why
+            else:
+                unexpected.append(f"{clipped(name)} is unexpected")
+
+    problems = [f"{name} is missing" for name in mapped.tensors if name not in checkpoint.tensors] + unexpected
+    expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
+    problems += _unlike(checkpoint, expected, described_by)
+    if not problems:
+        problems = _mixed_dtypes(checkpoint, mapped)
+    raise_if_any(problems, f"{where} does not hold the model its {described_by} describes")
+    return Weights({name: checkpoint.tensors[name] for name in (*mapped.tensors, *duplicates)}, mapped.pieces,
+                   layout, duplicates, ignored)  # fmt: skip
+
+
+def _declared(table: Any, name: str) -> Tied | Ignored | None:
+    """The entry of the table that allows a tensor although it fills no leaf."""
+    for entry in table:
+        if isinstance(entry, Tied) and entry.tensor == name:
+            return entry
+        if isinstance(entry, Ignored) and re.fullmatch(entry.pattern, name):
+            return entry
+    return None
+
+
+def _unlike(checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]], described_by: str) -> list[str]:
+    problems = []
+    for name, shape in expected.items():
+        found = checkpoint.tensors.get(name)
+        if found is not None and found.shape != shape:
+            problems.append(f"{name} has shape {shown(list(found.shape))}, {described_by} says {list(shape)}")
+        elif found is not None and found.dtype not in DTYPES:
+            problems.append(f"{name} has dtype {found.dtype}, expected one of {', '.join(DTYPES)}")
+    return problems
+
+
+def _mixed_dtypes(checkpoint: CheckpointFiles, mapped: Mapped) -> list[str]:
+    """Leaves stacked from tensors of several dtypes, which no leaf can hold bit for bit."""
+    problems = []
+    for leaf, pieces in mapped.pieces.items():
+        dtypes = {checkpoint.tensors[piece.tensor].dtype for piece in pieces}
+        if len(dtypes) > 1:
+            problems.append(f"{leaf} would be stacked from tensors of dtypes {', '.join(sorted(dtypes))}")
+    return problems

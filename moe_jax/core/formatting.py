@@ -1,0 +1,57 @@
+"""Numbers as people write and read them: bytes, durations, sets of indices."""
+
+import re
+from collections.abc import Iterable
+
+from moe_jax.core.errors import InputError, shown
+
+GB = 1e9
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def parse_bytes(text: str | int, *, flag: str = "") -> int:
+    """Bytes of `5GB`, `500 MB`, `1.5GiB` or a plain number.
+
+    Args:
+      text: the number; upper or lower case, with or without a space before the unit.
+      flag: the option that it is the value of; named in the error.
+
+    Raises:
+      InputError: for anything else, and for less than one byte.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", str(text))
+    count = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
+    if count < 1:
+        raise InputError(f"{flag} {shown(text)}: expected bytes, such as 12GB, 800MB or 1.5GiB".lstrip())
+    return count
+
+
+def show_bytes(count: int) -> str:
+    """Bytes with a decimal unit, as disks are sold: 999 B, 1.2 kB, 93.4 GB."""
+    if count < 1000:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 999.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1000:.1f} TB"
+
+
+def show_duration(seconds: float) -> str:
+    """`1:02:03`, or `2:03`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def index_set(indices: Iterable[int]) -> str:
+    """Indices in the short form that shells expand: 3, {0..5}, {1..31..2}, {0,3,4}."""
+    ordered = sorted(indices)
+    if len(ordered) == 1:
+        return str(ordered[0])
+    step = ordered[1] - ordered[0]
+    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1, step)):
+        return f"{{{ordered[0]}..{ordered[-1]}{f'..{step}' if step > 1 else ''}}}"
+    return f"{{{','.join(map(str, ordered))}}}"

@@ -1,0 +1,193 @@
+"""What the user sees on the terminal: consoles, and bars of progress."""
+
+import collections
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TaskProgressColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from moe_jax.core.formatting import GB, show_duration
+from moe_jax.core.memory import peak_memory_bytes
+
+# The time left is estimated from the last steps: those that a resumed job skips take no time, and layers differ.
+_STEPS = 6
+_WIDTH_OF_FILES = 200
+
+
+Progress = Callable[[str, float, float], object]
+"""Called as work proceeds: `progress("writing layers", 3, 32)` says that 3 of 32 are done."""
+
+
+def no_progress(what: str, done: float, total: float) -> None:
+    """A `Progress` that shows nothing."""
+
+
+class Bars(Protocol):
+    """A `Progress` that can show a note beside a bar."""
+
+    def __call__(self, what: str, done: float, total: float, note: str = "", /) -> None: ...
+
+
+def console_for_tables(*, stderr: bool = False) -> Console:
+    """A console for tables. In a file or a pipe its lines are longer than on a terminal, so that nothing is cut off."""
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH_OF_FILES)
+
+
+class Pace:
+    """Elapsed time of a task, and an estimate of the time left."""
+
+    def __init__(self, done: float, total: float, clock: Callable[[], float] = time.monotonic):
+        """Starts the clock.
+
+        Args:
+          done: steps that are done already.
+          total: all of them.
+          clock: seconds.
+        """
+        self.done = done
+        self._total = total
+        self._clock = clock
+        self._start = self._last = clock()
+        # The times at which whole steps were completed.
+        self._seen = collections.deque([(self._start, done)], maxlen=_STEPS + 1)
+
+    def update(self, done: float) -> None:
+        """Notes how many steps are done; fractions of a step count too."""
+        if done > self.done:
+            self._last = self._clock()
+            if int(done) > int(self.done):
+                self._seen.append((self._last, done))
+            self.done = done
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start
+
+    @property
+    def left(self) -> float | None:
+        """Estimated seconds until all steps are done; None if nothing has been done since the start."""
+        start, before = self._seen[0]
+        if self.done == before:
+            return None
+        since = self._clock() - self._last
+        return max(0.0, (self._total - self.done) * (self._last - start) / (self.done - before) - since)
+
+
+@contextlib.contextmanager
+def progress_bars(console: Console | None = None, *, unit: str = "", shown: bool = True) -> Iterator[Bars]:
+    """Yields a `Progress` that draws a bar for each task; it draws nothing if the console is not a terminal.
+
+    The first call with a new `what` starts its bar; made before the first step, it counts the time of that step.
+    A bar disappears when its task is done.
+
+    Args:
+      console: where to draw; default standard error.
+      unit: what is counted, such as GB; shown with the speed. Without it steps are counted.
+      shown: whether anything is drawn: of several processes one does that.
+    """
+    console = console or Console(stderr=True)
+    paces: dict[str, Pace] = {}
+
+    class Done(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            if not unit:
+                return Text(f"{task.completed:.0f}/{task.total:.0f}")
+            elapsed = paces[task.description].elapsed
+            speed = f", {task.completed / elapsed:.2f} {unit}/s" if elapsed else ""
+            return Text(f"{task.completed:.2f}/{task.total:.2f} {unit}{speed}")
+
+    class Times(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            pace = paces[task.description]
+            left = "" if pace.left is None else f", {show_duration(pace.left)} left"
+            return Text(show_duration(pace.elapsed) + left)
+
+    bars = RichProgress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        Done(),
+        TaskProgressColumn(),
+        Times(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        transient=True,
+        disable=not (shown and console.is_terminal),
+        # Otherwise what is printed meanwhile would go to standard error with the bars, even if meant for a file.
+        redirect_stdout=sys.stdout.isatty(),
+    )
+    tasks = {}
+
+    def progress(what: str, done: float, total: float, note: str = "", /) -> None:
+        if what not in tasks or done < paces[what].done:  # the task is done again, perhaps for another layer
+            paces[what] = Pace(done, total)
+            if what in tasks:
+                bars.remove_task(tasks[what])
+            tasks[what] = bars.add_task(what, total=total, note=note)
+        paces[what].update(done)
+        bars.update(tasks[what], completed=done, visible=done < total, note=note)
+
+    with bars:
+        yield progress
+
+
+class ByteProgress:
+    """A progress bar in bytes, with a summary at the end: time, speed and peak memory.
+
+    A context manager; call `advance` as bytes are done, from any thread.
+    """
+
+    def __init__(self, console: Console, what: str, total: int):
+        self._console = console
+        self._what = what
+        self._total = total
+        self._done = self._skipped = 0
+        self._start = time.perf_counter()
+        self._lock = threading.Lock()
+        self._bar = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._progress = self._bar.enter_context(progress_bars(self._console, unit="GB"))
+        self.advance(0)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.close()
+
+    def advance(self, count: int) -> None:
+        """`count` more bytes are done."""
+        with self._lock:
+            self._done += count
+            self._progress(self._what, self._done / GB, self._total / GB)
+
+    def skip(self, count: int) -> None:
+        """`count` bytes were done before: they are on the bar, and not in the figures."""
+        self._skipped += count
+        self.advance(count)
+
+    def measured(self) -> dict[str, float]:
+        """Bytes, seconds since the start, their ratio, and peak memory."""
+        seconds = time.perf_counter() - self._start
+        count = self._total - self._skipped
+        return {
+            "bytes": count,
+            "seconds": round(seconds, 3),
+            "gb_per_s": round(count / GB / seconds, 3),
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+
+    def summary(self) -> str:
+        """The measured figures in one line."""
+        measured = self.measured()
+        return (
+            f"{measured['bytes'] / GB:.2f} GB in {measured['seconds']:.1f} s ({measured['gb_per_s']:.2f} GB/s), "
+            f"peak memory {measured['peak_memory_bytes'] / GB:.2f} GB"
+        )

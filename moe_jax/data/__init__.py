@@ -1,0 +1,1 @@
+"""Text to batches: sections of a recipe, sources, tokens, packing."""

@@ -1,0 +1,152 @@
+"""The sections of a recipe that say what data there is, and what becomes of it."""
+
+import dataclasses
+from pathlib import PurePath
+from typing import Literal
+
+from moe_jax.core.errors import InputError, is_finite
+from moe_jax.data.ranges import at_least
+
+Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"]
+"""Of files of data; see `SourceSection`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldsSection:
+    """Which keys of rows hold what: `text`, or `prompt` and `response`, or `messages`. Other keys are ignored.
+
+    Attributes:
+      text: of a text.
+      prompt, response: of a pair, of which the response is scored.
+      messages: of a conversation, a list of messages.
+      role, content: keys of a message. Roles are those that the template knows, and human and gpt, which are called
+        user and assistant.
+    """
+
+    text: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    messages: str | None = None
+    role: str = "role"
+    content: str = "content"
+
+    def __post_init__(self) -> None:
+        given = [kind for kind, keys in self.keys_by_kind().items() if keys]
+        if len(given) != 1 or (self.prompt is None) != (self.response is None):
+            raise InputError("name the key of text, or those of prompt and response, or that of messages")
+
+    def keys_by_kind(self) -> dict[str, tuple[str, ...]]:
+        """The keys of rows by what they hold; empty where they are not named."""
+        return {
+            "text": tuple(key for key in (self.text,) if key is not None),
+            "pair": tuple(key for key in (self.prompt, self.response) if key is not None),
+            "chat": tuple(key for key in (self.messages,) if key is not None),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceSection:
+    """A set of files that share a format and a weight.
+
+    Attributes:
+      path: a file or a glob pattern, on a disk or in a bucket.
+      format: `text`; `jsonl`, an object on every line; `parquet` or `arrow` (also Hugging Face's), a table each row of
+        which is an object; or `tokens`, *.array_record that `moe-jax data tokenize` wrote. `auto` decides by the
+        suffix (arrow: .arrow, .feather). Texts and JSON lines may be compressed: .gz, .zst. An object is a text,
+        `{"text": ...}`; or a pair, `{"input": ..., "target": ...}` or `{"prompt": ..., "response": ...}`, which mean
+        the same; or a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or as ShareGPT has it,
+        `{"conversations": [{"from": ..., "value": ...}, ...]}`. Conversations are written with the chat template of
+        the tokenizer, and what the assistant says is scored (`chat_template`). Models with an encoder are
+        trained on pairs alone.
+      fields: which keys of the objects hold what, where they have other names, such as
+        `{ prompt = "question", response = "answer" }`.
+      chat: whether pairs are written with the chat template, as a question of the user and the assistant's answer.
+      weight: share of the training text (in bytes) that comes from this source, relative to the other sources'.
+        None: sources count by their size. Either all sources have a weight or none.
+      separator: in text files, the string that stands between documents. None: a file is one document.
+    """
+
+    path: str
+    format: Format = "auto"
+    fields: FieldsSection | None = None
+    chat: bool = False
+    weight: float | None = None
+    separator: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not (is_finite(self.weight) and self.weight > 0):
+            raise InputError(f"weight = {self.weight} must be above 0; leave the source out instead")
+        if self.separator == "":
+            raise InputError("separator is empty; leave the key out for none")
+        if self.form in ("text", "tokens") and (self.fields is not None or self.chat):
+            raise InputError("fields and chat are for objects: JSON lines, parquet and arrow")
+
+    @property
+    def form(self) -> str:
+        """The format, also where the suffix decides."""
+        if self.format != "auto":
+            return self.format
+        # Of a pattern such as `part.jsonl*`, files of all compressions are meant.
+        suffixes = [suffix.rstrip("*") for suffix in PurePath(self.path).suffixes]
+        suffixes = [suffix for suffix in suffixes if suffix not in (".gz", ".zst", ".", "")]
+        return _FORMS.get(suffixes[-1] if suffixes else "", "text")
+
+
+_FORMS = {
+    ".jsonl": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".array_record": "tokens",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The training data.
+
+    Attributes:
+      sources: the files. May be empty only for `--compile-only`.
+      seq_len: length T of a packed sequence. Of a model with an encoder, the length of targets: a pair has a row for
+        itself, and is padded, or cut, to both lengths.
+      input_len: length S of the encoder's inputs. None: that of the targets.
+      tokenizer: a tokenizer.json. None: the model's own.
+      chat_template: a file with the template for conversations, for example of a model that has none; it goes with
+        the trained model. None: the tokenizer's own.
+      bos: whether documents begin with the BOS token; `auto`: where the tokenizer itself puts one. A conversation has
+        the tokens that its template writes, and no others.
+      eos: whether documents end with the EOS token; `auto`: responses do, and other documents do unless they begin
+        with a BOS token.
+      packing: `split` fills every sequence and cuts documents at its end; `whole` starts a new sequence rather than
+        cut a document that would fit into one.
+      shuffle: whether documents are shuffled with the seed, differently in every epoch.
+      epochs: passes over the data after which training ends early. None: no limit.
+      piece_kib: a long text is read in pieces of about this many KiB, cut at line ends.
+      prefetch: batches prepared ahead in the background.
+    """
+
+    sources: tuple[SourceSection, ...] = ()
+    seq_len: int = 512
+    input_len: int | None = None
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    bos: Literal["auto", "always", "never"] = "auto"
+    eos: Literal["auto", "always", "never"] = "auto"
+    packing: Literal["split", "whole"] = "split"
+    shuffle: bool = True
+    epochs: int | None = None
+    piece_kib: int = 64
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "seq_len", "piece_kib", "epochs")
+        # One token of an input, and EOS.
+        at_least(self, 2, "input_len")
+        at_least(self, 0, "prefetch")
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise InputError("some sources have a weight and some have none; give all of them one, or none")
+
+
+def input_length(data: DataSection) -> int:
+    """Tokens that an encoder's inputs have in training."""
+    return data.seq_len if data.input_len is None else data.input_len

@@ -1,0 +1,1 @@
+"""Files of training data, read at any place: text, JSON lines, tables, tokens."""

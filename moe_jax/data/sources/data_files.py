@@ -1,0 +1,124 @@
+"""Files of data, on a disk or in a bucket: read at any place, by several threads, and never as a whole.
+
+Of an object just the bytes are read that are asked for, by a request each, where places are far from each other. Who
+reads on from where reading ended is given more than that, which is kept for a while: some megabytes in the process,
+however many files there are.
+"""
+
+import collections
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_jax.files.byte_files import ObjectFile, open_bytes, size_of
+from moe_jax.files.remote.objects import AT_ONCE
+from moe_jax.files.remote.remote_path import BucketPath
+
+WINDOW_BYTES, MOST_WINDOWS = 4 << 20, 16
+"""What is read ahead of an object, and how often that is kept in a process."""
+_NEAR = 64 << 10  # bytes that may be left out between two reads which follow each other
+_REMEMBERED = 64  # places where reading ended
+
+
+class _Window(NamedTuple):
+    file: "DataFile"
+    start: int
+    content: bytes
+
+
+class _Windows:
+    """The windows of all files, of which the ones that were used last are kept."""
+
+    def __init__(self) -> None:
+        self._kept: collections.deque[_Window] = collections.deque(maxlen=MOST_WINDOWS)
+        self._guard = threading.Lock()
+
+    def find(self, file: "DataFile", start: int, stop: int) -> bytes | None:
+        with self._guard:
+            for window in self._kept:
+                if window.file is file and window.start <= start and stop <= window.start + len(window.content):
+                    self._kept.remove(window)
+                    self._kept.append(window)
+                    return window.content[start - window.start : stop - window.start]
+        return None
+
+    def add(self, window: _Window) -> None:
+        with self._guard:
+            self._kept.append(window)
+
+
+_windows = _Windows()
+
+
+class DataFile:
+    """A file of data. An object is the same one as long as this exists; if another takes its name, reading is an error.
+
+    Attributes:
+      path: of the file.
+      size: its bytes.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._object = ObjectFile(path, head_bytes=0) if isinstance(path, BucketPath) else None
+        self.size = size_of(path) if self._object is None else self._object.size
+        self._ends: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
+        self._reading_ahead = threading.Lock()
+
+    @classmethod
+    def of(cls, file: "Path | DataFile") -> "DataFile":
+        """The file itself, or the one at a path."""
+        return file if isinstance(file, DataFile) else cls(file)
+
+    def read(self, start: int, length: int) -> bytes:
+        """Bytes from a place on; fewer where the file ends.
+
+        Raises:
+          InputError, OSError: see `ByteFile.read_at`.
+        """
+        start, length = min(start, self.size), max(0, min(length, self.size - start))
+        if self._object is None:
+            with open_bytes(self.path) as file:
+                return file.bytes_at(start, length)
+        if length == 0 or length >= WINDOW_BYTES:
+            return self._object.bytes_at(start, length)
+        content = _windows.find(self, start, start + length)
+        if content is not None or not self._follows(start, start + length):
+            return self._object.bytes_at(start, length) if content is None else content
+        with self._reading_ahead:  # what another thread reads ahead just now is probably it
+            content = _windows.find(self, start, start + length)
+            if content is None:
+                begin = 0 if self.size <= WINDOW_BYTES else start
+                ahead = self._object.bytes_at(begin, min(WINDOW_BYTES, self.size - begin))
+                _windows.add(_Window(self, begin, ahead))
+                content = ahead[start - begin : start - begin + length]
+        return content
+
+    def chunks(self, size: int) -> Iterator[bytes]:
+        """All of the file, in pieces of so many bytes."""
+        for start in range(0, self.size, size):
+            yield self.read(start, size)
+
+    def line_bounds(self, chunk: int) -> np.ndarray:
+        """Where lines begin, and where the file ends: Int64, ascending. Reads all of the file, `chunk` bytes at a time.
+
+        Several chunks of an object are read at the same time.
+        """
+
+        def ends(start: int) -> np.ndarray:
+            content = np.frombuffer(self.read(start, chunk), np.uint8)
+            return np.flatnonzero(content == ord("\n")) + (start + 1)
+
+        with ThreadPoolExecutor(1 if self._object is None else AT_ONCE) as pool:
+            found = list(pool.map(ends, range(0, self.size, chunk)))
+        return np.unique(np.concatenate([np.zeros(1, np.int64), *found, np.array([self.size])]))
+
+    def _follows(self, start: int, stop: int) -> bool:
+        """Whether what was read before ends shortly before this; or the file is small, and is best read as a whole."""
+        follows = self.size <= WINDOW_BYTES or any(0 <= start - end <= _NEAR for end in list(self._ends))
+        self._ends.append(stop)
+        return follows

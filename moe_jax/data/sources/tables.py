@@ -1,0 +1,133 @@
+"""Rows of parquet and arrow files, in any order, without a file in memory.
+
+Rows of a parquet file can be read only by groups, which may be large, and those of a stream of arrow only one after the
+other. Of both a copy is made once, row group by row group, in arrow's file format with the columns that are needed; it
+is mapped into memory, where a row is found at once. A file in that format is read as it is.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from moe_jax.core.errors import InputError, clipped, first_sentence, shown
+from moe_jax.data.examples import Example, RowReader
+from moe_jax.data.sources.cached_copies import cached_copy, import_pyarrow
+from moe_jax.files.byte_files import open_bytes, size_of
+from moe_jax.files.remote.remote_path import BucketPath
+
+_ROWS = 1024  # of a batch in a copy
+
+
+class TableRows:
+    """The rows of a parquet or arrow file.
+
+    Args:
+      path: the file.
+      form: `parquet` or `arrow`.
+      reader: makes examples of rows.
+
+    Raises:
+      InputError: if it is no such file, or has none of the columns that the reader knows.
+    """
+
+    def __init__(self, path: Path, form: str, reader: RowReader):
+        self.path = path
+        self._reader = reader
+        self._arrow = import_pyarrow(str(path))
+        try:
+            file, self._size = self._in_file_format(form)
+            self._open(file)
+        except (self._arrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise InputError(f"{path} is not a file of {form}: {first_sentence(error)}") from None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the table that is read."""
+        return self._size
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> list[Example]:
+        batch = bisect.bisect_right(self._ends, index)
+        row = index - (self._ends[batch - 1] if batch else 0)
+        values = self._batches.get_batch(batch).slice(row, 1)
+        try:
+            return self._reader({name: values.column(i)[0].as_py() for name, i in self._columns.items()})
+        except InputError as error:
+            raise InputError(f"{self.path}, row {index + 1}: {error}") from None
+
+    def _open(self, file: Path) -> None:
+        source = self._arrow.memory_map(str(file))
+        self._batches = self._arrow.ipc.open_file(source)
+        self._columns = {
+            name: self._batches.schema.get_field_index(name) for name in self._needed(self._batches.schema)
+        }
+        sizes = (self._batches.get_batch(i).num_rows for i in range(self._batches.num_record_batches))
+        self._ends = list(itertools.accumulate(sizes))
+
+    def _needed(self, schema: Any) -> list[str]:
+        """The columns that the reader looks at.
+
+        Raises:
+          InputError: if there are none.
+        """
+        needed = [name for name in schema.names if name in self._reader.keys]
+        if not needed:
+            has = clipped(", ".join(map(shown, schema.names)))
+            raise InputError(f"{self.path}: expected columns {self._reader.expected}, got {has}")
+        return needed
+
+    def _in_file_format(self, form: str) -> tuple[Path, int]:
+        """The file itself, or a copy, and how many bytes it counts for: the same on a disk and in a bucket."""
+        arrow = self._arrow
+        if form == "parquet":
+            copy = self._copy(arrow.parquet.read_schema(self._source()), self._row_groups)
+            return copy, copy.stat().st_size
+        try:
+            with arrow.ipc.open_file(self._source()) as file:
+                schema = file.schema
+            remote = isinstance(self.path, BucketPath)
+            return self._copy(schema, self._batches_of_file) if remote else self.path, size_of(self.path)
+        except arrow.ArrowInvalid:
+            with arrow.ipc.open_stream(self._source()) as stream:
+                schema = stream.schema
+            copy = self._copy(schema, self._stream)
+            return copy, copy.stat().st_size
+
+    def _source(self) -> Any:
+        """The file for arrow: mapped into memory, or, of a bucket, read by ranges."""
+        if isinstance(self.path, BucketPath):
+            return self._arrow.PythonFile(open_bytes(self.path), mode="r")
+        return self._arrow.memory_map(str(self.path))
+
+    def _copy(self, schema: Any, batches: Any) -> Path:
+        names = self._needed(schema)
+
+        def write(handle: IO[bytes]) -> None:
+            writer = None
+            for batch in batches(names):
+                writer = writer or self._arrow.ipc.new_file(handle, batch.schema)
+                writer.write_batch(batch)
+            writer = writer or self._arrow.ipc.new_file(handle, self._arrow.schema([schema.field(n) for n in names]))
+            writer.close()
+
+        return cached_copy(self.path, f"arrow {' '.join(names)}", write)
+
+    def _row_groups(self, names: list[str]) -> Iterator[Any]:
+        with self._arrow.parquet.ParquetFile(self._source(), pre_buffer=True) as file:
+            yield from file.iter_batches(batch_size=_ROWS, columns=names)
+
+    def _stream(self, names: list[str]) -> Iterator[Any]:
+        with self._arrow.ipc.open_stream(self._source()) as stream:
+            for batch in stream:
+                yield batch.select(names)
+
+    def _batches_of_file(self, names: list[str]) -> Iterator[Any]:
+        with self._arrow.ipc.open_file(self._source()) as file:
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number).select(names)

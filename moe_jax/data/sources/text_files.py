@@ -1,0 +1,246 @@
+"""Text and JSONL files as random-access records, read piece by piece: no file is ever in memory as a whole.
+
+Records are what is shuffled: a record is a piece of a text file, or a line of a JSONL file.
+"""
+
+import bisect
+import fnmatch
+import glob
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from moe_jax.core.errors import InputError
+from moe_jax.data.examples import Document, Example, RowReader
+from moe_jax.data.sources.cached_copies import cached_copy
+from moe_jax.data.sources.data_files import DataFile
+from moe_jax.files.json_toml import ANYTHING, parse_json
+from moe_jax.files.remote.remote_path import BucketPath, as_path
+
+# This much of every file is checked before training starts; the rest is checked when it is read.
+CHECKED_BYTES = 64 << 20
+_CHUNK = 16 << 20
+
+
+class Records(Protocol):
+    """Random access to the records of a file; `size` is how many bytes of data they are."""
+
+    path: Path
+
+    @property
+    def size(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sequence[Example | Document]: ...
+
+
+class TextFile:
+    """A text file in pieces of about `piece` bytes, cut after a separator, else a line end, else a character.
+
+    Piece k begins at the first such boundary at or after byte `k * piece`, so that it is found without an index.
+    """
+
+    def __init__(self, file: Path | DataFile, *, piece: int, separator: str | None = None, name: Path | None = None):
+        self._file = DataFile.of(file)
+        self.path = self._file.path
+        self._name = name or self.path  # in messages: the file may be an uncompressed copy
+        self._piece = piece
+        self._separator = separator
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._file.size
+
+    def __len__(self) -> int:
+        return -(-self.size // self._piece)
+
+    def __getitem__(self, index: int) -> list[Example]:
+        begin, end = index * self._piece, (index + 1) * self._piece
+        # A separator may end at `begin`, or extend across it.
+        first = max(0, begin - len((self._separator or "").encode()))
+        # Where the piece ends is found in the next one.
+        content = self._file.read(first, end + self._piece - first)
+        start, begins = self._cut(content, first, begin)
+        stop, ends = self._cut(content, first, end)
+        try:
+            text = content[start - first : stop - first].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self._name} is not UTF-8 text at byte {start + error.start}") from None
+        documents = text.split(self._separator) if self._separator else [text]
+        last = len(documents) - 1
+        return [
+            Example(document, begins=begins or i > 0, ends=ends or i < last)
+            for i, document in enumerate(documents)
+            if document or not (begins or i > 0)
+        ]
+
+    def _cut(self, content: bytes, first: int, begin: int) -> tuple[int, bool]:
+        """The byte of the file at which the piece begins that could begin at `begin`, and whether a document does.
+
+        `content` are bytes of the file from `first` on.
+        """
+        if begin == 0 or begin >= self.size:
+            return min(begin, self.size), True
+        separator = (self._separator or "").encode()
+        back = min(begin, len(separator))
+        window = content[begin - back - first : begin + self._piece - first]
+        at = window.find(separator) if separator else -1
+        if at >= 0:
+            return begin - back + at + len(separator), True
+        at = window.find(b"\n", back)
+        if at >= 0:
+            return begin - back + at + 1, False
+        # Bytes 0b10xxxxxx continue a character.
+        later = (i for i in range(back, len(window)) if window[i] & 0xC0 != 0x80)
+        return begin - back + next(later, len(window)), False
+
+
+class JsonLines:
+    """A JSONL file; blank lines are skipped. Keeps one offset per line in memory (8 bytes).
+
+    Args:
+      file: the file.
+      reader: makes examples of the objects on the lines; None: of texts, pairs and conversations with the usual keys.
+      name: what the file is called in messages.
+    """
+
+    def __init__(self, file: Path | DataFile, reader: RowReader | None = None, *, name: Path | None = None):
+        self._file = DataFile.of(file)
+        self.path = self._file.path
+        self._name = name or self.path
+        self._reader = reader or RowReader()
+        self._bounds = line_bounds(self._file)
+        lengths = np.diff(self._bounds)
+        self._lines = None if np.all(lengths > 1) else np.flatnonzero(lengths > 1)  # those that are not empty
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._file.size
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1 if self._lines is None else len(self._lines)
+
+    def __getitem__(self, index: int) -> list[Example]:
+        start, stop = (int(bound) for bound in self._bounds[self._number(index) :][:2])
+        line = self._file.read(start, stop - start)
+        return [] if line.isspace() else self._examples(line, index)
+
+    def _number(self, index: int) -> int:
+        """Which line of the file a record is, from 0."""
+        return index if self._lines is None else int(self._lines[index])
+
+    def _examples(self, line: bytes, index: int) -> list[Example]:
+        try:
+            # A text may have any number of commas.
+            row = parse_json(line, where="a line that", allow=ANYTHING, max_values=len(line))
+        except InputError as error:
+            raise self._wrong(index, f"expected {self._reader.expected}, got {error}") from None
+        try:
+            return self._reader(row)
+        except InputError as error:
+            raise self._wrong(index, str(error)) from None
+
+    def _wrong(self, index: int, problem: str) -> InputError:
+        return InputError(f"{self._name}, line {self._number(index) + 1}: {problem}")
+
+
+def line_bounds(file: DataFile) -> np.ndarray:
+    """Where the lines of a file begin, and where it ends; see `DataFile.line_bounds`.
+
+    Of a large object, this is kept on the disk: to find it again, all of the object would have to be read.
+    """
+    if not isinstance(file.path, BucketPath) or file.size <= _CHUNK:
+        return file.line_bounds(_CHUNK)
+    kept = cached_copy(file.path, "lines", lambda handle: np.save(handle, file.line_bounds(_CHUNK)))
+    return np.load(kept, mmap_mode="r")
+
+
+class Files:
+    """The records of several files, one file after the other."""
+
+    def __init__(self, files: Sequence[Records]):
+        self._files = files
+        self._ends = list(itertools.accumulate(len(file) for file in files))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return sum(file.size for file in self._files)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Sequence[Example | Document]:
+        which = bisect.bisect_right(self._ends, index)
+        return self._files[which][index - (self._ends[which - 1] if which else 0)]
+
+    def __repr__(self) -> str:
+        return f"Files({len(self._files)} files, {len(self)} records)"
+
+
+def find_files(pattern: str) -> list[Path]:
+    """Files that match a path or glob pattern (`**` for any depth), sorted by name.
+
+    As much of its beginning as is the path of a folder is no pattern, whatever characters it has: `run[1]/*.txt`.
+
+    Raises:
+      FileNotFoundError: if there are none.
+    """
+    place = as_path(pattern)
+    if place.is_file():
+        return [place]
+    if isinstance(place, BucketPath):
+        paths = _find_objects(place)
+    else:
+        folder = next(parent for parent in place.parents if parent.is_dir())
+        below = str(place.relative_to(folder))
+        found = (folder / name for name in glob.glob(below, root_dir=folder, recursive=True))
+        paths = sorted(path for path in found if path.is_file())
+    if not paths:
+        where = "by what listings show" if isinstance(place, BucketPath) else f"looked from {Path.cwd()}"
+        raise FileNotFoundError(f"no file matches {pattern} ({where})")
+    return paths
+
+
+def _find_objects(pattern: BucketPath) -> list[Path]:
+    """The objects that match a pattern, as files of a disk would."""
+    parts = pattern.key.split("/")
+    plain = list(itertools.takewhile(lambda part: not any(character in part for character in "*?["), parts[:-1]))
+    folder = "/".join(plain)
+    names = pattern.objects.names(folder)
+    root = as_path(f"{pattern.address.scheme}://{pattern.address.bucket}") / folder
+    return [root / name for name in names if _matches(name.split("/"), parts[len(plain) :])]
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a pattern, `**` any number of them; hidden ones have to be named."""
+    if not patterns or not names:
+        return not names and all(pattern == "**" for pattern in patterns)
+    hidden = names[0].startswith(".") and not patterns[0].startswith(".")
+    if patterns[0] == "**":
+        return _matches(names, patterns[1:]) or (not hidden and _matches(names[1:], patterns))
+    return not hidden and fnmatch.fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+
+
+def check_beginning(files: Sequence[Records]) -> None:
+    """Reads the first `CHECKED_BYTES` of every file of texts, so that most mistakes are found before anything starts.
+
+    Of files in buckets, it is as much of all of them together.
+
+    Raises:
+      InputError: for the first mistake found.
+    """
+    remote = sum(isinstance(file.path, BucketPath) for file in files)
+    for file in files:
+        wanted = CHECKED_BYTES // (remote if isinstance(file.path, BucketPath) else 1)
+        read = 0
+        for index in range(len(file)):
+            read += sum(len(example.text) for example in file[index] if isinstance(example, Example))
+            if read >= wanted:
+                break

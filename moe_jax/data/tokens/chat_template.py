@@ -1,0 +1,259 @@
+"""Conversations as the text that a model was trained on: the chat template of its tokenizer.
+
+A conversation is a list of messages, `{"role": "user", "content": "..."}`. The template is a Jinja program that comes
+with the tokenizer: chat_template.jinja, or `chat_template` of tokenizer_config.json (which is also where a GGUF file's
+is put). It is rendered as Transformers does, in a sandbox and within bounds (`template_sandbox`).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from moe_jax.core.errors import InputError, first_sentence, nearest, shown
+from moe_jax.core.template_sandbox import MAX_CHARS, MAX_TEMPLATE, Template, Written
+from moe_jax.files.json_toml import ANYTHING, is_unicode, read_json_object
+from moe_jax.files.regular_files import read_regular
+
+Message = Mapping[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Who speaks. A template may know fewer."""
+
+FILE = "chat_template.jinja"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Scored(NamedTuple):
+    """A conversation, or its beginning, as text, and what of it is learnt.
+
+    Attributes:
+      text: with its special tokens written out. BOS is there if the template writes it.
+      spans: begin and end, in characters, of what the assistant says: what follows the prompt of its turn, up to and
+        with the token that ends the turn.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """Writes conversations as text.
+
+    Args:
+      source: the template's text.
+      special_tokens: the tokens that it may name: `bos_token` and others.
+      where: whose template it is; named in errors.
+
+    Raises:
+      InputError: if it is no template.
+    """
+
+    def __init__(
+        self, source: str, *, special_tokens: Mapping[str, Any] | None = None, where: str = "the chat template"
+    ):
+        self.source = source
+        self._where = where
+        self._special = dict(special_tokens or {})
+        try:
+            self._template = Template(source)
+        except (jinja2.TemplateError, ArithmeticError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
+            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise InputError(f"{where} is not a chat template{line}: {first_sentence(error)}") from None
+
+    def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """The text of a conversation.
+
+        Args:
+          messages: objects with `role` and `content`, a text or parts of one; a message with `tool_calls` needs no
+            content. What else they have is given to the template as well.
+          add_generation_prompt: whether the text ends with what the assistant's answer begins after.
+
+        Raises:
+          InputError: for something else than messages, or a conversation that the template refuses.
+        """
+        return self._render(check_messages(messages), add_generation_prompt).text
+
+    def scored(self, messages: Sequence[Message]) -> list[Scored]:
+        """The documents that a conversation is learnt from, with the assistant's part of them.
+
+        Where the template marks what is generated (`{% generation %}`), that is learnt. Otherwise a turn is what
+        comes after the messages before it and the prompt for an answer; white space after the token that ends a turn
+        is not part of it. Both give one document.
+
+        A template may write a turn in another way once it lies in the past, for example without its reasoning. Then
+        the whole conversation holds turns as no model would be asked to write them, and each turn of the assistant is
+        learnt from a document of its own that ends with it.
+
+        Raises:
+          InputError: see `__call__`; if nobody is the assistant; or if the beginning of a turn cannot be found.
+        """
+        messages = check_messages(messages)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise InputError('a conversation without "assistant" has nothing to learn')
+        whole = self._render(messages, False)
+        if whole.generations:
+            return [Scored(whole.text, whole.generations)]
+        found = [self._turn(messages, index) for index in turns]
+        if all(whole.text.startswith(turn.text) for turn in found):
+            return [Scored(whole.text, tuple(span for turn in found for span in turn.spans))]
+        return found
+
+    def _turn(self, messages: list[dict[str, Any]], index: int) -> Scored:
+        """The conversation up to and with the assistant's message at `index`, which alone is learnt."""
+        before = self._render(messages[:index], True).text
+        text = self._render(messages[: index + 1], False).text
+        if not text.startswith(before) or len(text) == len(before):
+            raise InputError(
+                f"{self._where} does not say where message {index + 1} begins: after the prompt for it, "
+                f"{shown(before[-30:])}, it writes {shown(text[_common(before, text) :][:30])}"
+            )
+        said, content = text[len(before) :], messages[index].get("content")
+        if not isinstance(content, str) or said.strip() != content.strip():
+            said = said.rstrip()  # a token ends the turn, and white space behind it only separates
+        return Scored(text, ((len(before), len(before) + len(said)),))
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> Written:
+        values = {"messages": messages, "tools": None, "documents": None}
+        try:
+            return self._template.render({**self._special, **values, "add_generation_prompt": add_generation_prompt})
+        except (MemoryError, RecursionError) as error:
+            raise InputError(f"{self._where} does not end: {type(error).__name__}") from None
+        except Exception as error:  # a template can do anything that raises
+            raise InputError(f"{self._where} refuses the messages: {first_sentence(error)}") from None
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """A conversation as plain lists, objects and scalars.
+
+    Raises:
+      InputError: if it is no list of messages, says what cannot be said, or has more than `MAX_CHARS` characters.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise InputError(f"expected a list of messages, got {shown(messages)}")
+    checked, size = [], 0
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping):
+            raise InputError(f"message {number} is {shown(message)}, expected an object with role and content")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or role not in ROLES:
+            hint = nearest(role, ROLES) if isinstance(role, str) else ""
+            raise InputError(f"message {number} has the role {shown(role)}{hint}, known are {', '.join(ROLES)}")
+        for text in _texts(content, number, optional=bool(message.get("tool_calls"))):
+            size += len(text)
+            if not is_unicode(text):
+                raise InputError(f"message {number} holds one half of a character in UTF-16")
+        checked.append({str(key): _plain(value) for key, value in message.items()})
+    if size > MAX_CHARS:
+        raise InputError(f"a conversation has more than {MAX_CHARS:,} characters")
+    return checked
+
+
+def _texts(content: Any, number: int, *, optional: bool) -> list[str]:
+    """The texts of a message's content: itself, or parts `{"type": "text", "text": "..."}`."""
+    if isinstance(content, str):
+        return [content]
+    if content is None and optional:
+        return []
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"message {number} has the content {shown(content)}, expected a text")
+    return [str(text) for text in texts]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, so that a template meets no object with methods of its own."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise InputError(f"a message holds {shown(value)}, expected what JSON can hold")
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that two texts have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def load_chat_template(tokenizer: Path) -> ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Raises:
+      InputError: if it has none, or it is no template.
+    """
+    found = find_chat_template(tokenizer)
+    if found is None:
+        raise InputError(
+            f"{tokenizer.parent} has no chat template: neither {FILE} nor chat_template in tokenizer_config.json; a "
+            "model that was not trained on conversations has none"
+        )
+    return found
+
+
+def read_chat_template(file: Path, tokenizer: Path) -> ChatTemplate:
+    """The chat template in a file, with the special tokens of a tokenizer.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      InputError: if it is no template.
+    """
+    try:
+        source = read_regular(file, max_bytes=4 * MAX_TEMPLATE).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text: {error}") from None
+    settings = (_settings(tokenizer.with_name(name)) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    return ChatTemplate(source, special_tokens=_special_tokens(*settings), where=str(file))
+
+
+def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
+    """The chat template in the files beside a tokenizer.json; None if there is none.
+
+    chat_template.jinja comes before tokenizer_config.json. Of several templates with names, it is the one named
+    `default`.
+
+    Raises:
+      InputError: if there is one that is no template.
+    """
+    if tokenizer.with_name(FILE).exists():
+        return read_chat_template(tokenizer.with_name(FILE), tokenizer)
+    file = tokenizer.with_name("tokenizer_config.json")
+    settings = _settings(file)
+    source: Any = settings.get("chat_template")
+    where = f"chat_template in {file}"
+    if isinstance(source, list):
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in source
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        }
+        if "default" not in named:
+            raise InputError(f'{where} has no template with the name "default", but {shown(list(named))}')
+        source = named["default"]
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise InputError(f"{where} is {shown(source)}, expected a text")
+    special = _special_tokens(settings, _settings(tokenizer.with_name("special_tokens_map.json")))
+    return ChatTemplate(source, special_tokens=special, where=where)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    return read_json_object(file, allow=ANYTHING) if file.exists() else {}
+
+
+def _special_tokens(*files: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by their names in templates; earlier files come before later ones."""
+    found = {}
+    for name in _SPECIAL:
+        for file in files:
+            token = file.get(name)
+            token = token.get("content") if isinstance(token, Mapping) else token
+            if isinstance(token, str):
+                found.setdefault(name, token)
+    return found

@@ -1,0 +1,325 @@
+"""Runs with several processes: every process makes the same calls, and the first one writes files."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from moe_jax.core.errors import InputError, clipped
+from moe_jax.distributed.job_place import expected_local_devices, find_place, versions, waits
+from moe_jax.distributed.peers import Peers, Place
+from moe_jax.functional.buckets import bucket
+
+T = TypeVar("T")
+
+_SECONDS_FOR_THE_REASON = 15
+
+_peers: Peers | None = None
+
+
+def join_processes() -> None:
+    """Joins the other processes if `MOE_JAX_DISTRIBUTED` is set; call it before anything else uses JAX.
+
+    This is an environment variable because it depends on the machine and not on the recipe. With the value `auto`, JAX
+    detects TPU pods, Slurm, Open MPI and Kubernetes. Elsewhere it is `HOST:PORT,N,I`: the address of the first process,
+    the number of processes, and the index of this one, from 0. A process drives all accelerators that it sees; the
+    processes of one node under Slurm share those of the node evenly.
+
+    From then on the processes end together: if one is killed, fails, or is not heard of for
+    `MOE_JAX_DISTRIBUTED_SILENCE` seconds (90), the others end with one line that says so (`peers`). For each other
+    they wait `MOE_JAX_DISTRIBUTED_WAIT` seconds (300). `MOE_JAX_LOCAL_DEVICES` says how many accelerators each must
+    find, so that no job goes on with fewer; under Slurm that is known. What others than the first print on standard
+    output is dropped.
+
+    Raises:
+      InputError: if a variable says none of this, the others do not come or are of another version of this library, or
+        there are not as many devices or processes as there should be.
+    """
+    place = find_place()
+    if place is None:
+        _check_devices(None)
+        return
+    wait, silence = waits()
+    address = _connect(place)
+    # Signals are agreed on by `peers`. JAX's own service for that has made processes wait for each other for ever, one
+    # for its answer and one in a collective.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        address,
+        place.count,
+        place.index,
+        local_device_ids=place.local_devices,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=address,
+        initialization_timeout=int(wait),
+        # Peers notice silence first; JAX would abort the process.
+        heartbeat_timeout_seconds=int(10 * silence),
+    )
+    _check_devices(place)
+
+
+def let_first_work() -> bool:
+    """For a command that one process does: joins the others if there are any, and says whether this is the first.
+
+    In the others this returns when the first one is done, however long that takes; if it fails, they end with it.
+
+    Raises:
+      InputError: as `join_processes`.
+    """
+    place = find_place()
+    if place is None:
+        return True
+    _connect(place)
+    if place.index == 0:
+        return True
+    assert _peers is not None
+    _peers.wait_for_first()
+    return False
+
+
+def _connect(place: Place) -> str:
+    global _peers
+    wait, silence = waits()
+    peers = Peers(place, versions(), wait=wait, silence=silence)
+    address = peers.join()
+    _peers = peers
+    _keep_output_apart(place)
+    return address
+
+
+def _keep_output_apart(place: Place) -> None:
+    """Standard output is the first process's, and this program's alone: what libraries print goes to standard error.
+
+    Gloo prints its connections, from C++.
+    """
+    try:
+        is_usual = sys.stdout.fileno() == 1
+    except (OSError, ValueError):  # it is closed, or no file
+        is_usual = False
+    if is_usual:
+        sys.stdout.flush()
+        own = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = open(own, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    if place.index:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+
+
+def _check_devices(place: Place | None) -> None:
+    """Raises `InputError` if this process, or another, does not see what it should."""
+    expected = expected_local_devices()
+    if place is None and expected is None:
+        return
+    count = 1 if place is None else place.count
+    if jax.process_count() != count:
+        raise InputError(
+            f"JAX's backend ({jax.default_backend()}) knows of {jax.process_count()} processes, not of all {count}"
+        )
+    found = Counter(device.process_index for device in jax.devices())
+    each = jax.local_device_count() if expected is None else expected
+    short = [f"process {index} has {found[index]}" for index in range(count) if found[index] != each]
+    if short:
+        should = "all must have the same number" if expected is None else f"{expected} are expected of each"
+        found_in_all = f"{len(jax.devices())} {jax.default_backend()} devices in {count} processes"
+        raise InputError(f"{found_in_all}: {', '.join(short[:8])}; {should}")
+
+
+def describe_devices() -> str | None:
+    """The devices of all processes, and of this one, in words; None: this process is alone."""
+    if jax.process_count() == 1:
+        return None
+    local, kind = jax.local_device_count(), jax.devices()[0].device_kind
+    return f"{jax.process_count()} processes with {local} devices each: {jax.device_count()} devices ({kind})"
+
+
+def leave_processes() -> None:
+    """Ends what `join_processes` began, at the end of a command that went well."""
+    global _peers
+    if _peers is not None:
+        if jax.distributed.is_initialized():
+            jax.distributed.shutdown()  # waits for the others
+        _peers.finish()
+        _peers = None
+
+
+def ask_all_to_stop(number: int) -> None:
+    """Asks all processes of `join_processes` to stop after one of the next steps, because of a signal."""
+    if _peers is not None:
+        _peers.ask_to_stop(number)
+
+
+def stop_after(step: int) -> int | None:
+    """The signal because of which all processes stop after a step that they have started; None: they go on.
+
+    Every process makes this call after every step, and does not start one before the last but one is computed.
+    """
+    if _peers is not None:
+        return _peers.stop_after(step)
+    if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+        return signal.SIGTERM
+    return None
+
+
+def is_joined_by_peers() -> bool:
+    """Whether `join_processes` has joined other processes, so that `stop_after` hears of any signal."""
+    return _peers is not None
+
+
+def fail_together(code: int, message: str) -> None:
+    """Before this process ends: tells the others, which end too, with this message. What is said first counts."""
+    if _peers is not None:
+        _peers.fail(code, message)
+
+
+def tell_first(news: Any) -> None:
+    """Tells the first process, from another one, how far the work is: what JSON can hold, and short."""
+    if _peers is not None:
+        _peers.tell_first(news)
+
+
+def news(seconds: float = 0.0) -> list[Any]:
+    """What other processes have told this one, the first, since the last call.
+
+    Args:
+      seconds: to wait for, if that is nothing yet.
+    """
+    return [] if _peers is None else _peers.news(seconds)
+
+
+def await_the_reason() -> None:
+    """After a computation of all processes failed: waits a little, in case that was because another one is gone.
+
+    Then this process hears of that, which comes at once, and ends with a line that says so.
+    """
+    if _peers is not None:
+        time.sleep(_SECONDS_FOR_THE_REASON)
+
+
+def has_joined() -> bool:
+    """Whether there are other processes, which wait for this one."""
+    return _peers is not None or jax.process_count() > 1
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that writes files."""
+    return jax.process_index() == 0
+
+
+def first_decides(action: Callable[[], T]) -> T:
+    """Does something in the first process; all return what it returned, or raise what it raised.
+
+    What a process sees of a disk may be another's yesterday, and one that stops alone leaves the others waiting. So
+    the first process looks, decides and writes.
+
+    Args:
+      action: returns what JSON can hold. A tuple comes back as a list in the other processes.
+
+    Raises:
+      InputError, OSError: as the first process did.
+      RuntimeError: in the other processes, for any other exception in the first.
+    """
+    if jax.process_count() == 1:
+        return action()
+    if not is_first_process():
+        meet()
+        return _hear()
+    try:
+        result = action()
+    except BaseException as error:
+        number = error.errno if isinstance(error, OSError) else None
+        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+        _tell({"kind": kind, "message": str(error), "errno": number})
+        raise
+    _tell({"result": result})
+    return result
+
+
+_KINDS = {"InputError": InputError, "FileNotFoundError": FileNotFoundError, "OSError": OSError}
+
+
+def _tell(said: Any) -> None:
+    meet()
+    content = np.frombuffer(json.dumps(said).encode(), np.uint8)
+    multihost_utils.broadcast_one_to_all(np.int64(content.size))
+    multihost_utils.broadcast_one_to_all(content)
+
+
+def _hear() -> Any:
+    size = int(multihost_utils.broadcast_one_to_all(np.int64(0)))
+    content = multihost_utils.broadcast_one_to_all(np.zeros(size, np.uint8))
+    said = json.loads(np.asarray(content, np.uint8).tobytes())
+    if "kind" not in said:
+        return said["result"]
+    message = f"the first process: {said['message']}"
+    if said["errno"] is not None:
+        raise OSError(said["errno"], message)
+    raise _KINDS.get(said["kind"], RuntimeError)(message)
+
+
+def check_equal(values: Mapping[str, Any]) -> None:
+    """Compares what must be the same in all processes, by name. Every process makes this call, and hears of it.
+
+    Args:
+      values: what JSON can hold.
+
+    Raises:
+      InputError: in all processes, if a value is not that of the first one; names it.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
+    all_values = _gather(mine)
+    first = all_values[0]
+    for index, theirs in enumerate(all_values):
+        differ = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
+        if differ:
+            name = differ[0]
+            more = f" (and {len(differ) - 1} more: {clipped(', '.join(differ[1:]))})" if len(differ) > 1 else ""
+            there, here = (clipped(values.get(name, "nothing")) for values in (theirs, first))
+            raise InputError(
+                f"the processes differ: {name} is {there} in process {index}, and {here} in the first{more}; start "
+                "all of them alike, over the same files"
+            )
+
+
+def _gather(said: Any) -> list[Any]:
+    """What every process said, in all of them."""
+    meet()
+    content = np.frombuffer(json.dumps(said).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(content.size)))
+    padded = np.zeros(bucket(int(sizes.max())), np.uint8)  # few sizes, and so few programs
+    padded[: content.size] = content
+    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(gathered, sizes.tolist(), strict=True)]
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """The whole of an array that may lie on devices of several processes. All of them make this call."""
+    if not array.is_fully_addressable and not array.is_fully_replicated:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
+
+
+def wait_for_all(what: str) -> None:
+    """Returns when every process has called this; `what` names the barrier in errors."""
+    if jax.process_count() > 1:
+        meet()
+        multihost_utils.sync_global_devices(what)
+
+
+def meet() -> None:
+    """Returns when every process has called this, where `join_processes` has joined them.
+
+    A collective of JAX gives up after a while (half an hour on CPUs), or keeps a device busy, if one process comes much
+    later than the others.
+    """
+    if _peers is not None:
+        _peers.meet()

@@ -1,0 +1,205 @@
+"""The device mesh, and the ordered table of rules by which parameters are split over it.
+
+Axes: `data` (replicas), `fsdp` (replicas whose parameters are split), `expert` (experts are split; outside the
+MoE layers it splits the batch like `data`), `sequence` (sequences are split, and parameters as by `fsdp`), `tensor`
+(matrices are split). Axis types are Auto: the compiler propagates the shardings, and only the expert layers, attention
+and the loss are written by hand.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.core.errors import InputError, nearest, raise_if_any, shown
+from moe_jax.experts.forms.by_name import delta_specs, shared_delta_specs
+from moe_jax.experts.forms.lora import whole_kernel_specs
+from moe_jax.experts.forms.matrix import Split
+from moe_jax.experts.layout.mesh import spec_on_mesh
+
+AXES = ("data", "fsdp", "expert", "sequence", "tensor")
+
+# (path pattern, spec of an unstacked leaf). The first match decides. Parameters of layers in memory, below `segments/`,
+# carry one more leading axis, the repeats of the layer, which is never split.
+RULES: tuple[tuple[str, P], ...] = (
+    (r"embed/embedding", P("tensor", "fsdp")),
+    (r"embed/positions", P(None, "fsdp")),
+    (r"lm_head/kernel", P("fsdp", "tensor")),
+    (r"lm_head/bias", P("tensor")),
+    (r"lm_head/hidden/kernel", P("fsdp", None)),
+    (r"lm_head/hidden/bias", P()),
+    (r".*norm/(scale|bias)", P()),
+    (r".*relative_bias/table", P()),
+    (r".*attention/[qkv]/bias", P("tensor")),
+    (r".*attention/o/bias", P()),
+    (r".*router/lora/[ab]", P()),
+    (r".*adapters/down", P(None, "fsdp", None)),
+    (r".*adapters/up", P(None, None, "fsdp")),
+    (r".*router/((hidden|noise|universal)/)?kernel", P("fsdp", None)),
+    (r".*router/selection_bias", P()),
+    (r".*router/out/kernel", P()),
+    (r"(.*/)?groups", P()),
+    (r".*experts/(gate|up)/bias", P("expert", "tensor")),
+    (r".*experts/down/bias", P("expert", None)),
+    (r".*(gate|up)/bias", P("tensor")),
+    (r".*down/bias", P()),
+)
+
+# All other leaves are of kernels. How these lie is said by their form (`experts.forms`), given the axis of the kernel
+# that `tensor` splits: of the linear maps with these paths its rows (`in`) or its columns (`out`). Rows only where the
+# input is split alike: of maps that take activations as a whole, programs were compiled (by XLA of JAX 0.10.2, with a
+# batch of one row for each device) that gave other results.
+LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
+    (r".*attention/([qkv]|q_down|kv_down)|.*(gate|up)", "out"),
+    (r".*attention/o|.*down", "in"),
+)
+
+
+def mesh_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
+    """The sizes of all axes of a mesh.
+
+    Args:
+      axes: size of every axis; absent ones are 1, and one may be -1, "the rest of the devices".
+      count: of devices.
+
+    Raises:
+      InputError: unknown axes, or sizes whose product is not the number of devices.
+    """
+    raise_if_any(unknown_axes(axes), f"mesh (axes are {', '.join(AXES)})")
+    sizes = {name: axes.get(name, 1) for name in AXES}
+    wild = [name for name, size in sizes.items() if size == -1]
+    bad = [f"{name}={size}" for name, size in sizes.items() if size != -1 and size < 1]
+    if bad or len(wild) > 1:
+        raise InputError(f"mesh {dict(axes)}: sizes are positive, and at most one is -1 (the rest of the devices)")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if wild and count % known == 0:
+        sizes[wild[0]] = count // known
+    if math.prod(sizes.values()) != count:
+        raise InputError(f"mesh {dict(axes)} does not fit {count} devices; the product of its sizes must be that")
+    return sizes
+
+
+def unknown_axes(axes: Iterable[str]) -> list[str]:
+    """A problem for every axis that is none of `AXES`."""
+    return [f"unknown mesh axis {shown(name)}{nearest(name, AXES)}" for name in axes if name not in AXES]
+
+
+def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """Makes the mesh `data x fsdp x expert x sequence x tensor`.
+
+    Args:
+      axes: size of every axis; absent ones are 1, and one may be -1, "the rest of the devices".
+      devices: default all.
+
+    Raises:
+      InputError: unknown axes, or sizes whose product is not the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = mesh_sizes(axes, len(devices))
+    # A mesh axis of 8 on a torus of 4 x 4 x 4 chips is laid over parts of two of its sides.
+    placed = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def batch_spec() -> P:
+    """The PartitionSpec of a batch [B, T]: split over every axis except `tensor`."""
+    return P(("data", "fsdp", "expert"), "sequence")
+
+
+def leaf_spec(path: str) -> P:
+    """The PartitionSpec that the rule table gives a parameter.
+
+    Args:
+      path: "/"-joined path in memory (`stack/segments/0/blocks/1/...`) or on disk (`layers/3/...`).
+
+    Raises:
+      InputError: if no rule matches.
+    """
+    spec = next((spec for pattern, spec in RULES if re.fullmatch(pattern, path)), None)
+    spec = _kernel_spec(path) if spec is None else spec
+    if spec is None:
+        raise InputError(f"no sharding rule matches parameter {path!r}; add one to moe_jax.distributed.sharding.RULES")
+    return P(None, *spec) if "segments/" in path else spec
+
+
+_DELTA = re.compile(r"(?:.*/)?experts/delta/(\w+)/(.+)")
+_STACKED_EXPERTS = re.compile(r"(?:.*/)?experts/\w+")
+
+
+def _kernel_spec(path: str) -> P | None:
+    """That of a leaf of a kernel in one of the registered forms."""
+    if match := _DELTA.fullmatch(path):
+        matrix, leaf = match.groups()
+        shared = shared_delta_specs().get(f"{matrix}/{leaf}")
+        return delta_specs("in" if matrix == "down" else "out").get(leaf) if shared is None else shared
+    for pattern, split in LINEAR_MAPS:
+        for leaf, spec in whole_kernel_specs(split).items():
+            module = path.removesuffix(f"/{leaf}")
+            if module != path and re.fullmatch(pattern, module):
+                return spec if _STACKED_EXPERTS.fullmatch(module) else P(*spec[1:])
+    return None
+
+
+def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
+    """Shardings for a state of a model.
+
+    Args:
+      state: arrays or ShapeDtypeStructs as `nnx.state` gives them.
+      mesh: from `make_mesh`.
+
+    Returns:
+      The same tree with a NamedSharding for every leaf.
+
+    Raises:
+      InputError: for every parameter without a rule, or with a dimension that its axes do not divide.
+    """
+    problems: list[str] = []
+
+    def sharding(path: tuple, leaf: Any) -> NamedSharding:
+        name = path_name(path)
+        try:
+            spec = leaf_spec(name)
+        except InputError as error:
+            problems.append(str(error))
+            return NamedSharding(mesh, P())
+        spec = spec_on_mesh(spec, leaf.shape, mesh.shape)
+        problems.extend(f"{name} {leaf.shape}: {problem}" for problem in undivided(leaf.shape, spec, mesh.shape))
+        return NamedSharding(mesh, spec)
+
+    shardings = jax.tree_util.tree_map_with_path(sharding, state)
+    raise_if_any(problems, "sharding")
+    return shardings
+
+
+def parts(axis: str | tuple[str, ...] | None, mesh: Mapping[str, int]) -> int:
+    """Into how many parts an entry of a PartitionSpec splits an array; absent axes are 1."""
+    names = axis if isinstance(axis, tuple) else (axis,)
+    return math.prod(mesh.get(name, 1) for name in names if name is not None)
+
+
+def undivided(shape: tuple[int, ...], spec: P, mesh: Mapping[str, int]) -> list[str]:
+    """Sizes of a parameter that the axes which split them do not divide, in words."""
+    return [
+        f"{size} is not divisible by mesh axis {axis}={parts(axis, mesh)}"
+        for size, axis in zip(shape, spec, strict=False)
+        if size % parts(axis, mesh)
+    ]
+
+
+def mesh_of(state: nnx.State) -> Mesh | None:
+    """The devices that the arrays of a state are split over; None: they are on one."""
+    shardings = {leaf.sharding for leaf in jax.tree.leaves(state)}
+    meshes = (one.mesh for one in shardings if isinstance(one, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+
+def path_name(path: tuple) -> str:
+    """`stack/segments/0/blocks/1/mlp/...` from a key path of a state."""
+    parts = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path)
+    return "/".join(str(part) for part in parts if part not in ("value", None))

@@ -1,0 +1,1 @@
+"""Losses and labels: how well a model predicts texts, pairs and labels."""

@@ -1,0 +1,288 @@
+"""Which label a model gives a text: by a head that scores classes, or by how likely it is to say the label.
+
+The second is how models that were trained on tasks as texts (T5, Switch) solve the tasks of GLUE.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from moe_jax.core.errors import InputError, clipped, shown
+from moe_jax.data.examples import Example
+from moe_jax.data.sources.cached_copies import read_through
+from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
+from moe_jax.evaluation.forward import Batch, run_model
+from moe_jax.evaluation.pair_loss import PairEvaluator, RowScores
+from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.models import ModelConfig
+
+# Names that data sets have for what is to be labelled; the first that a line has all of counts.
+TEXT_KEYS = (
+    ("text",), ("sentence",), ("input",), ("prompt",), ("sentence1", "sentence2"), ("premise", "hypothesis"),
+    ("question1", "question2"), ("question", "sentence"), ("question", "passage"),
+)  # fmt: skip
+_Z = 1.959964  # of the normal distribution: 95% lie within
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+class Labelled(NamedTuple):
+    """A text and the label that it should have: the name of a class, or its number."""
+
+    text: str
+    label: str | int
+
+
+class Classification(NamedTuple):
+    """How often a model gives texts the labels that they should have.
+
+        >>> moe_jax.Classification(0.5, (0.09, 0.91), 1, 2, ("bad", "good"), ((1, 0), (1, 0)), (0, 0), "head").correct
+        1
+
+    Attributes:
+      accuracy: share of the texts that it does so.
+      interval: 95% confidence interval of the share, after Wilson.
+      correct, count: texts, and all of them.
+      labels: names of the classes.
+      confusion: number of texts by label, and by label given.
+      predictions: the index of the label given to every text.
+      by: `head`, or `likelihood`.
+      cut: texts that were too long, and were cut.
+    """
+
+    accuracy: float
+    interval: tuple[float, float]
+    correct: int
+    count: int
+    labels: tuple[str, ...]
+    confusion: tuple[tuple[int, ...], ...]
+    predictions: tuple[int, ...]
+    by: str
+    cut: int = 0
+
+
+def read_labelled(path: str | Path, template: str | None = None) -> list[Labelled]:
+    """The texts of a file of JSON lines, in the style of GLUE; blank lines are skipped.
+
+    Args:
+      path: of lines with `label`, a string or a number from 0 on, and a text: `text`, `sentence`, or `input`, or two:
+        `sentence1` and `sentence2`, or others of `TEXT_KEYS`, which are joined by a blank.
+      template: what the text is instead: `"sst2 sentence: {sentence}"`, with keys of the lines in braces.
+
+    Raises:
+      FileNotFoundError: no such file.
+      InputError: for a line that is none such, with its number; or a file without lines.
+    """
+    path = as_path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file of labelled texts at {path}")
+    found = []
+    with read_through(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.isspace():
+                try:
+                    found.append(_labelled(line, template))
+                except InputError as error:
+                    raise InputError(f"{path}, line {number}: {error}") from None
+    if not found:
+        raise InputError(f"{path} holds no labelled texts")
+    return found
+
+
+def _labelled(line: bytes, template: str | None) -> Labelled:
+    value = parse_json(line, where="a line that", allow=ANYTHING, max_values=len(line))
+    if not isinstance(value, dict):
+        raise InputError(f"expected an object with a label, got a JSON {type(value).__name__}")
+    label = value.get("label")
+    if isinstance(label, bool) or not isinstance(label, str | int) or (isinstance(label, int) and label < 0):
+        raise InputError(f"'label' is {shown(label)}, expected a string or a number from 0 on")
+    if template is not None:
+        keys = tuple(_FIELD.findall(template))
+    else:
+        keys = next((keys for keys in TEXT_KEYS if set(keys) <= value.keys()), None)
+        if keys is None:
+            known = ", ".join(" and ".join(keys) for keys in TEXT_KEYS)
+            raise InputError(
+                f"an object with the keys {clipped(', '.join(map(shown, value)))}, and none of {known}; "
+                "say with a template where the text is"
+            )
+    for key in keys:
+        if not isinstance(value.get(key), str) or not is_unicode(value[key]):
+            raise InputError(f"{key!r} is {shown(value.get(key))}, expected a text")
+    if template is None:
+        return Labelled(" ".join(value[key] for key in keys), label)
+    return Labelled(_FIELD.sub(lambda match: value[match[1]], template), label)
+
+
+def names_of_labels(
+    examples: Iterable[Labelled], labels: Sequence[str] | None, known: Sequence[str] | None, count: int | None
+) -> tuple[str, ...]:
+    """The names of all labels, in the order of their numbers.
+
+    Args:
+      examples: the texts.
+      labels: names that are given.
+      known: names that the model has for its classes.
+      count: how many classes the head of the model has; None: it scores tokens.
+
+    Raises:
+      InputError: if there are too few, or more than classes, or names are needed and none are known.
+    """
+    used = {example.label for example in examples}
+    numbers, texts = {one for one in used if isinstance(one, int)}, {one for one in used if isinstance(one, str)}
+    names = tuple(labels) if labels is not None else None
+    if names is None and count is not None:
+        # Labels that are strings are looked for among the model's own names.
+        names = tuple(known) if known is not None else tuple(str(i) for i in range(count))
+    if names is None:
+        if numbers:
+            raise InputError('the labels are numbers: say with --labels "negative,positive" what 0, 1, ... mean')
+        names = tuple(sorted(texts))
+    if count is not None and len(names) != count:
+        raise InputError(f"{len(names)} names of labels for a head that scores {count} classes")
+    if len(set(names)) != len(names) or (len(names) < 2 and count is None) or not all(names):
+        raise InputError(f"labels {shown(list(names))}: expected two or more that differ, and none that is empty")
+    strange = sorted(texts - set(names)) + [str(one) for one in sorted(numbers) if one >= len(names)]
+    if strange:
+        raise InputError(f"label {shown(strange[0])} is none of the labels {shown(list(names))}")
+    return names
+
+
+class ClassScorer:
+    """The scores of a head for classes, at the last token of every text.
+
+    Args:
+      graphdef: of the model.
+      config: of the model.
+      texts: ids of texts, at least one of each. Where there is an encoder, it and the decoder are both given the text.
+      batch_size: see `RowScores`.
+      mesh: see `RowScores`.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        config: ModelConfig,
+        texts: Sequence[np.ndarray],
+        *,
+        batch_size: int,
+        mesh: Mesh | None = None,
+    ):
+        rows = [_whole(np.asarray(ids, np.int32), config.decoder_start_id) for ids in texts]
+        self._scores = RowScores(_class_scores, graphdef, rows, batch_size=batch_size, mesh=mesh)
+
+    def __call__(self, *states: nnx.State) -> Float[np.ndarray, "n C"]:
+        """Logits of the classes, with parameters given as the states of `nnx.merge(graphdef, *states)`."""
+        return self._scores(*states)
+
+
+def _class_scores(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, "B C"]:
+    # Rows without a text are padding, and their scores not looked at.
+    last = jnp.maximum(jnp.sum(batch["segment_ids"], axis=1) - 1, 0)
+    return run_model(nnx.merge(graphdef, *states), batch, last_only=last).logits[:, 0]
+
+
+def _whole(ids: np.ndarray, start: int | None) -> Pair:
+    """A text as a row."""
+    nothing = np.zeros(len(ids), np.float32)
+    if start is None:
+        return Pair(ids, ids, nothing)
+    return Pair(np.concatenate([np.asarray([start], np.int32), ids[:-1]]), ids, nothing, ids)
+
+
+def scores_by_head(
+    graphdef: nnx.GraphDef,
+    states: tuple[nnx.State, ...],
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    input_len: int,
+    batch_size: int,
+    mesh: Mesh | None,
+) -> tuple[Float[np.ndarray, "n C"], int]:
+    """The head's logits for every text, and how many texts were cut to `input_len` tokens: their ends are left out."""
+    to_ids = tokenizer.inputs if config.has_encoder else tokenizer.prompt
+    ids = [to_ids(text) for text in texts]
+    if not all(map(len, ids)):
+        raise InputError("a text to be labelled has no tokens")
+    # Of an encoder's input, the token that ends it stays.
+    ends = int(config.has_encoder)
+    cut = [np.concatenate([one[: input_len - ends], one[len(one) - ends :]]) if len(one) > input_len else one
+           for one in ids]  # fmt: skip
+    scorer = ClassScorer(graphdef, config, cut, batch_size=batch_size, mesh=mesh)
+    return scorer(*states), sum(len(one) > input_len for one in ids)
+
+
+def scores_by_likelihood(
+    graphdef: nnx.GraphDef,
+    states: tuple[nnx.State, ...],
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    labels: Sequence[str],
+    *,
+    input_len: int,
+    batch_size: int,
+    mesh: Mesh | None,
+) -> tuple[Float[np.ndarray, "n C"], int]:
+    """The log-likelihood of every label after every text, and how many texts were cut to `input_len` tokens.
+
+    Without an encoder, a blank stands between text and label unless the text ends with white space.
+    """
+    pairs = []
+    for text in texts:
+        before = text if config.has_encoder or not text or text[-1].isspace() else f"{text} "
+        for label in labels:
+            example = Example(before + label, len(before), is_response=True)
+            lengths = {"input_len": input_len} if config.has_encoder else {"seq_len": input_len}
+            pairs.append(tokenizer.pair(example, **lengths))
+    losses = PairEvaluator(graphdef, pairs, batch_size=batch_size, mesh=mesh).losses(*states)
+    cut = sum(pair.input_was_cut or pair.target_was_cut for pair in pairs[:: len(labels)])
+    return -losses.reshape(len(texts), len(labels)), cut
+
+
+def count_labels(
+    examples: Sequence[Labelled], scores: Float[np.ndarray, "n C"], labels: Sequence[str], by: str, cut: int
+) -> Classification:
+    """Accuracy and confusion of the labels with the highest scores; the first of equal ones.
+
+    Raises:
+      InputError: for scores that are not finite.
+    """
+    if not np.isfinite(scores).all():
+        row = int(np.argmin(np.isfinite(scores).all(axis=1)))
+        raise InputError(f"the scores of text {row + 1} are not finite: {scores[row].tolist()}")
+    number: Mapping[Any, int] = {name: index for index, name in enumerate(labels)}
+    wanted = [one.label if isinstance(one.label, int) else number[one.label] for one in examples]
+    given = scores.argmax(axis=1)
+    confusion = np.zeros((len(labels), len(labels)), int)
+    np.add.at(confusion, (wanted, given), 1)
+    correct, count = int(np.trace(confusion)), len(examples)
+    return Classification(
+        correct / count,
+        wilson_interval(correct, count),
+        correct,
+        count,
+        tuple(labels),
+        tuple(map(tuple, confusion.tolist())),
+        tuple(given.tolist()),
+        by,
+        cut,
+    )
+
+
+def wilson_interval(correct: int, count: int) -> tuple[float, float]:
+    """The 95% confidence interval of a share (Wilson, 1927)."""
+    share, z2 = correct / count, _Z**2
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = _Z / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return max(0.0, middle - half), min(1.0, middle + half)

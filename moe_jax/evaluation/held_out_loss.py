@@ -1,0 +1,151 @@
+"""Held-out loss: the same measure in training and in `moe-jax eval`."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from moe_jax.core.errors import InputError
+from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.evaluation.forward import Batch, run_to_head
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.nn import Decoder
+
+
+class Evaluation(NamedTuple):
+    """How well a model predicts a text.
+
+        >>> moe_jax.evaluate(moe_jax.tiny_model(), [1, 2, 3, 4]).tokens
+        3
+
+    Attributes:
+      tokens: tokens scored.
+      nll: mean negative log-likelihood of a scored token, natural log.
+      perplexity: exp(nll); inf where that is too large for a float.
+      total_nll: sum over the scored tokens.
+      windows: windows the text was cut into, or pairs.
+      cut: pairs that were too long, and were cut.
+    """
+
+    tokens: int
+    nll: float
+    perplexity: float
+    total_nll: float
+    windows: int
+    cut: int = 0
+
+
+def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None) -> np.ndarray:
+    """Int32[n] ids of a whole text file, without special tokens.
+
+    Args:
+      path: the file.
+      tokenizer: of the model.
+      name: what the file is called in messages; by default its path.
+
+    Raises:
+      FileNotFoundError: no such file.
+      InputError: not UTF-8, or fewer than two tokens: nothing could be scored.
+    """
+    path = as_path(path)
+    name = str(path) if name is None else name
+    if not path.is_file():
+        raise FileNotFoundError(f"no text at {name}")
+    try:
+        # Decoded from bytes, because reading as text would change line ends.
+        ids = tokenizer.encode(path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8 text at byte {error.start}") from None
+    if len(ids) < 2:
+        raise InputError(f"{name} holds {len(ids)} tokens; scoring takes at least 2, for the first is never scored")
+    return ids
+
+
+class Evaluator:
+    """Scores a text: cut into consecutive windows of N tokens, every token but the first of each window is scored.
+
+    The last window may be shorter. Windows are independent of each other.
+
+    Args:
+      graphdef: of the model.
+      ids: Int32[n], the text, as `read_text` gives it.
+      seq_len: N, at least 2.
+      batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last
+        bits of the result.
+      mesh: the mesh that the model is on; None: the first device.
+    """
+
+    def __init__(
+        self, graphdef: nnx.GraphDef, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh | None = None
+    ):
+        check_seq_len(seq_len)
+        self._ids = ids
+        self._seq_len = min(seq_len, len(ids))
+        self._mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
+        shards = batch_shards(self._mesh)
+        windows = -(-len(ids) // seq_len)
+        self._batch_size = -(-min(batch_size, windows) // shards) * shards
+        self._windows = windows
+
+        def row_losses(states: tuple[nnx.State, ...], batch: dict[str, jax.Array]) -> jax.Array:
+            model = nnx.merge(graphdef, *states)
+            return next_token_row_losses(model, batch)
+
+        self._row_losses = jax.jit(row_losses, out_shardings=NamedSharding(self._mesh, P()))
+
+    def __call__(self, *states: nnx.State) -> Evaluation:
+        """Scores the text with parameters given as the states of `nnx.merge(graphdef, *states)`."""
+        rows = local_rows(self._mesh, self._batch_size)
+        total = 0.0
+        with jax.set_mesh(self._mesh):
+            for batch in text_windows(self._ids, seq_len=self._seq_len, batch_size=self._batch_size):
+                placed = place({key: array[rows] for key, array in batch.items()}, rows, self._mesh, self._batch_size)
+                total += float(np.asarray(self._row_losses(states, placed), np.float64).sum())
+        tokens = len(self._ids) - self._windows
+        nll = total / tokens
+        return Evaluation(tokens, nll, exp(nll), total, self._windows)
+
+
+def next_token_row_losses(model: Decoder, batch: Batch) -> Float[Array, " B"]:
+    """The losses of the tokens of every row of `text_windows`, but its first, added up."""
+    losses = model.token_losses(run_to_head(model, batch).x, jnp.roll(batch["tokens"], -1, axis=1))
+    return jnp.sum(losses[:, :-1] * batch["segment_ids"][:, 1:].astype(jnp.float32), axis=1)
+
+
+def check_seq_len(seq_len: int) -> None:
+    """Raises `InputError` for windows so short that nothing could be scored."""
+    if seq_len < 2:
+        raise InputError(f"seq_len = {seq_len} must be at least 2, for the first token of a window is never scored")
+
+
+def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields batches of consecutive windows of a text: `tokens` and `segment_ids`, Int32[batch_size, seq_len] both.
+
+    The last batch is filled up with padding, which has segment 0.
+    """
+    size = batch_size * seq_len
+    for start in range(0, len(ids), size):
+        chunk = ids[start : start + size]
+        tokens, inside = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        tokens[: len(chunk)] = chunk
+        inside[: len(chunk)] = 1
+        shape = (batch_size, seq_len)
+        yield {"tokens": tokens.reshape(shape), "segment_ids": inside.reshape(shape)}
+
+
+def exp(value: float) -> float:
+    """Inf where it is too large for a float."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

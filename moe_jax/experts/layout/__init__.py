@@ -1,0 +1,1 @@
+"""What experts have to know of their surroundings: shapes, the mesh, the costs of a platform."""

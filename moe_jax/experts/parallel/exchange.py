@@ -1,0 +1,194 @@
+"""Rows travel to the devices that hold their experts, and the outputs travel back, by all-to-all.
+
+Every device sorts the assignments of its own tokens by expert, and so by device. What it sends depends on the routing;
+what it has room for does not: a round brings at most so many rows to a device, the *capacity*, by default twice the
+share that each would get if all experts were chosen alike. What is more waits for another round (`rounds`).
+
+TPUs and GPUs send exactly the rows that there are (`ragged_all_to_all`). Elsewhere every pair of devices exchanges as
+many rows, the capacity divided by the number of devices, and what is not used is padding.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moe_jax.experts.parallel.rounds import ceil_div
+
+AXIS = "expert"
+DEFAULT_CAPACITY = 2.0
+"""Rows that a device has room for, in multiples of the even share."""
+
+
+class Buffer(NamedTuple):
+    """What a device receives in a round.
+
+    Attributes:
+      rows: that it has room for.
+      ragged: whether exactly the rows that there are travel; otherwise equally many between every two devices.
+    """
+
+    rows: int
+    ragged: bool
+
+    @classmethod
+    def of(cls, rows: int, devices: int, capacity: float, *, ragged: bool) -> "Buffer":
+        """For so many rows of every device; `rows` is then a multiple of the number of devices."""
+        return cls(devices * max(1, math.ceil(capacity * rows / devices)), ragged)
+
+
+class Plan(NamedTuple):
+    """One round, as one device sees it; an entry for each of the n devices.
+
+    Attributes:
+      first: the first of its sorted rows that goes to a device.
+      sent: how many rows go there.
+      there: where these begin in the buffer of that device.
+      place: where the rows of a device begin in this buffer.
+      received: how many rows come from it.
+      origin: the first of these among the sorted rows of that device.
+      experts: the local expert of every row of the buffer; that of rows that there are not is e.
+    """
+
+    first: Int[Array, " n"]
+    sent: Int[Array, " n"]
+    there: Int[Array, " n"]
+    place: Int[Array, " n"]
+    received: Int[Array, " n"]
+    origin: Int[Array, " n"]
+    experts: Int[Array, " B"]
+
+
+def rounds_needed(counts: Int[Array, "n n e"], buffer: Buffer) -> Int[Array, ""]:
+    """How many rounds bring all rows to their experts.
+
+    Args:
+      counts: how many rows a device has for each of the e experts of another, by sender, receiver and expert.
+      buffer: of every device.
+    """
+    pairs = jnp.sum(counts, axis=2)
+    if buffer.ragged:
+        return ceil_div(jnp.max(jnp.sum(pairs, axis=0)), buffer.rows)
+    return ceil_div(jnp.max(pairs), buffer.rows // counts.shape[0])
+
+
+def make_plan(counts: Int[Array, "n n e"], buffer: Buffer, number: Int[Array, ""] | int) -> Plan:
+    """Plans a round; inside `shard_map`.
+
+    Args:
+      counts, buffer: see `rounds_needed`.
+      number: of the round, from 0 on.
+    """
+    devices, me = counts.shape[0], lax.axis_index(AXIS)
+    pairs = jnp.sum(counts, axis=2)
+    if buffer.ragged:
+        # The rows for a device, sender after sender, are cut into rounds.
+        begin = _before(pairs, axis=0)
+        low = jnp.clip(number * buffer.rows - begin, 0, pairs)
+        high = jnp.clip((number + 1) * buffer.rows - begin, 0, pairs)
+        place = begin + low - number * buffer.rows
+    else:
+        share = buffer.rows // devices
+        low, high = (jnp.minimum(edge * share, pairs) for edge in (number, number + 1))
+        place = jnp.broadcast_to(share * jnp.arange(devices, dtype=pairs.dtype)[:, None], pairs.shape)
+    # Negative where all rows of a sender came before this round.
+    place = jnp.maximum(place, 0)
+    first, sent = _before(pairs, axis=1) + low, high - low
+    position = jnp.arange(buffer.rows, dtype=pairs.dtype)
+    sender = jnp.searchsorted(place[:, me], position, side="right") - 1
+    within = position - place[sender, me]
+    # The rows that a sender has for this device are sorted by expert.
+    ends = jnp.cumsum(counts[:, me], axis=1, dtype=pairs.dtype)
+    expert = jnp.sum((low[sender, me] + within)[:, None] >= ends[sender], axis=1, dtype=pairs.dtype)
+    experts = jnp.where(within < sent[sender, me], expert, counts.shape[2])
+    return Plan(first[me], sent[me], place[me], place[:, me], sent[:, me], first[:, me], experts)
+
+
+def send(rows: Float[Array, "M d"], plan: Plan, buffer: Buffer) -> Float[Array, "B d"]:
+    """The rows of a round, as they arrive; zeros where there are none.
+
+    Args:
+      rows: of this device's tokens, sorted by expert.
+      plan: of the round.
+      buffer: of every device.
+    """
+    return _send(rows, plan, buffer)
+
+
+def send_back(rows: Float[Array, "B d"], plan: Plan, buffer: Buffer, count: int) -> Float[Array, "M d"]:
+    """Undoes `send`: rows where they came from; zeros in the place of those of other rounds.
+
+    Args:
+      rows: of the buffer.
+      plan, buffer: as they were sent.
+      count: M.
+    """
+    return _send_back(rows, plan, buffer, count)
+
+
+def _before(sizes: Array, *, axis: int) -> Array:
+    """The sums of all entries before each."""
+    return jnp.cumsum(sizes, axis=axis, dtype=sizes.dtype) - sizes
+
+
+def _exchange_ragged(rows: Array, into: Array, first: Array, sent: Array, there: Array, received: Array) -> Array:
+    return lax.ragged_all_to_all(rows, into, first, sent, there, received, axis_name=AXIS)
+
+
+def _forth(rows: Array, plan: Plan, buffer: Buffer) -> Array:
+    if buffer.ragged:
+        into = jnp.zeros((buffer.rows, rows.shape[1]), rows.dtype)
+        return _exchange_ragged(rows, into, plan.first, plan.sent, plan.there, plan.received)
+    # The same number of rows for every device; those of padding are zero.
+    devices, share = plan.first.shape[0], buffer.rows // plan.first.shape[0]
+    within = jnp.arange(share, dtype=plan.first.dtype)[None, :]
+    picked = _pick(rows, plan.first[:, None] + within, within < plan.sent[:, None])
+    return lax.all_to_all(picked.reshape(devices * share, -1), AXIS, 0, 0, tiled=True)
+
+
+def _back(rows: Array, plan: Plan, buffer: Buffer, count: int) -> Array:
+    if buffer.ragged:
+        into = jnp.zeros((count, rows.shape[1]), rows.dtype)
+        return _exchange_ragged(rows, into, plan.place, plan.received, plan.origin, plan.sent)
+    share = buffer.rows // plan.first.shape[0]
+    returned = lax.all_to_all(rows, AXIS, 0, 0, tiled=True)
+    # Sorted row m went to the last device whose rows begin at or before it.
+    row = jnp.arange(count, dtype=plan.first.dtype)
+    device = jnp.maximum(jnp.searchsorted(plan.first, row, side="right") - 1, 0)
+    within = row - plan.first[device]
+    return _pick(returned, device * share + within, (within >= 0) & (within < plan.sent[device]))
+
+
+def _pick(rows: Array, indices: Array, exist: Array) -> Array:
+    """The rows with these indices where they exist, else zeros."""
+    picked = jnp.take(rows, indices, axis=0, mode="clip")
+    return jnp.where(exist[..., None], picked, jnp.zeros((), rows.dtype))
+
+
+# Each is the transpose of the other: autodiff would make scatters of the gathers.
+_send: Any = jax.custom_vjp(_forth, nondiff_argnums=(2,))
+_send_back: Any = jax.custom_vjp(_back, nondiff_argnums=(2, 3))
+
+
+def _send_fwd(rows: Array, plan: Plan, buffer: Buffer) -> tuple[Array, tuple[Plan, Array]]:
+    return _send(rows, plan, buffer), (plan, rows[:, :0])
+
+
+def _send_bwd(buffer: Buffer, saved: tuple[Plan, Array], dy: Array) -> tuple[Array, None]:
+    plan, like = saved
+    return _send_back(dy, plan, buffer, like.shape[0]), None
+
+
+def _send_back_fwd(rows: Array, plan: Plan, buffer: Buffer, count: int) -> tuple[Array, Plan]:
+    return _send_back(rows, plan, buffer, count), plan
+
+
+def _send_back_bwd(buffer: Buffer, count: int, plan: Plan, dy: Array) -> tuple[Array, None]:
+    return _send(dy, plan, buffer), None
+
+
+_send.defvjp(_send_fwd, _send_bwd)
+_send_back.defvjp(_send_back_fwd, _send_back_bwd)

@@ -1,0 +1,242 @@
+"""Files of bytes that are read at any place, by the same calls whether they lie on a disk or are objects of a bucket.
+
+Of an object only the ranges are read that are asked for, and its beginning, by which it is opened. It is one object
+from then on: if another one takes its name meanwhile, reading is an error.
+"""
+
+import abc
+import errno
+import io
+import os
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_jax.core.errors import InputError
+from moe_jax.files.regular_files import open_regular, pread_into
+from moe_jax.files.remote.address import is_in_bucket
+from moe_jax.files.remote.objects import AT_ONCE, Found, TooShort
+from moe_jax.files.remote.remote_path import BucketPath, as_path
+
+HEAD_BYTES = 64 << 10
+"""Of an object that are read when it is opened: headers and small files are then there."""
+PIECE_BYTES = 8 << 20
+"""Of an object that are asked for with one request."""
+
+
+class FileIdentity(NamedTuple):
+    """What tells a file of a disk from one that took its place, or from itself after it was written to."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+
+class ByteFile(io.RawIOBase, abc.ABC):
+    """An open file: read from its beginning on, as files of Python are, or at any place. A context manager.
+
+    `read_at` may be called by several threads at once.
+
+    Attributes:
+      path: of the file.
+      identity: equal for the same file with the same content, as far as can be told without reading it.
+    """
+
+    path: Path
+    identity: Hashable
+
+    def __init__(self) -> None:
+        self._position = 0
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Its bytes. Of a large object this takes some requests, for no answer says it."""
+
+    @abc.abstractmethod
+    def read_at(self, position: int, out: Any) -> int:
+        """Fills contiguous bytes from a position on; returns how many there were.
+
+        Raises:
+          InputError: if the file was replaced since it was opened, or cannot be read.
+          OSError: if the bucket does not answer.
+        """
+
+    def ends_at(self, size: int) -> bool:
+        """Whether it has so many bytes."""
+        return self.size == size
+
+    def bytes_at(self, position: int, length: int) -> bytes:
+        """At most `length` bytes from a position on; fewer where the file ends."""
+        out = np.empty(length, np.uint8)
+        return out[: self.read_at(position, out)].tobytes()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        got = self.read_at(self._position, memoryview(buffer).cast("B"))
+        self._position += got
+        return got
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position}
+        position = (self.size if whence == os.SEEK_END else begin[whence]) + offset
+        if position < 0:
+            raise OSError(errno.EINVAL, f"there is no byte {position}", str(self.path))
+        self._position = position
+        return position
+
+    def tell(self) -> int:
+        return self._position
+
+
+class DiskFile(ByteFile):
+    """A file of a disk."""
+
+    identity: FileIdentity
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+        self._file = open_regular(path)
+        found = os.fstat(self._file.fileno())
+        self.identity = FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+    @property
+    def size(self) -> int:
+        return self.identity.size
+
+    def read_at(self, position: int, out: Any) -> int:
+        return pread_into(self._file.fileno(), position, np.frombuffer(out, np.uint8)) if len(out) else 0
+
+    def close(self) -> None:
+        # Before the constructor has ended there is no file.
+        if "_file" in self.__dict__:
+            self._file.close()
+        super().close()
+
+
+class ObjectFile(ByteFile):
+    """An object of a bucket. Its beginning is kept, of a small one all."""
+
+    def __init__(self, path: BucketPath, *, head_bytes: int | None = None):
+        """Opens it.
+
+        Args:
+          path: of the object.
+          head_bytes: of its beginning that are read now and kept; None: `HEAD_BYTES`.
+
+        Raises:
+          FileNotFoundError, InputError, OSError: see `open_bytes`.
+        """
+        super().__init__()
+        self.path = path
+        self._objects, self._key = path.objects, path.key
+        self._size: int | None = None
+        found = self._begin(HEAD_BYTES if head_bytes is None else head_bytes)
+        if found is None:
+            raise FileNotFoundError(f"{path} does not exist")
+        self._head, self.identity = found.content, found.generation
+
+    @property
+    def size(self) -> int:
+        if self._size is None:
+            found = self._objects.size(self._key, at_least=len(self._head))
+            if found is None or found.generation != self.identity:
+                raise self._replaced()
+            self._size = found.size
+        return self._size
+
+    def ends_at(self, size: int) -> bool:
+        if self._size is not None or size <= len(self._head):
+            return self.size == size
+        if self._has(size) or not self._has(size - 1):
+            return False
+        self._size = size
+        return True
+
+    def read_at(self, position: int, out: Any) -> int:
+        view = memoryview(out)
+        if position + len(view) <= len(self._head) or self._size is not None and self._size <= len(self._head):
+            part = self._head[position : position + len(view)]
+            view[: len(part)] = part
+            return len(part)
+        stop = position + len(view)
+        if self._size is not None:
+            stop = min(stop, self._size)
+        pieces = [(at, min(at + PIECE_BYTES, stop)) for at in range(position, stop, PIECE_BYTES)]
+        try:
+            if len(pieces) < 2:
+                return sum(self._read(view, position, *piece) for piece in pieces)
+            with ThreadPoolExecutor(min(AT_ONCE, len(pieces))) as pool:
+                return sum(pool.map(lambda piece: self._read(view, position, *piece), pieces))
+        except TooShort:
+            if self._size is not None:
+                raise
+            return self.read_at(position, view[: max(0, self.size - position)])
+
+    def _begin(self, head_bytes: int) -> Found | None:
+        try:
+            return self._objects.read(self._key, 0, head_bytes)  # of no bytes it says whether there is an object
+        except TooShort:
+            found = self._objects.read(self._key)
+            if found is not None:
+                self._size = len(found.content)
+            return found
+
+    def _has(self, position: int) -> bool:
+        """Whether it has a byte at a position."""
+        try:
+            found = self._objects.read(self._key, position, position + 1)
+        except TooShort:
+            return False
+        self._check(found)
+        return True
+
+    def _read(self, view: memoryview, begin: int, start: int, stop: int) -> int:
+        content = self._check(self._objects.read(self._key, start, stop)).content
+        view[start - begin : stop - begin] = content
+        return len(content)
+
+    def _check(self, found: Found | None) -> Found:
+        if found is None or found.generation != self.identity:
+            raise self._replaced()
+        return found
+
+    def _replaced(self) -> InputError:
+        return InputError(f"{self.path} was replaced while it was read; start again")
+
+
+def open_bytes(path: Path | str) -> ByteFile:
+    """Opens a file of a disk, or an object, to read from it.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      InputError: if it is not a regular file, or may not be read.
+      OSError: if the bucket does not answer.
+    """
+    if is_in_bucket(path):
+        place = as_path(path)
+        assert isinstance(place, BucketPath)
+        return ObjectFile(place)
+    return DiskFile(Path(path))
+
+
+def size_of(path: Path | str) -> int:
+    """Bytes of a file, or of an object.
+
+    Raises:
+      FileNotFoundError: if there is none.
+    """
+    if not is_in_bucket(path):
+        return Path(path).stat().st_size
+    with open_bytes(path) as file:
+        return file.size

@@ -1,0 +1,179 @@
+"""Files that are only read: regular ones, and no larger than what they are read as can be.
+
+A path that somebody else wrote may be a pipe, which waits for ever, a device without an end, or a link to one.
+"""
+
+import os
+import stat
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from moe_jax.core.errors import InputError
+from moe_jax.files.remote.address import is_in_bucket
+from moe_jax.files.remote.remote_path import BucketDirectory, BucketPath, as_path
+from moe_jax.files.remote.traffic import count
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class HeldDirectory:
+    """A directory that is held open: what is read through it is of one directory, even if another takes its path.
+
+    Attributes:
+      path: where the directory was when it was opened; for messages.
+      descriptor: of the open directory.
+    """
+
+    def __init__(self, path: Path | str, *, inside: "HeldDirectory | None" = None):
+        """Opens the directory.
+
+        Args:
+          path: of the directory.
+          inside: the directory that a relative path begins at; None: the current one.
+
+        Raises:
+          FileNotFoundError, NotADirectoryError: if there is none.
+        """
+        self.path = inside.path / path if inside else Path(path)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        try:
+            self.descriptor = os.open(path, flags, dir_fd=inside.descriptor if inside else None)
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def check_in_place(self) -> None:
+        """Raises `InputError` if there is another directory at `path` by now, or none."""
+        try:
+            same = os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise InputError(f"{self.path} was replaced while it was read; start again")
+
+    def is_file(self, name: str) -> bool:
+        """Whether it has a regular file of this name, relative to it, or a link to one."""
+        try:
+            return stat.S_ISREG(os.stat(name, dir_fd=self.descriptor).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        return os.stat(name, dir_fd=self.descriptor).st_size
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Reads parts of a file, and counts their bytes.
+
+        Args:
+          name: of the file, relative to the directory.
+          ranges: where each part begins, and contiguous bytes to fill with it.
+
+        Raises:
+          FileNotFoundError: if there is no such file.
+          InputError: if it is not a regular file, or ends before a part does.
+        """
+        with open_regular(name, inside=self) as file:
+            for start, out in ranges:
+                got = pread_into(file.fileno(), start, out)
+                count(read=got)
+                if got < out.size:
+                    raise InputError(f"{self.path / name} was cut while it was read")
+
+
+Directory = HeldDirectory | BucketDirectory
+
+
+def hold(path: Path | str, *, inside: Directory | None = None) -> Directory:
+    """Opens a directory of a disk, or of a bucket, to read from it; see `HeldDirectory`.
+
+    Raises:
+      FileNotFoundError, NotADirectoryError: if there is none on the disk.
+    """
+    if isinstance(inside, BucketDirectory):
+        return BucketDirectory(inside.path / path)
+    if inside is None and is_in_bucket(path):
+        address = as_path(path)
+        assert isinstance(address, BucketPath)
+        return BucketDirectory(address)
+    return HeldDirectory(path, inside=inside)
+
+
+def pread_into(descriptor: int, start: int, out: np.ndarray) -> int:
+    """Fills contiguous bytes from a place in an open file; returns how many there were."""
+    buffer: Any = out
+    view, done = memoryview(buffer), 0
+    while done < out.size:
+        got = os.preadv(descriptor, [view[done:]], start + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> BinaryIO:
+    """Opens a file to read its bytes; links are followed.
+
+    Args:
+      path: of the file.
+      inside: the directory that a relative path begins at; None: the current one.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      InputError: if it is not a regular file, which may never end or never begin, or cannot be read.
+    """
+    directory = inside.descriptor if inside else None
+    shown = inside.path / path if inside else path
+    try:
+        mode = os.stat(path, dir_fd=directory).st_mode
+        if not stat.S_ISREG(mode):
+            raise InputError(f"{shown} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, expected a regular file")
+        # If it has become a pipe since then, this does not wait for somebody to write into it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    except OSError as error:
+        error.filename = str(shown)
+        raise
+    try:
+        os.pread(descriptor, 1, 0)  # a file of the system (`/proc`) can be regular, and yet wait or give errors
+    except OSError as error:
+        os.close(descriptor)
+        raise InputError(f"{shown} cannot be read: {error.strerror}") from None
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path | str, *, max_bytes: int, inside: Directory | None = None) -> bytes:
+    """The whole content of a file, or of an object in a bucket.
+
+    Args:
+      path: of the file; links are followed.
+      max_bytes: what is larger is refused before it is read.
+      inside: see `open_regular`.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      InputError: if it is not a regular file, or larger.
+    """
+    if inside is None and is_in_bucket(path):
+        whole = as_path(path)
+        inside, path = hold(whole.parent), whole.name
+    if isinstance(inside, BucketDirectory):
+        return inside.read(str(path), max_bytes=max_bytes)
+    with open_regular(path, inside=inside) as file:
+        size = os.fstat(file.fileno()).st_size
+        # Files of the system (`/proc`) say that they have no bytes.
+        content = file.read(max_bytes + 1) if size <= max_bytes else b""
+    if max(size, len(content)) > max_bytes:
+        shown = inside.path / path if inside else path
+        raise InputError(f"{shown} has more than {max_bytes:,} bytes, which is more than it can need")
+    return content

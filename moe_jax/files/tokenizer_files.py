@@ -1,0 +1,104 @@
+"""The files that go wherever a model goes, by their standard names: its tokenizer's, and settings for generation."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from moe_jax.core.errors import InputError
+from moe_jax.files.regular_files import read_regular
+from moe_jax.files.remote.remote_path import BucketPath
+
+TOKENIZER = "tokenizer.json"
+MAX_BYTES = 256 << 20
+_OF_TOKENIZER = frozenset(
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
+    "vocab.json vocab.txt merges.txt".split()
+)
+_LIST = "files.json"
+_OTHERS = frozenset({"generation_config.json"})
+
+
+def companions_in(directory: Path) -> tuple[Path, ...]:
+    """The files in the directory of a model that are copied unchanged with it, sorted. Whatever else lies there stays.
+
+    Raises:
+      InputError: see `refuse_links_out`.
+    """
+    if isinstance(directory, BucketPath):
+        return tuple(file for file in _in_bucket(directory) if is_companion(file.name))
+    files = sorted(file for file in directory.iterdir() if is_companion(file.name) and file.is_file())
+    refuse_links_out(directory, files)
+    return tuple(files)
+
+
+def list_companions(directory: BucketPath, names: Iterable[str]) -> None:
+    """Writes down which files go with a model in a bucket: a listing may not show them yet."""
+    (directory / _LIST).write_bytes(json.dumps({"files": sorted(names)}).encode())
+
+
+def _in_bucket(directory: BucketPath) -> list[Path]:
+    """What listings show, and what is known to be there."""
+    names = {child.name for child in directory.iterdir()} | set(_listed(directory))
+    return [directory / name for name in sorted(names)]
+
+
+def _listed(directory: BucketPath) -> list[str]:
+    try:
+        content = json.loads((directory / _LIST).read_bytes())
+        return [name for name in content["files"] if isinstance(name, str) and "/" not in name]
+    except FileNotFoundError:
+        return []  # it was copied there from a disk
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{directory / _LIST} is damaged: it does not list files") from None
+
+
+def read_companion(file: Path) -> bytes:
+    """The content of a file that goes with a model, to be written beside another.
+
+    Raises:
+      InputError: if it is not a regular file, or larger than any of these are.
+    """
+    return read_regular(file, max_bytes=MAX_BYTES)
+
+
+def refuse_links_out(directory: Path, files: Iterable[Path]) -> None:
+    """Raises `InputError` for a link to a file elsewhere: what is nobody's business would be published under its name.
+
+    In the cache of the Hugging Face hub, the files of a snapshot are links into the folder `blobs` beside `snapshots`.
+    """
+    home = directory.resolve()
+    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    for file in files:
+        target = file.resolve()
+        if not any(target.is_relative_to(home) for home in homes):
+            raise InputError(f"{file} is a link to {target}, outside of {directory}; put a copy there, or remove it")
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this name goes wherever its model goes."""
+    return name in _OTHERS or is_of_tokenizer(name)
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a file of this name belongs to a tokenizer."""
+    return name in _OF_TOKENIZER or name.startswith("chat_template") or name.endswith((".model", ".tiktoken"))
+
+
+def tokenizer_files(file: Path) -> dict[str, Path]:
+    """The files of a tokenizer by their standard names: the file itself, whatever it is called, and those beside it.
+
+    Raises:
+      InputError: see `refuse_links_out`.
+    """
+    if isinstance(file, BucketPath):
+        there = _in_bucket(file.parent)
+        return {path.name: path for path in there if is_of_tokenizer(path.name)} | {TOKENIZER: file}
+    beside = [path for path in sorted(file.parent.iterdir()) if is_of_tokenizer(path.name) and path.is_file()]
+    refuse_links_out(file.parent, [path for path in beside if path != file])
+    return {path.name: path for path in beside} | {TOKENIZER: file}
+
+
+def with_tokenizer(files: Iterable[Path], tokenizer: Path) -> dict[str, Path]:
+    """The files of a model by name, with another tokenizer in the place of its own."""
+    rest = {path.name: path for path in files if not is_of_tokenizer(path.name)}
+    return rest | tokenizer_files(tokenizer)

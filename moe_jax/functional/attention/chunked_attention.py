@@ -1,0 +1,254 @@
+"""Attention chunk by chunk of the queries: on every platform, with every mask and bias; the reference for kernels.
+
+Queries are taken in chunks, and a chunk meets only the keys that it can see: half the arithmetic of a causal product,
+and scores that stay in the cache of a CPU core. The scores of a chunk are recomputed in the backward pass instead of
+being kept, so memory grows with the length and not with its square.
+
+Chunks that see different numbers of keys cannot share a loop. So chunks are joined in at most `MAX_BANDS` bands; those
+of a band are looped over and meet all the keys that the band sees. The program does not grow with the length, and a
+causal product costs 1 / MAX_BANDS more arithmetic than it has to at worst.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.functional.attention.relative_bias import bias_between
+
+CHUNK = 128
+MAX_BANDS = 8
+
+
+class Visibility(NamedTuple):
+    """The data that masks are made of.
+
+    Attributes:
+      positions, key_positions: positions in the row (not in the document); with a cache, slots.
+      segments, key_segments: document of every token, which sees its own document only; None: one document a row.
+      prefix: length of the prefix of every row, which mask `prefix` lets every query see.
+    """
+
+    positions: Int[Array, "B T"]
+    key_positions: Int[Array, "B S"]
+    segments: Int[Array, "B T"] | None = None
+    key_segments: Int[Array, "B S"] | None = None
+    prefix: Int[Array, " B"] | None = None
+
+
+class _Tokens(NamedTuple):
+    """What masks know of some tokens of a row; `prefix` is that of the row, for each of them."""
+
+    positions: Int[Array, " n"]
+    segments: Int[Array, " n"] | None
+    prefix: Int[Array, " n"] | None
+
+
+class _Keys(NamedTuple):
+    """Keys and values, float32, of one head of a row, and the biases by distance of the query heads that share it."""
+
+    k: Float[Array, "s D"]
+    v: Float[Array, "s W"]
+    tokens: _Tokens
+    bias: Float[Array, "G n"] | None
+
+
+class _Band(NamedTuple):
+    """`count` chunks of `size` queries from `start` on, and the range of keys that at least one of them sees.
+
+    Attributes:
+      span: how many consecutive keys of the range one chunk needs.
+    """
+
+    start: int
+    size: int
+    count: int
+    first_key: int
+    last_key: int
+    span: int
+
+
+def chunked_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K W"],
+    visible: Visibility,
+    bias: Float[Array, "H n"] | None = None,
+    *,
+    mask: str,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+    aligned: bool,
+) -> Float[Array, "B T H W"]:
+    """What `functional.attention.grouped_query` computes, with its arguments, on any platform."""
+    batch, length, heads, width = q.shape
+    kv_heads = k.shape[2]
+    if visible.prefix is not None:
+        visible = visible._replace(prefix=jnp.broadcast_to(visible.prefix[:, None], (batch, length)))
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
+    # Gradients of keys and values are sums over chunks, which are to be float32 whatever the dtype of the activations.
+    k, v = (a.transpose(0, 2, 1, 3).astype(jnp.float32) for a in (k, v))
+    if bias is not None:
+        bias = bias.reshape(kv_heads, heads // kv_heads, -1)
+    bands = _bands(length, k.shape[2], mask=mask, window=window, aligned=aligned)
+    one_head = partial(_one_key_head, bands=bands, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
+    y = jax.lax.platform_dependent(
+        q, k, v, visible, bias, cpu=partial(_loop_over_heads, one_head), default=partial(_all_heads_at_once, one_head)
+    )
+    return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[-1])
+
+
+def _all_heads_at_once(
+    one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
+) -> Float[Array, "B K G T W"]:
+    of_row = jax.vmap(one_head, in_axes=(0, 0, 0, None, 0))
+    return jax.vmap(of_row, in_axes=(0, 0, 0, 0, None))(q, k, v, visible, bias)
+
+
+def _loop_over_heads(
+    one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
+) -> Float[Array, "B K G T W"]:
+    """XLA:CPU has no good kernel for a product with two batch axes: one head after another is three times faster."""
+
+    def of_row(row: tuple) -> Array:
+        *heads, visible = row
+        return jax.lax.map(lambda head: one_head(*head[:3], visible, head[3]), (*heads, bias))
+
+    return jax.lax.map(of_row, (q, k, v, visible))
+
+
+def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned: bool) -> list[_Band]:
+    """Cuts the queries into bands of whole chunks, and a last one of what is left of a chunk."""
+    chunks, rest = divmod(length, CHUNK)
+    hides_later = aligned and mask == "causal"
+    reach = window - 1 if aligned and window is not None else None
+    # Where every chunk needs the same number of keys from the same range, one band is enough.
+    num_bands = MAX_BANDS if hides_later or reach is not None else 1
+    cuts = [chunks * i // num_bands for i in range(num_bands + 1)]
+    ranges = [(a * CHUNK, CHUNK, b - a) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]
+    if rest:
+        ranges.append((chunks * CHUNK, rest, 1))
+
+    def band(start: int, size: int, count: int) -> _Band:
+        stop = start + size * count
+        first_key = 0 if reach is None else max(0, start - reach)
+        last_key = stop if hides_later else num_keys if reach is None else min(num_keys, stop + reach)
+        seen_by_chunk = num_keys if reach is None else size + reach * (1 if hides_later else 2)
+        return _Band(start, size, count, first_key, last_key, min(seen_by_chunk, last_key - first_key))
+
+    return [band(*given) for given in ranges]
+
+
+def _one_key_head(
+    q: Float[Array, "G T D"],
+    k: Float[Array, "S D"],
+    v: Float[Array, "S W"],
+    visible: Visibility,
+    bias: Float[Array, "G n"] | None,
+    *,
+    bands: list[_Band],
+    mask: str,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "G T W"]:
+    """All queries that share a key head, of one row of the batch; keys and values float32."""
+    tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
+    keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None), bias)
+    results = []
+    for band in bands:
+        one_band = partial(_one_band, band, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
+        # Also what is cut out of the row for a chunk is cut out again, where that does not repeat the loop of a band.
+        one_band = jax.checkpoint(one_band) if band.count == 1 else one_band
+        results.append(one_band(q, tokens, keys))
+    return jnp.concatenate(results, axis=1)
+
+
+def _one_band(
+    band: _Band,
+    q: Float[Array, "G T D"],
+    tokens: _Tokens,
+    keys: _Keys,
+    *,
+    mask: str,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "G t W"]:
+    """The queries of a band, from all queries and keys of a row."""
+    stop = band.start + band.size * band.count
+    keys = _cut(keys, lambda a: a[band.first_key : band.last_key])
+    tokens = jax.tree.map(lambda a: a[band.start : stop].reshape(band.count, band.size), tokens)
+    queries = jnp.moveaxis(q[:, band.start : stop].reshape(q.shape[0], band.count, band.size, -1), 1, 0)
+    # The first key that a chunk sees. Where its span would begin or end outside the band's keys it is moved inside:
+    # masks are made of positions and do not mind.
+    firsts = band.start + band.size * jnp.arange(band.count, dtype=jnp.int32) - (window or 1) + 1
+    firsts = jnp.clip(firsts - band.first_key, 0, band.last_key - band.first_key - band.span)
+
+    def one_chunk(chunk: tuple[Array, _Tokens, Array]) -> Float[Array, "G t W"]:
+        queries, tokens, first = chunk
+        given: Any = dict(span=band.span, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
+        return _one_chunk(queries, tokens, first, keys, **given)
+
+    if band.count == 1:
+        return one_chunk(jax.tree.map(lambda a: a[0], (queries, tokens, firsts)))
+    # Inside a loop nothing can merge the two forward passes.
+    recomputed = jax.checkpoint(one_chunk, prevent_cse=False)
+    y = jax.lax.map(recomputed, (queries, tokens, firsts))
+    return jnp.moveaxis(y, 0, 1).reshape(q.shape[0], stop - band.start, -1)
+
+
+def _one_chunk(
+    q: Float[Array, "G t D"],
+    queries: _Tokens,
+    first: Int[Array, ""],
+    keys: _Keys,
+    *,
+    span: int,
+    mask: str,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "G t W"]:
+    """A chunk of queries on `span` keys from `first` on."""
+    group, size, width = q.shape
+    if span < keys.k.shape[0]:
+        keys = _cut(keys, lambda a: jax.lax.dynamic_slice_in_dim(a, first, span, axis=0))
+    k, v = keys.k.astype(q.dtype), keys.v.astype(q.dtype)
+    scores = jax.lax.dot_general(
+        q.reshape(-1, width), k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    ).reshape(group, size, span)
+    scores = scores * jnp.float32(scale)
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / jnp.float32(soft_cap)) * jnp.float32(soft_cap)
+    if keys.bias is not None:
+        scores = scores + bias_between(keys.bias, queries.positions, keys.tokens.positions)
+    seen = _mask(queries, keys.tokens, mask, window)
+    scores = jnp.where(seen[None], scores, jnp.finfo(jnp.float32).min)
+    shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(-1, span)
+    return (shares @ v).reshape(group, size, v.shape[-1])
+
+
+def _cut(keys: _Keys, cut: Callable[[Array], Array]) -> _Keys:
+    """The same for some of the keys."""
+    k, v, tokens = jax.tree.map(cut, keys[:3])
+    return _Keys(k, v, tokens, keys.bias)
+
+
+def _mask(queries: _Tokens, keys: _Tokens, mask: str, window: int | None) -> Bool[Array, "t s"]:
+    """Which keys a query sees, in one row of the batch."""
+    distance = queries.positions[:, None] - keys.positions[None, :]
+    seen = jnp.ones_like(distance, bool) if mask == "bidirectional" else distance >= 0
+    if mask == "prefix":
+        assert queries.prefix is not None
+        seen |= keys.positions[None, :] < queries.prefix[:, None]
+    if window is not None:
+        seen &= jnp.abs(distance) < window
+    if queries.segments is not None:
+        assert keys.segments is not None
+        seen &= queries.segments[:, None] == keys.segments[None, :]
+    return seen

@@ -1,0 +1,87 @@
+"""Relative position bias: what a head adds to the score of a key for how far it is from the query (T5)."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from moe_jax.core.errors import InputError, check_positive
+
+# Distances up to the largest have a row each in what is computed from the table, so it must not be boundless.
+MAX_DISTANCE = 65_536
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RelativeBiasConfig:
+    """A learned bias per head and bucket of distances: near ones each have a bucket, farther ones share theirs.
+
+        >>> moe_jax.RelativeBiasConfig().buckets
+        32
+
+    Attributes:
+      buckets: how many there are; half of them for keys after the query, where a query sees such keys.
+      max_distance: from here on all distances share one bucket.
+    """
+
+    buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        check_positive(self, "buckets")
+        check_positive(self, "max_distance", at_most=MAX_DISTANCE)
+
+    def check_fits(self, mask: str) -> None:
+        """Raises `InputError` unless distances can be divided into so many buckets under this mask."""
+        exact = self._one_sided(mask) // 2
+        if exact < 1:
+            raise InputError(f"relative bias: buckets={self.buckets} are too few for a {mask} mask")
+        if self.max_distance <= exact:
+            raise InputError(
+                f"relative bias: max_distance={self.max_distance} must be above {exact}, the distances that have a "
+                "bucket each"
+            )
+
+    def bucket_of_distance(self, mask: Literal["causal", "bidirectional", "prefix"]) -> Int[np.ndarray, " n"]:
+        """The bucket of every distance `key position - query position` from -max_distance to max_distance.
+
+        The first half of a side's buckets stand for a distance each, the others for ranges that grow as its logarithm.
+        With a causal mask keys after the query, which no query sees, have bucket 0.
+        """
+        count = self._one_sided(mask)
+        exact = count // 2
+        distances = np.arange(self.max_distance + 1)
+        # In float32, each step rounded on its own: where a boundary lies at a whole number it is exactly there.
+        ratio = np.maximum(distances, 1).astype(np.float32) / np.float32(exact)
+        logarithm = np.log(ratio.astype(np.float64)).astype(np.float32)
+        whole = np.log(np.float64(self.max_distance / exact)).astype(np.float32)
+        beyond = exact + (logarithm / whole * np.float32(count - exact)).astype(np.int64)
+        before = np.where(distances < exact, distances, np.minimum(beyond, count - 1))
+        after = before + count if mask != "causal" else np.zeros_like(before)
+        return np.concatenate([before[::-1], after[1:]]).astype(np.int32)
+
+    def _one_sided(self, mask: str) -> int:
+        return self.buckets if mask == "causal" else self.buckets // 2
+
+
+def bias_by_distance(
+    table: Float[Array, "b H"], config: RelativeBiasConfig, mask: Literal["causal", "bidirectional", "prefix"]
+) -> Float[Array, "H n"]:
+    """The bias of every distance from -max_distance to max_distance, float32: what `attention` takes.
+
+    Args:
+      table: bias per bucket and head.
+      config: how distances are divided.
+      mask: of the attention.
+    """
+    return jnp.take(table.astype(jnp.float32), config.bucket_of_distance(mask), axis=0).T
+
+
+def bias_between(
+    by_distance: Float[Array, "G n"], positions: Int[Array, " t"], key_positions: Int[Array, " s"]
+) -> Float[Array, "G t s"]:
+    """The bias between some queries and keys; `by_distance` as `bias_by_distance` gives it, of some heads."""
+    farthest = by_distance.shape[1] // 2
+    distance = key_positions[None, :] - positions[:, None]
+    return jnp.take(by_distance, jnp.clip(distance, -farthest, farthest) + farthest, axis=1)

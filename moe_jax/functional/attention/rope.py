@@ -1,0 +1,233 @@
+"""Rotary position embedding (Su et al., 2021) and its published scalings.
+
+Half-split layout, as in most Hugging Face checkpoints: the pair of dimension i is i + r/2. In an interleaved one
+(DeepSeek-V2) it is its neighbour.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from moe_jax.core.errors import InputError, check_member, check_number, check_positive, is_finite
+
+ROPE_SCALINGS = ("none", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding and its published scalings.
+
+        >>> moe_jax.RopeConfig(theta=500_000.0).scaling
+        'none'
+
+    Attributes:
+      theta: base of the frequencies.
+      fraction: share of each head that is rotated, its first dimensions: 1 in Llama; 0: none are.
+      scaling: one of `ROPE_SCALINGS`; the fields below belong to some of them.
+      factor: stretch of the context (linear, dynamic, yarn, llama3, longrope).
+      original_max_positions: context length before stretching.
+      attention_factor: multiplies cos and sin (yarn, longrope); None: the published formula.
+      beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn.
+      low_freq_factor, high_freq_factor: llama3.
+      short_factor, long_factor: longrope, one number per rotated pair.
+    """
+
+    theta: float = 10000.0
+    fraction: float = 1.0
+    scaling: Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3"] = "none"
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_member("rope scaling", self.scaling, ROPE_SCALINGS)
+        check_number(self, "theta", "factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", above=0)
+        check_number(self, "fraction", "mscale", "mscale_all_dim", "high_freq_factor", at_least=0)
+        check_positive(self, "original_max_positions")
+        if self.fraction > 1.0:
+            raise InputError(f"rope fraction={self.fraction} must lie in [0, 1]: it is the share that is rotated")
+        if self.scaling == "yarn" and self.theta <= 1.0:
+            raise InputError(f"rope theta={self.theta} must be above 1: scaling 'yarn' divides by its logarithm")
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise InputError(
+                f"rope high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
+            )
+        if self.scaling == "longrope":
+            self._check_longrope()
+
+    def check_fits(self, head_dim: int, max_positions: int) -> None:
+        """Raises `InputError` unless heads of this width can be rotated so, in a model of this context length."""
+        rotated = rotated_width(self, head_dim)
+        if self.scaling == "dynamic" and rotated == 2:
+            raise InputError("rope scaling 'dynamic' needs more than one pair of dimensions that is rotated")
+        if self.scaling == "longrope" and (self.original_max_positions or max_positions) < 2:
+            raise InputError("rope scaling 'longrope' needs original_max_positions of at least 2")
+        for factors in (self.short_factor, self.long_factor):
+            if self.scaling == "longrope" and factors is not None and len(factors) != rotated // 2:
+                raise InputError(f"rope has {len(factors)} factors, expected {rotated // 2}, one per rotated pair")
+
+    def _check_longrope(self) -> None:
+        if self.short_factor is None or self.long_factor is None:
+            raise InputError("rope scaling 'longrope' needs short_factor and long_factor")
+        if not all(is_finite(factor) and factor > 0 for factor in (*self.short_factor, *self.long_factor)):
+            raise InputError("rope short_factor and long_factor must be finite numbers above 0")
+
+
+def rotated_width(rope: RopeConfig, head_dim: int) -> int:
+    """How many dimensions of a head are rotated: an even number."""
+    return int(head_dim * rope.fraction) // 2 * 2
+
+
+def rope_tables(
+    rope: RopeConfig,
+    head_dim: int,
+    max_positions: int,
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
+    """Cosines and sines, float32, for `r = 2 * (rotated pairs)` leading dimensions of a head.
+
+    The frequencies of `dynamic` and `longrope` depend on how long the text is that a token belongs to: on the largest
+    position in its own document, never on what else is in the row or in the batch. Keys in a cache stay rotated as
+    they were when they were written.
+
+    Args:
+      rope: theta and scaling.
+      head_dim: width of a head; `rope.fraction` of it is rotated.
+      max_positions: context length of the config, which lengths of texts are compared with.
+      positions: position of every token.
+      segments: document of every token; padding, which belongs to none of them, has a number of its own. All lie in
+        [0, T]. None: every row is one document without padding.
+    """
+    rotated = rotated_width(rope, head_dim)
+    frequencies, scale = _frequencies(rope, rotated, max_positions, positions, segments)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def apply_rope(
+    x: Float[Array, "B T H D"], cos: Float[Array, "B T r"], sin: Float[Array, "B T r"], *, interleaved: bool = False
+) -> Float[Array, "B T H D"]:
+    """Rotates the first r dimensions of every head, in float32; the others pass through.
+
+    Those of an interleaved layout come out in the half-split one. Of queries and keys alike, that changes no score.
+    """
+    r = cos.shape[-1]
+    if r == 0:
+        return x
+    turned = x[..., :r].astype(jnp.float32)
+    if interleaved:
+        turned = turned.reshape(*turned.shape[:-1], r // 2, 2).swapaxes(-1, -2).reshape(turned.shape)
+    first, second = turned[..., : r // 2], turned[..., r // 2 :]
+    swapped = jnp.concatenate([-second, first], axis=-1)
+    turned = (turned * cos[:, :, None, :] + swapped * sin[:, :, None, :]).astype(x.dtype)
+    return turned if r == x.shape[-1] else jnp.concatenate([turned, x[..., r:]], axis=-1)
+
+
+def _frequencies(
+    rope: RopeConfig, rotated: int, max_positions: int, positions: Int[Array, "B T"], segments: Int[Array, "B T"] | None
+) -> tuple[Float[Array, "_ _ p"], Float[Array, ""]]:
+    """Inverse frequencies of the r/2 pairs, and what cosines and sines are multiplied by."""
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(max(1, rotated))
+    plain = (1.0 / rope.theta**exponents).astype(np.float32)
+    original = rope.original_max_positions or max_positions
+    scale = 1.0
+    if rope.scaling == "dynamic":
+        frequencies = _dynamic(rope, rotated, max_positions, _lengths(positions, segments))
+    elif rope.scaling == "longrope":
+        frequencies, scale = _longrope(rope, plain, original, _lengths(positions, segments))
+    else:
+        if rope.scaling == "linear":
+            plain = plain / np.float32(rope.factor)
+        elif rope.scaling == "llama3":
+            plain = _llama3(rope, plain, original)
+        elif rope.scaling == "yarn":
+            plain, scale = _yarn(rope, plain, rotated, original), _yarn_scale(rope)
+        frequencies = jnp.asarray(plain)[None, None, :]
+    return frequencies, jnp.float32(scale)
+
+
+def _lengths(positions: Int[Array, "B T"], segments: Int[Array, "B T"] | None) -> Float[Array, "B N 1"]:
+    """Length of the document that a token belongs to: its largest position plus one. N is T, or 1 for whole rows."""
+    if segments is None:
+        last = jnp.max(positions, axis=1, keepdims=True)
+    else:
+        longest = partial(jax.ops.segment_max, num_segments=positions.shape[1] + 1)
+        last = jnp.take_along_axis(jax.vmap(longest)(positions, segments), segments, axis=1)
+    return last.astype(jnp.float32)[..., None] + 1.0
+
+
+def _dynamic(
+    rope: RopeConfig, rotated: int, max_positions: int, lengths: Float[Array, "B N 1"]
+) -> Float[Array, "B N p"]:
+    """NTK-aware base that grows with the text once it is longer than the trained context."""
+    lengths = jnp.maximum(lengths, float(max_positions))
+    base = rope.theta * ((rope.factor * lengths / max_positions) - (rope.factor - 1.0)) ** (rotated / (rotated - 2))
+    exponents = jnp.arange(0, rotated, 2, dtype=jnp.float32) / float(rotated)
+    return 1.0 / jnp.power(base, exponents[None, None, :])
+
+
+def _llama3(rope: RopeConfig, plain: np.ndarray, original: int) -> np.ndarray:
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / plain
+    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth) * plain / rope.factor + smooth * plain
+    stretched = np.where(wavelength > original / rope.low_freq_factor, plain / rope.factor, plain)
+    between = (wavelength <= original / rope.low_freq_factor) & (wavelength >= original / rope.high_freq_factor)
+    return np.where(between, blended, stretched).astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, plain: np.ndarray, rotated: int, original: int) -> np.ndarray:
+    """YaRN (Peng et al., 2023): a ramp over the dimensions from kept to stretched frequencies."""
+
+    def dimension(rotations: float) -> float:
+        return rotated * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(rotated // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    return (plain / rope.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+
+
+def _yarn_scale(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _longrope(
+    rope: RopeConfig, plain: np.ndarray, original: int, lengths: Float[Array, "B N 1"]
+) -> tuple[Float[Array, "B N p"], float]:
+    """LongRoPE (Ding et al., 2024): one factor per pair, another set for texts beyond the original context."""
+    short = jnp.asarray(plain / np.asarray(rope.short_factor, np.float32))[None, None, :]
+    long = jnp.asarray(plain / np.asarray(rope.long_factor, np.float32))[None, None, :]
+    frequencies = jnp.where(lengths > original, long, short)
+    if rope.attention_factor is not None:
+        return frequencies, rope.attention_factor
+    return frequencies, 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))

@@ -1,0 +1,1 @@
+"""From activations to losses and to the next token."""

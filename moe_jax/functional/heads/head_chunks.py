@@ -1,0 +1,260 @@
+"""The head of a model, chunk by chunk of the tokens: what all losses of its logits share.
+
+Logits of all tokens at once, [N, V] in float32, are the largest array of a training step (20 GB for 32,768 tokens and
+a vocabulary of 151,936). Here those of a chunk are made, used and forgotten.
+
+Over a mesh the tokens are split over the batch axes and the vocabulary over another (`shard_map`): the compiler would
+add up the gradient of the kernel over the devices after every chunk, and not once.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+LOGIT_BYTES = 768 << 20
+"""The most that the float32 logits of a chunk take on a device, where a single token's do not take more."""
+
+
+class LossAxes(NamedTuple):
+    """Axes of the mesh in use that split the operands; whatever none of them splits, every device has as a whole.
+
+    Attributes:
+      batch: of the rows.
+      sequence: of the tokens of a row; None: none does.
+      width: some of these, which split the width of the kernel too (fully sharded parameters).
+      vocabulary: of the columns of the kernel and the bias; None: none does.
+    """
+
+    batch: tuple[str, ...]
+    sequence: str | None = None
+    width: tuple[str, ...] = ()
+    vocabulary: str | None = None
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Those that split the tokens of a batch."""
+        return self.batch if self.sequence is None else (*self.batch, self.sequence)
+
+
+class HeadOptions(NamedTuple):
+    """What a head is, apart from its arrays.
+
+    Attributes:
+      scale: of the logits.
+      soft_cap: logits become `c tanh(logits / c)` after that; None: they stay.
+      transposed: the kernel is [V, d], as an embedding is, and not [d, V].
+      axes: of the mesh; None: there is one device.
+      logit_bytes: see `LOGIT_BYTES`. The result does not depend on it.
+    """
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+    transposed: bool = False
+    axes: LossAxes | None = None
+    logit_bytes: int = LOGIT_BYTES
+
+
+def finish_logits(
+    products: Float[Array, "... V"], bias: Float[Array, " V"] | None, scale: float, soft_cap: float | None
+) -> Float[Array, "... V"]:
+    """`cap(scale * (products + b))`, float32."""
+    logits = products
+    if bias is not None:
+        logits = logits + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(logits.ndim - 1)))
+    if scale != 1.0:
+        logits = logits * jnp.float32(scale)
+    return logits if soft_cap is None else jnp.tanh(logits / jnp.float32(soft_cap)) * jnp.float32(soft_cap)
+
+
+class HeadGradients(NamedTuple):
+    """Of x, kernel and bias: None for what is not wanted; the kernel's and the bias's are float32."""
+
+    x: Array | None
+    kernel: Array | None
+    bias: Array | None
+
+
+def primal_values(*primals: Any) -> tuple:
+    """The arrays that a forward rule with symbolic zeros is given."""
+    return jax.tree.map(lambda primal: primal.value, primals, is_leaf=_is_primal)
+
+
+def wanted_gradients(*primals: Any) -> tuple[bool, ...]:
+    """Of which of them a gradient is wanted."""
+    return tuple(primal is not None and primal.perturbed for primal in primals)
+
+
+def _is_primal(value: Any) -> bool:
+    return isinstance(value, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def cast_gradients(gradients: HeadGradients, kernel: Array, bias: Array | None) -> HeadGradients:
+    """The gradients in the dtypes of kernel and bias."""
+    own = (gradients.kernel, kernel), (gradients.bias, bias)
+    cast = (None if one is None or leaf is None else one.astype(leaf.dtype) for one, leaf in own)
+    return HeadGradients(gradients.x, *cast)
+
+
+def scaled_gradients(losses: Float[Array, "B T"], gradients: HeadGradients, cotangent: Float[Array, ""]) -> tuple:
+    """The cotangents of x, kernel, bias, targets and weights, given the gradients of `sum(weights * losses)`."""
+
+    def scaled(gradient: Array) -> Array:
+        return (gradient.astype(jnp.float32) * cotangent).astype(gradient.dtype)
+
+    return (*jax.tree.map(scaled, tuple(gradients)), None, losses * cotangent)
+
+
+def no_gradients(wanted: tuple[bool, ...], rows: Array, kernel: Array, bias: Array | None) -> HeadGradients:
+    """Zeros in the place of those that are wanted."""
+    of_x, of_kernel, of_bias = wanted
+    return HeadGradients(
+        jnp.zeros_like(rows) if of_x else None,
+        jnp.zeros(kernel.shape, jnp.float32) if of_kernel else None,
+        jnp.zeros(bias.shape, jnp.float32) if of_bias and bias is not None else None,
+    )
+
+
+def with_gradients_of_chunk(
+    options: HeadOptions,
+    gradients: HeadGradients,
+    start: Array | int,
+    chunk: Float[Array, "n d"],
+    kernel: Array,
+    slope: Float[Array, "n v"],
+) -> HeadGradients:
+    """The gradients with those of a chunk, given the slope of its logits."""
+    rounded = slope.astype(chunk.dtype)
+    if gradients.x is not None:
+        of_chunk = sum_over_axes(_slope_of_rows(options, rounded, kernel), options.axes and options.axes.vocabulary)
+        updated = lax.dynamic_update_slice_in_dim(gradients.x, of_chunk.astype(chunk.dtype), start, 0)
+        gradients = gradients._replace(x=updated)
+    if gradients.kernel is not None:
+        gradients = gradients._replace(kernel=gradients.kernel + _slope_of_kernel(options, chunk, rounded))
+    if gradients.bias is not None:
+        gradients = gradients._replace(bias=gradients.bias + jnp.sum(slope, axis=0))
+    return gradients
+
+
+def gradients_of_all_devices(options: HeadOptions, gradients: HeadGradients, shape: tuple[int, ...]) -> HeadGradients:
+    """The gradients when all chunks are in them; `shape` is that of x."""
+    if gradients.x is not None:
+        gradients = gradients._replace(x=gradients.x.reshape(shape))
+    if gradients.kernel is not None:
+        gradients = gradients._replace(kernel=_sum_of_kernels(options, gradients.kernel))
+    if gradients.bias is not None:
+        gradients = gradients._replace(bias=sum_over_axes(gradients.bias, options.axes and options.axes.tokens))
+    return gradients
+
+
+def over_chunks(options: HeadOptions, add_chunk: Callable, sums: Any, vocabulary: int) -> Any:
+    """Goes through all tokens with `add_chunk(sums, start, size)`; the first of the sums has an entry per token."""
+    tokens = jax.tree.leaves(sums)[0].shape[0]
+    size = chunk_size(tokens, vocabulary, options.logit_bytes)
+    count, rest = divmod(tokens, size)
+    if count == 1:
+        sums = add_chunk(sums, 0, size)
+    else:
+        sums = lax.fori_loop(0, count, lambda i, sums: add_chunk(sums, i * size, size), sums)
+    return add_chunk(sums, count * size, rest) if rest else sums
+
+
+def chunk_size(tokens: int, vocabulary: int, logit_bytes: int = LOGIT_BYTES) -> int:
+    """How many tokens a chunk has: all of them, or else a power of two, which suits tiles of any size."""
+    most = max(1, logit_bytes // (4 * vocabulary))
+    return tokens if tokens <= most else 1 << (most.bit_length() - 1)
+
+
+def loss_of_logits(
+    options: HeadOptions, logits: Float[Array, "n v"], targets: Int[Array, " n"]
+) -> tuple[Float[Array, " n"], Float[Array, " n"], Array]:
+    """The losses, the logarithms of the sums of exponentials, and which logits are those of targets."""
+    axis = options.axes and options.axes.vocabulary
+    first = lax.axis_index(axis) * logits.shape[1] if axis else 0
+    # Compared and not looked up: that is part of the loop over the logits, and so is what it gives the gradient.
+    is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == (targets - first)[:, None]
+    log_sum = log_sum_of_exponentials(options, logits)
+    chosen = sum_over_axes(jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=1), axis)
+    return log_sum - chosen, log_sum, is_target
+
+
+def log_sum_of_exponentials(options: HeadOptions, logits: Float[Array, "n v"]) -> Float[Array, " n"]:
+    """The logarithms of the sums of exponentials."""
+    axis = options.axes and options.axes.vocabulary
+    largest = jnp.max(logits, axis=1)
+    largest = lax.pmax(largest, axis) if axis else largest
+    return largest + jnp.log(sum_over_axes(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1), axis))
+
+
+def products_of_chunk(options: HeadOptions, rows: Float[Array, "n d"], kernel: Array) -> Float[Array, "n v"]:
+    """Of the rows and the kernel, float32: logits but for bias, scale and cap."""
+    return _dot(rows, kernel, 1, 1 if options.transposed else 0)
+
+
+def _slope_of_rows(options: HeadOptions, slope: Float[Array, "n v"], kernel: Array) -> Float[Array, "n d"]:
+    return _dot(slope, kernel, 1, 0 if options.transposed else 1)
+
+
+def _slope_of_kernel(options: HeadOptions, rows: Float[Array, "n d"], slope: Float[Array, "n v"]) -> Array:
+    return _dot(slope, rows, 0, 0) if options.transposed else _dot(rows, slope, 0, 0)
+
+
+def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
+    """The product over an axis of each, accumulated and given back in float32."""
+    return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def vocabulary_size(options: HeadOptions, kernel: Array) -> int:
+    """How many logits a token has on this device."""
+    return kernel.shape[0 if options.transposed else 1]
+
+
+class HeadSpecs(NamedTuple):
+    """How operands and results are split inside `shard_map`."""
+
+    x: P
+    kernel: P
+    bias: P
+    tokens: P
+
+    @classmethod
+    def of(cls, options: HeadOptions) -> "HeadSpecs":
+        """Those of a head, as its axes say."""
+        batch, sequence, width, vocabulary = options.axes or LossAxes(())
+        kernel = P(vocabulary, width) if options.transposed else P(width, vocabulary)
+        return cls(P(batch, sequence, None), kernel, P(vocabulary), P(batch, sequence))
+
+
+def over_mesh(options: HeadOptions, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`local` on every device's part of the operands."""
+    if options.axes is None:
+        return local
+    # What devices have in common is said by the specs: the checker cannot follow it through the loop.
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def whole_kernel(options: HeadOptions, kernel: Array) -> Array:
+    """The kernel with the whole width: gathered once, in the dtype that the products are in."""
+    if options.axes is None or not options.axes.width:
+        return kernel
+    return lax.all_gather(kernel, options.axes.width, axis=1 if options.transposed else 0, tiled=True)
+
+
+def _sum_of_kernels(options: HeadOptions, gradient: Array) -> Array:
+    """The sum of the gradients of all devices, as the kernel is split."""
+    if options.axes is None:
+        return gradient
+    width = options.axes.width
+    if width:
+        axis = 1 if options.transposed else 0
+        gradient = lax.psum_scatter(gradient, width, scatter_dimension=axis, tiled=True)
+    return sum_over_axes(gradient, tuple(axis for axis in options.axes.tokens if axis not in width))
+
+
+def sum_over_axes(array: Array, axes: str | tuple[str, ...] | None) -> Array:
+    """The sum over devices; of no axes: the array."""
+    return lax.psum(array, axes) if axes else array

@@ -1,0 +1,1 @@
+"""Products of activations and kernels: plain, grouped, and with kernels that are synthesised meanwhile."""

@@ -1,0 +1,1 @@
+"""From a router's logits to rows sorted by expert, and back."""

@@ -1,0 +1,23 @@
+"""The activation functions of FFNs, and how kernels compute them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+from jax import lax
+from jaxtyping import Array, Float
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def activated(gate: Float[Array, "m n"], activation: str) -> Float[Array, "m n"]:
+    """The activation of a gate, float32, in operations that Mosaic has."""
+    if activation == "gelu":
+        # Mosaic has no `erfc`, with which it is computed elsewhere.
+        return 0.5 * gate * (1.0 + lax.erf(gate * 0.5**0.5))
+    return ACTIVATION_FUNCTIONS[activation](gate)

@@ -1,0 +1,182 @@
+"""The adapter directory, the output of parameter-efficient tuning. It refers to its base and stores only the rest.
+
+    config.json      the `ModelConfig` of the tuned model, complete
+    base.json        where the base is, and its fingerprint
+    adapter/         Orbax checkpoint of the leaves that are new or were trained
+    lineage.json, tokenizer files as in a model directory
+
+Every command that takes a model also takes an adapter directory. Several may share one base.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from moe_jax.checkpoints.zarr_arrays import Part
+from moe_jax.core.errors import InputError
+from moe_jax.files.json_toml import read_json_object
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.strict import parse, without_format
+from moe_jax.model_io.loading import check_leaves, leaf_specs
+from moe_jax.model_io.model_dir import BASE_FILE, ModelDirectory, ModelDirectoryWriter
+from moe_jax.model_io.model_reference import ModelReference
+from moe_jax.model_io.model_source import ModelSource, OverBase
+from moe_jax.model_io.over_base import LeavesOverBase
+from moe_jax.model_io.tuned_base import base_config, own_leaves
+from moe_jax.models import ModelConfig
+
+_FORMAT = "moe_jax.adapter"
+_VERSION = 1
+_ADAPTER = "adapter"
+
+
+def read_base_reference(path: Path) -> ModelReference:
+    """Reads the base.json of an adapter directory.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      InputError: if it is not what an `AdapterDirectoryWriter` writes.
+    """
+    file = as_path(path) / BASE_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"no adapter directory at {path}: there is no {BASE_FILE}")
+    fields = without_format(read_json_object(file), _FORMAT, _VERSION, where=str(file))
+    return parse(ModelReference, fields, where=str(file), language="JSON")
+
+
+def is_adapter_directory(path: Path) -> bool:
+    """Whether `path` refers to a base."""
+    return (as_path(path) / BASE_FILE).is_file()
+
+
+class AdapterDirectory(ModelDirectory, OverBase):
+    """An adapter directory to read from; a `ModelSource` of the whole tuned model.
+
+    Attributes:
+      base: the model whose parameters the adapter directory does not repeat.
+    """
+
+    base: ModelSource
+    _folder = _ADAPTER
+
+    def __init__(self, path: Path, base: ModelSource):
+        """Makes sure that `base` is the one that the adapter was made for; the weights stay on disk.
+
+        `moe_jax.api.open_source` finds the base and opens both.
+
+        Args:
+          path: the adapter directory.
+          base: the model that it was made for.
+
+        Raises:
+          FileNotFoundError: if there is no adapter directory.
+          InputError: if a file is malformed, or `base` is not the model that the adapter was made for.
+        """
+        super().__init__(path)
+        self.base = base
+        reference = read_base_reference(self.path)
+        self._base_fingerprint = base.fingerprint()
+        if self._base_fingerprint != reference.fingerprint:
+            raise InputError(
+                f"{base.path} is not the base that {self.path} was made for: its fingerprint is "
+                f"{self._base_fingerprint[:12]}, expected {reference.fingerprint[:12]}; say with --base where the "
+                "old one is, or make the adapter anew"
+            )
+        if not _same_model(base.config, base_config(self.config)):
+            raise InputError(
+                f"{self.path}/config.json does not describe adapters over {base.path}: without them it is another "
+                "model; put the file back that was written with the adapter"
+            )
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype: as stored, or for NF4 codes made from kernels of the base, as made.
+
+        Raises:
+          InputError: if metadata is damaged, or the leaves are not those of the config; all problems are listed.
+        """
+        check_leaves(leaf_specs(self.config), {**self._reader.specs, **self._leaves.specs}, str(self.path))
+        return self._leaves.specs
+
+    def own_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype of the leaves that are stored here and not in the base."""
+        return self._reader.specs
+
+    def read(self, path: str) -> np.ndarray:
+        """Reads one leaf, here or in the base, in the dtype it is stored in; quantises where the config says NF4."""
+        return self._leaves.read(path)
+
+    def read_part(self, path: str, part: Part) -> np.ndarray:
+        """Reads a box of a leaf; of one that is neither here nor in the base as it is, all has to be made."""
+        return self._leaves.read_part(path, part)
+
+    def stored_bytes(self, path: str) -> int:
+        """Bytes of a leaf on disk, here or in the base."""
+        return self._leaves.stored_bytes(path)
+
+    def fingerprint(self) -> str:
+        """Identity of config, base and own weights: a SHA-256."""
+        return hashlib.sha256(f"{super().fingerprint()}{self._base_fingerprint}".encode()).hexdigest()
+
+    @cached_property
+    def _leaves(self) -> LeavesOverBase:
+        return LeavesOverBase(self.config, self.base, self._reader)
+
+
+class AdapterDirectoryWriter(ModelDirectoryWriter):
+    """Writes an adapter directory, leaf by leaf, as `ModelDirectoryWriter` writes a model directory."""
+
+    _folder = _ADAPTER
+
+    def __init__(
+        self,
+        dst: Path,
+        config: ModelConfig,
+        *,
+        base: ModelSource,
+        tokenizer_files: Sequence[Path],
+        lineage: Sequence[Mapping[str, Any]],
+        trained: Iterable[str] = (),
+        resume: bool = False,
+        allow_nonfinite: bool = False,
+    ):
+        """Checks base and target; nothing is written yet.
+
+        Args:
+          dst: where the directory appears.
+          config: of the tuned model.
+          base: its base, which the directory refers to.
+          tokenizer_files, lineage, resume, allow_nonfinite: see `ModelDirectoryWriter`.
+          trained: leaves of the base that were trained, and are stored here with their new values. Besides these, all
+            leaves must be written that the base does not have.
+
+        Raises:
+          InputError: if `config` does not belong to `base`, `base` is an adapter directory itself, or `dst` exists.
+        """
+        if isinstance(base, AdapterDirectory):
+            raise InputError(f"{base.path} is an adapter directory; merge it first, or use its base {base.base.path}")
+        if not _same_model(base.config, base_config(config)):
+            raise InputError(f"the config of {dst} is not one of adapters over {base.path}")
+        if not as_path(base.path).is_dir():
+            raise InputError(f"{base.path} is no directory that {dst} could refer to; save it as one first")
+        reference = ModelReference.to(base, as_path(dst))
+        super().__init__(
+            dst,
+            config,
+            tokenizer_files=tokenizer_files,
+            lineage=lineage,
+            resume=resume,
+            leaves=own_leaves(config) | frozenset(trained),
+            allow_nonfinite=allow_nonfinite,
+            documents={BASE_FILE: {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(reference)}},
+        )
+
+
+def _same_model(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two configs describe the same model, apart from the dtype."""
+    return dataclasses.replace(one, dtype=other.dtype, frozen_base=other.frozen_base) == other

@@ -1,0 +1,161 @@
+"""Models of the Hugging Face Hub by their names: `org/name` or `org/name@revision` in the place of a path.
+
+What exists on the disk is always meant as a path, and so is what could: a name whose first part is a folder here.
+Downloaded are a model's config, its tokenizer, and its weights as safetensors (as PyTorch files where there are no
+others); never code. They lie in the Hub's own cache, which also answers when there is no network.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_jax.core.errors import InputError, first_sentence
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.tokenizer_files import is_companion
+
+CONFIG = "config.json"
+# As the Hub allows them. One slash: nothing else tells a name from a path.
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
+_NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w][\w./-]{{0,200}}))?")
+_SNAPSHOT = re.compile(r"models--(?P<organisation>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
+_SHARD = r"(-\d+(-of-\d+)?)?"
+_SAFETENSORS = re.compile(rf"model{_SHARD}\.safetensors(\.index\.json)?")
+_TORCH = re.compile(rf"pytorch_model{_SHARD}\.bin(\.index\.json)?")
+
+
+def is_hub_name(path: Path | str) -> bool:
+    """Whether a model on the Hub is meant, and no path: see the module."""
+    text = os.fspath(path)
+    found = _name(text)
+    if found is None or os.path.lexists(text):
+        return False
+    return not os.path.lexists(found["repository"]) and not os.path.lexists(text.split("/")[0])
+
+
+def why_a_path(path: Path | str) -> str:
+    """To be added to the message that there is nothing at a path: why it was not taken for a name, if it could be."""
+    text = os.fspath(path)
+    if _name(text) is None or os.path.lexists(text) or is_hub_name(text):
+        return ""
+    return f"; it is not looked for on the Hugging Face Hub, because there is a {text.split('/')[0]} in {Path.cwd()}"
+
+
+def _name(text: str) -> re.Match[str] | None:
+    return None if ".." in text or "--" in text else _NAME.fullmatch(text)
+
+
+def local_model(path: Path | str, *, weights: bool = True) -> Path:
+    """The path itself; or of a name on the Hub the folder that its files were downloaded to.
+
+    Args:
+      path: a path, or `org/name[@revision]`.
+      weights: whether more than the config is needed.
+
+    Raises:
+      InputError: if the package is absent, or the Hub has no such model, does not give it, or cannot be reached and the
+        cache does not have it.
+    """
+    if not is_hub_name(path):
+        return as_path(path)
+    found = _NAME.fullmatch(os.fspath(path))
+    assert found is not None
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise InputError(
+            f"there is no path {path} in {Path.cwd()}; to fetch it from the Hugging Face Hub, pip install "
+            "'moe-jax[hub]', or give the path of a copy"
+        )
+    try:
+        with _quiet():
+            return _fetch(found["repository"], found["revision"], weights)
+    except Exception as error:
+        raise InputError(
+            f"there is no path {path} in {Path.cwd()}; such a name is looked for on the Hugging Face Hub too, but "
+            f"{_why(error)}"
+        ) from None
+
+
+def hub_origin(path: Path | str) -> str | None:
+    """`org/name@commit` of a folder in the Hub's cache; None for any other."""
+    found = _SNAPSHOT.search(os.fspath(path))
+    return None if found is None else f"{found['organisation']}/{found['name']}@{found['commit']}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What the library would say of its attempts is said once, by the error that they end in."""
+    import huggingface_hub.utils.logging  # which sets the level of its logger when it is imported
+
+    logger = logging.getLogger(huggingface_hub.__name__)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
+    """Downloads what is needed and not in the cache."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    # Asked once: a download would be tried for half a minute where the Hub cannot be reached.
+    try:
+        about = huggingface_hub.HfApi().model_info(repository, revision=revision)
+    except Exception as error:
+        try:
+            return _cached(repository, revision)
+        except LocalEntryNotFoundError:
+            raise error from None
+    if not weights:
+        return Path(huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision)).parent
+    names = [file.rfilename for file in about.siblings or ()]
+    return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_wanted(names)))
+
+
+def _cached(repository: str, revision: str | None) -> Path:
+    """The folder in the cache of a model that was fetched before."""
+    import huggingface_hub
+
+    config = huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision, local_files_only=True)
+    return Path(config).parent
+
+
+def _wanted(names: Iterable[str]) -> list[str]:
+    """The files of a repository that make up a model."""
+    here = [name for name in names if "/" not in name]
+    safetensors = [name for name in here if _SAFETENSORS.fullmatch(name)]
+    weights = safetensors or [name for name in here if _TORCH.fullmatch(name)]
+    if not weights:
+        raise InputError("it has neither safetensors nor PyTorch files there; if it has a GGUF file, fetch that alone")
+    # Names are patterns to the library.
+    return [
+        re.sub(r"([*?[])", r"[\1]", name) for name in here if name == CONFIG or name in weights or is_companion(name)
+    ]
+
+
+def _why(error: Exception) -> str:
+    """What a failure means, and what to do."""
+    from huggingface_hub import errors
+
+    hub = "the Hugging Face Hub"
+    kinds: tuple[tuple[Any, str], ...] = (
+        (errors.GatedRepoError, f"{hub} gives it only to those who were granted access: ask for it on its page, then "
+                                "log in with `hf auth login`"),
+        (errors.RevisionNotFoundError, f"the model on {hub} has no such revision"),
+        (errors.RepositoryNotFoundError, f"{hub} has no such model, or it is private: log in with `hf auth login` if "
+                                         "it is yours"),
+        (errors.OfflineModeIsEnabled, f"{hub} is switched off (HF_HUB_OFFLINE) and its cache does not have the model"),
+        (errors.LocalEntryNotFoundError, f"{hub} cannot be reached and its cache does not have the model"),
+        (errors.EntryNotFoundError, f"the model on {hub} has no {CONFIG}"),
+        (InputError, f"of the model on {hub}: {error}"),
+    )  # fmt: skip
+    for kind, why in kinds:
+        if isinstance(error, kind):
+            return why
+    return f"{hub} cannot be reached: {type(error).__name__}, {first_sentence(error)}"

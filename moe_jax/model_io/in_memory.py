@@ -1,0 +1,281 @@
+"""Models in memory: a source and a writer with the interfaces of those on disk.
+
+A verb that is given `InMemory()` instead of a path does the same work and puts its model there.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import jax
+import numpy as np
+
+from moe_jax.core.errors import InputError
+from moe_jax.files.fingerprint import fingerprint_leaves, sample_array
+from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
+from moe_jax.model_io.leaves_to_write import ExpectedLeaves
+from moe_jax.model_io.loading import layer_of, stacked_leaves
+from moe_jax.model_io.model_dir import ModelDirectoryWriter, fingerprint_model
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.over_base import LeavesOverBase, StoredLeaves
+from moe_jax.model_io.tuned_base import own_leaves
+from moe_jax.models import ModelConfig
+from moe_jax.nn import Decoder
+
+IN_MEMORY = Path("in memory")
+
+
+class LeavesInMemory:
+    """Leaves as arrays of the host.
+
+    Attributes:
+      specs: leaf path -> shape and dtype.
+    """
+
+    def __init__(self, leaves: Mapping[str, np.ndarray]):
+        self.specs = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+        self._leaves = leaves
+
+    def read(self, path: str) -> np.ndarray:
+        """One leaf, not copied.
+
+        Raises:
+          InputError: if there is no such leaf.
+        """
+        if path not in self._leaves:
+            raise InputError(f"the model in memory has no leaf {path!r}")
+        return self._leaves[path]
+
+    def stored_bytes(self, path: str) -> int:
+        """Bytes of one leaf."""
+        return self.read(path).nbytes
+
+
+class DecoderLeaves:
+    """The leaves of a decoder, fetched from its devices when they are read.
+
+    Attributes:
+      specs: leaf path -> shape and dtype.
+    """
+
+    def __init__(self, decoder: Decoder):
+        """Keeps references to the decoder's current arrays."""
+        self._leaves = stacked_leaves(decoder)
+        self.specs = {
+            path: jax.ShapeDtypeStruct(leaf.shape if index is None else leaf.shape[1:], leaf.dtype)
+            for path, (leaf, index) in self._leaves.items()
+        }
+
+    def read(self, path: str) -> np.ndarray:
+        """One leaf."""
+        leaf, index = self._leaves[path]
+        return np.asarray(layer_of(leaf, index))
+
+    def stored_bytes(self, path: str) -> int:
+        """Bytes of one leaf."""
+        spec = self.specs[path]
+        return spec.size * spec.dtype.itemsize
+
+
+class ModelInMemory:
+    """A model in memory to read from; a `ModelSource`. See there for the attributes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        leaves: StoredLeaves,
+        *,
+        tokenizer_files: Sequence[Path] = (),
+        lineage: Sequence[Mapping[str, Any]] = (),
+        base: ModelSource | None = None,
+        path: Path = IN_MEMORY,
+    ):
+        self.config = config
+        self.leaves = leaves
+        self.tokenizer_files = tuple(tokenizer_files)
+        self.lineage = [dict(entry) for entry in lineage]
+        self.base = base
+        self.path = path
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype."""
+        return self.leaves.specs
+
+    def read(self, path: str) -> np.ndarray:
+        """Reads one leaf, in its dtype."""
+        return self.leaves.read(path)
+
+    def stored_bytes(self, path: str) -> int:
+        """Bytes of one leaf."""
+        return self.leaves.stored_bytes(path)
+
+    def fingerprint(self) -> str:
+        """A SHA-256 of config and weights; a model directory with the same content has the same one."""
+        leaves = fingerprint_leaves(self.specs(), lambda path: sample_array(self.read(path)))
+        return fingerprint_model(self.config, leaves)
+
+
+class InMemory:
+    """A destination for a model that is not to be written to a directory.
+
+    Attributes:
+      source: the model, once it is complete.
+    """
+
+    source: ModelInMemory | None = None
+
+
+Destination = Path | InMemory
+"""A directory to write, or memory."""
+
+
+class ModelWriter(Protocol):
+    """Writes a model leaf by leaf, to a directory or into memory. `ModelDirectoryWriter` documents the methods."""
+
+    lineage: list[dict[str, Any]]
+
+    @property
+    def expected(self) -> tuple[str, ...]: ...
+
+    @property
+    def done(self) -> frozenset[str]: ...
+
+    def mine(self, path: str) -> bool: ...
+
+    def note(self, name: str, data: Any) -> None: ...
+
+    def notes(self, names: Iterable[str]) -> dict[str, Any]: ...
+
+    def deal(self, owners: Mapping[str, int]) -> None: ...
+
+    def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None: ...
+
+    def read_back(self) -> StoredLeaves: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+def open_writer(
+    dst: Destination,
+    config: ModelConfig,
+    *,
+    tokenizer_files: Sequence[Path],
+    lineage: Sequence[Mapping[str, Any]],
+    base: ModelSource | None = None,
+    trained: Iterable[str] = (),
+    resume: bool = False,
+    allow_nonfinite: bool = False,
+) -> ModelWriter:
+    """Opens a writer of a model directory, of an adapter directory if there is a base, or of either in memory.
+
+    Args:
+      dst: where the model goes.
+      config: of the model.
+      tokenizer_files, lineage, resume, allow_nonfinite: see `ModelDirectoryWriter`; in memory there is nothing to
+        resume.
+      base: the base of the model's adapters. Then only the leaves that it does not have are written, and those in
+        `trained`.
+      trained: leaves of the base whose values have changed.
+
+    Raises:
+      InputError: if the directory exists, or `config` does not describe adapters over `base`.
+    """
+    given: Any = {"tokenizer_files": tokenizer_files, "lineage": lineage, "allow_nonfinite": allow_nonfinite}
+    if isinstance(dst, InMemory):
+        assert not trained, "what was trained in memory is in memory already"
+        return _MemoryWriter(dst, config, base=base, **given)
+    if isinstance(base, ModelInMemory):
+        raise InputError(f"{dst} would refer to a model that is in memory only; save it first, and give its path")
+    if base is None:
+        return ModelDirectoryWriter(dst, config, resume=resume, **given)
+    return AdapterDirectoryWriter(dst, config, base=base, trained=trained, resume=resume, **given)
+
+
+class _MemoryWriter:
+    """Collects leaves, and makes a `ModelInMemory` of them when the block ends without an error."""
+
+    def __init__(
+        self,
+        dst: InMemory,
+        config: ModelConfig,
+        *,
+        base: ModelSource | None,
+        tokenizer_files: Sequence[Path],
+        lineage: Sequence[Mapping[str, Any]],
+        allow_nonfinite: bool,
+    ):
+        self._dst = dst
+        self._config = config
+        self._base = base
+        self._files = tokenizer_files
+        own = None if base is None else own_leaves(config)
+        self._expected = ExpectedLeaves(config, own, allow_nonfinite=allow_nonfinite)
+        self._leaves: dict[str, np.ndarray] = {}
+        self._notes: dict[str, Any] = {}
+        self.lineage = [dict(entry) for entry in lineage]
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        return self._expected.paths
+
+    @property
+    def done(self) -> frozenset[str]:
+        return frozenset(self._leaves)
+
+    def mine(self, path: str) -> bool:
+        return True
+
+    def note(self, name: str, data: Any) -> None:
+        self._notes[name] = data
+
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: self._notes[name] for name in names if name in self._notes}
+
+    def deal(self, owners: Mapping[str, int]) -> None:
+        del owners  # in memory every process has all of them
+
+    def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
+        self._expected.check(leaves)
+        self._expected.check_numbers(leaves)
+        # Copied, because the caller may reuse the buffer, and a view may repeat its elements.
+        self._leaves |= {path: np.array(leaf, order="C") for path, leaf in leaves.items()}
+
+    def read_back(self) -> StoredLeaves:
+        self._expected.check_all(self._leaves)
+        return LeavesInMemory(self._leaves)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            return
+        own = self.read_back()
+        leaves: StoredLeaves = own if self._base is None else LeavesOverBase(self._config, self._base, own)
+        self._dst.source = ModelInMemory(
+            self._config, leaves, tokenizer_files=self._files, lineage=self.lineage, base=self._base
+        )
+
+
+def differing_leaves(model: ModelSource, base: ModelSource) -> list[str]:
+    """Leaves of the base whose values differ in the tuned model.
+
+    Args:
+      model: the tuned model.
+      base: the model without adapters. NF4 kernels are compared with the codes of the base's kernels.
+    """
+    specs, fresh = model.specs(), LeavesOverBase(model.config, base)
+    shared = [path for path in specs if path in fresh.specs]
+    return [path for path in shared if not _equal(model.read(path), fresh.read(path))]
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two leaves are bitwise equal in the dtype of the first."""
+    return np.array_equal(one.reshape(-1).view(np.uint8), other.astype(one.dtype).reshape(-1).view(np.uint8))

@@ -1,0 +1,278 @@
+"""Conversion between leaves on disk, one per parameter and layer, and a stacked and sharded model in memory."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from moe_jax.core.errors import raise_if_any
+from moe_jax.core.finite import cast, check_finite
+from moe_jax.core.memory import available_memory
+from moe_jax.distributed.sharding import path_name, state_shardings
+from moe_jax.experts.forms.fresh import shapes_of
+from moe_jax.experts.parallel.exchange_choice import Exchange, exchange_from_environment
+from moe_jax.experts.strategy import strategy_from_environment
+from moe_jax.model_io.model_source import ModelSource, read_part
+from moe_jax.models import ModelConfig, segments_of, single_layers
+from moe_jax.nn import Decoder, is_stacked, unstacked
+
+Index = tuple[slice, ...]
+
+# Layers that are no larger together are stacked, and taken apart, on the host: a program for each shape takes longer.
+_ON_HOST = 32 << 20
+_STACKED = re.compile(r"(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
+
+
+def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none") -> Decoder:
+    """The model with `ShapeDtypeStruct`s instead of parameters, which takes no memory."""
+    environment = strategy_from_environment(), exchange_from_environment()
+    return nnx.merge(*_abstract_parts(config, compute_dtype, remat, environment), copy=True)
+
+
+# Tracing the constructor takes up to a second, and a job needs the same model several times.
+@lru_cache(maxsize=16)
+def _abstract_parts(
+    config: ModelConfig, compute_dtype: str, remat: str, environment: tuple[str, Exchange]
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Its graph and state; a bank takes its strategy and exchange from the environment when it is made."""
+    dtype = jnp.dtype(compute_dtype)
+    return nnx.split(shapes_of(lambda rngs: Decoder(config, rngs=rngs, compute_dtype=dtype, remat=remat)))
+
+
+def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """The leaves of a model on disk: leaf path -> shape and dtype. No weights are needed or made.
+
+    Args:
+      config: of the model.
+      dtype: for floating-point leaves; default the config's.
+    """
+    return dict(_leaf_specs(config, dtype))
+
+
+@lru_cache(maxsize=16)
+def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDtypeStruct]:
+    specs = {}
+    for path, leaf in _leaves(nnx.state(abstract_model(config))):
+        leaf_dtype = jnp.dtype(dtype) if dtype and may_be_cast(path, leaf.dtype) else leaf.dtype
+        shape = leaf.shape[1:] if _STACKED.fullmatch(path) else leaf.shape
+        specs.update({name: jax.ShapeDtypeStruct(shape, leaf_dtype) for name in disk_paths(config, path)})
+    return dict(sorted(specs.items(), key=lambda item: _by_layer(item[0])))
+
+
+def disk_paths(config: ModelConfig, path: str, *, stacked: bool = True) -> list[str]:
+    """Paths on disk of a parameter in memory: one per repeat if it is stacked.
+
+    stack/segments/0/blocks/1/mlp/up/kernel -> layers/1/mlp/up/kernel, layers/3/mlp/up/kernel, ...
+    stack/final_norm/scale                  -> final_norm/scale
+    encoder/final_norm/scale                -> encoder_norm/scale
+    encoder/relative_bias/table             -> encoder_relative_bias/table
+
+    With `stacked` false, of a model whose layers were unstacked (`nn.unstacked`): every parameter has one path.
+    """
+    match = _STACKED.fullmatch(path)
+    if not match:
+        if path.startswith("encoder/"):
+            return [f"encoder_{path.removeprefix('encoder/').removeprefix('final_')}"]
+        return [path.removeprefix("stack/")]
+    in_encoder = match[1] == "encoder/"
+    start = 0 if in_encoder else config.num_encoder_layers
+    segments = segments_of((config.encoder if in_encoder else config.decoder).layers)
+    segment = (segments if stacked else single_layers(segments))[int(match[2])]
+    layers = (start + segment.layer(repeat, int(match[3])) for repeat in range(segment.repeats))
+    return [f"layers/{layer}/{match[4]}" for layer in layers]
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    param_dtype: str | Callable[[str], str | None] | None = None,
+    compute_dtype: str = "float32",
+    remat: str = "none",
+    mesh: Mesh | None = None,
+    finite: bool = False,
+    stacked: bool = True,
+) -> Decoder:
+    """Reads a model, leaf by leaf; large layers are stacked on the device, so the host holds one leaf at a time. Of a
+    sharded leaf it reads and holds only what its own devices need, where the source can read parts.
+
+    Args:
+      source: a model directory, an adapter directory or a Hugging Face directory.
+      param_dtype: dtype of floating-point parameters, or a function from a path in memory to it; None: as stored (the
+        widest, where stacked layers differ). Codes and scales of NF4 kernels are always as stored.
+      compute_dtype: dtype of the activations.
+      remat: see `Decoder`.
+      mesh: shards by the rule table; None: one device.
+      finite: refuse weights that are not finite.
+      stacked: whether layers are stacked; if not, every layer has arrays of its own, as generation wants them.
+
+    Raises:
+      InputError: if the source lacks leaves, has others, or they have other shapes (all are listed), or weights are too
+        large for `param_dtype`.
+    """
+    model = abstract_model(source.config, compute_dtype=compute_dtype, remat=remat)
+    graphdef, state = nnx.split(model if stacked else unstacked(model))
+    specs = source.specs()
+    check_leaves(leaf_specs(source.config), specs, str(source.path))
+    if mesh is None:
+        shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), state)
+    else:
+        shardings = state_shardings(state, mesh)
+
+    def reader(name: str, dtype: jnp.dtype) -> Callable[[Index], np.ndarray]:
+        """A function that returns a box of a leaf, and reads it once."""
+
+        def checked(leaf: np.ndarray) -> np.ndarray:
+            if finite:
+                check_finite(name, leaf, "mend the model")
+            return cast(name, leaf, dtype)
+
+        if not hasattr(source, "read_part") or "/nf4/" in name:
+            leaf = checked(source.read(name))
+            return lambda index: leaf[index]
+        parts: dict[str, np.ndarray] = {}
+
+        def part(index: Index) -> np.ndarray:
+            key = str(index)
+            if key not in parts:
+                box = tuple(slice(*axis.indices(n)[:2]) for axis, n in zip(index, specs[name].shape, strict=True))
+                parts[key] = checked(read_part(source, name, box))
+            return parts[key]
+
+        return part
+
+    def load(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
+        names = disk_paths(source.config, path_name(path), stacked=stacked)
+        dtype = jnp.result_type(*(specs[name].dtype for name in names))
+        wanted = param_dtype(path_name(path)) if callable(param_dtype) else param_dtype
+        if wanted and may_be_cast(names[0], dtype):
+            dtype = jnp.dtype(wanted)
+        if leaf.shape == specs[names[0]].shape:
+            return _put(leaf.shape, sharding, reader(names[0], dtype))
+        if len(names) == 1:
+            one = reader(names[0], dtype)
+            return _put(leaf.shape, sharding, lambda index: one(index[1:])[None])
+        if leaf.size * dtype.itemsize <= _ON_HOST:
+            each = [reader(name, dtype) for name in names]
+            return _put(leaf.shape, sharding, lambda index: np.stack([part(index[1:]) for part in each[index[0]]]))
+        layers = _zeros_program(leaf.shape, dtype, sharding)()
+        layer_sharding = _without_leading_axis(sharding)
+        for index, name in enumerate(names):
+            layers = _set_layer(layers, _put(leaf.shape[1:], layer_sharding, reader(name, dtype)), index)
+        return layers
+
+    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(load, state, shardings))
+
+
+def dtype_for_generation(source: ModelSource, compute_dtype: str, mesh: Mesh | None = None) -> str | None:
+    """The `param_dtype` with which a model that is only to generate is best loaded.
+
+    On a CPU XLA converts narrower weights to the dtype of the activations anew for every token, which takes several
+    times as long as the token itself. So there they are widened when they are read, which changes no result, unless
+    that needs more than half of the memory that is free.
+    """
+    platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+    if platform != "cpu" or compute_dtype != "float32":
+        return None
+    specs = source.specs().items()
+    widened = sum(spec.size * (4 if may_be_cast(path, spec.dtype) else spec.dtype.itemsize) for path, spec in specs)
+    available = available_memory()
+    return "float32" if available is None or widened <= available // 2 else None
+
+
+def may_be_cast(path: str, dtype: jnp.dtype) -> bool:
+    """Whether a leaf may be cast to another floating-point dtype.
+
+    Neither integers nor the scales of NF4 kernels, nor biases of selection, whose differences would be lost.
+    """
+    is_nf4 = "/nf4/" in path or "/coded_nf4/" in path
+    return jnp.issubdtype(dtype, jnp.floating) and not is_nf4 and not path.endswith("/selection_bias")
+
+
+def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
+    """Yields the leaves of a model in memory in their form on disk, layer by layer."""
+    for name, (leaf, index) in stacked_leaves(model).items():
+        yield name, layer_of(leaf, index)
+
+
+def layer_of(leaf: jax.Array, index: int | None) -> jax.Array | np.ndarray:
+    """One of several stacked layers, on the host if they are small and no other host has a part; the leaf if `index` is
+    None."""
+    if index is None:
+        return leaf
+    if leaf.nbytes <= _ON_HOST and leaf.is_fully_addressable:
+        return np.asarray(leaf)[index, ...]
+    if leaf.is_fully_addressable:
+        return leaf[index]
+    return _layer_program(_without_leading_axis(leaf.sharding))(leaf, index)
+
+
+def stacked_leaves(model: Decoder) -> dict[str, tuple[jax.Array, int | None]]:
+    """Where the leaves of a model on disk are in memory: the array that holds each, and its index there if several are
+    stacked; layer after layer."""
+    entries = {}
+    for path, leaf in _leaves(nnx.state(model)):
+        for index, name in enumerate(disk_paths(model.config, path, stacked=is_stacked(model))):
+            entries[name] = leaf, index if _STACKED.fullmatch(path) else None
+    return dict(sorted(entries.items(), key=lambda entry: _by_layer(entry[0])))
+
+
+def check_leaves(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
+    """Compares what a config describes with what a source holds; both are leaf path -> anything with a `shape`.
+
+    Raises:
+      InputError: listing every leaf that is missing, unexpected or misshapen.
+    """
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in expected]
+    problems += [
+        f"{name} has shape {found[name].shape}, config.json says {spec.shape}"
+        for name, spec in expected.items()
+        if name in found and tuple(found[name].shape) != tuple(spec.shape)
+    ]
+    raise_if_any(problems, f"{where} does not hold the model its config.json describes")
+
+
+def _leaves(state: nnx.State) -> list[tuple[str, Any]]:
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _by_layer(path: str) -> tuple[int, int, str]:
+    """Sort key: embedding, layers in order, the rest."""
+    match = re.match(r"layers/(\d+)/", path)
+    return (1, int(match[1]), path) if match else (0 if path.startswith("embed/") else 2, 0, path)
+
+
+def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, part: Callable[[Index], np.ndarray]) -> jax.Array:
+    # From a callback and not device_put: every process of a pod then asks for its own shards.
+    return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ()))
+
+
+@lru_cache(maxsize=64)
+def _layer_program(sharding: jax.sharding.Sharding) -> Callable[[jax.Array, int], jax.Array]:
+    """Takes a layer out of several, and leaves every shard where it is."""
+    return jax.jit(lambda leaf, index: leaf[index], out_shardings=sharding)
+
+
+def _without_leading_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+    return sharding
+
+
+# Kept: many leaves of a model have the same shape, and compiling takes longer than filling all but the largest.
+@lru_cache(maxsize=256)
+def _zeros_program(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
+) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_layer(stacked: jax.Array, layer: jax.Array, index: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)

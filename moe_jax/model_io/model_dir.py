@@ -1,0 +1,374 @@
+"""The model directory: what every command reads and writes.
+
+    config.json      versioned `ModelConfig`; the tree of the model can be built from it alone
+    params/          Orbax checkpoint, one leaf per parameter per layer
+    lineage.json     how the model was made
+    tokenizer files  copied through unchanged; see `companions`
+
+On a disk a directory is written beside its target and renamed when it is complete. In a bucket it is written where it
+will be, config.json last: without it there is no model. `model_io.adapter_dir.py` holds what is different for adapter
+directories.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from moe_jax.checkpoints.leaf_files import LeafReader, LeafWriter, adopt_groups
+from moe_jax.checkpoints.leaf_shards import COMPLETED, ShardWriter, shard_positions
+from moe_jax.checkpoints.zarr_arrays import Part
+from moe_jax.core.errors import InputError, raise_if_any
+from moe_jax.core.finite import cast
+from moe_jax.distributed.processes import fail_together, first_decides, has_joined, is_first_process
+from moe_jax.files.json_toml import read_json_object
+from moe_jax.files.local_paths import check_beside
+from moe_jax.files.regular_files import hold
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.remote.remote_work import RemoteWork
+from moe_jax.files.resume import open_work
+from moe_jax.files.staging import check_target, remove_directory, write_durably
+from moe_jax.files.tokenizer_files import companions_in, list_companions, read_companion
+from moe_jax.model_io.leaves_to_write import ExpectedLeaves
+from moe_jax.model_io.lineage import LINEAGE_FILE, job_of
+from moe_jax.model_io.lineage import new_lineage_entry as new_lineage_entry
+from moe_jax.model_io.lineage import read_lineage as read_lineage
+from moe_jax.model_io.loading import check_leaves, leaf_specs
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig, config_from_json, config_to_json
+from moe_jax.models.serialize import FORMAT
+
+BASE_FILE = "base.json"
+_CONFIG = "config.json"
+_PARAMS = "params"
+
+
+def is_model_directory(path: Path) -> bool:
+    """Whether `path` holds a config.json of this library (Hugging Face's has the same name)."""
+    try:
+        data = read_json_object(as_path(path) / _CONFIG, allow=("nonfinite",))
+    except (OSError, InputError):
+        return False
+    return data.get("format") == FORMAT
+
+
+class ModelDirectory:
+    """A model directory to read from; a `ModelSource`.
+
+    Another directory that takes its place while it is read is not noticed: this one is held open.
+    """
+
+    base: ModelSource | None = None
+    _folder = _PARAMS
+
+    def __init__(self, path: Path):
+        """Reads config.json; the weights stay on disk.
+
+        Raises:
+          FileNotFoundError: if there is no config.json.
+          InputError: if it is not a complete, valid config.
+        """
+        self.path = as_path(path)
+        if not (self.path / _CONFIG).is_file():
+            raise FileNotFoundError(f"no model directory at {path}: there is no {_CONFIG}")
+        self._held = hold(self.path)
+        fields = read_json_object(Path(_CONFIG), allow=("nonfinite",), inside=self._held)
+        self.config = config_from_json(fields, where=str(self.path / _CONFIG))
+
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        """Files that are copied with the model; see `companions_in`."""
+        self._held.check_in_place()
+        return companions_in(self.path)
+
+    @property
+    def lineage(self) -> list[dict[str, Any]]:
+        """How the model was made, one entry per command."""
+        return read_lineage(self.path, inside=self._held)
+
+    @cached_property
+    def _reader(self) -> LeafReader:
+        return LeafReader(Path(self._folder), inside=self._held)
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype as stored.
+
+        Raises:
+          InputError: if metadata is damaged, or the leaves are not those of the config; all problems are listed.
+        """
+        check_leaves(leaf_specs(self.config), self._reader.specs, str(self.path))
+        return self._reader.specs
+
+    def read(self, path: str) -> np.ndarray:
+        """Reads one leaf, in the dtype it is stored in."""
+        return self._reader.read(path)
+
+    def read_part(self, path: str, part: Part) -> np.ndarray:
+        """Reads a box of a leaf, and no bytes but its own."""
+        return self._reader.read_part(path, part)
+
+    def stored_bytes(self, path: str) -> int:
+        """Bytes of a leaf on disk."""
+        return self._reader.stored_bytes(path)
+
+    def fingerprint(self) -> str:
+        """A SHA-256 of config and weights."""
+        return fingerprint_model(self.config, self._reader.fingerprint())
+
+
+def fingerprint_model(config: ModelConfig, leaves: str) -> str:
+    """A SHA-256 of a config and the fingerprint of the weights."""
+    return hashlib.sha256(_identity(config_to_json(config)) + leaves.encode()).hexdigest()
+
+
+class ModelDirectoryWriter:
+    """Writes a model directory, leaf by leaf. A context manager.
+
+        with ModelDirectoryWriter(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
+            for path in source.specs():
+                writer.write({path: source.read(path)})
+
+    Everything is written to `.NAME.partial` beside the target, which is renamed when the block ends without an error.
+    After an error it is removed, unless the writer is resumable and the error is not an `InputError`: then the same job
+    can continue later. In a bucket there is no such folder; see `remote_work`.
+
+    With several processes every process makes the same calls, and each writes its own leaves: `mine` says which, and
+    leaves that only others write need not be read or computed. They are dealt out by their bytes, or by `deal`. A leaf
+    that is sharded over processes is written by `write_sharded`, each shard where it is.
+
+    Attributes:
+      lineage: written at the end; until then, measurements can be added to its last entry.
+    """
+
+    _folder = _PARAMS
+
+    def __init__(
+        self,
+        dst: Path,
+        config: ModelConfig,
+        *,
+        tokenizer_files: Sequence[Path],
+        lineage: Sequence[Mapping[str, Any]],
+        resume: bool = False,
+        leaves: Iterable[str] | None = None,
+        documents: Mapping[str, Any] | None = None,
+        allow_nonfinite: bool = False,
+    ):
+        """Checks the target; nothing is written yet.
+
+        Args:
+          dst: where the directory appears.
+          config: of the model.
+          tokenizer_files: files to copy.
+          lineage: all entries, the last one for the command that writes.
+          resume: continue after what the same job (config, command, options, sources) wrote before an interruption.
+          leaves: paths of the leaves that must be written; default all that the config describes.
+          documents: JSON-able content of further files, by name.
+          allow_nonfinite: whether leaves may hold NaN and infinity.
+
+        Raises:
+          InputError: if `dst` exists, or a file to copy does not.
+        """
+        self._dst = as_path(dst).absolute()
+        self._config = config
+        self._files = tuple(as_path(file) for file in tokenizer_files)
+        self.lineage = [dict(entry) for entry in lineage]
+        self._work = open_work(self._dst, self._job() if resume else None)
+        first_decides(self._check_files)
+        self._expected = ExpectedLeaves(config, leaves, allow_nonfinite=allow_nonfinite)
+        self._documents = dict(documents or {})
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """Leaves that have to be written."""
+        return self._expected.paths
+
+    @property
+    def done(self) -> frozenset[str]:
+        """Leaves that are written already; in a resumed job, also those of the interrupted one."""
+        return frozenset(self._done)
+
+    def note(self, name: str, data: Any) -> None:
+        """Stores JSON-able data for a resumed job, until the directory is complete. One process makes the call."""
+        self._work.note(name, data)
+
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        """The data stored by `note` under some names; in a resumed job, also that of the interrupted one. All processes
+        make the call."""
+        names = list(names)
+        return first_decides(lambda: self._work.notes(names))
+
+    def __enter__(self) -> Self:
+        whole, beginning = first_decides(self._begin)
+        self._leaves: LeafWriter | ShardWriter | None = None
+        try:
+            if isinstance(self._work, RemoteWork):
+                self._work.beginning = beginning
+                self._leaves = ShardWriter(self._params, self._expected.paths, marks=self._work)
+            elif not whole and (has_joined() or self._params.exists()):
+                # Also of one process, where several have begun.
+                self._leaves = ShardWriter(self._params, self._expected.paths, marks=None)
+            elif not whole:
+                self._leaves = LeafWriter(self._params, resume=True)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self._done = set(self._expected.paths if self._leaves is None else self._leaves.done)
+        self._mine = self._expected.share([path for path in self._expected.paths if path not in self._done])
+        return self
+
+    def mine(self, path: str) -> bool:
+        """Whether this process writes a leaf."""
+        return path in self._mine
+
+    def deal(self, owners: Mapping[str, int]) -> None:
+        """Says which process writes each leaf that is not done. All processes make the call."""
+        self._mine = frozenset(path for path, process in owners.items() if process == jax.process_index())
+
+    def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
+        """Writes leaves; see `LeafWriter.write`.
+
+        Raises:
+          OSError: if the disk is full or cannot be written.
+          ValueError: for a leaf that the config does not describe, or written before.
+          InputError: for one with numbers that are not finite, unless they are allowed.
+        """
+        self._expected.check(leaves)
+        again = sorted(leaves.keys() & self._done)
+        if again:
+            raise ValueError(f"leaf {again[0]} was written already")
+        self._done |= leaves.keys()
+        leaves = {path: leaf for path, leaf in leaves.items() if self.mine(path)}
+        self._expected.check_numbers(leaves)
+        if self._leaves is not None:
+            self._leaves.write(leaves)
+
+    def write_sharded(self, path: str, leaf: jax.Array, dtype: np.dtype) -> None:
+        """Writes the shards that this process has of a leaf; every process makes the call.
+
+        Args:
+          path: of the leaf.
+          leaf: sharded over all processes.
+          dtype: to write it in; see `core.finite.cast`.
+
+        Raises:
+          OSError, ValueError, InputError: see `write`.
+        """
+        self._expected.check({path: leaf})
+        if path in self._done:
+            raise ValueError(f"leaf {path} was written already")
+        assert isinstance(self._leaves, ShardWriter), "one process has all shards"
+
+        def shards() -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+            for position, data in shard_positions(leaf).items():
+                shard = cast(path, np.asarray(data), dtype)
+                self._expected.check_numbers({path: shard})
+                yield position, shard
+
+        spec = jax.ShapeDtypeStruct(leaf.shape, dtype)
+        self._leaves.write_shards(path, spec, leaf.sharding.shard_shape(leaf.shape), shards())
+        self._done.add(path)
+
+    def read_back(self) -> LeafReader:
+        """Finishes writing leaves and opens them, so that they can be checked before the target appears.
+
+        Raises:
+          OSError: if the disk is full or cannot be written.
+          ValueError: if leaves are missing.
+        """
+        self._finish_leaves()
+        return LeafReader(self._params)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self._finish_leaves()
+                first_decides(self._complete)
+            except BaseException as failed:
+                self._leave(failed)
+                raise
+        elif isinstance(error, InputError) and is_first_process():
+            # At once: what the others work in is about to be removed.
+            fail_together(2, str(error))
+        self._leave(error)
+
+    @property
+    def _params(self) -> Path:
+        return self._work.folder / self._folder
+
+    def _check_files(self) -> None:
+        check_target(self._dst, buckets=True)
+        sources = [source for entry in self.lineage[-1:] for source in entry.get("sources", ())]
+        check_beside(self._dst, [as_path(source["path"]) for source in sources])
+        missing = [f"{file} is not there" for file in self._files if not file.is_file()]
+        raise_if_any(missing, f"cannot write {self._dst}")
+
+    def _begin(self) -> tuple[bool, str]:
+        """Prepares the folder, and returns whether all leaves are in it already, and the name of the beginning of work
+        in a bucket. For the first process."""
+        self._work.__enter__()
+        try:
+            # Before the weights, so that nothing that is copied can take their place.
+            for file in self._files:
+                write_durably(self._work.folder / file.name, read_companion(file))
+            if isinstance(self._work, RemoteWork):
+                list_companions(self._work.folder, [file.name for file in self._files])
+                return False, self._work.beginning
+            if has_joined() or self._params.exists():
+                adopt_groups(self._params)  # of a writer that was alone
+            if self._params.exists() and not has_joined():
+                with contextlib.suppress(ValueError):
+                    self._check_leaves()
+                    return True, ""
+                if (self._params / COMPLETED).exists():  # and yet damaged
+                    remove_directory(self._params)
+            return False, ""
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _finish_leaves(self) -> None:
+        if self._leaves is not None:
+            # Those of other processes are looked for when all are there.
+            self._expected.check_all(self._done | (set(self._expected.paths) - self._mine))
+            self._leaves.close()
+            self._leaves = None
+            first_decides(self._check_leaves)
+
+    def _check_leaves(self) -> None:
+        """Raises `ValueError` unless what is on the disk are the leaves of the config, all of them and whole."""
+        written = LeafReader(self._params)
+        self._expected.check(written.specs)
+        self._expected.check_all(written.specs)
+        written.check_sizes()
+
+    def _complete(self) -> None:
+        # In a bucket the last one makes all others count.
+        documents = {LINEAGE_FILE: self.lineage, **self._documents, _CONFIG: config_to_json(self._config)}
+        for name, content in documents.items():
+            if name == _CONFIG:
+                self._work.check_alone()
+            write_durably(self._work.folder / name, json.dumps(content, indent=2).encode())
+        ModelDirectory(self._work.folder)
+        self._work.complete()
+
+    def _leave(self, error: BaseException | None) -> None:
+        if is_first_process():
+            self._work.__exit__(type(error) if error else None, error, None)
+
+    def _job(self) -> list[Any]:
+        """What identifies the job."""
+        return [config_to_json(self._config), job_of(self.lineage)]
+
+
+def _identity(data: Any) -> bytes:
+    return json.dumps(data, sort_keys=True).encode()

@@ -1,0 +1,276 @@
+"""Compiles the training step for an absent accelerator.
+
+The `libtpu` wheel holds the TPU compiler and runs on any x86 CPU machine; JAX's CUDA plugin holds that for GPUs, and
+needs neither GPU nor driver (`gpu_topology`). The step is the same one that `loop` runs, here on abstract arrays: no
+weights are loaded or made.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_jax.core.data_sheets import chip_of_kind
+from moe_jax.core.errors import InputError, first_line, shown
+from moe_jax.models import ModelConfig
+from moe_jax.planning import gpu_topology
+from moe_jax.training.recipe.schema import Recipe
+
+if TYPE_CHECKING:  # they import JAX, and the environment has to be described before that
+    from jax.stages import Compiled
+
+    from moe_jax.training.program import Program
+
+TIGHT = 0.9
+"""Of a device's memory: what a step should not need more than."""
+
+# "Used 16.50G of 15.75G hbm", in the message of the TPU compiler.
+_USED = re.compile(r"\bUsed ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+# libtpu asks a metadata server for the machine's type unless the environment gives one. Any TPU type will do: the
+# compiler is told separately which topology to compile for.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    # Several compilations may use the library at a time, because none of them uses a chip.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def prepare_environment() -> None:
+    """Describes a TPU to libtpu and keeps JAX itself on the CPU; call it before JAX is imported."""
+    gpu_topology.prepare_environment()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def compile_only(
+    recipe: Recipe, config: ModelConfig, topology: str, *, teacher: ModelConfig | None = None
+) -> dict[str, Any]:
+    """Compiles the step of a recipe for a topology such as `v5e:4x4` or `h100:8`.
+
+    Args:
+      recipe: the run; its data is not read.
+      config: of the model.
+      topology: generation and shape of the slice.
+      teacher: config of the model that the recipe's `distill` names, if it does. The compiled step has its parameters
+        and its forward pass, and so have the bytes; `model_flops` and `estimate` are without it.
+
+    Returns:
+      JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
+      `temporaries`, `code`, `total`, `hbm`), `model_flops` (see `flops.py`) and `compiler_flops` (which counts a
+      loop over layers once); `fits`, None if the memory of a chip is not known; `largest` arrays that the step makes,
+      in words; `collectives` by kind with `count` and `bytes`, loops counted in full; and `estimate`,
+      the least time of a step by data sheets (`StepRoofline`); None: there is no data sheet of the chip.
+
+    Raises:
+      InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
+        mesh that does not fit the slice.
+    """
+    from moe_jax.data.sections import input_length
+    from moe_jax.planning.hlo import collectives, largest_arrays, transfers
+    from moe_jax.planning.step_roofline import StateNumbers, step_roofline
+    from moe_jax.training.flops import step_flops
+    from moe_jax.training.program import make_program
+
+    devices = described_devices(topology)
+    program = make_program(recipe, config, devices, teacher=teacher)
+    # The compiler dumps the program's text itself: `compiled.as_text()` cannot parse output of a newer compiler.
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compiled = compiled_step(program, recipe, {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        except DoesNotFit as error:
+            raise InputError(f"the step does not fit into {topology}: {error}{_named(error.largest)}") from None
+        (text,) = Path(folder).glob(f"*.{'sm_*_gpu_' if gpu_topology.is_gpu(topology) else ''}after_optimizations.txt")
+        program_text = text.read_text()
+    found, sizes = collectives(program_text), bytes_of(compiled)
+    kind = devices[0].device_kind
+    chip = chip_of_kind(kind)
+    memory = None if chip is None else chip.memory
+    rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
+    model_flops = step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices)
+    roofline = None
+    if chip is not None:
+        per_host = gpu_topology.shape_of(topology)[1] if gpu_topology.is_gpu(topology) else None
+        roofline = step_roofline(
+            recipe,
+            chip,
+            model_flops,
+            StateNumbers.of(program),
+            sizes["temporaries"],
+            transfers(program_text),
+            len(devices),
+            per_host,
+        )._asdict() | {"source": chip.source}
+    return {
+        "topology": topology,
+        "device_kind": kind,
+        "chips": len(devices),
+        "mesh": dict(program.mesh.shape),
+        "bytes": sizes | {"hbm": memory},
+        "fits": None if memory is None else sizes["total"] <= memory,
+        "largest": largest_arrays(program_text),
+        "model_flops": model_flops,
+        "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
+        "collectives": {kind: counted._asdict() for kind, counted in found.items()},
+        "estimate": roofline,
+    } | ({} if teacher is None else {"without_teacher": ["model_flops", "estimate"]})
+
+
+class DoesNotFit(Exception):
+    """The compiler finds no room for the step in the memory of a device.
+
+    Attributes:
+      used: bytes that it would need; None: the compiler does not say.
+      largest: the largest arrays that it would hold, each in words; empty: the compiler does not say.
+    """
+
+    def __init__(self, message: str, used: int | None, largest: Sequence[str] = ()):
+        super().__init__(message)
+        self.used, self.largest = used, tuple(largest)
+
+
+def compiled_step(program: "Program", recipe: Recipe, options: dict[str, Any] | None = None) -> "Compiled":
+    """Compiles the step of a program for the devices of its mesh.
+
+    Args:
+      program: of the recipe.
+      recipe: the run; its data is not read.
+      options: of the compiler.
+
+    Raises:
+      DoesNotFit: the compiler says that a device has too little memory.
+    """
+    import jax
+
+    from moe_jax.training.program import abstract_batch
+
+    with jax.set_mesh(program.mesh):
+        batch = abstract_batch(recipe, program.config, program.mesh)
+        step: Any = program.step
+        lowered = step.lower(program.state, program.frozen, batch, *program.arguments)
+        try:
+            return lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise DoesNotFit(first_line(error), _used(str(error)), allocations(str(error))) from None
+
+
+def bytes_of(compiled: Any) -> dict[str, int]:
+    """Bytes that a compiled program takes of every device.
+
+    Returns:
+      `arguments`, `outputs`, `aliased` (outputs that lie in the buffers of donated arguments, and count once in the
+      total), `temporaries`, `code` and `total`.
+    """
+    memory = compiled.memory_analysis()
+    assert memory is not None, "these compilers all say it"
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+        "total": held + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
+    }
+
+
+def is_tight(used: int, memory: int) -> bool:
+    """Whether so little of a device's memory is left that nobody should rely on it: versions of the compiler differ."""
+    return used > TIGHT * memory
+
+
+def print_report(report: dict[str, Any], *, as_json: bool) -> None:
+    """Prints what `compile_only` found, as a table or as JSON and nothing else."""
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    sizes = report["bytes"]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items())
+    print(f"compiled for {report['topology']}: {report['chips']} chips ({report['device_kind']}), mesh {mesh}")
+    print("bytes per chip:")
+    for name in ("arguments", "outputs", "aliased", "temporaries", "code", "total"):
+        print(f"  {name:12} {sizes[name] / 2**30:9.3f} GiB")
+    if sizes["hbm"]:
+        print(f"  {'memory':12} {sizes['hbm'] / 2**30:9.3f} GiB   {sizes['total'] / sizes['hbm']:.0%} used")
+        if is_tight(sizes["total"], sizes["hbm"]):
+            print(f"warning: more than {TIGHT:.0%} of the memory; another version of the compiler may need more")
+    if "without_teacher" in report:
+        print("the teacher is in these bytes and in the collectives, and not in the FLOPs and the estimate")
+    print(f"model FLOPs per chip and step: {report['model_flops']:.3g}")
+    print("collectives per step and chip:" if report["collectives"] else "no collectives")
+    for name, found in report["collectives"].items():
+        print(f"  {name:18} {found['count']:6} x {found['bytes'] / 2**20:12.1f} MiB")
+    if estimate := report["estimate"]:
+        links = "links not known" if estimate["links"] is None else f"links {1000 * estimate['links']:.3g}"
+        print(
+            f"estimate, at the peaks of data sheets: at least {1000 * estimate['seconds']:.3g} ms a step, at most "
+            f"{estimate['utilisation']:.0%} utilisation, bound by {estimate['bound']}\n  milliseconds: matrix units "
+            f"{1000 * estimate['matrix']:.3g}, memory {1000 * estimate['memory']:.3g}, {links}\n  {estimate['source']}"
+        )
+
+
+def described_devices(topology: str) -> list[Any]:
+    """The devices of a topology such as `v5e:4x4` or `h100:8`, for a mesh.
+
+    Raises:
+      InputError: no compiler for the topology, or an unknown one.
+    """
+    if gpu_topology.is_gpu(topology):
+        return gpu_topology.gpu_devices(topology)
+    if not has_tpu_compiler():
+        raise InputError("--compile-only needs the TPU compiler: pip install 'moe-jax[tpu]' (libtpu, x86 Linux)")
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:  # libtpu's own errors have no common class
+        raise InputError(
+            f"unknown topology {shown(topology)}, expected for example v5e:4x4, v5p:2x2x4, v6e:8x8 or h100:8: "
+            f"{first_line(error)}"
+        ) from None
+
+
+def has_tpu_compiler() -> bool:
+    """Whether libtpu is installed."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def check_fits(report: dict[str, Any]) -> None:
+    """Raises `InputError` if the step that `compile_only` reports needs more than the memory of a chip."""
+    if report["fits"] is False:
+        sizes = report["bytes"]
+        needed = f"{sizes['total'] / 2**30:.2f} GiB of the {sizes['hbm'] / 2**30:.2f} GiB of a chip"
+        raise InputError(
+            f"the step does not fit into {report['topology']}: it needs {needed}{_named(report['largest'])}"
+        )
+
+
+def _named(arrays: Sequence[str]) -> str:
+    return f"; the largest arrays: {', '.join(arrays)}" if arrays else ""
+
+
+def allocations(message: str, count: int = 3) -> list[str]:
+    """The largest arrays in a message of the TPU compiler: size, shape, and the operation that makes it."""
+    found = []
+    for part in re.split(r"\n\s*\d+\. Size: ", message)[1 : count + 1]:
+        size, shape = part.split(None, 1)[0], re.search(r"Shape: (\w+\[[\d,]*\])", part)
+        operation = re.search(r'op_name="([^"]*)"', part)
+        made = " of " + "/".join(operation[1].split("/")[-3:]) if operation else ""
+        found.append(f"{size} {shape[1] if shape else ''}{made}")
+    return found
+
+
+def _used(message: str) -> int | None:
+    found = _USED.search(message)
+    return None if found is None else round(float(found[1]) * _UNITS[found[2]])

@@ -1,0 +1,241 @@
+"""Parameters, bytes, FLOPs and training memory of a model, from its config alone.
+
+Everything is counted on the real model, built by `eval_shape`: no weights, and no table of formulas that could
+disagree with the code.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from moe_jax.core.counting import count_bytes
+from moe_jax.core.errors import raise_if_any
+from moe_jax.distributed.sharding import AXES, leaf_spec, parts, path_name, undivided, unknown_axes
+from moe_jax.experts.layout.mesh import spec_on_mesh
+from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs
+from moe_jax.model_io.tuned_base import base_config, own_leaves
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.peft import split_model, trainable_paths
+from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
+from moe_jax.training.flops import train_flops_per_token
+from moe_jax.training.optim.optimizer import make_optimizer
+from moe_jax.training.optim.optimizer_state import Placed, state_specs
+from moe_jax.training.recipe.schema import OptimizerSection
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Parameters are floating-point numbers that could be trained; positions of sparse deltas are not among them. Of a
+    kernel kept as NF4 they are the weights that it stands for.
+
+    Attributes:
+      dense_params: of the dense model: the one that is upcycled, or, for an MoE, the one it would be with a single
+        expert per MoE layer and no router (for an upcycled model that is the model it came from, unless experts are
+        pieces of its FFNs). Without adapters.
+      total_params: of the model.
+      added_params: `total_params - dense_params`.
+      router_params: of all routers, those that choose among adapters included.
+      expert_params: of all expert banks: kernels or shared bases, deltas, adapters, and per-expert biases.
+      universal_params: of universal FFNs beside the banks; one that is a bank's last delta counts as an expert.
+      norm_params: of all norms.
+      active_params: parameters that one token meets, norms left out, as PERFT counts them (methods.md 8): embedding and
+        head, attention, dense and universal FFNs, routers, shared bases, and `top_k` of E of what experts have of their
+        own (all of them where fewer are left after merging).
+      trainable_params: parameters that training changes if no recipe says otherwise: all but frozen bases.
+      param_bytes: everything a checkpoint holds, positions included, in the dtype of the config.
+      formula_added_params: `added_params` as published counts of DeRS and PESC are made: without `universal_params`,
+        without LoRA, which is merged, and without rounding the entries of a sparse delta per matrix, `N*P*(1-p)` per
+        layer.
+      train_flops_per_token: of one training step at the full context length (see `training.flops`).
+    """
+
+    dense_params: int
+    total_params: int
+    added_params: int
+    router_params: int
+    expert_params: int
+    universal_params: int
+    norm_params: int
+    active_params: int
+    trainable_params: int
+    param_bytes: int
+    formula_added_params: int
+    train_flops_per_token: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingMemory:
+    """Bytes per chip that training holds all the time, activations left out.
+
+    Attributes:
+      params: all of them, positions included.
+      gradients: of trained parameters.
+      optimizer: its state: two moments of AdamW per trained parameter, float32, or what another optimizer keeps.
+      total: the sum.
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    total: int
+
+
+def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> Plan:
+    """Counts a model. No weights are needed or made.
+
+    Args:
+      config: of the model.
+      origin: the dense model that it is made from, where that is known.
+    """
+    params = parameter_sizes(config)
+    total = sum(params.values())
+    dense = sum(parameter_sizes(dense_config(origin or config)).values())
+    routers = sum(size for path, size in params.items() if "/router/" in path)
+    experts = sum(size for path, size in params.items() if "/mlp/experts/" in path)
+    universal = sum(size for path, size in params.items() if "/mlp/universal/" in path)
+    lora = sum(size for path, size in params.items() if "/lora/" in path)
+    norms = _norms(params)
+    rounded_away = sum(_rounded_away(config, layer) for layer in config.layers)
+    trained = trained_leaves(config)
+    return Plan(
+        dense_params=dense,
+        total_params=total,
+        added_params=total - dense,
+        router_params=routers,
+        expert_params=experts,
+        universal_params=universal,
+        norm_params=norms,
+        active_params=_active(config, params) - norms,
+        trainable_params=sum(size for path, size in params.items() if path in trained),
+        param_bytes=count_bytes(leaf_specs(config).values()),
+        formula_added_params=total - dense - universal - lora + round(rounded_away),
+        train_flops_per_token=train_flops_per_token(config, config.max_positions),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TunedParameters:
+    """What is trained of a model with a frozen base (methods.md 8).
+
+    Attributes:
+      total_params: adapters, LoRA, and the routers that choose among adapters.
+      active_params: what one token meets of them: of S, D and LoRA all, of E and PESC k of E adapters, of R K of M; and
+        routers as a whole.
+      active_fraction: `active_params`, as a share of the active parameters of the base model.
+    """
+
+    total_params: int
+    active_params: int
+    active_fraction: float
+
+
+def tuned_parameters(config: ModelConfig) -> TunedParameters | None:
+    """Counts what tuning trains; None for a model whose base is not frozen."""
+    if not config.frozen_base:
+        return None
+    added = own_leaves(config)
+    own = {path: size for path, size in parameter_sizes(config).items() if path in added}
+    base = base_config(config)
+    below = parameter_sizes(base)
+    active = _active(config, own)
+    return TunedParameters(
+        total_params=sum(own.values()),
+        active_params=active,
+        active_fraction=active / (_active(base, below) - _norms(below)),
+    )
+
+
+def training_memory(
+    config: ModelConfig,
+    mesh: Mapping[str, int],
+    param_dtype: str = "float32",
+    optimizer: OptimizerSection | None = None,
+) -> TrainingMemory:
+    """What training holds on each chip, sharded by the rule table.
+
+    Args:
+      config: of the model.
+      mesh: size of every axis; absent ones are 1.
+      param_dtype: of trained parameters and gradients; frozen ones are in the dtype of the config.
+      optimizer: that of a recipe; by default AdamW.
+
+    Raises:
+      InputError: for unknown axes or sizes, or a dimension that its axes do not divide; all are listed.
+    """
+    problems = unknown_axes(mesh)
+    problems += [f"{name}={size} must be at least 1" for name, size in mesh.items() if size < 1]
+    raise_if_any(problems, f"mesh (axes are {', '.join(AXES)})")
+    itemsize = jnp.dtype(param_dtype).itemsize
+    trained_here = trained_leaves(config)
+    params = trained = 0
+    for path, spec in leaf_specs(config).items():
+        size = math.prod(_shard_shape(path, spec.shape, mesh, problems))
+        params += size * (itemsize if path in trained_here else spec.dtype.itemsize)
+        trained += size if path in trained_here else 0
+    raise_if_any(problems, "mesh")
+    gradients, kept = trained * itemsize, _optimizer_bytes(config, mesh, optimizer or OptimizerSection())
+    return TrainingMemory(params=params, gradients=gradients, optimizer=kept, total=params + gradients + kept)
+
+
+def _optimizer_bytes(config: ModelConfig, mesh: Mapping[str, int], section: OptimizerSection) -> int:
+    """Bytes on each chip of an optimizer's state, which is made of shapes alone; its counters count nothing."""
+    model = abstract_model(config)
+    _, params, _ = split_model(model, trainable_paths(model))
+    leaves = [(path_name(path), leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    state = jax.eval_shape(make_optimizer(section, lambda _: 0.0).init, params)
+    placed = {path: Placed(shape, spec_on_mesh(leaf_spec(path), shape, mesh)) for path, shape in leaves}
+    specs = state_specs(state, placed)
+    is_spec = {"is_leaf": lambda node: isinstance(node, PartitionSpec)}
+    return sum(
+        leaf.size * leaf.dtype.itemsize // math.prod(parts(axis, mesh) for axis in spec)
+        for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs, **is_spec), strict=True)
+        if leaf.ndim
+    )
+
+
+def dense_config(config: ModelConfig) -> ModelConfig:
+    """The model with one expert of every MoE layer in place of the layer, and no adapters."""
+    base = base_config(config)
+    layers = (
+        dataclasses.replace(layer, mlp=layer.mlp.expert) if isinstance(layer.mlp, MoEConfig) else layer
+        for layer in base.layers
+    )
+    return dataclasses.replace(base, layers=tuple(layers))
+
+
+def trained_leaves(config: ModelConfig) -> frozenset[str]:
+    """Leaf paths of what training changes if no recipe says otherwise."""
+    model = abstract_model(config)
+    return frozenset(leaf for path in trainable_paths(model) for leaf in disk_paths(config, path))
+
+
+def _active(config: ModelConfig, params: Mapping[str, int]) -> int:
+    """How many of these parameters one token meets."""
+    return sum(active_size(config, path, size) for path, size in params.items())
+
+
+def _norms(params: Mapping[str, int]) -> int:
+    return sum(size for path, size in params.items() if path.split("/")[-2].endswith("norm"))
+
+
+def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
+    """Entries of sparse deltas that a whole number per matrix and expert leaves out (or, negative, adds)."""
+    if not isinstance(layer.mlp, MoEConfig):
+        return 0.0
+    form, experts = layer.mlp.bank.form, (layer.mlp.expert, config.d_model)
+    by_formula = form.formula_entries(*experts)
+    return 0.0 if by_formula is None else layer.mlp.bank_experts * (by_formula - form.multiplied_entries(*experts))
+
+
+def _shard_shape(path: str, shape: tuple[int, ...], mesh: Mapping[str, int], problems: list[str]) -> tuple[int, ...]:
+    spec = spec_on_mesh(leaf_spec(path), shape, mesh)
+    name = re.sub(r"^layers/\d+/", "layers/*/", path)
+    found = (f"{name} {shape}: {problem}" for problem in undivided(shape, spec, mesh))
+    problems.extend(problem for problem in found if problem not in problems)
+    axes = (*spec, *[None] * (len(shape) - len(spec)))
+    return tuple(size // parts(axis, mesh) for size, axis in zip(shape, axes, strict=True))

@@ -1,0 +1,410 @@
+"""What training by a recipe will take of every device, in bytes and seconds; for `plan --train`.
+
+What a run holds all the time is counted on the real state, made by `eval_shape`. What a step holds meanwhile is what
+the compiler says of that very step, compiled for the device; without a compiler for it, it is what JAX keeps for the
+backward pass, and an estimate.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from moe_jax.core.errors import InputError
+from moe_jax.core.memory import resident_memory, total_memory
+from moe_jax.data.sections import DataSection
+from moe_jax.distributed.batch_placement import check_batch_divides
+from moe_jax.distributed.sharding import AXES, mesh_sizes, path_name
+from moe_jax.experts.layout.mesh import spec_on_mesh
+from moe_jax.models import ModelConfig
+from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight
+from moe_jax.planning.expected_step import expected_step
+from moe_jax.planning.expected_transfers import totals
+from moe_jax.planning.placed_leaves import placed_leaves
+from moe_jax.planning.planned_devices import PlannedDevices, planned_devices
+from moe_jax.planning.planned_strategies import TOKENS
+from moe_jax.planning.step_roofline import StepRoofline
+from moe_jax.planning.step_time import (
+    StepBytes,
+    StepTime,
+    measured_rates,
+    optimizer_operations,
+    rates_of_chip,
+    step_time,
+)
+from moe_jax.planning.timed_step import timed_step
+from moe_jax.training.program import Program, abstract_batch, make_program
+from moe_jax.training.recipe.schema import (
+    CheckpointSection,
+    MeshSection,
+    ModelSection,
+    OptimizerSection,
+    Recipe,
+    TrainSection,
+)
+
+# Of the steps in `benchmarks/pods.py`: 50 to 110 MiB.
+_USUAL_PROGRAM = 100 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Item:
+    """Bytes on every device, or on a CPU of the process.
+
+    Attributes:
+      name: what they are.
+      bytes: how many.
+      note: how they are known.
+    """
+
+    name: str
+    bytes: int
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Collectives of one kind in a step.
+
+    Attributes:
+      runs: how often they run.
+      bytes: of the whole arrays in all runs, see `planning.hlo.Collectives`.
+    """
+
+    runs: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedTraining:
+    """What a run will take.
+
+    Attributes:
+      platform: where, such as `v5e:4x4`, or the kind of this machine's devices.
+      devices: of the mesh.
+      mesh: its axes.
+      items: what lies in the memory of every device while it computes a step; on a CPU in that of the process.
+      total: the sum of the items.
+      memory: of a device; on a CPU of the machine. None: not known.
+      is_compiled: whether the step was compiled for the device; if not, `items` has estimates.
+      fits: whether the total is at most the memory, and the compiler finds room; None: the memory is not known.
+      tight: whether it is more than nine tenths of it.
+      time: of a step; None: the rates of the device are not known.
+      is_least: whether no step can be faster (by a data sheet), or the time is an estimate (from what was measured).
+      rates: where the time or its rates come from.
+      steps: of the run.
+      run_seconds: of all steps, without compiling, evaluation and checkpoints.
+      sent: collectives of a step by kind, on every device; None: the step was compiled, and `train --compile-only` says
+        it.
+      model_flops: operations of a device in a step, without those done again; None as above.
+      roofline: the least time with what is sent, by a data sheet; None as above.
+    """
+
+    platform: str
+    devices: int
+    mesh: dict[str, int]
+    items: tuple[Item, ...]
+    total: int
+    memory: int | None
+    is_compiled: bool
+    fits: bool | None
+    tight: bool
+    time: StepTime | None
+    is_least: bool
+    rates: str | None
+    steps: int
+    run_seconds: float | None
+    sent: dict[str, Sent] | None = None
+    model_flops: float | None = None
+    roofline: StepRoofline | None = None
+
+
+def planned_training(
+    recipe: Recipe,
+    config: ModelConfig,
+    platform: str | None = None,
+    *,
+    compiles: bool = True,
+    teacher: ModelConfig | None = None,
+) -> PlannedTraining:
+    """Foretells a run. No weights and no data are read, and nothing is written.
+
+    Args:
+      recipe: the run.
+      config: of its model.
+      platform: `cpu`, the name of a chip, or a topology such as `v5e:4x4` or `h100:2x8`. None: the devices of this
+        machine. Of a chip there are as many as the recipe's mesh needs at least.
+      compiles: whether the step is compiled, where there is a compiler for the platform. If not, what a step holds is
+        expected from shapes (`expected_step`), which takes seconds for any mesh. Of a CPU it is always compiled.
+      teacher: config of the model that the recipe's `distill` names, if it does. Its parameters are counted, and where
+        the step is compiled its forward pass too; what is expected from shapes is without that, as collectives and
+        roofline are.
+
+    Raises:
+      InputError: an unknown platform, or a recipe that does not go with the model or the devices.
+    """
+    target = planned_devices(recipe.mesh, platform, compiles=compiles)
+    if target.devices is None:
+        return _expected(recipe, config, target, teacher)
+    program = make_program(recipe, config, target.devices, teacher=teacher)
+    exact = _held(program, recipe, dict(program.mesh.shape))
+    used: int | None = None
+    sizes: dict[str, int] = {}
+    try:
+        sizes = bytes_of(compiled_step(program, recipe))
+        fits = True
+    except DoesNotFit as error:
+        used, fits = error.used, False
+    is_cpu = target.devices[0].platform == "cpu"
+    items = list(exact.items())
+    held = exact.total
+    if sizes:
+        items += _working(exact, sizes["temporaries"])
+        padding = sizes["arguments"] - held
+        if padding > 0:
+            items.append(Item(name="padding", bytes=padding, note="of the above, as arrays lie in this memory"))
+        items.append(Item(name="results", bytes=sizes["outputs"] - sizes["aliased"], note="metrics of the step"))
+        if sizes["code"]:
+            items.append(Item(name="program", bytes=sizes["code"], note="the compiled step"))
+    else:
+        note = "the compiler says no more than that there is too little room"
+        items += _working(exact, max(0, used - held) if used is not None else exact.gradients, note)
+    if is_cpu:
+        items += _checkpoint(exact, recipe)
+        # All devices of a CPU are in one process.
+        items = [dataclasses.replace(item, bytes=item.bytes * target.count) for item in items]
+        items += _process()
+    activations = next(item.bytes for item in items if item.name == _ACTIVATIONS) // (target.count if is_cpu else 1)
+    memory = total_memory() if is_cpu else None if target.chip is None else target.chip.memory
+    known: dict[str, Any] = {"is_compiled": True, "fits": fits, "teacher": teacher}
+    return _planned(recipe, config, target, items, memory, exact, activations, **known)
+
+
+def assumed_recipe(
+    config: ModelConfig, mesh: MeshSection, optimizer: Literal["adamw", "adafactor", "lion", "muon"], tokens: int | None
+) -> Recipe:
+    """A recipe for training a model on a mesh, where there is none yet: in bfloat16, with every layer computed again.
+
+    Args:
+      config: of the model.
+      mesh: without -1.
+      optimizer: its kind.
+      tokens: of a batch on every device, in rows of the model's context length or shorter; None: 8192.
+
+    Raises:
+      InputError: for fewer tokens than 1.
+    """
+    tokens = TOKENS if tokens is None else tokens
+    if tokens < 1:
+        raise InputError(f"--tokens {tokens} must be at least 1")
+    in_row = tokens * mesh.sequence
+    seq_len = min(config.max_positions, in_row)
+    rows = mesh.data * mesh.fsdp * mesh.expert * max(1, in_row // seq_len)
+    return Recipe(
+        run_dir="run",
+        model=ModelSection(config="config.json", init="random", compute_dtype="bfloat16", remat="full"),
+        data=DataSection(seq_len=seq_len),
+        optimizer=OptimizerSection(kind=optimizer),
+        train=TrainSection(steps=1, batch_size=rows),
+        mesh=mesh,
+        checkpoint=CheckpointSection(every=1),
+    )
+
+
+TEACHER_ITEM = "parameters, teacher"
+"""The item that says that there is a teacher."""
+_ACTIVATIONS = "activations"
+
+
+class _Held(NamedTuple):
+    """Bytes on every device that are known exactly.
+
+    Attributes:
+      params, frozen, teacher, optimizer, average, batch: as in the names of items.
+      gradients: which are among what a step holds meanwhile.
+      operations: of the optimizer's products, on all devices.
+      notes: by attribute.
+    """
+
+    params: int
+    frozen: int
+    teacher: int
+    optimizer: int
+    average: int
+    batch: int
+    gradients: int
+    operations: float
+    notes: dict[str, str]
+
+    @property
+    def total(self) -> int:
+        """Of what is held all the time, with the batch."""
+        return self.params + self.frozen + self.teacher + self.optimizer + self.average + self.batch
+
+    def items(self) -> list[Item]:
+        names = {
+            "params": "parameters, trained",
+            "frozen": "parameters, frozen",
+            "teacher": TEACHER_ITEM,
+            "optimizer": "optimizer",
+            "average": "moving average",
+            "batch": "batch",
+        }
+        return [
+            Item(name=name, bytes=getattr(self, key), note=self.notes.get(key, ""))
+            for key, name in names.items()
+            if getattr(self, key)
+        ]
+
+
+def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
+    """Counts the arrays of a state, a batch and gradients on one device of a mesh with these axes."""
+    abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+
+    def shard(leaf: jax.ShapeDtypeStruct) -> int:
+        assert isinstance(leaf.sharding, NamedSharding)
+        try:
+            spec = spec_on_mesh(leaf.sharding.spec, leaf.shape, mesh)
+            return math.prod(NamedSharding(abstract, spec).shard_shape(leaf.shape))
+        except ValueError as error:
+            raise InputError(f"mesh {mesh}: {error}") from None
+
+    def count(tree: Any) -> int:
+        return sum(shard(leaf) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+    state = program.state
+    section = recipe.optimizer
+    moments = "float32" if section.moments == "float32" else f"first moments {section.moments}, the rest float32"
+    return _Held(
+        params=count(state.params),
+        frozen=count(program.frozen),
+        teacher=count(program.arguments),
+        optimizer=count((state.opt_state, state.step)),
+        average=count(state.ema),
+        batch=count(abstract_batch(recipe, program.config, program.mesh)),
+        gradients=sum(4 * shard(leaf) for leaf in jax.tree.leaves(state.params)),
+        operations=optimizer_operations(
+            section, {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+        ),
+        notes={
+            "params": recipe.model.param_dtype,
+            "frozen": recipe.model.frozen_dtype or "as the model's config says",
+            "teacher": "as its config says",
+            "optimizer": f"{section.kind}, {moments}",
+            "average": "float32",
+            "batch": f"{recipe.train.batch_size} rows of {recipe.data.seq_len} tokens, over all devices",
+        },
+    )
+
+
+def _working(exact: _Held, temporaries: int, note: str = "") -> list[Item]:
+    """What a step holds meanwhile. XLA may reuse the memory of gradients, so that these take no more than all."""
+    gradients = min(exact.gradients, temporaries)
+    return [
+        Item(name="gradients", bytes=gradients, note="float32"),
+        Item(
+            name=_ACTIVATIONS,
+            bytes=temporaries - gradients,
+            note=note or "and what else the compiled step holds meanwhile",
+        ),
+    ]
+
+
+def _checkpoint(exact: _Held, recipe: Recipe) -> list[Item]:
+    """What a step holds on a CPU while a checkpoint is written: buffers that are read cannot be donated to the step,
+    whose results then lie in new ones; and the writer makes its own copy. Of accelerators it lies on their host."""
+    if recipe.train.steps <= recipe.checkpoint.every:
+        return []
+    size = 2 * (exact.params + exact.optimizer + exact.average)
+    note = "the state before, which is written while the next step runs, and the writer's copy of it"
+    return [Item(name="checkpoint", bytes=size, note=note)]
+
+
+def _process() -> list[Item]:
+    """What this process has with the step compiled, which the process that trains will have as well."""
+    resident = resident_memory()
+    if resident is None:
+        return []
+    return [Item(name="process", bytes=resident, note="Python, its libraries and the compiled step, as measured here")]
+
+
+def _expected(
+    recipe: Recipe, config: ModelConfig, target: PlannedDevices, teacher: ModelConfig | None
+) -> PlannedTraining:
+    """Without compiling."""
+    assert target.chip is not None
+    mesh = mesh_sizes(dataclasses.asdict(recipe.mesh), target.count)
+    one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
+    program = make_program(one, config, jax.devices("cpu")[:1], teacher=teacher)
+    abstract: Any = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    check_batch_divides(abstract, recipe.train.batch_size, recipe.train.accumulation)
+    leaves = placed_leaves(program, mesh)
+    exact = _held(program, recipe, mesh)
+    changed = exact.params + exact.optimizer + exact.average
+    expected = expected_step(recipe, config, program, leaves, mesh, target.chip, changed, target.per_host)
+    why = f", for {target.missing} is not installed" if target.missing else ""
+    without = "" if teacher is None else ", without what the teacher's forward pass holds"
+    note = f"and what else a step holds; from shapes, not compiled{why}{without}"
+    program_size = Item(name="program", bytes=_USUAL_PROGRAM, note="the compiled step; usually as much")
+    items = [*exact.items(), *_working(exact, expected.temporaries, note), program_size]
+    known: dict[str, Any] = {"is_compiled": False, "fits": True, "teacher": teacher}
+    planned = _planned(recipe, config, target, items, target.chip.memory, exact, expected.kept, **known)
+    sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in totals(expected.sent).items()}
+    return dataclasses.replace(planned, sent=sent, model_flops=expected.model_flops, roofline=expected.roofline)
+
+
+def _planned(
+    recipe: Recipe,
+    config: ModelConfig,
+    target: PlannedDevices,
+    items: list[Item],
+    memory: int | None,
+    exact: _Held,
+    activations: int,
+    *,
+    is_compiled: bool,
+    fits: bool,
+    teacher: ModelConfig | None,
+) -> PlannedTraining:
+    total = sum(item.bytes for item in items)
+    moved = StepBytes(
+        params=exact.params,
+        frozen=exact.frozen,
+        optimizer=exact.optimizer,
+        average=exact.average,
+        gradients=exact.gradients,
+        activations=activations,
+        teacher=exact.teacher,
+    )
+    rates, time, source, is_least = None, None, None, False
+    if target.devices is not None and target.devices[0].platform == "cpu":
+        rates = measured_rates(config, recipe.model.compute_dtype, target.devices[0])
+    elif target.chip is not None:
+        rates, is_least = rates_of_chip(target.chip, recipe.model.compute_dtype), True
+    if rates is not None:
+        # The devices of a CPU share it.
+        cpu = rates.overlap is False
+        time = step_time(recipe, config, moved, 1 if cpu else target.count, rates, exact.operations, teacher)
+        source = rates.source
+        timed = timed_step(recipe, config, target.devices, teacher) if cpu and target.devices else None
+        if timed is not None:
+            time, source = time.timed(timed.seconds), timed.source(config.num_layers)
+    return PlannedTraining(
+        platform=target.name,
+        devices=target.count,
+        mesh=mesh_sizes(dataclasses.asdict(recipe.mesh), target.count),
+        items=tuple(items),
+        total=total,
+        memory=memory,
+        is_compiled=is_compiled,
+        fits=None if memory is None else fits and total <= memory,
+        tight=memory is not None and is_tight(total, memory),
+        time=time,
+        is_least=is_least,
+        rates=source,
+        steps=recipe.train.steps,
+        run_seconds=None if time is None else time.seconds * recipe.train.steps,
+    )

@@ -1,0 +1,186 @@
+"""How long a training step takes: its operations and bytes, at the rates of a data sheet or of this machine.
+
+A data sheet says what no program reaches, so on an accelerator the time is the least there can be. On a CPU it is an
+estimate from rates that are measured here, for where `timed_step` finds no room. Neither counts what devices send each
+other.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.core.data_sheets import Chip
+from moe_jax.data.sections import input_length
+from moe_jax.models import ModelConfig
+from moe_jax.training.flops import step_flops, train_flops_per_token
+from moe_jax.training.optim.optimizer import is_orthogonalised
+from moe_jax.training.recipe.schema import OptimizerSection, Recipe
+
+# Enough to fill the caches of a CPU several times, and small beside any training run.
+_COPIED = 64 << 20
+_ROWS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device can do in a second.
+
+    Attributes:
+      operations: of matrix products in the recipe's dtype.
+      bytes: of its memory, read or written.
+      source: of the two.
+      overlap: whether the memory is read while products are computed.
+    """
+
+    operations: float
+    bytes: float
+    source: str
+    overlap: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Bytes on one device between which and the memory a step moves data.
+
+    Attributes:
+      params: trained parameters.
+      frozen: the others.
+      optimizer: its state.
+      average: the moving average.
+      gradients: float32.
+      activations: that a microbatch leaves for its backward pass.
+      teacher: parameters of a teacher.
+    """
+
+    params: int
+    frozen: int
+    optimizer: int
+    average: int
+    gradients: int
+    activations: int
+    teacher: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Time of one step on every device.
+
+    Attributes:
+      seconds: in all.
+      products: seconds of the matrix products alone; None: steps were timed, not their parts.
+      bytes: seconds of the memory alone; None as above.
+      operations: floating-point operations of the products on one device, with those done again (`remat`).
+      tokens_per_second: of all devices, every row of a batch full.
+    """
+
+    seconds: float
+    products: float | None
+    bytes: float | None
+    operations: float
+    tokens_per_second: float
+
+    def timed(self, seconds: float) -> "StepTime":
+        """The same step, which takes so many seconds as was found by running it."""
+        tokens = self.tokens_per_second * self.seconds / seconds
+        return dataclasses.replace(self, seconds=seconds, products=None, bytes=None, tokens_per_second=tokens)
+
+
+def step_time(
+    recipe: Recipe,
+    config: ModelConfig,
+    moved: StepBytes,
+    devices: int,
+    rates: Rates,
+    optimizer: float = 0.0,
+    teacher: ModelConfig | None = None,
+) -> StepTime:
+    """Estimates a step.
+
+    Args:
+      recipe, config: of the run.
+      moved: bytes on one device.
+      devices: that share the products.
+      rates: of one device.
+      optimizer: operations of the optimizer's own products, see `optimizer_operations`.
+      teacher: config of a teacher, if there is one; it only goes forward.
+
+    Weights are read by every microbatch forward and backward, and once more where a layer is computed again;
+    activations are written and read; gradients too; and the optimizer reads and writes all that it changes.
+    """
+    rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
+    model = step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / devices
+    again = recipe.model.remat == "full"
+    held = moved.params + moved.frozen
+    trained = moved.params / held if held else 0.0
+    # Of six parts two are forward, two the gradient of what goes in, and two that of the weights, if they are trained.
+    operations = model * (4 + 2 * trained + (2 if again else 0)) / 6 + optimizer / devices
+    if teacher is not None:
+        operations += rows * seq_len * train_flops_per_token(teacher, seq_len) / 3 / devices
+    products = operations / rates.operations
+    microbatches = recipe.train.accumulation
+    passes = microbatches * ((3 if again else 2) * held + moved.teacher + 2 * moved.activations) / rates.bytes
+    update = 2 * (moved.params + moved.optimizer + moved.average + moved.gradients) / rates.bytes
+    # The optimizer waits for the last gradient.
+    seconds = (max(products, passes) if rates.overlap else products + passes) + update
+    tokens = rows * (seq_len + (input_len if config.has_encoder else 0))
+    return StepTime(
+        seconds=seconds,
+        products=products,
+        bytes=passes + update,
+        operations=operations,
+        tokens_per_second=tokens / seconds,
+    )
+
+
+def optimizer_operations(section: OptimizerSection, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Operations of an optimizer's matrix products in a step: those with which Muon makes updates orthogonal.
+
+    Five times the product of `[m, n]`, m at most n, with its transpose, the square of that, and its product with the
+    matrix (Newton-Schulz, as `optax.contrib.muon` has it).
+
+    Args:
+      section: of the recipe.
+      shapes: of the trained parameters, by path in memory.
+    """
+    if section.kind != "muon":
+        return 0.0
+    total = 0.0
+    for shape in (shape for path, shape in shapes.items() if is_orthogonalised(path)):
+        *stacked, rows, columns = shape
+        m, n = sorted((rows, columns))
+        total += math.prod(stacked) * 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    return total
+
+
+def rates_of_chip(chip: Chip, compute_dtype: str) -> Rates:
+    """The peaks of an accelerator's data sheet."""
+    operations = chip.operations_per_second(jnp.dtype(compute_dtype).itemsize)
+    return Rates(operations=operations, bytes=chip.bandwidth, source=chip.source, overlap=True)
+
+
+def measured_rates(config: ModelConfig, compute_dtype: str, device: Any) -> Rates:
+    """Rates of this machine: of a product as wide as the model's, and of a copy; takes a second or less."""
+    with jax.default_device(device):
+        width = max(config.d_model, 256)
+        rows, kernel = jnp.ones((_ROWS, width), compute_dtype), jnp.ones((width, 4 * width), compute_dtype)
+        product = jax.jit(lambda rows, kernel: rows @ kernel)
+        copied = jnp.ones(_COPIED // 4, jnp.float32)
+        operations = 2 * _ROWS * width * 4 * width / _seconds(lambda: product(rows, kernel))
+        bandwidth = 2 * _COPIED / _seconds(lambda: jax.jit(jnp.negative)(copied))
+    source = f"measured here just now: a product of {_ROWS} x {width} x {4 * width}, and a copy of {_COPIED >> 20} MiB"
+    return Rates(operations=operations, bytes=bandwidth, source=source, overlap=False)
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """The median of five runs after the first, which compiles."""
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[2]

@@ -1,0 +1,132 @@
+"""How much arithmetic a model needs, from its config alone."""
+
+import math
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+
+from moe_jax.core.data_sheets import chip_of_kind
+from moe_jax.experts.layout.config import LoRAConfig
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+
+
+def active_matmul_params(config: ModelConfig) -> int:
+    """Entries of the matrices that one token is multiplied with; the embedding is a look-up and counts nothing.
+
+    Experts over a shared base count the base once and the deltas of the k chosen experts (methods.md 3).
+    """
+    layers = sum(_mlp_params(layer, config) for layer in config.layers)
+    attention = sum(
+        _attention_params(attention, config.d_model)
+        for layer in config.layers
+        for attention in (layer.attention, layer.cross)
+        if attention is not None
+    )
+    return layers + attention + config.d_model * config.num_outputs
+
+
+def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Floating-point operations of one training step per token: what is meant by model FLOPs.
+
+    Forward and twice as much backward: `6 * active_matmul_params`, and for attention `6 * H` times the widths of a
+    head's keys and values times the mean number of positions a query sees in a sequence of `seq_len` (about half of it
+    if causal, and at most the window).
+    What is computed again for rematerialisation does not count, and frozen parameters count like trained ones. Of
+    cross-attention the projections count, as if the source were as long, and not the scores.
+    """
+    attention = sum(
+        6 * one.num_heads * (one.head_dim + one.value_dim) * _mean_context(layer, seq_len)
+        for layer in config.layers
+        for one in (layer.attention,)
+    )
+    return 6 * active_matmul_params(config) + attention
+
+
+def peak_flops(kind: str, platform: str, dtype: str, given: float | None) -> float | None:
+    """Operations per second that a device can do in products; None if that is not known.
+
+    Args:
+      kind: JAX's `device_kind`.
+      platform: of the device; CPUs are called alike however fast they are.
+      dtype: of the products.
+      given: by a recipe; counts before any table.
+    """
+    chip = None if platform == "cpu" else chip_of_kind(kind)
+    if given is not None or chip is None:
+        return given
+    return chip.operations_per_second(jnp.dtype(dtype).itemsize)
+
+
+def step_flops(config: ModelConfig, seq_len: int, input_len: int) -> Callable[[int, int], float]:
+    """Floating-point operations of a training step, by its tokens and those of the encoder's inputs.
+
+    As `train_flops_per_token`, in sequences of `seq_len` tokens. With an encoder, inputs of `input_len` tokens pass
+    through its layers, and through the projections of keys and values of cross-attention, whose scores count, too.
+    """
+    if not config.has_encoder:
+        per_token = train_flops_per_token(config, seq_len)
+        return lambda tokens, inputs: tokens * per_token
+    head = 6 * config.d_model * config.num_outputs
+    crossing = [layer.cross for layer in config.decoder.layers if layer.cross is not None]
+    sources = 6 * sum(_key_value_params(cross, config.d_model) for cross in crossing)
+    scores = sum(12 * cross.num_heads * cross.head_dim * input_len for cross in crossing)
+    per_input = train_flops_per_token(config.encoder, input_len) - head + sources
+    per_token = train_flops_per_token(config.decoder, seq_len) - sources + scores
+    return lambda tokens, inputs: tokens * per_token + inputs * per_input
+
+
+def _key_value_params(attention: AttentionConfig, d_model: int) -> int:
+    source = d_model if attention.source_dim is None else attention.source_dim
+    return 2 * source * attention.num_kv_heads * attention.head_dim
+
+
+def _attention_params(attention: AttentionConfig, d_model: int) -> int:
+    shapes = attention.shapes(d_model)
+    return sum(map(math.prod, shapes.values())) + _lora_params(attention.lora, shapes)
+
+
+def _mlp_params(layer: LayerConfig, config: ModelConfig) -> int:
+    mlp, d_model = layer.mlp, config.d_model
+    if isinstance(mlp, FFNConfig):
+        return _ffn_params(mlp, d_model)
+    beside = _ffn_params(mlp.universal_ffn, d_model) if mlp.universal_beside else 0
+    bank = mlp.bank.multiplied_entries(mlp.expert, d_model, mlp.bank_top_k)
+    return _router_params(mlp, d_model) + beside + bank + _perft_params(mlp, d_model)
+
+
+def _router_params(mlp: MoEConfig, d_model: int) -> int:
+    """Of a linear router; or of a `coder` router's two matrices and that of its noise, which training needs."""
+    linear = d_model * mlp.num_experts
+    lora = _lora_params(mlp.router_lora, {"router": (d_model, mlp.num_experts)})
+    own = d_model if mlp.universal == "sigmoid" else 0
+    return lora + own + (2 * linear + mlp.num_experts**2 if mlp.universal == "coder" else linear)
+
+
+def _perft_params(mlp: MoEConfig, d_model: int) -> int:
+    perft = mlp.perft
+    if perft is None:
+        return 0
+    router = d_model * perft.num_experts if perft.variant == "routed" else 0
+    return router + mlp.perft_top_k * 2 * d_model * perft.adapter.rank
+
+
+def _ffn_params(ffn: FFNConfig, d_model: int) -> int:
+    return _kernels(ffn, d_model) + _lora_params(ffn.lora, ffn.shapes(d_model))
+
+
+def _lora_params(lora: LoRAConfig | None, shapes: Mapping[str, tuple[int, int]]) -> int:
+    return 0 if lora is None else sum(lora.rank * sum(shapes[name]) for name in lora.targets)
+
+
+def _kernels(ffn: FFNConfig, d_model: int) -> int:
+    return sum(math.prod(shape) for shape in ffn.shapes(d_model).values())
+
+
+def _mean_context(layer: LayerConfig, seq_len: int) -> float:
+    if layer.attention.mask == "bidirectional" and layer.attention.sliding_window is None:
+        return seq_len
+    window = min(seq_len, layer.attention.sliding_window or seq_len)
+    before = window * (window + 1) // 2 + (seq_len - window) * window
+    # With as much after a query as before it, the query itself counts once.
+    seen = 2 * before - seq_len if layer.attention.mask == "bidirectional" else before
+    return seen / seq_len

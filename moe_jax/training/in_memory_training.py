@@ -1,0 +1,191 @@
+"""Training on batches that are in memory: the steps of a run, without its files."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.batch_placement import local_rows, place
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.nn import Decoder
+from moe_jax.training.log.metrics import Record, is_finite, to_record
+from moe_jax.training.loop import Diverged
+from moe_jax.training.program import first_state, initial_states, load_teacher, make_program
+from moe_jax.training.recipe.schema import Recipe
+
+Tokens = Int[np.ndarray, "B T"]
+Batch = Tokens | Mapping[str, np.ndarray]
+_DTYPES = {
+    "tokens": np.int32,
+    "targets": np.int32,
+    "weights": np.float32,
+    "segment_ids": np.int32,
+    "positions": np.int32,
+}
+# Of a model with an encoder, besides.
+_INPUTS = {"inputs": np.int32, "inputs_valid": np.bool_}
+
+
+def train_on_batches(
+    recipe: Recipe,
+    source: ModelSource,
+    batches: Iterable[Batch],
+    *,
+    devices: list[Any] | None = None,
+    on_step: Callable[[Record], object] = lambda record: None,
+    teacher: ModelSource | None = None,
+) -> tuple[Decoder, Record]:
+    """Trains until `recipe.train.steps` steps are done or there are no batches left.
+
+    Args:
+      recipe: optimizer, schedule, partition, dtypes, mesh, seed. Its run directory, data, checkpoints, log and
+        evaluation do not count.
+      source: the model to begin with, which is not changed.
+      batches: see `read_batch`; all of one shape, with the recipe's number of rows.
+      devices: of the mesh; default all.
+      on_step: called with the record of every step.
+      teacher: the model that the recipe's `distill` names.
+
+    Returns:
+      The trained model, and the record of the last step, empty if there was none.
+
+    Raises:
+      InputError: for a batch that cannot be read, and as `make_program`; `Diverged` if the loss is no number any more.
+    """
+    program = make_program(recipe, source.config, devices, teacher=None if teacher is None else teacher.config)
+    rows, last = local_rows(program.mesh, recipe.train.batch_size), {}
+
+    def report(record: Record) -> Record:
+        if not is_finite(record):
+            raise Diverged(
+                f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}"
+            )
+        on_step(record)
+        return record
+
+    with jax.set_mesh(program.mesh):
+        params, frozen = initial_states(program, recipe, source)
+        state, pending = first_state(program, params), None
+        taught = () if teacher is None else (load_teacher(program, teacher),)
+        for step, batch in enumerate(_first(batches, recipe.train.steps), start=1):
+            arrays = read_batch(batch, source.config)
+            if len(arrays["tokens"]) != recipe.train.batch_size:
+                expected = f"train.batch_size = {recipe.train.batch_size}"
+                raise InputError(f"batch {step} has {len(arrays['tokens'])} rows, expected {expected}")
+            local = {name: array[rows] for name, array in arrays.items()}
+            placed = place(local, rows, program.mesh, recipe.train.batch_size)
+            state, metrics = program.step(state, frozen, placed, *taught)
+            # The devices are at work on this step while the one before is reported.
+            if pending is not None:
+                last = report(to_record(program.config, *pending))
+            pending = step, metrics
+        if pending is not None:
+            last = report(to_record(program.config, *pending))
+    model = nnx.merge(program.graphdef, state.params, frozen)
+    model.config = dataclasses.replace(source.config, dtype=recipe.model.param_dtype)
+    return model, last
+
+
+def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
+    """A batch as the training step takes it.
+
+    Args:
+      batch: token ids [B, T + 1], rows of one document each, of which every token but the first is a target. Or a
+        mapping: `tokens` and `targets` [B, T], and perhaps `weights` [B, T], 0 where a target is not scored,
+        `segment_ids` [B, T], numbers from 1 of the documents in a row, 0 for padding, and `positions` [B, T] in them.
+        For a model with an encoder a mapping: `inputs` [B, S] and `targets` [B, T], and perhaps `inputs_valid` [B, S],
+        false for padding, `segment_ids`, 1 for targets and 0 for padding after them, and `weights`; `tokens` are the
+        targets, shifted, by default.
+      config: of the model.
+
+    Returns:
+      `tokens`, `targets`, `segment_ids`, `positions` Int32[B, T] and `weights` Float32[B, T]; for a model with an
+      encoder also `inputs` Int32[B, S] and `inputs_valid` Bool[B, S].
+
+    Raises:
+      InputError: for other names, shapes, or ids outside the vocabulary.
+    """
+    if config.has_encoder:
+        return _read_pairs(batch, config)
+    if isinstance(batch, Mapping):
+        given = {name: np.asarray(array) for name, array in batch.items()}
+    else:
+        tokens = np.asarray(batch)
+        if tokens.ndim != 2 or tokens.shape[1] < 2:
+            raise InputError(f"a batch of shape {tokens.shape}; expected token ids of shape [rows, at least 2]")
+        given = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    unknown = [name for name in given if name not in _DTYPES]
+    if unknown or not {"tokens", "targets"} <= given.keys():
+        raise InputError(f"a batch of {', '.join(given)}; expected tokens, targets, and perhaps {', '.join(_OPTIONAL)}")
+    return _checked(given, config.vocab_size)
+
+
+def _read_pairs(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
+    """A batch for a model with an encoder."""
+    given = {name: np.asarray(array) for name, array in batch.items()} if isinstance(batch, Mapping) else {}
+    if not {"inputs", "targets"} <= given.keys() <= {*_DTYPES, *_INPUTS}:
+        raise InputError(
+            f"a batch of {', '.join(given) or 'tokens alone'}; for a model with an encoder expected inputs, targets, "
+            f"and perhaps tokens, inputs_valid, {', '.join(_OPTIONAL)}"
+        )
+    inputs = {name: given.pop(name) for name in _INPUTS if name in given}
+    inputs.setdefault("inputs_valid", np.ones(inputs["inputs"].shape, bool))
+    if "tokens" not in given and given["targets"].ndim == 2:
+        start = np.full((len(given["targets"]), 1), config.decoder_start_id)
+        given["tokens"] = np.concatenate([start, given["targets"][:, :-1]], axis=1)
+    read = _checked(given, config.vocab_size)
+    shape = (len(read["targets"]), *inputs["inputs"].shape[1:])
+    for name, array in inputs.items():
+        if array.ndim != 2 or array.shape != shape or not shape[1]:
+            raise InputError(f"{name} of a batch has shape {array.shape}; expected [B, S], here {shape}")
+    _check_ids("inputs", inputs["inputs"], config.vocab_size)
+    return read | {name: np.asarray(inputs[name], dtype) for name, dtype in _INPUTS.items()}
+
+
+def _checked(given: dict[str, np.ndarray], vocab_size: int) -> dict[str, np.ndarray]:
+    """What is given for [B, T] tokens, checked, and what is not given."""
+    shape = given["targets"].shape if "tokens" not in given else given["tokens"].shape
+    for name, array in given.items():
+        if array.ndim != 2 or array.shape != shape:
+            raise InputError(f"{name} of a batch has shape {array.shape}, tokens have {shape}; expected [B, T] of both")
+        if name not in ("weights", "tokens", "targets") and array.dtype.kind not in "iu":
+            raise InputError(f"{name} of a batch has dtype {array.dtype}, expected integers")
+    for name in ("tokens", "targets"):
+        _check_ids(name, given[name], vocab_size)
+    given.setdefault("segment_ids", np.ones(shape))
+    given.setdefault("positions", _positions(given["segment_ids"]))
+    given.setdefault("weights", np.asarray(given["segment_ids"]) > 0)
+    return {name: np.asarray(given[name], dtype) for name, dtype in _DTYPES.items()}
+
+
+_OPTIONAL = tuple(name for name in _DTYPES if name not in ("tokens", "targets"))
+
+
+def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    if ids.dtype.kind not in "iu":
+        raise InputError(f"{name} of a batch has dtype {ids.dtype}, expected integers")
+    low, high = ids.min(), ids.max()
+    if low < 0 or high >= vocab_size:
+        raise InputError(f"{name} of a batch go from {low} to {high}, the vocabulary has {vocab_size} entries")
+
+
+def _positions(segment_ids: Tokens) -> Tokens:
+    """Places of tokens in their documents, from 0."""
+    index = np.arange(segment_ids.shape[1])
+    starts = np.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
+    return index - np.maximum.accumulate(index * starts, axis=1)
+
+
+def _first(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
+    """At most `count` batches; none is taken that is not used."""
+    if count:
+        for taken, batch in enumerate(batches, start=1):
+            yield batch
+            if taken == count:
+                return

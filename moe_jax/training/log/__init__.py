@@ -1,0 +1,1 @@
+"""What a run reports while it goes on: metrics, TensorBoard, Weights & Biases, traces."""

@@ -1,0 +1,246 @@
+"""The reports of a run: each step as a line of metrics.jsonl and as TensorBoard events, and progress on screen."""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import rich.console
+
+from moe_jax.core.errors import InputError
+from moe_jax.core.formatting import show_duration
+from moe_jax.core.terminal import Pace, progress_bars
+from moe_jax.data.sources.remote_lines import RemoteLines, read_remote_lines
+from moe_jax.distributed.processes import is_first_process
+from moe_jax.files.json_toml import ANYTHING, parse_json
+from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.staging import replace_file, write_durably
+from moe_jax.models import ModelConfig
+from moe_jax.nn.router_stats import stats_per_layer
+from moe_jax.training.log.tensorboard import EventWriter
+from moe_jax.training.log.wandb_writer import WandbWriter
+from moe_jax.training.step import StepMetrics
+
+Record = dict[str, Any]
+_FINITE = ("loss", "aux_loss", "distill_loss", "grad_norm", "eval_loss")
+
+
+def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
+    """The metrics of a step, JSON-able. Waits until the step is computed.
+
+    Keys: `step`, `loss` (the cross-entropy, also with a teacher), `aux_loss` (what is added to the loss), `grad_norm`,
+    `learning_rate`, `tokens`, `scored_tokens`; with a teacher `distill_loss` (see `StepMetrics`); for a model with an
+    encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one with MoE layers `balance_loss`, `z_loss` and
+    `cv_loss` (means over the layers, without coefficients), `expert_load` and `dropped` (by layer index); where PEFT
+    experts have routers of their own, `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise.
+    """
+    metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
+    record: Record = {
+        "step": step,
+        "loss": float(metrics.loss),
+        "aux_loss": float(metrics.auxiliary),
+        "grad_norm": float(metrics.grad_norm),
+        "learning_rate": float(metrics.learning_rate),
+        "tokens": int(metrics.tokens),
+        "scored_tokens": int(metrics.scored),
+    }
+    if metrics.distillation is not None:
+        record["distill_loss"] = float(metrics.distillation)
+    if config.has_encoder:
+        record["input_tokens"] = int(metrics.input_tokens)
+        record["cut_inputs"], record["cut_targets"] = (int(count) for count in metrics.cut)
+    layers = stats_per_layer(config, metrics.router)
+    if layers:
+        record["balance_loss"] = float(np.mean([stats.balance for stats in layers.values()]))
+        record["z_loss"] = float(np.mean([stats.z for stats in layers.values()]))
+        record["cv_loss"] = float(np.mean([stats.cv for stats in layers.values()]))
+        record["expert_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in layers.items()}
+        record["dropped"] = {str(i): float(stats.dropped) for i, stats in layers.items()}
+    beside = stats_per_layer(config, metrics.router, of_perft=True)
+    if beside:
+        record["perft_balance_loss"] = float(np.mean([stats.balance for stats in beside.values()]))
+        record["perft_z_loss"] = float(np.mean([stats.z for stats in beside.values()]))
+        record["perft_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in beside.items()}
+    return record
+
+
+def is_finite(record: Record) -> bool:
+    """Whether the losses and the gradient are finite; if not, that step's update has ruined the parameters."""
+    return all(math.isfinite(record.get(key, 0.0)) for key in _FINITE)
+
+
+class MetricsWriter:
+    """Appends records to metrics.jsonl and TensorBoard. Removes older records of steps after `last_step`.
+
+    Only the first process writes; in others this does nothing. Records of a run in a bucket may be there half a
+    minute later, events when a checkpoint is.
+
+    Args:
+      run_dir: the directory that holds both.
+      last_step: the step after which training continues; 0 for a new run.
+      tensorboard: whether to write events.
+      wandb: makes a writer for Weights & Biases; None: nothing is logged there.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        last_step: int,
+        tensorboard: bool,
+        wandb: Callable[[], WandbWriter] | None = None,
+    ):
+        self._file = self._events = self._wandb = None
+        if not is_first_process():
+            return
+        path = run_dir / "metrics.jsonl"
+        if isinstance(path, BucketPath):
+            self._file = RemoteLines(path, _lines_until(path, last_step))
+        else:
+            _cut_after(path, last_step)
+            self._file = path.open("a", encoding="utf-8")
+        if tensorboard:
+            self._events = EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
+        if wandb is not None:
+            self._wandb = wandb()
+
+    def write(self, record: Record) -> None:
+        if self._file:
+            self._file.write(json.dumps(record) + "\n")
+            if not isinstance(self._file, RemoteLines):
+                self._file.flush()
+        if self._events:
+            self._events.write(record["step"], _flat(record))
+        if self._wandb:
+            self._wandb.write(record["step"], _flat(record))
+
+    def flush(self) -> None:
+        """Returns when all records are stored; a line of a file always is."""
+        if self._file:
+            self._file.flush()
+        if self._events:
+            self._events.flush()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+        if self._events:
+            self._events.close()
+        if self._wandb:
+            self._wandb.close()
+
+
+def read_lines(path: Path) -> bytes:
+    """All that is in a metrics.jsonl; nothing if there is none."""
+    if isinstance(path, BucketPath):
+        return read_remote_lines(path)
+    return path.read_bytes() if path.exists() else b""
+
+
+def write_lines(path: Path, content: bytes) -> None:
+    """Writes a metrics.jsonl with this content."""
+    if isinstance(path, BucketPath):
+        RemoteLines(path, content.decode().splitlines(keepends=True)).close()
+    elif content:
+        write_durably(path, content)
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a metrics.jsonl; an unfinished last line of a killed run is ignored."""
+    records = []
+    for line in read_lines(path).splitlines():
+        try:
+            records.append(parse_json(line, where=str(path), allow=ANYTHING))
+        except InputError:
+            break
+    return records
+
+
+class StepLine:
+    """Shows the metrics of the current step: beside a bar on a terminal, otherwise as a line every so many steps.
+
+    A context manager.
+
+    Args:
+      console: where to show them.
+      first: steps done before.
+      steps: all steps of the run.
+      every: steps between lines if the console is not a terminal. Steps with an evaluation and the last step always
+        have a line.
+    """
+
+    def __init__(self, console: rich.console.Console, *, first: int, steps: int, every: int):
+        self._console = console
+        self._first = first
+        self._steps = steps
+        self._every = every
+        self._pace = Pace(first, steps)
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> "StepLine":
+        self._bars = self._exit.enter_context(progress_bars(self._console))
+        self._bars("training", self._first, self._steps, "compiling")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def show(self, record: Record) -> None:
+        """Shows the record of a step that was just done."""
+        step, line = record["step"], _line(record)
+        self._pace.update(step)
+        self._bars("training", step, self._steps, line)
+        # The bar disappears after the last step, so the metrics of that step are printed on a terminal too.
+        due = not self._console.is_terminal and (step % self._every == 0 or "eval_loss" in record)
+        if due or step == self._steps:
+            left = "" if self._pace.left is None else f"  {show_duration(self._pace.left)} left"
+            self._console.print(f"step {step}/{self._steps}  {line}{left}", highlight=False, soft_wrap=True)
+
+
+def _line(record: Record) -> str:
+    parts = [f"loss {record['loss']:.4f}"]
+    if "distill_loss" in record:
+        parts.append(f"distill {record['distill_loss']:.4f}")
+    if "eval_loss" in record:
+        parts.append(f"eval {record['eval_loss']:.4f}")
+    parts.append(f"lr {record['learning_rate']:.2e}")
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        parts.append(_flops(record["flops_per_second"]))
+    if "mfu" in record:
+        parts.append(f"{record['mfu']:.1%} MFU")
+    return "  ".join(parts)
+
+
+def _flops(rate: float) -> str:
+    unit, size = ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
+    return f"{rate / size:.3g} {unit}"
+
+
+def _cut_after(path: Path, last_step: int) -> None:
+    if not path.exists():
+        return
+    # If the process is killed here, the records so far must not be lost.
+    replace_file(path, "".join(_lines_until(path, last_step)).encode())
+
+
+def _lines_until(path: Path, last_step: int) -> list[str]:
+    return [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= last_step]
+
+
+def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Scalars of a record by TensorBoard tag, such as `expert_load/layer_1/expert_0`."""
+    scalars: list[tuple[str, float]] = []
+    for key, value in record.items():
+        if isinstance(value, int | float):
+            scalars.append((key, value))
+        elif isinstance(value, dict):
+            for layer, entry in value.items():
+                entries = enumerate(entry) if isinstance(entry, list) else [(None, entry)]
+                for expert, number in entries:
+                    scalars.append((f"{key}/layer_{layer}" + ("" if expert is None else f"/expert_{expert}"), number))
+    return [(tag, value) for tag, value in scalars if tag != "step"]

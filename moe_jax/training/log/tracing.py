@@ -1,0 +1,67 @@
+"""A profiler trace of chosen steps, for TensorBoard's profile plugin, XProf or Perfetto."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moe_jax.files.remote.remote_path import BucketPath
+
+
+class StepTrace:
+    """Traces steps `first` to `last`, both included; steps that are not run are not waited for. A context manager.
+
+    Every process writes a trace of its own devices.
+
+    Args:
+      directory: which the profiler makes, and writes `plugins/profile/TIME/` into; of a bucket, when the trace ends.
+      steps: `(first, last)`, or nothing for no trace.
+    """
+
+    def __init__(self, directory: Path, steps: tuple[int, ...]):
+        self._directory = directory
+        self._first, self._last = steps or (0, -1)
+        self._traces = False
+        self._local: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> "StepTrace":
+        return self
+
+    def step(self, number: int) -> contextlib.AbstractContextManager:
+        """Call before each step, and run the step inside."""
+        if not self._traces and self._first <= number <= self._last:
+            if isinstance(self._directory, BucketPath):
+                self._local = tempfile.TemporaryDirectory(prefix="moe-jax-profile-")
+            jax.profiler.start_trace(self._local.name if self._local else self._directory)
+            self._traces = True
+        return jax.profiler.StepTraceAnnotation("train", step_num=number) if self._traces else contextlib.nullcontext()
+
+    def after(self, number: int, result: Any) -> bool:
+        """Ends the trace after its last step, when `result` is computed; returns whether it did."""
+        if not self._traces or number < self._last:
+            return False
+        jax.block_until_ready(result)
+        self._stop()
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        # The run ended, or stopped, in between.
+        if self._traces:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._traces = False
+        jax.profiler.stop_trace()
+        if self._local is not None:
+            upload(Path(self._local.name), self._directory)
+            self._local.cleanup()
+            self._local = None
+
+
+def upload(folder: Path, target: Path) -> None:
+    """Writes all files below a folder below another one, which is in a bucket."""
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            (target / file.relative_to(folder).as_posix()).write_bytes(file.read_bytes())

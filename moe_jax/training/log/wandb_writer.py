@@ -1,0 +1,64 @@
+"""Metrics for Weights & Biases, if a recipe asks for them (extra `wandb`)."""
+
+import importlib
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_jax.core.errors import InputError
+from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.staging import replace_file
+
+_RUN_ID = "wandb_id"
+
+
+def import_wandb() -> Any:
+    """The library, which nothing else imports.
+
+    Raises:
+      InputError: if it is not installed.
+    """
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise InputError("log.wandb needs Weights & Biases: pip install 'moe-jax[wandb]'") from None
+
+
+class WandbWriter:
+    """Logs scalars to a run of Weights & Biases; a run that is continued goes on there.
+
+    Files, those of an offline run included, are in `RUN/wandb`, of a run in a bucket in `wandb` of the current
+    directory; `wandb sync` sends them later.
+
+    Args:
+      run_dir: of the run; `wandb_id` in it says which run it is there.
+      mode: `online` or `offline`.
+      project: there.
+      config: the recipe, flat.
+    """
+
+    def __init__(self, run_dir: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]):
+        wandb, file = import_wandb(), run_dir / _RUN_ID
+        if not file.is_file():
+            replace_file(file, secrets.token_hex(4).encode())
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.resolve().name,
+            id=file.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            mode=mode,
+            dir=str(Path.cwd() if isinstance(run_dir, BucketPath) else run_dir),
+            config=dict(config),
+        )
+        # Steps of ours, and not its own, are the axis: those that an interrupted run wrote beyond its last checkpoint
+        # come a second time, which its own steps may not.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
+        """Logs the scalars of a step, by tag."""
+        self._run.log({"step": step, **dict(scalars)})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,238 @@
+"""The training loop: metrics fetched one step late, held-out evaluation, checkpoints, and all ways to stop."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grain
+import jax
+import rich.console
+from flax import nnx
+
+from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
+from moe_jax.core.errors import InputError
+from moe_jax.data.sections import input_length
+from moe_jax.evaluation.held_out_loss import Evaluator
+from moe_jax.evaluation.pair_loss import PairEvaluator
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.training.device_batches import BatchesOnDevices
+from moe_jax.training.exchange_check import exchange_check
+from moe_jax.training.flops import peak_flops, step_flops
+from moe_jax.training.log.metrics import MetricsWriter, Record, StepLine, is_finite, to_record
+from moe_jax.training.log.tracing import StepTrace
+from moe_jax.training.log.wandb_writer import WandbWriter
+from moe_jax.training.optim.average import in_dtypes_of
+from moe_jax.training.program import Program
+from moe_jax.training.recipe import recipe_toml
+from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.run.run_directory import CHECKPOINTS
+from moe_jax.training.run.signals import StopSignals
+from moe_jax.training.step import StepMetrics, TrainState
+
+
+class Diverged(InputError):
+    """The loss, on the batch or held out, or the gradient is not finite."""
+
+
+class Stopped(Exception):
+    """A signal ended the run; a checkpoint was saved and the user was told how to continue. `signal` is its number."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.signal = number
+
+
+class Loop:
+    """Runs the steps of a recipe.
+
+    Args:
+      recipe: the run.
+      program: what it computes.
+      frozen: the parameters that are not trained.
+      data: batches, positioned where training continues.
+      checkpoints: of the run.
+      evaluator: scores held-out text, or pairs; None: no evaluation.
+      console: for progress.
+      continue_command: what to type to continue the run.
+      teacher: parameters of the program's teacher, if it has one.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        program: Program,
+        *,
+        frozen: nnx.State,
+        data: grain.DatasetIterator,
+        checkpoints: TrainingCheckpoints,
+        evaluator: Evaluator | PairEvaluator | None,
+        console: rich.console.Console,
+        continue_command: str,
+        teacher: nnx.State | None = None,
+    ):
+        self._recipe = recipe
+        self._program = program
+        self._frozen = frozen
+        self._teacher = () if teacher is None else (teacher,)
+        batch_size, ends = recipe.train.batch_size, recipe.data.epochs is not None
+        self._batches = BatchesOnDevices(data, program.mesh, batch_size, ends=ends)
+        self._checkpoints = checkpoints
+        self._evaluator = evaluator
+        self._console = console
+        self._continue_command = continue_command
+        self._flops = step_flops(program.config, recipe.data.seq_len, input_length(recipe.data))
+        device = program.mesh.devices.flat[0]
+        peak = peak_flops(device.device_kind, device.platform, recipe.model.compute_dtype, recipe.log.peak_flops)
+        self._peak = None if peak is None else peak * program.mesh.size
+        self._saved = checkpoints.latest_step()
+        self._clock = time.monotonic()
+        self._last: Record = {}
+        self._check = exchange_check(recipe, program)
+
+    def run(self, state: TrainState) -> tuple[TrainState, Record]:
+        """Trains from `state`, whose buffers are donated, to the last step or the end of the data.
+
+        Returns:
+          The state, and the record of the last step (empty if no step was left).
+
+        Raises:
+          Diverged: if the loss or gradient is not finite; the message names the step and the last good checkpoint.
+          Stopped: after a signal, once the checkpoint is on disk.
+        """
+        first = int(state.step)
+        recipe, run_dir = self._recipe, as_path(self._recipe.run_dir)
+        writer = MetricsWriter(
+            run_dir, last_step=first, tensorboard=recipe.log.tensorboard, wandb=_wandb_writer(recipe)
+        )
+        progress = StepLine(self._console, first=first, steps=recipe.train.steps, every=recipe.log.every)
+        try:
+            trace = StepTrace(run_dir / "profile", recipe.log.profile_steps)
+            with jax.set_mesh(self._program.mesh), StopSignals(self._say_stopping) as signals, progress, trace:
+                return self._steps(state, signals, writer, progress, trace), self._last
+        finally:
+            writer.close()
+
+    def _steps(
+        self, state: TrainState, signals: StopSignals, writer: MetricsWriter, progress: StepLine, trace: StepTrace
+    ) -> TrainState:
+        recipe = self._recipe
+        step, steps = int(state.step), recipe.train.steps
+        pending: tuple[int, StepMetrics] | None = None
+
+        def report(*, evaluate: TrainState | None = None) -> None:
+            nonlocal pending
+            if pending:
+                record = self._finish(*pending, evaluate)
+                writer.write(record)
+                progress.show(record)
+            pending = None
+
+        while step < steps:
+            batch = self._batches.next()
+            if batch is None:
+                self._console.print(f"the data ended after {step} of {steps} steps", highlight=False)
+                break
+            compare = None if self._check is None else self._check(state, self._frozen, batch, *self._teacher)
+            self._check = None
+            with trace.step(step + 1):
+                state, metrics = self._program.step(state, self._frozen, batch, *self._teacher)
+            if compare is not None:
+                compare(metrics)
+            # The devices work on this step while the metrics of the previous one are fetched and written.
+            report()
+            step += 1
+            pending = step, metrics
+            if trace.after(step, metrics):
+                directory = as_path(recipe.run_dir) / "profile"
+                self._console.print(f"wrote a trace to {directory}", highlight=False, soft_wrap=True)
+            stop = signals.stop_after(step)
+            due = recipe.eval is not None and (step % recipe.eval.every == 0 or step == steps)
+            if self._evaluator is not None and due:
+                report(evaluate=state)
+            if stop or step % recipe.checkpoint.every == 0 or step == steps:
+                # Metrics come first: a state with a loss that is not finite must not be saved.
+                report()
+                writer.flush()
+                self._save(step, state)
+            if stop and step < steps:
+                self._stop(step, signals)
+        report()
+        if self._saved != step:
+            self._save(step, state)
+        self._checkpoints.wait()
+        return state
+
+    def _finish(self, step: int, metrics: StepMetrics, evaluate: TrainState | None) -> Record:
+        """Waits for a step and checks it; adds the speed, and the held-out loss if a state is given."""
+        record = to_record(self._program.config, step, metrics)
+        if not is_finite(record):
+            raise Diverged(self._divergence(record))
+        seconds = time.monotonic() - self._clock
+        record["seconds"] = seconds
+        tokens, inputs = record["tokens"], record.get("input_tokens", 0)
+        record["tokens_per_second"] = (tokens + inputs) / seconds
+        record["flops_per_second"] = self._flops(tokens, inputs) / seconds
+        if self._peak is not None:
+            record["mfu"] = record["flops_per_second"] / self._peak
+        if evaluate is not None:
+            assert self._evaluator is not None
+            record["eval_loss"] = self._evaluator(self._evaluated(evaluate), self._frozen).nll
+            if not is_finite(record):
+                raise Diverged(self._divergence(record))
+        self._clock = time.monotonic()
+        self._last = record
+        return record
+
+    def _evaluated(self, state: TrainState) -> nnx.State:
+        """The parameters whose held-out loss is reported."""
+        if self._recipe.ema is None or not self._recipe.ema.evaluate:
+            return state.params
+        assert state.ema is not None
+        return in_dtypes_of(state.params, state.ema)
+
+    def _save(self, step: int, state: TrainState) -> None:
+        self._checkpoints.save(step, state, {"data": self._batches.position()})
+        self._saved = step
+        self._clock = time.monotonic()
+
+    def _say_stopping(self, name: str) -> None:
+        self._console.print(
+            f"{name}: saving a checkpoint after this step; a second one ends the run at once, without",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def _stop(self, step: int, signals: StopSignals) -> None:
+        assert signals.received is not None
+        self._checkpoints.wait()
+        name = signal.Signals(signals.received).name
+        self._console.print(
+            f"{name}: saved step {step} of {self._recipe.train.steps}; continue with: {self._continue_command}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise Stopped(signals.received)
+
+    def _divergence(self, record: Record) -> str:
+        last = self._checkpoints.latest_step()
+        held_out = f", the held-out loss {record['eval_loss']}" if "eval_loss" in record else ""
+        return (
+            f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}{held_out}; "
+            + (_go_on(as_path(self._recipe.run_dir), last) if last is not None else "no checkpoint had been saved yet")
+        )
+
+
+def _wandb_writer(recipe: Recipe) -> Callable[[], WandbWriter] | None:
+    mode = recipe.log.wandb
+    if mode == "off":
+        return None
+    config = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items()}
+    return lambda: WandbWriter(as_path(recipe.run_dir), mode=mode, project=recipe.log.wandb_project, config=config)
+
+
+def _go_on(run_dir: Path, step: int) -> str:
+    return (
+        f"the last good checkpoint is {run_dir / CHECKPOINTS / str(step)}; go on from it, or from an earlier one, with "
+        f"--restart {run_dir}@{step}, another run_dir, and a lower optimizer.learning_rate or --skip-batches"
+    )

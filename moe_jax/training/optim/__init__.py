@@ -1,0 +1,1 @@
+"""Optimizers by Optax, with rates of their own for groups of parameters."""

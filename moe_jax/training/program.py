@@ -1,0 +1,327 @@
+"""The parts of a run that need no weights: model, mesh, partition, optimizer and step.
+
+`loop` runs the step, and `compile_only` compiles the same step for absent hardware.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.core.errors import InputError
+from moe_jax.data.pair_batches import stack_pairs
+from moe_jax.data.sections import input_length
+from moe_jax.distributed.batch_placement import batch_sharding, check_batch_divides
+from moe_jax.distributed.sharding import make_mesh, path_name, state_shardings
+from moe_jax.experts import set_exchange
+from moe_jax.model_io.loading import abstract_model, disk_paths, load_model, may_be_cast
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.nn import Decoder
+from moe_jax.peft import split_model, trainable_paths
+from moe_jax.training.optim.optimizer import at_step, learning_rate, make_optimizer
+from moe_jax.training.optim.optimizer_state import Placed, state_specs
+from moe_jax.training.optim.parameter_groups import group_rates
+from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.step import StepMetrics, Teaching, TrainState, init_state, make_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A frozen model whose logits are distilled.
+
+    Attributes:
+      graphdef: of the teacher.
+      state: its abstract parameters, with shardings. Its dtypes are the config's; those of a checkpoint may differ.
+    """
+
+    graphdef: nnx.GraphDef
+    state: nnx.State
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A run without its weights and data.
+
+    Attributes:
+      config: of the model; its dtype is that of the trained parameters.
+      mesh: the devices.
+      model: the decoder with abstract parameters.
+      trainable: paths in memory of the trained parameters.
+      graphdef: of the model, for the states below.
+      optimizer: over the trained parameters.
+      state: abstract `TrainState`, every leaf with its sharding.
+      frozen: abstract state of the parameters that are not trained, with shardings. Its dtypes are the recipe's or the
+        config's; those of a checkpoint may differ.
+      step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`. Where there
+        is a teacher, its parameters are a fourth argument.
+      teacher: None: nothing is distilled.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    model: Decoder
+    trainable: frozenset[str]
+    graphdef: nnx.GraphDef
+    optimizer: optax.GradientTransformation
+    state: TrainState
+    frozen: nnx.State
+    step: Callable[..., tuple[TrainState, StepMetrics]]
+    teacher: Teacher | None = None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Abstract arguments of the step that come after the batch."""
+        return () if self.teacher is None else (self.teacher.state,)
+
+
+def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None) -> Mesh:
+    """The mesh of a recipe for a model; takes no time.
+
+    Args:
+      recipe: the run.
+      config: of the model.
+      devices: for the mesh; default all.
+
+    Raises:
+      InputError: if the model cannot be trained, or the mesh or the batch size do not fit.
+    """
+    config.check_scores_tokens("training")
+    if recipe.data.input_len is not None and not config.has_encoder:
+        raise InputError(f"data.input_len = {recipe.data.input_len} is for models with an encoder, which this has not")
+    mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
+    check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
+    if recipe.data.seq_len % mesh.shape["sequence"]:
+        raise InputError(
+            f"data.seq_len = {recipe.data.seq_len} is not divisible by mesh.sequence = {mesh.shape['sequence']}, which "
+            "splits every sequence"
+        )
+    return mesh
+
+
+def make_program(
+    recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None, *, teacher: ModelConfig | None = None
+) -> Program:
+    """Makes the program of a recipe for a model.
+
+    Args:
+      recipe: the run.
+      config: of the model.
+      devices: for the mesh; default all. May be those of a topology description.
+      teacher: config of the model that the recipe's `distill` names, if it does.
+
+    Raises:
+      InputError: a mesh, batch size, partition, teacher or parameter shape that does not fit.
+    """
+    assert (teacher is None) == (recipe.distill is None), "the teacher is the recipe's"
+    if teacher is not None:
+        check_teacher(config, teacher)
+    mesh = mesh_for(recipe, config, devices)
+    frozen_dtype = recipe.model.frozen_dtype or config.dtype
+    config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
+    model = abstract_model(config, compute_dtype=recipe.model.compute_dtype, remat=recipe.model.remat)
+    if recipe.model.exchange is not None:
+        set_exchange(model, recipe.model.exchange)
+    trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
+    graphdef, params, frozen = split_model(model, trainable)
+    groups = {path: disk_paths(config, path) for path in sorted(trainable)} if recipe.optimizer.groups else None
+    rates = None if groups is None else group_rates(recipe.optimizer, groups)
+    optimizer = make_optimizer(recipe.optimizer, _schedule(recipe), rates)
+    state = _abstract_state(params, optimizer, mesh, ema=recipe.ema is not None)
+    frozen = _with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
+    taught = None if teacher is None else _teacher(recipe, teacher, mesh)
+    arguments = (state, frozen, abstract_batch(recipe, config, mesh), *(() if taught is None else (taught.state,)))
+    replicated = NamedSharding(mesh, P())
+    step = jax.jit(
+        _make_step(recipe, config, graphdef, optimizer, taught),
+        donate_argnums=0,
+        in_shardings=tuple(map(_shardings, arguments)),
+        out_shardings=(_shardings(state), replicated),
+    )
+    return Program(config, mesh, model, trainable, graphdef, optimizer, state, frozen, step, taught)
+
+
+def check_teacher(config: ModelConfig, teacher: ModelConfig) -> None:
+    """Raises `InputError` unless a model can learn from the logits of another; one line says why."""
+    if config.has_encoder or teacher.has_encoder:
+        which = "distill.teacher" if teacher.has_encoder else "the model"
+        raise InputError(f"distill is for models without an encoder, and {which} has one")
+    teacher.check_scores_tokens("a teacher")
+    if (teacher.vocab_size, teacher.num_outputs) != (config.vocab_size, config.num_outputs):
+        raise InputError(
+            f"distill.teacher has a vocabulary of {teacher.num_outputs:,} tokens, the model one of "
+            f"{config.num_outputs:,}; a teacher needs the same vocabulary"
+        )
+
+
+def _teacher(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> Teacher:
+    model = abstract_model(config, compute_dtype=recipe.model.compute_dtype)
+    if recipe.model.exchange is not None:
+        set_exchange(model, recipe.model.exchange)
+    graphdef, state = nnx.split(model)
+    return Teacher(graphdef, _with_shardings(state, state_shardings(state, mesh)))
+
+
+def load_teacher(program: Program, source: ModelSource) -> nnx.State:
+    """The parameters of a program's teacher, on the mesh, as they are stored.
+
+    Raises:
+      InputError: if the source is incomplete, or its weights are not finite.
+    """
+    assert program.teacher is not None
+    return nnx.state(load_model(source, mesh=program.mesh, finite=True))
+
+
+def metrics_of(recipe: Recipe, program: Program, change: Callable[[Decoder], None]) -> Callable[..., StepMetrics]:
+    """The metrics of a step of a program whose model is changed, jitted; it updates nothing and donates nothing.
+
+    Args:
+      recipe: of the program.
+      program: is left as it is.
+      change: changes a model that it is given, but no parameter. A teacher stays as it is.
+    """
+    model = nnx.clone(program.model)
+    change(model)
+    graphdef, *_ = split_model(model, program.trainable)
+    step = _make_step(recipe, program.config, graphdef, program.optimizer, program.teacher)
+    return jax.jit(lambda *arguments: step(*arguments)[1])
+
+
+def _make_step(
+    recipe: Recipe,
+    config: ModelConfig,
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    teacher: Teacher | None,
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
+    teaching, section = None, recipe.distill
+    if section is not None and teacher is not None:
+        teaching = Teaching(teacher.graphdef, section.weight, section.temperature)
+    return make_step(
+        graphdef,
+        config,
+        optimizer,
+        _schedule(recipe),
+        seed=recipe.seed,
+        accumulation=recipe.train.accumulation,
+        ema_decay=None if recipe.ema is None else recipe.ema.decay,
+        teaching=teaching,
+    )
+
+
+def _schedule(recipe: Recipe) -> optax.Schedule:
+    return learning_rate(recipe.optimizer, recipe.schedule, recipe.schedule.steps or recipe.train.steps)
+
+
+def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of a recipe's batch for a model."""
+    like = stack_pairs(
+        [],
+        recipe.train.batch_size,
+        input_len=input_length(recipe.data) if config.has_encoder else None,
+        seq_len=recipe.data.seq_len,
+    )
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=batch_sharding(mesh, array.shape[1]))
+        for name, array in like.items()
+    }
+
+
+def initial_states(program: Program, recipe: Recipe, source: ModelSource | None) -> tuple[nnx.State, nnx.State]:
+    """Parameters before the first step, `(trained, frozen)`: from the source, or drawn with the recipe's seed.
+
+    Raises:
+      InputError: if the source is incomplete, or its weights are not finite or too large for the recipe's dtypes.
+    """
+    if recipe.model.init == "checkpoint":
+        assert source is not None
+        dtypes = recipe.model
+
+        def param_dtype(path: str) -> str | None:
+            return dtypes.param_dtype if path in program.trainable else dtypes.frozen_dtype
+
+        loaded = load_model(source, param_dtype=param_dtype, mesh=program.mesh, finite=True)
+        _, params, frozen = split_model(loaded, program.trainable)
+        return params, frozen
+
+    def draw() -> tuple[nnx.State, nnx.State]:
+        model = Decoder(program.config, rngs=nnx.Rngs(recipe.seed))
+        _, params, frozen = split_model(model, program.trainable)
+        return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), frozen, program.frozen)
+
+    shardings = (_shardings(program.state.params), _shardings(program.frozen))
+    return jax.jit(draw, out_shardings=shardings)()
+
+
+def draw_model(config: ModelConfig, seed: int) -> Decoder:
+    """New weights, those that `initial_states` draws, on one device."""
+    state = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(seed))))()
+    return nnx.merge(nnx.graphdef(abstract_model(config)), state)
+
+
+def first_state(program: Program, params: nnx.State) -> TrainState:
+    """The state before the first step; donates the buffers of `params`."""
+    ema = program.state.ema is not None
+    make = jax.jit(
+        lambda params: init_state(params, program.optimizer, ema=ema),
+        donate_argnums=0,
+        out_shardings=_shardings(program.state),
+    )
+    return make(params)
+
+
+def completed_state(program: Program, state: TrainState) -> TrainState:
+    """A state with what it lacks of that of the program. Donates the buffers.
+
+    Without an optimizer's state, the optimizer has seen no gradient yet, and the learning rate is that of the step; an
+    average that there was not begins with the parameters.
+    """
+
+    def make(state: TrainState) -> TrainState:
+        new = init_state(state.params, program.optimizer, ema=program.state.ema is not None)
+        if state.opt_state == ():
+            state = state._replace(opt_state=at_step(new.opt_state, state.step))
+        return state._replace(ema=new.ema) if state.ema is None else state
+
+    return jax.jit(make, donate_argnums=0, out_shardings=_shardings(program.state))(state)
+
+
+def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, ema: bool) -> TrainState:
+    """The train state with shardings; that of the optimizer lies as `state_specs` says."""
+    shardings = state_shardings(params, mesh)
+    replicated = NamedSharding(mesh, P())
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, ema=ema), params)
+    placed = {
+        path_name(path): Placed(leaf.shape, sharding.spec)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+        )
+    }
+    specs = state_specs(state.opt_state, placed)
+    moments = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
+    lying: Any = TrainState(cast(Any, replicated), shardings, moments, shardings if ema else None)
+    return _with_shardings(state, lying)
+
+
+def _cast(frozen: nnx.State, dtype: str) -> nnx.State:
+    """An abstract state in another dtype, except for leaves that may not be cast."""
+
+    def cast(path: tuple, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype if may_be_cast(path_name(path), leaf.dtype) else leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, frozen)
+
+
+def _with_shardings(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings
+    )
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)

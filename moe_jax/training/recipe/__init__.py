@@ -1,0 +1,1 @@
+"""Recipes: a training run described completely by one TOML file."""

@@ -1,0 +1,1 @@
+"""A training run on disk: its directory, checkpoints, continuation and restart."""

@@ -1,0 +1,151 @@
+"""Copies a checkpoint of a run, on disks and in buckets, from either to either.
+
+Runs on disks save arrays into a database, those in buckets into files, and a checkpoint that is copied into a bucket
+has files too. Of one in a bucket the arrays are copied by the names that their metadata imply, and not only by what a
+listing shows: a chunk that is missing from a copy would be read as zeros.
+"""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tensorstore
+
+from moe_jax.core.errors import InputError
+from moe_jax.files.byte_files import open_bytes
+from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.staging import sync, write_durably
+
+_STATE = "state"
+_AT_ONCE = 4  # files: each is in memory as a whole
+_METADATA = f"{_STATE}/_METADATA"
+_FIXED = ("_CHECKPOINT_METADATA", _METADATA)
+_DATABASE = f"{_STATE}/manifest.ocdbt"
+_OF_DATABASE = re.compile(rf"{_STATE}/(manifest\.ocdbt|d/.*|ocdbt\.process_.*)")
+_METADATA_OF_ARRAYS = f"{_STATE}/array_metadatas"
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Copies the folder of a checkpoint.
+
+    Args:
+      source: the folder, of a checkpoint that is complete.
+      target: where the copy is made; nothing is there.
+
+    Raises:
+      InputError: if something of the checkpoint is missing.
+      OSError: if a disk is full, or a bucket does not answer.
+    """
+    database = not isinstance(source, BucketPath) and isinstance(target, BucketPath) and (source / _DATABASE).is_file()
+    reads = _reads_of_database(source) if database else _reads_of_files(source)
+    names = sorted(reads)
+    folders = sorted({parent.as_posix() for name in names for parent in Path(name).parents})
+    for folder in folders:
+        if not isinstance(target, BucketPath):
+            (target / folder).mkdir(parents=True, exist_ok=True)
+        elif folder == "." or folder.count("/") == 0 or folder == _METADATA_OF_ARRAYS:
+            place = target / folder
+            assert isinstance(place, BucketPath)
+            place.objects.write(f"{place.key}/", b"")  # which is how Orbax knows a folder
+
+    def copy(name: str) -> None:
+        write_durably(target / name, reads[name]())
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(copy, names))
+    if not isinstance(target, BucketPath):
+        for folder in reversed(folders):
+            sync(target / folder)
+
+
+def bytes_of_checkpoint(source: Path) -> int:
+    """Bytes of the files of a checkpoint; of one in a bucket, of its arrays, uncompressed as they are stored."""
+    if not isinstance(source, BucketPath):
+        return sum((source / name).stat().st_size for name in _names_on_disk(source))
+    return sum(math.prod(array["shape"]) * _itemsize(array) for _, array in _arrays(source))
+
+
+def _reads_of_files(source: Path) -> dict[str, Callable[[], bytes]]:
+    """Name of every file -> reads it."""
+
+    def read(name: str) -> bytes:
+        with open_bytes(source / name) as file:
+            return file.read()
+
+    names = _names_in_bucket(source) if isinstance(source, BucketPath) else _names_on_disk(source)
+    return {name: partial(read, name) for name in names}
+
+
+def _reads_of_database(source: Path) -> dict[str, Callable[[], bytes]]:
+    """The files that there would be if the arrays were not in a database, each with what reads it."""
+    beside = {name: read for name, read in _reads_of_files(source).items() if not _OF_DATABASE.match(name)}
+    files = {"driver": "file", "path": f"{source / _STATE}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": files}).result()
+    keys = [key.decode() for key in store.list().result()]
+
+    def metadata() -> bytes:
+        tree = json.loads((source / _METADATA).read_bytes())
+        return json.dumps(tree | {"use_ocdbt": False}).encode()
+
+    def value(key: str) -> bytes:
+        return store.read(key).result().value
+
+    return beside | {f"{_STATE}/{key}": partial(value, key) for key in keys} | {_METADATA: metadata}
+
+
+def _names_on_disk(source: Path) -> list[str]:
+    return sorted(file.relative_to(source).as_posix() for file in source.rglob("*") if file.is_file())
+
+
+def _names_in_bucket(source: BucketPath) -> list[str]:
+    listed = {name for name in source.objects.names(source.key) if name and not name.endswith("/")}
+    known: set[str] = set(_FIXED)
+    for name, array in _arrays(source):
+        known.add(f"{_STATE}/{name}/zarr.json")
+        known |= {f"{_STATE}/{name}/{chunk}" for chunk in _chunks(array)}
+    for optional in ("commit_success.txt", "orbax.checkpoint", f"{_STATE}/_sharding"):
+        known |= {optional} if (source / optional).is_file() else set()
+    for process in itertools.count():
+        if not (source / _METADATA_OF_ARRAYS / f"process_{process}").is_file():
+            break
+        known.add(f"{_METADATA_OF_ARRAYS}/process_{process}")
+    unseen = sorted(known - listed)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        there = list(pool.map(lambda name: (source / name).is_file(), unseen))
+    missing = [name for name, is_there in zip(unseen, there, strict=True) if not is_there]
+    if missing:
+        raise InputError(f"{source} is not complete: {missing[0]} is missing")
+    return sorted(known | listed)
+
+
+def _arrays(source: BucketPath) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The arrays of a checkpoint with their metadata."""
+    try:
+        tree = json.loads((source / _METADATA).read_bytes())
+        names = ["/".join(part["key"] for part in leaf["key_metadata"]) for leaf in tree["tree_metadata"].values()]
+        objects = source.objects.read_many(f"{source.key}/{_STATE}/{name}/zarr.json" for name in names)
+        for name, found in zip(names, objects.values(), strict=True):
+            if found is None:
+                raise InputError(f"{source} is not complete: {_STATE}/{name}/zarr.json is missing")
+            yield name, json.loads(found.content)
+    except (FileNotFoundError, KeyError, TypeError, AttributeError, ValueError):
+        raise InputError(f"{source} is damaged: its metadata do not say which arrays it has") from None
+
+
+def _chunks(array: dict[str, Any]) -> Iterator[str]:
+    """The names of the chunks of an array."""
+    shape, chunk = array["shape"], array["chunk_grid"]["configuration"]["chunk_shape"]
+    counts = [-(-axis // part) for axis, part in zip(shape, chunk, strict=True)]
+    for index in itertools.product(*map(range, counts)):
+        yield "/".join(["c", *map(str, index)])
+
+
+def _itemsize(array: dict[str, Any]) -> int:
+    bits = "".join(character for character in array["data_type"] if character.isdigit())
+    return max(1, int(bits or 8) // 8)

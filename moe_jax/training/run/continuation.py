@@ -1,0 +1,216 @@
+"""What must stay the same when a run is continued or restarted: keys of its recipe, and the contents of its files.
+
+`run.json` in the run directory says what the run stands on, by content, so that the run, its model and its data can be
+moved.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_jax.core.errors import InputError, raise_if_any, shown
+from moe_jax.data.ranges import at_least
+from moe_jax.data.sources.text_files import find_files
+from moe_jax.data.tokens.tokenizer import tokenizer_identity
+from moe_jax.files.fingerprint import fingerprint_contents
+from moe_jax.files.json_toml import read_json_object
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.staging import replace_file
+from moe_jax.files.strict import parse, without_format
+from moe_jax.model_io.model_reference import ModelReference
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig, config_to_json
+from moe_jax.training.recipe import recipe_toml
+from moe_jax.training.recipe.schema import Recipe
+
+# Keys that may differ between a run and its continuation, because they do not change what a step computes.
+# (Another mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
+CHANGEABLE = (
+    "train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "ema.evaluate", "ema.export",
+)  # fmt: skip
+# Paths may differ too: `RunRecord` compares what is there.
+_PLACES = (
+    "run_dir", "model.path", "model.base", "model.config", "data.tokenizer", "data.chat_template", "distill.teacher",
+)  # fmt: skip
+
+# What a restart may change besides.
+_RESTARTABLE = ("optimizer.", "schedule.", "ema.")
+
+RECORD = "run.json"
+_FORMAT = "moe_jax.run"
+_VERSION = 1
+
+
+def with_horizon(recipe: Recipe, before: Recipe | None = None) -> Recipe:
+    """The recipe with `schedule.steps` filled in: as given, else that of the run it continues, else `train.steps`."""
+    steps = recipe.schedule.steps
+    if steps is None:
+        begun = before or recipe
+        steps = begun.schedule.steps or begun.train.steps
+    return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, steps=steps))
+
+
+def changed_keys(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Key -> value before and now, of all keys that change what a step computes."""
+    old, new = _comparable(before), _comparable(now)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(CHANGEABLE)
+    }
+
+
+def check_continues(before: Recipe, now: Recipe) -> None:
+    """Raises `InputError` if `now` differs from the run it continues in keys that must not change; names them."""
+    changed = changed_keys(before, now)
+    if changed:
+        restartable = all(key.startswith(_RESTARTABLE) for key in changed)
+        instead = "begin a new run with --restart" if restartable else "choose another run_dir"
+        raise InputError(
+            f"cannot continue {now.run_dir} with a changed recipe: {_in_words(changed)}; undo the change, or {instead}"
+        )
+
+
+def check_restarts(before: Recipe, now: Recipe) -> None:
+    """Raises `InputError` if `now` differs from the run it restarts in other keys than those of the optimizer."""
+    changed = {key: pair for key, pair in changed_keys(before, now).items() if not key.startswith(_RESTARTABLE)}
+    if changed:
+        raise InputError(
+            f"cannot restart with a changed recipe: {_in_words(changed)}; a restart may change optimizer, schedule and "
+            "ema"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restart:
+    """That a run began with a checkpoint of another run.
+
+    Attributes:
+      run: where the other run was.
+      step: of the checkpoint.
+      skipped_batches: batches that were left out after it.
+      changed: key of the recipe -> value before and after.
+    """
+
+    run: str
+    step: int
+    skipped_batches: int
+    changed: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "step", "skipped_batches")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a run stands on.
+
+    Attributes:
+      source: the model that the recipe names; None if it names a config alone.
+      config: of the model, as `config_to_json` gives it.
+      tokenizer: a SHA-256 of the tokenizer.
+      data: SHA-256s of the files of every source, sampled as in `fingerprint`.
+      restarts: the last one is this run's, the others are those of the run that it began with.
+      teacher: whose logits are distilled; None: nobody's.
+    """
+
+    source: ModelReference | None
+    config: Mapping[str, Any]
+    tokenizer: str
+    data: tuple[str, ...]
+    restarts: tuple[Restart, ...] = ()
+    teacher: ModelReference | None = None
+
+
+def make_record(
+    recipe: Recipe,
+    config: ModelConfig,
+    source: ModelSource | None,
+    tokenizer: Path,
+    teacher: ModelSource | None = None,
+) -> RunRecord:
+    """The record of a run that begins now. Reads samples of all files."""
+    run_dir = as_path(recipe.run_dir)
+    return RunRecord(
+        source=None if source is None else ModelReference.to(source, run_dir),
+        config=json.loads(json.dumps(config_to_json(config))),
+        tokenizer=tokenizer_identity(tokenizer, recipe.data.chat_template),
+        data=tuple(fingerprint_contents(find_files(section.path)) for section in recipe.data.sources),
+        teacher=None if teacher is None else ModelReference.to(teacher, run_dir),
+    )
+
+
+def described_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Key -> value of all that processes of one run must have alike: not where each finds its files."""
+    return _comparable(recipe)
+
+
+def described_record(record: RunRecord) -> dict[str, Any]:
+    """The contents that a run stands on: what processes of one run must have alike."""
+    described: dict[str, Any] = {f"the content of data.sources[{i}]": sha for i, sha in enumerate(record.data)}
+    described |= {"the tokenizer": record.tokenizer, "the model's config": record.config}
+    return described | {"the model": _identity(record.source), "the teacher": _identity(record.teacher)}
+
+
+def check_same(before: RunRecord, now: RunRecord, recipe: Recipe) -> None:
+    """Raises `InputError` unless a run is continued over the same model, tokenizer and data; names what changed."""
+    problems = []
+    if _identity(before.source) != _identity(now.source):
+        problems.append(f"{recipe.model.path or recipe.model.config} is not the model that it was begun with")
+    elif before.config != now.config:
+        problems.append(f"{recipe.model.path or recipe.model.config} describes another model than at its beginning")
+    if recipe.distill is not None and _identity(before.teacher) != _identity(now.teacher):
+        problems.append(f"{recipe.distill.teacher} is not the teacher that it was begun with")
+    if before.tokenizer != now.tokenizer:
+        problems.append(f"{recipe.data.tokenizer or 'the tokenizer of the model'} is not the tokenizer that it had")
+    problems += [
+        f"{section.path} holds other data than at its beginning"
+        for section, old, new in zip(recipe.data.sources, before.data, now.data, strict=False)
+        if old != new
+    ]
+    raise_if_any(problems, f"cannot continue {recipe.run_dir}: put back what was there, or choose another run_dir")
+
+
+def read_record(run_dir: Path) -> RunRecord | None:
+    """The record in a run directory; None if the run was not begun.
+
+    Raises:
+      InputError: if it cannot be read.
+    """
+    file = as_path(run_dir) / RECORD
+    if not file.is_file():
+        return None
+    fields = without_format(read_json_object(file, allow=("nonfinite",)), _FORMAT, _VERSION, where=str(file))
+    return parse(RunRecord, fields, where=str(file), language="JSON")
+
+
+def write_record(run_dir: Path, record: RunRecord) -> None:
+    """Writes the record into a run directory."""
+    content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(record)}
+    replace_file(as_path(run_dir) / RECORD, json.dumps(content, indent=2).encode())
+
+
+def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} (was {shown(old)}, is {shown(new)})" for key, (old, new) in changed.items())
+
+
+def _comparable(recipe: Recipe) -> dict[str, Any]:
+    """Keys and values without paths, but with what follows from them: the formats of sources."""
+    flat = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items() if key not in _PLACES}
+    return flat | {"data.sources": _described(recipe)}
+
+
+def _described(recipe: Recipe) -> Sequence[dict[str, Any]]:
+    sources = recipe.data.sources
+    return [
+        {"format": source.form, "weight": source.weight, "separator": source.separator}
+        | ({"fields": dataclasses.asdict(source.fields)} if source.fields else {})
+        | ({"chat": True} if source.chat else {})
+        for source in sources
+    ]
+
+
+def _identity(reference: ModelReference | None) -> str | None:
+    return None if reference is None else reference.fingerprint

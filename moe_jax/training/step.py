@@ -1,0 +1,245 @@
+"""One training step as a pure function of (state, frozen parameters, batch)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from moe_jax.distributed.sharding import batch_spec
+from moe_jax.evaluation.forward import Batch, run_to_head
+from moe_jax.functional.rounding import round_stochastically
+from moe_jax.models import ModelConfig
+from moe_jax.nn import auxiliary_loss
+from moe_jax.nn.router_stats import StackedStats
+from moe_jax.training.accumulation import sum_of_gradients
+from moe_jax.training.optim.average import first_average, next_average
+
+# Separates the random keys of steps from those of initial parameters, which come from the same seed.
+_STEPS = 0x57E95
+# Folded into the key of a step, as the numbers of its microbatches are.
+_ROUNDING = 0x7FFFFFFF
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes.
+
+    Attributes:
+      step: optimizer steps done.
+      params: trained parameters (`nnx.State`).
+      opt_state: the optimizer's.
+      ema: the moving average of `params`, float32; None: the recipe asks for none.
+    """
+
+    step: Int[Array, ""]
+    params: nnx.State
+    opt_state: optax.OptState
+    ema: nnx.State | None = None
+
+
+class StepMetrics(NamedTuple):
+    """The metrics of a step; float32 scalars, except for the router statistics.
+
+    Attributes:
+      loss: mean negative log-likelihood of the scored tokens, before the update.
+      auxiliary: the sum of the auxiliary losses, with their coefficients (methods.md 1).
+      distillation: mean of what the scored tokens diverge from the teacher, times the squared temperature, and without
+        the weight that it has in the loss (methods.md 9); None: there is no teacher.
+      grad_norm: global norm of the gradient, before clipping.
+      learning_rate: of this step.
+      scored: tokens scored.
+      tokens: tokens that are not padding, the encoder's inputs aside.
+      input_tokens: tokens of the encoder's inputs that are not padding; 0 without an encoder.
+      cut: how many inputs and targets of pairs were cut; zeros without an encoder.
+      router: statistics of every router, means over the microbatches.
+    """
+
+    loss: Float[Array, ""]
+    auxiliary: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+    scored: Float[Array, ""]
+    tokens: Int[Array, ""]
+    input_tokens: Int[Array, ""]
+    cut: Int[Array, "2"]
+    router: StackedStats
+    distillation: Float[Array, ""] | None = None
+
+
+class Teaching(NamedTuple):
+    """A teacher whose logits are distilled, but for its parameters.
+
+    Attributes:
+      graphdef: of the teacher; its parameters are an argument of the step.
+      weight: of the divergence from it in the loss, in (0, 1].
+      temperature: of the logits.
+    """
+
+    graphdef: nnx.GraphDef
+    weight: float
+    temperature: float
+
+
+def init_state(params: nnx.State, optimizer: optax.GradientTransformation, *, ema: bool = False) -> TrainState:
+    """The state before the first step; with `ema`, an average is kept."""
+    average = first_average(params) if ema else None
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
+
+
+def make_step(
+    graphdef: nnx.GraphDef,
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    *,
+    seed: int = 0,
+    accumulation: int = 1,
+    ema_decay: float | None = None,
+    teaching: Teaching | None = None,
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
+    """Makes the step; jit it with the state donated.
+
+    The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed
+    in, plus the auxiliary losses (their mean over the microbatches). Gradients are added up in float32.
+
+    Everything random depends only on the seed and the numbers of the step and the microbatch: it is the same after an
+    interruption and on every mesh.
+
+    Args:
+      graphdef: from `peft.split_model`.
+      config: of the model.
+      optimizer: over the trained parameters.
+      schedule: learning rate by steps done, as the optimizer uses it (reported only).
+      seed: of everything random in a step (the noise of routers).
+      accumulation: number of microbatches, a divisor of B.
+      ema_decay: of the average, if the state has one.
+      teaching: a teacher; its parameters are then a fourth argument of the step, which leaves them as they are.
+    """
+
+    loss_of = make_loss(graphdef, config, accumulation=accumulation, teaching=teaching)
+
+    def step(
+        state: TrainState, frozen: nnx.State, batch: Batch, teacher: nnx.State | None = None
+    ) -> tuple[TrainState, StepMetrics]:
+        scored = jnp.sum(batch["weights"])
+        # A batch that consists only of prompts has loss 0 and gradient 0 instead of 0/0.
+        divisor = jnp.maximum(scored, 1.0)
+        key = step_key(seed, state.step)
+
+        def loss_of_micro(params: nnx.State, scanned: tuple[Batch, Array | int]) -> tuple:
+            micro, index = scanned
+            return loss_of(params, frozen, micro, divisor, jax.random.fold_in(key, index), teacher)
+
+        if accumulation == 1:
+            found = jax.grad(loss_of_micro, has_aux=True)(state.params, (batch, 0))
+            grads, (loss, auxiliary, router, distillation) = found
+            grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
+        else:
+            microbatches = {key: split_batch(array, accumulation) for key, array in batch.items()}
+            numbered = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
+            grads, (losses, auxiliaries, stats, divergences) = sum_of_gradients(loss_of_micro, state.params, numbered)
+            loss, auxiliary = jnp.sum(losses), jnp.sum(auxiliaries)
+            distillation = None if divergences is None else jnp.sum(divergences)
+            router = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), stats)
+
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = StepMetrics(
+            loss=loss,
+            auxiliary=auxiliary,
+            grad_norm=optax.tree.norm(grads),
+            learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
+            scored=scored,
+            tokens=jnp.sum(batch["segment_ids"] > 0),
+            input_tokens=jnp.sum(batch["inputs_valid"]) if "inputs" in batch else jnp.zeros((), jnp.int32),
+            cut=jnp.sum(batch["cut"], axis=0) if "cut" in batch else jnp.zeros(2, jnp.int32),
+            router=router,
+            distillation=distillation,
+        )
+        params = updated(state.params, updates, jax.random.fold_in(key, _ROUNDING))
+        average = state.ema
+        if average is not None:
+            assert ema_decay is not None
+            average = next_average(average, params, state.step + 1, ema_decay)
+        return TrainState(state.step + 1, params, opt_state, average), metrics
+
+    return step
+
+
+def make_loss(
+    graphdef: nnx.GraphDef, config: ModelConfig, *, accumulation: int = 1, teaching: Teaching | None = None
+) -> Callable[..., tuple]:
+    """Makes the loss of a microbatch, which a step differentiates by its first argument.
+
+    Args:
+      graphdef, config, accumulation, teaching: see `make_step`.
+
+    Returns:
+      `(params, frozen, batch, scored, key, teacher) -> (loss, (cross-entropy of the tokens, auxiliary losses, router
+      statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `teacher`
+      has the parameters of one, or is None, as the divergence then is.
+    """
+
+    def microbatch_loss(
+        params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array, teacher: nnx.State | None = None
+    ) -> tuple[Array, tuple]:
+        model = nnx.merge(graphdef, params, frozen)
+        out = run_to_head(model, batch, key)
+        # The divisor is part of the weights: so the gradient is made as it is, and not rounded before it is divided.
+        if teaching is None:
+            loss = model.weighted_loss(out.x, batch["targets"], batch["weights"] / scored)
+            auxiliary = auxiliary_loss(config, out.router) / accumulation
+            return loss + auxiliary, (loss, auxiliary, out.router, None)
+        right = nnx.merge(teaching.graphdef, teacher)
+        losses = model.distilled_loss(
+            out.x,
+            batch["targets"],
+            batch["weights"] / scored,
+            teacher=right,
+            # Without a key: as at evaluation, nothing that it does is random.
+            teacher_x=run_to_head(right, batch).x,
+            weight=teaching.weight,
+            temperature=teaching.temperature,
+        )
+        auxiliary = auxiliary_loss(config, out.router) / accumulation
+        return losses.total + auxiliary, (losses.cross_entropy, auxiliary, out.router, losses.divergence)
+
+    return microbatch_loss
+
+
+def updated(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:
+    """Parameters after an update; those in bfloat16, most of whose updates are less than its steps, are rounded
+    stochastically.
+
+    Args:
+      params: of the model.
+      updates: float32.
+      key: of the rounding.
+    """
+
+    def one(number: int, param: Array, update: Array) -> Array:
+        moved = param.astype(jnp.float32) + update
+        if param.dtype == jnp.bfloat16:
+            return round_stochastically(moved, jax.random.fold_in(key, number))
+        return moved.astype(param.dtype)
+
+    leaves, structure = jax.tree.flatten(params)
+    moved = [one(number, *pair) for number, pair in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True))]
+    return jax.tree.unflatten(structure, moved)
+
+
+def step_key(seed: int, step: int | Int[Array, ""]) -> Array:
+    """The random key of the step that follows `step` steps."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)
+
+
+def split_batch(array: Array, parts: int) -> Array:
+    """`[B, T]` to `[parts, B / parts, T]`; part p takes rows p, p + parts, ..., so that no row changes its device."""
+    rows, length = array.shape
+    microbatches = array.reshape(rows // parts, parts, length).swapaxes(0, 1)
+    if jax.sharding.get_abstract_mesh().empty:
+        return microbatches
+    return jax.lax.with_sharding_constraint(microbatches, P(None, *batch_spec()))

@@ -1,0 +1,153 @@
+"""Experts from several models, and the mean of these for all else (Branch-Train-MiX; methods.md 2.6)."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tokenizers
+
+from moe_jax.core.errors import InputError, first_sentence, shown
+from moe_jax.files.regular_files import read_regular
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.tokenizer_files import TOKENIZER
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig
+
+# What does not change what a model of given leaves computes for a row of tokens.
+_OF_NO_MATTER = frozenset(("family", "dtype", "bos_id", "eos_ids", "foreign"))
+_MAX_BYTES = 64 << 20  # of a file of a tokenizer
+
+
+class LazyLeaves(Mapping[str, np.ndarray]):
+    """Leaves that are read each time that they are asked for, so that none stays in memory."""
+
+    def __init__(self, paths: Iterable[str], read: Callable[[str], np.ndarray]):
+        """`read` is asked for these `paths`."""
+        self._paths, self._read = dict.fromkeys(paths), read
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        if path not in self._paths:
+            raise KeyError(path)
+        return self._read(path)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._paths
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+class Branches:
+    """Models of one architecture, trained apart, that are read as the parts of an MoE. Leaves get the base's dtypes."""
+
+    def __init__(self, base: ModelSource, models: Sequence[ModelSource], rest_from: Literal["mean", "base"]):
+        """Reads no weights.
+
+        Args:
+          base: the model that is upcycled.
+          models: one for every copy of the FFN.
+          rest_from: what becomes of all that is no expert: the mean over the models, or the base's.
+
+        Raises:
+          InputError: if a model has another architecture or tokenizer than the base.
+        """
+        for model in models:
+            _check_alike(base, model)
+        self._base, self._models, self._rest_from = base, models, rest_from
+        self._dtypes = {path: spec.dtype for path, spec in base.specs().items()}
+
+    def read(self, path: str) -> np.ndarray:
+        """A leaf of what is no expert. Leaves of the models are added up one after the other, in float32."""
+        if self._rest_from == "base":
+            return self._base.read(path)
+        total = self._models[0].read(path).astype(np.float32)
+        for model in self._models[1:]:
+            total += model.read(path).astype(np.float32)
+        total /= np.float32(len(self._models))
+        return total.astype(self._dtypes[path])
+
+    def ffn(self, prefix: str, names: Iterable[str]) -> Mapping[str, np.ndarray]:
+        """The FFN that is no expert, by the `names` of leaves below `prefix`."""
+        return LazyLeaves(names, lambda name: self.read(prefix + name))
+
+    def ffns(self, prefix: str, names: Iterable[str]) -> list[Mapping[str, np.ndarray]]:
+        """The FFN of every model, by the `names` of leaves below `prefix`."""
+        names = tuple(names)
+
+        def of(model: ModelSource) -> Mapping[str, np.ndarray]:
+            return LazyLeaves(names, lambda name: model.read(prefix + name).astype(self._dtypes[prefix + name]))
+
+        return [of(model) for model in self._models]
+
+
+def _check_alike(base: ModelSource, model: ModelSource) -> None:
+    """Raises `InputError`, with what differs first, unless a model has the architecture and tokenizer of the base."""
+    where = f"--experts-from {model.path}"
+    different = _difference(_comparable(base.config), _comparable(model.config))
+    if different is None:
+        ours, theirs = ({path: spec.shape for path, spec in one.specs().items()} for one in (base, model))
+        different = _difference(ours, theirs)
+    if different is not None:
+        raise InputError(f"{where} has another architecture than {base.path}: {different}")
+    different = _other_tokens(base, model)
+    if different is not None:
+        raise InputError(f"{where} has another tokenizer than {base.path}: {different}; ids must mean the same in both")
+
+
+def _comparable(config: ModelConfig) -> dict[str, Any]:
+    fields = dataclasses.asdict(config)
+    return {name: value for name, value in fields.items() if name not in _OF_NO_MATTER}
+
+
+def _difference(ours: Any, theirs: Any, name: str = "") -> str | None:
+    """The first entry in which two nested values differ; None: they are equal."""
+    if ours == theirs:
+        return None
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        point = f"{name}." if name else ""
+        pairs = [(f"{point}{key}", ours.get(key), theirs.get(key)) for key in dict.fromkeys((*ours, *theirs))]
+    elif isinstance(ours, tuple) and isinstance(theirs, tuple):
+        if len(ours) != len(theirs):
+            return f"{len(theirs)} {name}, not {len(ours)}"
+        pairs = [(f"{name}[{i}]", one, other) for i, (one, other) in enumerate(zip(ours, theirs, strict=True))]
+    for inner, one, other in pairs:
+        found = _difference(one, other, inner)
+        if found is not None:
+            return found
+    return f"{name} is {shown(theirs)}, not {shown(ours)}"
+
+
+def _other_tokens(base: ModelSource, model: ModelSource) -> str | None:
+    """In what the tokenizers of two models differ; None: in nothing that ids mean, or one of them has none."""
+    ours, theirs = ({file.name: as_path(file) for file in one.tokenizer_files} for one in (base, model))
+    for name in sorted(ours.keys() & theirs.keys()):
+        if name != TOKENIZER and not name.endswith((".model", ".tiktoken")):
+            continue  # templates and settings may differ between models of one vocabulary
+        first, second = (read_regular(files[name], max_bytes=_MAX_BYTES) for files in (ours, theirs))
+        if first == second:
+            continue
+        if name != TOKENIZER:
+            return f"{name} is another file"
+        first, second = _vocabulary(first, ours[name]), _vocabulary(second, theirs[name])
+        for token in dict.fromkeys((*first, *second)):
+            if first.get(token) != second.get(token):
+                return f"the token {shown(token)} is {_id(second, token)}, not {_id(first, token)}"
+    return None
+
+
+def _vocabulary(content: bytes, file: object) -> dict[str, int]:
+    """Tokens and their ids, in the order of these; the library has another order every time."""
+    try:
+        vocabulary = tokenizers.Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises Exception itself
+        raise InputError(f"{file} is not a tokenizer: {first_sentence(error)}") from None
+    return dict(sorted(vocabulary.items(), key=lambda entry: entry[1]))
+
+
+def _id(vocabulary: Mapping[str, int], token: str) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "unknown"

@@ -1,0 +1,330 @@
+"""Converts a dense model to an MoE model, layer by layer."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.checks.predictions import ProbeText, TextComparison
+from moe_jax.checks.probe import Probe
+from moe_jax.checks.step0 import Step0, probe_tokens
+from moe_jax.core.counting import count_bytes, count_parameters
+from moe_jax.core.errors import InputError, raise_if_any
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.distributed.processes import check_equal, first_decides
+from moe_jax.files.staging import check_target
+from moe_jax.model_io.in_memory import Destination, ModelWriter, open_writer
+from moe_jax.model_io.leaves_to_write import dealt
+from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.over_base import LeavesOverBase
+from moe_jax.model_io.tuned_base import base_leaf, is_tuned, kernel_of, own_leaves
+from moe_jax.models import ModelConfig, config_to_json
+from moe_jax.peft.initial import initial_leaf
+from moe_jax.peft.parameter_sizes import parameter_sizes
+from moe_jax.upcycling.branches import Branches
+from moe_jax.upcycling.copies import MATRICES
+from moe_jax.upcycling.leaves import moe_leaves
+from moe_jax.upcycling.options import (
+    UpcycleOptions,
+    keeps_the_function,
+    prompt_problems,
+    upcycled_config,
+    why_different,
+)
+from moe_jax.upcycling.prompted_router import Prompt, router_kernels
+
+Specs = dict[str, jax.ShapeDtypeStruct]
+
+
+class Stored(NamedTuple):
+    """Size of a model: number of parameters (see `parameter_sizes`), and bytes of all leaves as loaded."""
+
+    params: int
+    bytes: int
+
+
+class Upcycled(NamedTuple):
+    """The result of `upcycle`.
+
+    Attributes:
+      config: of the new model.
+      dense, upcycled: sizes of the model before and after.
+      own: size of what an adapter directory stores itself; None if a model directory was written.
+      step0: comparison of the MoE with the dense model, or, with NF4 kernels, with the dense model in NF4; None if it
+        was not asked for.
+      differs: why the MoE is not meant to begin with the dense model's logits; None: it is.
+      quantization: comparison of the dense model in NF4 with the dense model; None if there are no NF4 kernels.
+      on_text: the same on the text that was given; None if there was none.
+    """
+
+    config: ModelConfig
+    dense: Stored
+    upcycled: Stored
+    own: Stored | None = None
+    step0: Step0 | None = None
+    differs: str | None = None
+    quantization: Step0 | None = None
+    on_text: TextComparison | None = None
+
+
+def upcycle(
+    source: ModelSource,
+    dst: Destination,
+    options: UpcycleOptions,
+    *,
+    seed: int = 0,
+    check: bool = True,
+    text: ProbeText | None = None,
+    experts_from: Sequence[ModelSource] = (),
+    prompts: Sequence[Prompt] = (),
+    allow_nonfinite: bool = False,
+    described: Mapping[str, Any],
+    progress: Progress = no_progress,
+) -> Upcycled:
+    """Makes an MoE of a dense model. One layer at a time is in memory.
+
+    Of several processes that make the same call, each makes its own layers. The first compares the models, for which
+    a layer needs what the one before it gives, and the others wait.
+
+    The output is a model directory, or for adapter experts over a frozen model (PESC) an adapter directory that refers
+    to the source.
+
+    Args:
+      source: the dense model.
+      dst: the directory to write, or memory.
+      options: the MoE to make.
+      seed: of routers, factors and positions; the same seed gives the same weights.
+      check: whether to compare the logits of the written model with the source's before it appears at `dst`. Where they
+        are not meant to be equal, the difference is measured and nothing refused.
+      experts_from: the models that experts are from, as many as `options.start.models`; the others' dtypes are the
+        source's.
+      prompts: texts that the routers are made from, one for each copy of the FFN; none: routers are random.
+      text: of a model with NF4 kernels, to tell what these change in its predictions.
+      allow_nonfinite: go on where weights are not finite.
+      described: the options as the user gave them, for the lineage.
+      progress: called after every layer.
+
+    Returns:
+      Sizes, and in the first process what the comparison found.
+
+    Raises:
+      InputError: if the source is an MoE, the options do not fit it, `dst` exists, weights are not finite, the check
+        does not fit into this machine's memory, or the logits differ. Nothing is left behind.
+      OSError: if the disk is full. The same call goes on with what is done.
+    """
+    if isinstance(dst, Path):
+        first_decides(lambda: check_target(dst, buckets=True))
+    config = upcycled_config(source.config, options)
+    assert len(experts_from) == options.start.models, "the options say how many models there are"
+    branches = Branches(source, experts_from, options.start.rest_from) if experts_from else None
+    if seed < 0:
+        raise InputError(f"seed={seed} must not be negative")
+    specs = upcycled_specs(config, source.specs())
+    differs = why_different(options, [specs[path].dtype for path in specs if path.endswith("/down/kernel")])
+    if check and not keeps_the_function(options) and options.start.granularity == 1:
+        raise InputError(_why_not_equal(options))
+    described = {**described, "allow_nonfinite": allow_nonfinite}
+    routers: dict[int, np.ndarray] = {}
+    if prompts:
+        raise_if_any(prompt_problems(options, len(prompts)), "routers from texts")
+        described["router_tokens"] = [prompt.fingerprint() for prompt in prompts]
+        routers = router_kernels(source, prompts, config.moe_layers, progress)
+    sources = [source, *experts_from]
+    lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("upcycle", described, sources))]
+    check_equal({"the options": {name: str(value) for name, value in described.items()}, "seed": seed})
+    check_equal({"the new model": config_to_json(config)})
+    base = source if config.frozen_base else None
+    writer = open_writer(
+        dst,
+        config,
+        base=base,
+        tokenizer_files=source.tokenizer_files,
+        lineage=lineage,
+        resume=True,
+        allow_nonfinite=allow_nonfinite,
+    )
+    probe: Probe | None = None
+
+    def make_probe() -> None:
+        nonlocal probe
+        probe = Probe(source, config, specs, seed, text=text, allow_nonfinite=allow_nonfinite)
+
+    if check:
+        first_decides(make_probe)
+    result = Upcycled(config, *_sizes(source, config, specs), differs=differs)
+    with writer:
+        if options.bank.form.beside_base_model:
+            _write_adapter_experts(source, config, writer, seed, progress)
+        else:
+            _write_layers(source, branches, routers, config, options, writer, seed, progress)
+        if check:
+            written = writer.read_back()
+
+            def compare() -> None:
+                nonlocal result
+                assert probe is not None
+                read = LeavesOverBase(config, source, written).read if config.frozen_base else written.read
+                result = result._replace(**probe.compare(read, progress, may_differ=differs is not None)._asdict())
+
+            first_decides(compare)
+        writer.lineage[-1]["measured"] = _measured(result)
+    return result
+
+
+def _why_not_equal(options: UpcycleOptions) -> str:
+    if options.universal == "none":
+        what = f"gate {options.gate!r} with top_k={options.top_k} of {options.num_experts} experts"
+        instead = "gate 'topk_softmax'"
+    else:
+        what, instead = f"universal {options.universal!r}", "universal 'coder'"
+    return (
+        f"{what} has weights that do not sum to 1, so the MoE cannot equal the dense model at step 0; use {instead}, "
+        "or --no-step0-check if that is meant"
+    )
+
+
+def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct]) -> Specs:
+    """Shapes and dtypes of the leaves that are written.
+
+    Args:
+      config: of the upcycled model.
+      dense: leaf path -> shape and dtype of the dense model as stored. Its dtypes are kept; new leaves have those of
+        the FFN, except that adapters and LoRA have that of the config.
+    """
+
+    tuned = is_tuned(config)
+
+    def stored(path: str, spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if path in dense:
+            return dense[path]
+        if tuned:
+            source = base_leaf(config, path)
+            return spec if source is None or kernel_of(path) is not None else dense[source]
+        if not jnp.issubdtype(spec.dtype, jnp.floating):
+            return spec
+        layer, below = path.split("/mlp/")
+        matrix = next((name for name in MATRICES if f"/{name}/" in below), "up")
+        kind = "bias" if below.endswith("/bias") else "kernel"
+        return jax.ShapeDtypeStruct(spec.shape, dense[f"{layer}/mlp/{matrix}/{kind}"].dtype)
+
+    return {path: stored(path, spec) for path, spec in leaf_specs(config).items()}
+
+
+def _write_layers(
+    source: ModelSource,
+    branches: Branches | None,
+    routers: Mapping[int, np.ndarray],
+    config: ModelConfig,
+    options: UpcycleOptions,
+    writer: ModelWriter,
+    seed: int,
+    progress: Progress,
+) -> None:
+    read = source.read if branches is None else branches.read
+    by_layer, new = _by_layer(leaf_specs(source.config)), _by_layer(writer.expected)
+
+    def copy(paths: Iterable[str]) -> None:
+        for path in paths:
+            if path not in writer.done and writer.mine(path):
+                writer.write({path: read(path)})
+
+    upcycled = {str(i) for i in config.moe_layers}
+    _deal(writer, upcycled, leaf_specs(config))
+    copy(by_layer.pop(""))
+    for done, (layer, paths) in enumerate(by_layer.items(), start=1):
+        prefix = f"layers/{layer}/mlp/"
+        replaced = [path for path in paths if path.startswith(prefix)] if layer in upcycled else []
+        copy(path for path in paths if path not in replaced)
+        missing = [path for path in new[layer] if path not in writer.done and writer.mine(path)]
+        if replaced and any(path.startswith(prefix) for path in missing):
+            names = [path.removeprefix(prefix) for path in replaced]
+            ffn: Mapping[str, np.ndarray] = {name: read(prefix + name) for name in names} if branches is None else {}
+            copies: list[Mapping[str, np.ndarray]] = []
+            if branches is not None:  # of which no more than a leaf of each should be in memory
+                ffn, copies = branches.ffn(prefix, names), branches.ffns(prefix, names)
+            index = int(layer)
+            given = {"start": options.start, "branches": copies, "router": routers.get(index)}
+            for name, leaf in moe_leaves(ffn, config.moe(index), seed=seed, layer=index, **given):
+                if prefix + name not in writer.done:
+                    writer.write({prefix + name: leaf})
+        progress("writing layers", done, len(by_layer))
+
+
+def _deal(writer: ModelWriter, layers: Collection[str], specs: Specs) -> None:
+    """An MoE is made by one process, which reads its FFN once; the other leaves are dealt out one by one."""
+
+    def piece(path: str) -> str:
+        names = path.split("/")
+        return "/".join(names[:3]) if names[0] == "layers" and names[1] in layers and names[2] == "mlp" else path
+
+    sizes: dict[str, int] = {}
+    missing = [path for path in writer.expected if path not in writer.done]
+    for path in missing:
+        sizes[piece(path)] = sizes.get(piece(path), 0) + specs[path].size * specs[path].dtype.itemsize
+    owners = dealt(sizes)
+    writer.deal({path: owners[piece(path)] for path in missing})
+
+
+def _write_adapter_experts(
+    source: ModelSource, config: ModelConfig, writer: ModelWriter, seed: int, progress: Progress
+) -> None:
+    """Writes the new leaves, and the dense model's unless the directory refers to them."""
+    own, specs = own_leaves(config), leaf_specs(config)
+    by_layer = _by_layer(path for path in specs if path in own or not config.frozen_base)
+    for done, paths in enumerate(by_layer.values(), start=1):
+        for path in paths:
+            if path in writer.done or not writer.mine(path):
+                continue
+            of_base = base_leaf(config, path)
+            leaf = initial_leaf(path, specs[path], seed) if of_base is None else source.read(of_base)
+            writer.write({path: leaf})
+        progress("writing layers", done, len(by_layer))
+
+
+def _by_layer(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Paths of leaves by their layer's index; under "" those outside the layers."""
+    by_layer: dict[str, list[str]] = {}
+    for path in paths:
+        by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "", []).append(path)
+    return by_layer
+
+
+def _sizes(source: ModelSource, config: ModelConfig, specs: Specs) -> tuple[Stored, Stored, Stored | None]:
+    """Sizes of the dense model, of the upcycled one, and of what an adapter directory stores itself."""
+    dense, sizes = source.specs().values(), parameter_sizes(config)
+    before = Stored(count_parameters(dense), count_bytes(dense))
+    after = Stored(sum(sizes.values()), count_bytes(specs.values()))
+    if not config.frozen_base:
+        return before, after, None
+    own = own_leaves(config)
+    return before, after, Stored(sum(sizes[path] for path in own), count_bytes(specs[path] for path in own))
+
+
+def _measured(result: Upcycled) -> dict[str, Any]:
+    measured = {
+        "dense_params": result.dense.params,
+        "total_params": result.upcycled.params,
+        "param_bytes": result.upcycled.bytes,
+        "step0_max_abs_difference": None,
+    }
+    if result.own is not None:
+        measured |= {"adapter_params": result.own.params, "adapter_bytes": result.own.bytes}
+    if result.step0 is not None:
+        measured |= {
+            "step0_max_abs_difference": result.step0.difference,
+            "step0_max_abs_logit": result.step0.largest,
+            "step0_allowed": result.step0.allowed,
+            "step0_probe_tokens": list(probe_tokens(result.config, seed=0).shape),
+        }
+    if result.differs is not None:
+        measured["step0_differs"] = result.differs
+    if result.quantization is not None:
+        measured["nf4_max_abs_difference"] = result.quantization.difference
+    if result.on_text is not None:
+        measured |= {f"nf4_{name}": value for name, value in result.on_text._asdict().items()}
+    return measured

@@ -1,0 +1,128 @@
+"""Against Transformers itself: we read what it saves, and it computes the same from what we write."""
+
+import copy
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moe_jax.conversion import HuggingFaceDirectory, convert, export
+from moe_jax.conversion.families import FAMILIES
+from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT
+from moe_jax.model_io.model_dir import ModelDirectory
+from tests.conversion.conftest import CONFIGS, assert_same_bits, read_tensors
+from tests.support.tiers import one_in
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+QUIET = Console(quiet=True)
+# Models with an encoder: tests/families/test_encoder_decoder.py.
+CAUSAL = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+KNOWN = [name for name in CONFIGS if CONFIGS[name]["model_type"] in CAUSAL]
+TOKENS = torch.tensor([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """name, layout -> a folder in which Transformers saved a small random model."""
+    root = tmp_path_factory.mktemp("saved")
+
+    def save(name: str, layout: str = PER_EXPERT) -> pathlib.Path:
+        folder = root / f"{name}-{layout}"
+        if not folder.exists():
+            torch.manual_seed(0)
+            config = transformers.AutoConfig.for_model(**copy.deepcopy(CONFIGS[name]))  # it changes what it is given
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+            model.save_pretrained(folder, save_original_format=layout == PER_EXPERT, max_shard_size="30kB")
+        return folder
+
+    return save
+
+
+def load(folder: pathlib.Path):
+    """Loads a model and checks that no weight was missing, unexpected or made up."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
+
+
+def assert_same_model(a: pathlib.Path, b: pathlib.Path) -> None:
+    """Transformers loads the same parameters, bit for bit, and computes the same logits."""
+    first, second = load(a), load(b)
+    ours, theirs = first.state_dict(), second.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with torch.no_grad():
+        # Not exactly: PyTorch's products depend on how the parameters are aligned in memory.
+        assert np.allclose(first(TOKENS).logits, second(TOKENS).logits, atol=1e-5)
+
+
+@one_in(2)
+@pytest.mark.parametrize("name", KNOWN)
+def test_saved_converted_exported_loaded(saved, tmp_path: pathlib.Path, name: str):
+    foreign = saved(name)
+    convert(foreign, tmp_path / "ours", console=QUIET)
+    export(ModelDirectory(tmp_path / "ours"), tmp_path / "back", console=QUIET)
+    assert_same_bits(read_tensors(tmp_path / "back"), read_tensors(foreign))
+    assert_same_model(tmp_path / "back", foreign)
+
+
+NAMES = ["mixtral", "olmoe", "qwen2_moe-dense-layers", "qwen3_moe-dense-layers", "deepseek_v3"]
+
+
+@one_in(3)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize("after", LAYOUTS)
+def test_both_layouts_of_experts(saved, tmp_path: pathlib.Path, name: str, before: str, after: str):
+    foreign = saved(name, before)
+    source = HuggingFaceDirectory(foreign)
+    assert source.weights.layout == before
+    assert any("gate_up_proj" in tensor for tensor in source.checkpoint.tensors) == (before == FUSED)
+    export(source, tmp_path / "back", expert_layout=after, console=QUIET)
+    assert HuggingFaceDirectory(tmp_path / "back").weights.layout == after
+    assert_same_model(tmp_path / "back", saved(name))
+
+
+def test_pytorch_files_of_transformers_4(saved, tmp_path: pathlib.Path):
+    foreign = saved("mixtral")
+    state = {name: torch.tensor(array) for name, array in read_tensors(foreign).items()}
+    (tmp_path / "old").mkdir()
+    config = {**CONFIGS["mixtral"], "architectures": ["MixtralForCausalLM"]}
+    saved_config = json.loads((foreign / "config.json").read_text())
+    config["rope_theta"] = saved_config["rope_parameters"]["rope_theta"]
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    torch.save(state, tmp_path / "old" / "pytorch_model.bin")
+    export(HuggingFaceDirectory(tmp_path / "old"), tmp_path / "back", console=QUIET)
+    assert_same_bits(read_tensors(tmp_path / "back"), read_tensors(foreign))
+    assert_same_model(tmp_path / "back", foreign)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_loads_as_it_was(saved, tmp_path: pathlib.Path, dtype: str):
+    export(HuggingFaceDirectory(saved("olmoe")), tmp_path / "back", dtype=dtype, console=QUIET)
+    model = load(tmp_path / "back")
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in transformers.CONFIG_MAPPING])
+def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(name):
+    # The window of Qwen2 and Qwen3 is forgotten where none is used.
+    asked = {"use_sliding_window": True} if "use_sliding_window" in FAMILIES[name].defaults else {}
+    theirs = transformers.AutoConfig.for_model(name, **asked)
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    if "sliding_attention" in rope:
+        rope = {
+            "rope_theta": rope["full_attention"]["rope_theta"],
+            "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],
+            "sliding_window_pattern": theirs._sliding_window_pattern,
+        }
+    ours = FAMILIES[name].defaults | asked
+    # Files of T5 have it, the class has not: relative biases know no length.
+    ours.pop("n_positions", None)
+    # By attribute and not from its dict, where a key may have another name.
+    assert ours == {key: rope[key] if key in rope else getattr(theirs, key) for key in ours}

@@ -1,0 +1,223 @@
+"""Two processes that share a file system, as the hosts of a pod do."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.processes import join_processes
+from moe_jax.model_io.model_dir import ModelDirectory
+from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.support.tiers import long
+
+PROGRAM = """
+import faulthandler, sys
+faulthandler.dump_traceback_later(120, exit=True)  # a process that waits for the other for ever
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from pathlib import Path
+
+folder, port, index = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(f"localhost:{port}", 2, index)
+from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
+from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
+
+layer = LayerConfig(attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8), mlp=FFNConfig(dim=24))
+config = ModelConfig(family="llama", vocab_size=32, d_model=16, max_positions=64, layers=(layer,) * 2)
+with ModelDirectoryWriter(folder / "model", config, tokenizer_files=[], lineage=[{"command": "test"}]) as writer:
+    for path, spec in leaf_specs(config).items():
+        writer.write({path: np.full(spec.shape, 3, spec.dtype)})
+assert ModelDirectory(folder / "model").specs().keys() == leaf_specs(config).keys()
+
+mesh = jax.make_mesh((2,), ("x",))
+values = np.arange(16, dtype=np.float32).reshape(4, 4)
+rows = NamedSharding(mesh, P("x"))
+state = {"kernel": jax.make_array_from_callback((4, 4), rows, lambda at: values[at]), "key": jax.random.key(5)}
+checkpoints = TrainingCheckpoints(folder / "run", keep=1)
+for step in (1, 2):
+    checkpoints.save(step, state, {"position": step})
+assert checkpoints.steps() == [2]
+columns = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P(None, "x")))
+restored, extra = checkpoints.restore(2, {"kernel": columns, "key": jax.eval_shape(lambda: jax.random.key(0))})
+(shard,) = restored["kernel"].addressable_shards
+assert (np.asarray(shard.data) == values[shard.index]).all() and shard.data.shape == (4, 2)
+assert jax.random.key_data(restored["key"]).tolist() == [0, 5] and extra == {"position": 2}
+checkpoints.close()
+print("done")
+"""
+
+
+def run_two(program: str, folder: Path) -> list[tuple[int, str, str]]:
+    """Runs a program in two processes, with a folder, a port and its index; exit code, output and errors of each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": COMPILER_FLAGS, "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(folder), str(port), str(index)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for index in range(2)
+    ]
+    ended = [process.communicate() for process in processes]
+    return [(process.returncode, *said) for process, said in zip(processes, ended, strict=True)]
+
+
+def test_two_processes_write_one_model_and_one_checkpoint(tmp_path):
+    for code, out, err in run_two(PROGRAM, tmp_path):
+        assert code == 0 and out.splitlines()[-1] == "done", err
+    model = ModelDirectory(tmp_path / "model")
+    assert all((model.read(path) == 3).all() for path in model.specs())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+
+
+FIRST_DECIDES = """
+import faulthandler, sys
+faulthandler.dump_traceback_later(120, exit=True)
+import jax
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[3]))
+from pathlib import Path
+from moe_jax.core.errors import InputError
+from moe_jax.model_io.model_dir import ModelDirectoryWriter
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
+from moe_jax.distributed.processes import first_decides, is_first_process
+
+mine = is_first_process()
+print(first_decides(lambda: {"step": 3 if mine else 4, "of": [None, "é"]}))
+
+def fail(error):
+    raise error
+
+for error in (InputError("no"), OSError(28, "No space left on device"), FileNotFoundError("gone"), KeyError("bug")):
+    try:
+        first_decides(lambda: fail(error) if mine else "fine")
+    except Exception as heard:
+        kind = type(heard).__name__ if not isinstance(error, KeyError) else "any"
+        print(kind, getattr(heard, "errno", None), str(error) in str(heard))
+
+# A target that only one process sees is seen by all, or by none: here the first one sees it.
+layer = LayerConfig(attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8), mlp=FFNConfig(dim=24))
+config = ModelConfig(family="llama", vocab_size=32, d_model=16, max_positions=64, layers=(layer,))
+for seer in range(2):
+    target = Path(sys.argv[1]) / f"seen{seer}" / sys.argv[3] / "model"
+    if int(sys.argv[3]) == seer:
+        target.mkdir(parents=True)
+    try:
+        ModelDirectoryWriter(target, config, tokenizer_files=[], lineage=[])
+        print("goes on")
+    except InputError as error:
+        print("already exists" in str(error))
+"""
+
+
+def test_the_first_process_decides_and_all_hear(tmp_path):
+    ended = run_two(FIRST_DECIDES, tmp_path)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    heard = ["{'step': 3, 'of': [None, 'é']}", "InputError None True", "OSError 28 True", "FileNotFoundError None True"]
+    heard += ["any None True", "True", "goes on"]
+    for _, out, _ in ended:
+        assert [line for line in out.splitlines() if "[Gloo]" not in line] == heard
+
+
+DIFFER = 'processes.check_equal({"seed": 3} if sys.argv[3] == "0" else {"seed": 4, "steps": 5})'
+
+ONE_FAILS = """
+import dataclasses, faulthandler, os, sys, types
+faulthandler.dump_traceback_later(120, exit=True)
+os.environ["MOE_JAX_DISTRIBUTED"] = f"localhost:{sys.argv[2]},2,{sys.argv[3]}"
+from moe_jax.commands.line import cli
+from moe_jax.distributed import processes
+from moe_jax.core.errors import InputError
+
+def run(options):
+    processes.join_processes()
+    processes.check_equal({"seed": 3})
+    processes.wait_for_all("begun")
+    ACTING
+        ACTION
+    processes.wait_for_all("which never comes")
+
+Options = dataclasses.make_dataclass("Options", [])
+sys.modules["moe_jax.commands.train"] = types.SimpleNamespace(Options=Options, run=run)
+sys.exit(cli.main(["train"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "own", "told"),
+    [
+        ('raise InputError("bad line 3")', 2, "moe-jax: error: bad line 3", "ended: bad line 3"),
+        ('raise KeyError("a bug")', 1, "Traceback", "ended: KeyError: 'a bug'"),
+        ("os.kill(os.getpid(), 9)", -9, "", "is gone: it was killed, or its host stopped"),
+        (
+            DIFFER,
+            2,
+            "the processes differ: seed is 4 in process 1, and 3 in the first",
+            "the processes differ: seed is 4 in process 1, and 3 in the first (and 1 more: steps)",
+        ),
+    ],
+    ids=["error", "bug", "killed", "differs"],
+)
+def test_what_ends_one_process_ends_the_other_and_it_says_why(tmp_path, action, code, own, told):
+    """They would wait in a barrier for minutes. (The limit of the program is longer than this takes by far.)"""
+    acting = "if True:" if action == DIFFER else "if int(sys.argv[3]) == 1:"
+    program = ONE_FAILS.replace("ACTING", acting).replace("ACTION", action)
+    begun = time.monotonic()
+    (first, _, heard), (second, _, said) = run_two(program, tmp_path)
+    assert second == code and own in said
+    assert first == max(code, 1) and told in heard and "Traceback" not in heard and "stack" not in heard
+    assert heard.count("moe-jax: error: ") == 1
+    assert time.monotonic() - begun < 60
+
+
+def test_a_process_that_sees_too_few_devices_is_refused(monkeypatch):
+    monkeypatch.delenv("MOE_JAX_DISTRIBUTED", raising=False)
+    monkeypatch.setenv("MOE_JAX_LOCAL_DEVICES", "9")
+    with pytest.raises(InputError, match=r"8 cpu devices in 1 processes: process 0 has 8; 9 are expected of each"):
+        join_processes()
+    monkeypatch.setenv("MOE_JAX_LOCAL_DEVICES", "8")
+    join_processes()
+
+
+SLURM_TASK = """
+import faulthandler, os, sys
+faulthandler.dump_traceback_later(120, exit=True)
+job = {"SLURM_JOB_ID": sys.argv[2], "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+job |= {"SLURM_PROCID": sys.argv[3], "SLURM_LOCALID": sys.argv[3], "SLURM_STEP_TASKS_PER_NODE": "2"}
+os.environ |= job | {"SLURM_GPUS_ON_NODE": "MANY", "MOE_JAX_DISTRIBUTED": "auto"}
+os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
+from moe_jax.commands.line import cli
+from moe_jax.distributed import job_place
+from moe_jax.distributed import processes
+from moe_jax.core.errors import InputError
+place = job_place.find_place()
+print(place.count, place.index, list(place.local_devices))
+try:
+    processes.join_processes()
+    print(processes.describe_devices())
+    processes.leave_processes()
+except InputError as error:
+    cli._end(2, f"error: {error}")
+"""
+
+
+@long
+def test_under_slurm_processes_find_each_other_and_miss_a_device(tmp_path):
+    """The CPU's devices stand for GPUs, of which JAX would give each process one."""
+    (code, out, said), (other, _, _) = run_two(SLURM_TASK.replace("MANY", "8"), tmp_path)
+    assert (code, other) == (0, 0), said
+    assert out == "2 0 [0, 1, 2, 3]\n2 processes with 4 devices each: 8 devices (cpu)\n"
+    for code, _, said in run_two(SLURM_TASK.replace("MANY", "10"), tmp_path):
+        assert code == 2 and "8 cpu devices in 2 processes: process 0 has 4, process 1 has 4; 5 are expected" in said

@@ -1,0 +1,86 @@
+"""Model directories in a bucket: written, read, and finished when config.json is there."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moe_jax.api.open_source import open_source
+from moe_jax.commands.line import cli
+from moe_jax.files.remote.remote_path import as_path
+from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
+from tests.training.conftest import byte_tokenizer
+from tests.training.models import FFN, config_of
+from tests.upcycling.conftest import dense_config, random_leaves, write_model
+
+MODEL = "gs://bucket/models/dense"
+
+
+@pytest.fixture
+def dense(tmp_path):
+    config = dense_config(num_layers=2)
+    leaves = random_leaves(config)
+    write_model(tmp_path / "dense", config, leaves)
+    return tmp_path / "dense", config, leaves
+
+
+def write(path, config, leaves, **options):
+    with ModelDirectoryWriter(as_path(path), config, tokenizer_files=(), lineage=[], **options) as writer:
+        for name, leaf in leaves.items():
+            if name not in writer.done:
+                writer.write({name: leaf})
+
+
+def test_a_model_is_read_as_it_was_written(bucket, dense):
+    _, config, leaves = dense
+    write(MODEL, config, leaves)
+    source = open_source(MODEL)
+    assert source.config == config and str(source.path) == MODEL
+    assert source.specs().keys() == leaves.keys()
+    for name, leaf in leaves.items():
+        np.testing.assert_array_equal(source.read(name), leaf)
+    assert source.fingerprint() == ModelDirectory(dense[0]).fingerprint()
+
+
+def test_config_json_is_written_last_and_nothing_else_is_left(bucket, dense):
+    _, config, leaves = dense
+    write(MODEL, config, leaves)
+    puts = [request.name for request in bucket.requests if request.verb == "put" and "partial" not in request.name]
+    assert puts[-1] == "models/dense/config.json"
+    assert not [name for name in bucket.names() if ".partial" in name or "attempt" in name]
+
+
+def test_every_command_that_takes_a_model(bucket, tmp_path, monkeypatch, capsys):
+    """Also what goes with the model, its tokenizer, is read from the bucket."""
+    monkeypatch.chdir(tmp_path)
+    config = config_of(FFN, FFN)
+    byte_tokenizer(tmp_path / "tokenizer.json")
+    write_model(tmp_path / "dense", config, random_leaves(config), (tmp_path / "tokenizer.json",))
+    (tmp_path / "text.txt").write_text("".join(f"the {i}th line says {i * i}\n" for i in range(60)))
+    there, adapter = "gs://bucket/models/moe", "gs://bucket/models/adapter"
+    bucket.delay = 1000
+    said = []
+    for place in (there, "moe"):
+        assert cli.main(["upcycle", "dense", place, "--experts", "2", "--top-k", "2", "--every", "1"]) == 0
+        capsys.readouterr()
+        assert cli.main(["eval", place, "--text", "text.txt", "--seq-len", "16", "--json"]) == 0
+        said.append(json.loads(capsys.readouterr().out)["nll"])
+    assert said[0] == said[1]
+    one, other = open_source(there), open_source("moe")
+    for name in other.specs():
+        np.testing.assert_array_equal(one.read(name), other.read(name))
+    assert cli.main(["inspect", there]) == 0
+    assert "experts" in capsys.readouterr().out
+    assert cli.main(["adapt", there, adapter, "--method", "lora", "--adapter", "lora:2", "--targets", "q"]) == 0
+    assert cli.main(["generate", adapter, "--prompt", "the ", "--max-new-tokens", "2"]) == 0
+    assert cli.main(["export", there, "hf"]) == 0
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    recipe = '[data]\nseq_len = 16\nsources = [{ path = "text.txt" }]\n[train]\nsteps = 1\nbatch_size = 8\n'
+    (tmp_path / "recipe.toml").write_text(f'run_dir = "gs://bucket/run"\nmodel.path = "{there}"\n{recipe}')
+    assert cli.main(["train", "recipe.toml"]) == 0
+    assert cli.main(["merge", adapter, "gs://bucket/models/merged"]) == 0
+    assert open_source("gs://bucket/models/merged").tokenizer_files[0].name == "tokenizer.json"
+    method = ["--method", "resmoe", "--keep", "0.5", "--design", "separate"]
+    assert cli.main(["compress", there, "gs://bucket/models/small", *method]) == 0, capsys.readouterr().err
+    assert cli.main(["clean", "gs://bucket/models"]) == 0
+    assert "nothing to remove" in capsys.readouterr().out

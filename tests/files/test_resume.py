@@ -1,0 +1,170 @@
+"""Commands that are interrupted go on at the last whole layer, and what comes out is what would have come out."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from moe_jax.checkpoints import leaf_files
+from moe_jax.conversion import HuggingFaceDirectory, convert, export, to_hugging_face
+from moe_jax.core.errors import InputError
+from moe_jax.files import resume
+from moe_jax.model_io import in_memory
+from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.peft.adapt import adapt
+from moe_jax.peft.merge import merge
+from moe_jax.peft.options import chosen_options as adapt_options
+from moe_jax.upcycling import chosen_options, upcycle
+from tests.conversion.conftest import CONFIGS, random_tensors, write_checkpoint
+from tests.support.disks import content_of
+from tests.support.tiers import one_in
+from tests.upcycling.conftest import dense_config, random_leaves, write_model
+
+QUIET = Console(quiet=True)
+
+
+class Watched:
+    """A source that says which leaves are read, and of which a second reading is an error."""
+
+    def __init__(self, source: ModelSource, read: list[str]):
+        self._source, self._read = source, read
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._source, name)
+
+    def read(self, path: str):
+        self._read.append(path)
+        return self._source.read(path)
+
+
+def converting(folder: Path, read: list[str], monkeypatch) -> Callable[[Path], object]:
+    source = write_checkpoint(folder / "foreign", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
+    original = HuggingFaceDirectory.read
+    monkeypatch.setattr(
+        HuggingFaceDirectory, "read", lambda self, path, *rest: (read.append(path), original(self, path, *rest))[1]
+    )
+    return lambda dst: convert(source, dst, console=QUIET)
+
+
+def upcycling(folder: Path, read: list[str], monkeypatch) -> Callable[[Path], object]:
+    config = dense_config()
+    dense = write_model(folder / "dense", config, random_leaves(config))
+    options = chosen_options(experts=3, top_k=2, delta="low-rank:2")
+
+    def run(dst: Path) -> None:
+        source = Watched(ModelDirectory(dense), read)
+        upcycle(source, dst, options, check=False, described={"seed": 0})  # pyright: ignore[reportArgumentType]
+
+    return run
+
+
+def merging(folder: Path, read: list[str], monkeypatch) -> Callable[[Path], object]:
+    config = dense_config()
+    dense = ModelDirectory(write_model(folder / "dense", config, random_leaves(config)))
+    memory = in_memory.InMemory()
+    options = adapt_options(method="lora", adapter="lora:2", targets="q,up")
+    adapt(dense, memory, options, check=False, described={})
+    return lambda dst: merge(Watched(memory.source, read), dst)  # pyright: ignore[reportArgumentType]
+
+
+@one_in(2)
+@pytest.mark.parametrize("begin", [converting, upcycling, merging])
+def test_a_model_directory_goes_on_at_the_leaf(begin, tmp_path, monkeypatch):
+    monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1)
+    read: list[str] = []
+    (tmp_path / "given").mkdir()
+    command = begin(tmp_path / "given", read, monkeypatch)
+    command(tmp_path / "undisturbed")
+    leaves = set(read)
+    read.clear()
+    saved, save = [], leaf_files.save_group
+
+    def full(directory, group):
+        if len(saved) == 12:
+            raise OSError(28, "No space left on device", str(directory))
+        saved.extend(group)
+        save(directory, group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leaf_files, "save_group", full)
+        with pytest.raises(OSError, match="No space left") as stopped:
+            command(tmp_path / "out")
+    assert "moe-jax clean" in stopped.value.__notes__[0]
+    assert sorted(os.listdir(tmp_path)) == [".out.partial", "given", "undisturbed"]
+    read.clear()
+    command(tmp_path / "out")
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "undisturbed")
+    assert set(read) < leaves and not set(read) & set(saved)
+    assert sorted(os.listdir(tmp_path)) == ["given", "out", "undisturbed"]
+
+
+def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "foreign", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
+    (source / "tokenizer.json").write_text("{}")
+    before = content_of(source)
+    export(HuggingFaceDirectory(source), tmp_path / "undisturbed", max_shard_size="40kB", console=QUIET)
+    written: list[str] = []
+    write = to_hugging_face._write_leaf
+
+    def write_leaf(model, path, *rest, **named):
+        if path.startswith("layers/1/"):
+            raise OSError(28, "No space left on device", "out")
+        written.append(path)
+        write(model, path, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(to_hugging_face, "_write_leaf", write_leaf)
+        with pytest.raises(OSError, match="No space left") as stopped:
+            export(HuggingFaceDirectory(source), tmp_path / "out", max_shard_size="40kB", console=QUIET)
+    assert "moe-jax clean" in stopped.value.__notes__[0]
+    again: list[str] = []
+    monkeypatch.setattr(
+        to_hugging_face,
+        "_write_leaf",
+        lambda model, path, *rest, **named: (again.append(path), write(model, path, *rest, **named)),
+    )
+    export(HuggingFaceDirectory(source), tmp_path / "out", max_shard_size="40kB", console=QUIET)
+    assert not set(again) & set(written) and {path.split("/")[0] for path in written} > {"layers"}
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "undisturbed") and content_of(source) == before
+    assert sorted(os.listdir(tmp_path)) == ["foreign", "out", "undisturbed"]
+
+
+def test_an_export_of_other_options_begins_anew(tmp_path, monkeypatch):
+    source = HuggingFaceDirectory(write_checkpoint(tmp_path / "m", CONFIGS["llama"], random_tensors(CONFIGS["llama"])))
+    write = to_hugging_face._write_leaf
+
+    def stop(model, path, *rest, **named):
+        write(model, path, *rest, **named)
+        if path.startswith("layers/1/"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(to_hugging_face, "_write_leaf", stop)
+        with pytest.raises(KeyboardInterrupt):
+            export(source, tmp_path / "out", console=QUIET)
+    for dst in ("out", "undisturbed"):
+        export(source, tmp_path / dst, dtype="bfloat16", console=QUIET)
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "undisturbed")
+
+
+def test_files_that_another_command_moves_away_do_not_disturb_the_look_for_room(tmp_path, monkeypatch):
+    begun = tmp_path / ".target.partial" / "saving"
+    begun.mkdir(parents=True)
+    for name in ("moved", "stays"):
+        (begun / name).write_bytes(b"x" * 100_000)
+    walk = os.walk
+
+    def walk_while_another_moves(top):
+        for parent, folders, names in walk(top):
+            (begun / "moved").unlink(missing_ok=True)
+            yield parent, folders, names
+
+    monkeypatch.setattr(resume.os, "walk", walk_while_another_moves)
+    free = shutil.disk_usage(tmp_path).free
+    resume.require_space(tmp_path / "target", free // 2)
+    with pytest.raises(InputError, match="choose another disk"):
+        resume.require_space(tmp_path / "target", 2 * free + 10**9)

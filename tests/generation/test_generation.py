@@ -1,0 +1,201 @@
+"""KV-cached generation: against recomputation without a cache, for batches of different lengths."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.core.errors import InputError
+from moe_jax.generation import decoding
+from moe_jax.generation import prompt_batches as generation
+from moe_jax.generation.prompt_batches import NonFiniteLogits, generate, stream
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
+from moe_jax.nn import Decoder, unstacked
+from tests.support.numerics import initialised
+from tests.support.tiers import one_in
+
+PROMPTS = [[5, 3, 8, 1, 9, 2, 2], [4], [7, 7, 30]]
+
+
+def make_model(*mlps, window=None):
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=window)
+    layers = tuple(LayerConfig(attention=attention, mlp=mlp) for mlp in mlps)
+    config = ModelConfig(family="llama", vocab_size=40, d_model=32, max_positions=64, layers=layers)
+    model = initialised(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    # Larger than at initialisation, so that the choices are not near ties.
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda a: a * 8 if a.ndim > 2 else a, state))
+
+
+DENSE = FFNConfig(dim=48)
+
+
+@pytest.fixture(scope="module", params=[None, 4], ids=["full", "window"])
+def model(request):
+    """Layers that are stacked, and one that is not."""
+    return make_model(DENSE, DENSE, MoEConfig(expert=FFNConfig(dim=24), num_experts=4, top_k=2), window=request.param)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return make_model(DENSE)
+
+
+@pytest.fixture(scope="module")
+def full_forward(model):
+    graphdef, state = nnx.split(model)
+    return jax.jit(lambda tokens: nnx.merge(graphdef, state)(tokens).logits)
+
+
+def greedy_without_cache(full_forward, prompt, steps):
+    row = list(prompt)
+    for _ in range(steps):
+        padded = np.zeros((1, 64), np.int32)  # causal: what comes later cannot matter
+        padded[0, : len(row)] = row
+        row.append(int(jnp.argmax(full_forward(padded)[0, len(row) - 1])))
+    return row[len(prompt) :]
+
+
+@one_in(2)
+def test_greedy_equals_recomputation_for_prompts_of_different_lengths(model, full_forward):
+    got = generate(model, PROMPTS, max_new_tokens=9)
+    assert got == [greedy_without_cache(full_forward, prompt, 9) for prompt in PROMPTS]
+    assert len({tuple(tokens) for tokens in got}) == 3
+
+
+@pytest.mark.parametrize("factors", [{}, {"short_factor": (1.0,) * 4, "long_factor": (9.0,) * 4}])
+def test_a_prompt_does_not_depend_on_its_neighbours(factors):
+    """Where rotation depends on the length of the text: on that of the own prompt, and padding is none of it."""
+    scaling = "longrope" if factors else "dynamic"
+    rope = RopeConfig(theta=3.0, scaling=scaling, factor=64.0, original_max_positions=4, **factors)
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    layers = (LayerConfig(attention=attention, mlp=FFNConfig(dim=48)),)
+    config = ModelConfig(family="llama", vocab_size=40, d_model=32, max_positions=4, layers=layers, rope=rope)
+    graphdef, state = nnx.split(initialised(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    model = nnx.merge(graphdef, jax.tree.map(lambda a: a * 8, state))
+    together = generate(model, PROMPTS, max_new_tokens=6)
+    assert together == [generate(model, [prompt], max_new_tokens=6)[0] for prompt in PROMPTS]
+
+
+def test_a_row_stops_before_its_eos(model):
+    free = generate(model, PROMPTS, max_new_tokens=9)
+    eos = free[0][4]
+    stopped = generate(model, PROMPTS, max_new_tokens=9, eos_ids=[eos])
+    assert stopped == [tokens[: tokens.index(eos)] if eos in tokens else tokens for tokens in free]
+    assert len(stopped[0]) <= 4
+
+
+def test_sampling_is_reproducible_and_follows_its_key(small):
+    options = dict(max_new_tokens=8, temperature=1.0, top_k=20, top_p=0.95)
+    first, again, other = (generate(small, PROMPTS, key=jax.random.key(seed), **options) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@one_in(2)
+def test_neither_batch_nor_bucket_nor_block_changes_a_greedy_result(model, full_forward, monkeypatch):
+    """Prompts shorter and longer than the window and the ring of slots that it has, and blocks of every kind."""
+    prompts = [np.random.default_rng(n).integers(0, 40, n).tolist() for n in (1, 17, 30)]
+    expected = [greedy_without_cache(full_forward, prompt, 12) for prompt in prompts]
+    assert generate(model, prompts, max_new_tokens=12) == expected
+    for first, most, rows in ((3, 5, (1, 0)), (1, 1, (2,))):
+        monkeypatch.setattr(generation, "FIRST_BLOCK", first)
+        monkeypatch.setattr(generation, "MOST_STEPS", most)
+        assert generate(model, [prompts[row] for row in rows], max_new_tokens=12) == [expected[row] for row in rows]
+
+
+def test_prompts_of_other_lengths_compile_nothing(small):
+    def programs() -> tuple[int, int]:
+        return decoding.begin._cache_size(), decoding.continue_rows._cache_size()
+
+    generate(small, [[1] * 18, [2]], max_new_tokens=4)
+    first = programs()
+    for lengths in ((23, 24), (17, 3), (20, 19)):
+        generate(small, [[3] * length for length in lengths], max_new_tokens=4, eos_ids=range(lengths[1] % 5))
+    assert programs() == first
+    generate(small, [[1] * 25, [2]], max_new_tokens=4)
+    assert programs() == (first[0] + 1, first[1] + 1)
+    generate(small, PROMPTS, max_new_tokens=4, key=jax.random.key(0), temperature=0.5, top_p=0.5)
+    sampled = programs()
+    generate(small, PROMPTS, max_new_tokens=8, key=jax.random.key(1), temperature=0.7, top_p=0.9)
+    assert programs() == sampled
+
+
+def test_tokens_come_in_blocks_and_end_where_all_rows_have_ended(small, monkeypatch):
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(int(arguments[4]))
+        return decoding.continue_rows(*arguments, **options)
+
+    monkeypatch.setattr(generation, "continue_rows", counted)
+    sampled = dict(max_new_tokens=45, temperature=1.0, key=jax.random.key(3))
+
+    def tokens(**options) -> list[int]:
+        return [int(token[0]) for token in stream(small, PROMPTS[:1], **sampled, **options)]
+
+    free = tokens()
+    assert len(free) == 45 and calls == [9, 41, 45]
+    calls.clear()
+    assert int(next(stream(small, PROMPTS[:1], **sampled))[0]) == free[0] and calls == []
+    stop = next(token for at, token in enumerate(free) if at > 10 and token not in free[:at])
+    assert tokens(eos_ids=[stop]) == free[: free.index(stop) + 1] and calls == [9, 41]
+
+
+def test_logits_that_are_not_finite_are_told_with_prompt_and_token(small):
+    """One token, generated after others, leads to logits that are not finite."""
+    sampled = dict(max_new_tokens=12, temperature=1.0, key=jax.random.key(5))
+    free = [tokens.tolist() for tokens in stream(small, [[4], [5]], **sampled)]
+    at, spoiling = next((i, b) for i, (_, b) in enumerate(free) if i > 2 and b not in (4, 5, *np.ravel(free[:i])))
+    assert free[at][0] != spoiling
+    spoilt = nnx.clone(small)
+    spoilt.embed.embedding[...] = spoilt.embed.embedding[...].at[spoiling].set(jnp.nan)
+    tokens = stream(spoilt, [[4], [5]], **sampled)
+    assert [next(tokens).tolist() for _ in range(at + 1)] == free[: at + 1]
+    with pytest.raises(NonFiniteLogits, match=rf"prompt 2 has logits that are not finite at token {at + 2}"):
+        next(tokens)
+
+
+@one_in(3)  # full attention with one row, and a window with three
+@pytest.mark.parametrize("rows", [1, 3])
+def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(model, rows):
+    parts = nnx.split(unstacked(model))
+    window = model.config.layers[0].attention.sliding_window
+    choosing = decoding.Choosing(True, None, False)
+    sampling = decoding.Sampling(jax.random.key(0), jnp.float32(0), jnp.float32(1), jnp.full(4, -1, jnp.int32))
+    prompts, lengths = jnp.ones((rows, 48), jnp.int32), jnp.arange(48, 48 - rows, -1, dtype=jnp.int32)
+    progress = jax.eval_shape(lambda: decoding.begin(*parts, prompts, lengths, sampling, choosing=choosing, slots=96))
+    slots = 96 if window is None else 16
+    assert {leaf.shape for leaf in jax.tree.leaves(progress.caches)} == {(1, rows, 2, slots, 8)}
+    # As programs are compiled outside of tests.
+    options = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 1}
+    lowered = decoding.continue_rows.lower(*parts, progress, sampling, jnp.int32(9), choosing=choosing)
+    program = lowered.compile(compiler_options=options)
+    whole = rf"f32\[(1,)*({rows},2|{2 * rows}),{slots},8\]"
+    assert re.search(whole, program.as_text())
+    assert not re.findall(rf"= {whole}\S* (copy|concatenate|transpose)\(.*", program.as_text())
+    donated = program.memory_analysis().alias_size_in_bytes
+    assert donated >= sum(leaf.size * 4 for leaf in jax.tree.leaves(progress.caches))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "at least one token"),
+        ([[1], []], {}, "at least one token"),
+        ([[1, 40]], {}, r"\[40\] lie outside the vocabulary of 40"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
+        ([[1]], {"temperature": float("nan")}, "temperature=nan"),
+        ([[1]], {"temperature": float("inf")}, "temperature=inf"),
+        ([[1]], {"max_new_tokens": 2**31}, "must be at most"),
+        ([[1]], {"temperature": 1.0, "top_k": 0, "key": 0}, "top_k=0"),
+        ([[1]], {"temperature": 1.0, "top_p": 1.5, "key": 0}, "top_p=1.5"),
+        ([[1]], {"temperature": 1.0}, "needs a random key"),
+    ],
+)
+def test_bad_options(small, prompts, options, message):
+    with pytest.raises(InputError, match=message):
+        generate(small, prompts, **{"max_new_tokens": 3, **options})

@@ -1,0 +1,168 @@
+"""What a run may be continued with: other paths, but the same contents; more steps, but the same schedule."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from moe_jax.api.open_source import open_source
+from moe_jax.commands.line import cli
+from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.training.recipe.schema import load_recipe
+from moe_jax.training.run import run_directory
+from moe_jax.training.run import training_run as run_module
+from moe_jax.training.run.run_directory import RunLock
+from tests.support.tiers import long
+from tests.training.models import FFN, config_of
+from tests.upcycling.conftest import random_leaves, write_model
+
+
+def rates(run: str = "run") -> list[float]:
+    return [json.loads(line)["learning_rate"] for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_tokenizer_of_the_recipe_goes_with_the_model(finished):
+    model = finished / "run" / "model"
+    words = finished / "words"
+    assert {file.name for file in ModelDirectory(model).tokenizer_files} == {
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert (model / "tokenizer.json").read_bytes() == (words / "bytes.json").read_bytes()
+    assert (model / "tokenizer_config.json").read_bytes() == (words / "tokenizer_config.json").read_bytes()
+    assert (model / "generation_config.json").read_text() == '{"top_k": 3}'
+
+
+def test_a_continuation_keeps_the_schedule(folder, capsys):
+    """Four steps decay to a tenth; two more keep what the rate was at the end, and do not stretch the decay."""
+    before = rates()
+    assert before[-1] == pytest.approx(1e-3)
+    assert cli.main(["train", "recipe.toml", "--resume", "--set", "train.steps=6"]) == 0
+    assert "the learning rate does not change after step 4 (schedule.steps)" in capsys.readouterr().out
+    assert rates() == pytest.approx([*before, 1e-3, 1e-3])
+    assert json.loads((folder / "run/model/lineage.json").read_text())[-1]["options"]["schedule.steps"] == 4
+
+
+@long
+def test_a_run_that_is_to_be_continued_names_its_horizon(folder, failing):
+    line = failing("--resume", "--set", "train.steps=6", "schedule.steps=6")
+    assert "cannot continue run with a changed recipe: schedule.steps (was 4, is 6); undo the change, or begin " in line
+    first = ["train", "recipe.toml", "--set", "run_dir=long", "schedule.steps=6"]
+    assert cli.main(first) == 0 and cli.main([*first, "train.steps=6", "--resume"]) == 0
+    assert cli.main(["train", "recipe.toml", "--set", "run_dir=whole", "train.steps=6"]) == 0
+    assert rates("long") == rates("whole") and len(rates("long")) == 6
+
+
+def test_model_data_and_run_can_be_moved(folder, capsys):
+    whole = ["train", "recipe.toml", "--set", "run_dir=whole", "train.steps=6", "schedule.steps=4"]
+    assert cli.main(whole) == 0
+    for old, new in (("model", "other/model"), ("text", "other/texts"), ("words", "other/words"), ("run", "other/run")):
+        Path("other").mkdir(exist_ok=True)
+        shutil.move(old, new)
+    moved = ["model.path=other/model", "data.tokenizer=other/words/bytes.json", "run_dir=other/run"]
+    moved += ['data.sources=[{path="other/texts/*.txt"}]', "train.steps=6"]
+    assert cli.main(["train", "recipe.toml", "--resume", "--set", *moved]) == 0
+    assert "continuing after step 4" in capsys.readouterr().out
+    one, other = ModelDirectory(Path("other/run/model")), ModelDirectory(Path("whole/model"))
+    assert one.fingerprint() == other.fingerprint()
+    # The run knows now where its model is.
+    reference = json.loads(Path("other/run/run.json").read_text())["source"]
+    assert (reference["path"], reference["absolute"]) == ("../model", str(folder / "other" / "model"))
+    assert open_source(Path("other/run@6")).fingerprint() == one.fingerprint()
+
+
+def change_model(folder):
+    config = config_of(FFN)
+    shutil.rmtree(folder / "model")
+    leaves = {path: leaf + 1 for path, leaf in random_leaves(config).items()}
+    write_model(folder / "model", config, leaves)
+
+
+def change_text(folder):
+    file = folder / "text" / "b.txt"
+    file.write_text(file.read_text().replace("says 7", "says 8"))
+
+
+def change_tokenizer(folder):
+    (folder / "words" / "tokenizer_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_model, "model is not the model that it was begun with"),
+        (change_text, "text/*.txt holds other data than at its beginning"),
+        (change_tokenizer, "words/bytes.json is not the tokenizer that it had"),
+        (lambda folder: (folder / "run/run.json").unlink(), "has checkpoints, but no run.json that says of what"),
+    ],
+)
+def test_what_changed_at_its_old_place_is_refused(folder, failing, change, message):
+    change(folder)
+    before = content(folder / "run")
+    assert message in failing("--resume", "--set", "train.steps=6")
+    assert content(folder / "run") == before
+
+
+def test_a_run_has_one_process_at_a_time(folder, failing):
+    before = content(folder / "run")
+    with RunLock(Path("run")) as lock:
+        lock.take()
+        line = failing("--resume", "--set", "train.steps=6")
+        assert line.startswith("run is in use by process ") and "; wait for it, or choose another run_dir" in line
+    assert content(folder / "run") == before
+
+
+def test_of_two_that_begin_a_run_one_wins(folder, failing, monkeypatch):
+    """The second looks while there is nothing, and finds the run of the first when it wants to write."""
+    writing, ended = threading.Event(), threading.Event()
+    usual = run_module.make_record
+
+    def slowly(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            writing.set()
+            ended.wait(60)
+        return usual(*arguments)
+
+    monkeypatch.setattr(run_module, "make_record", slowly)
+    second = []
+    arguments = ["--set", "run_dir=new", "train.steps=1"]
+    thread = threading.Thread(target=lambda: second.append(cli.main(["train", "recipe.toml", *arguments])))
+    thread.start()
+    assert writing.wait(60)
+    assert cli.main(["train", "recipe.toml", *arguments]) == 0
+    before = content(folder / "new")
+    ended.set()
+    thread.join()
+    assert second == [2] and content(folder / "new") == before
+
+
+def test_a_lock_that_a_killed_process_left_does_not_count(folder):
+    (folder / "run" / ".lock").write_text("process 1 on elsewhere since yesterday")
+    (folder / "empty").mkdir()
+    (folder / "empty" / ".lock").write_text("process 1 on elsewhere since yesterday")
+    assert cli.main(["train", "recipe.toml", "--resume", "--set", "train.steps=5"]) == 0
+    assert cli.main(["train", "recipe.toml", "--set", "run_dir=empty", "train.steps=1"]) == 0
+    assert not (folder / "run" / ".lock").exists() and not (folder / "empty" / ".lock").exists()
+
+
+def test_a_beginning_that_was_interrupted_is_begun_again(folder, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_directory, "write_record", interrupted)
+        run_module.train(*begin("new"))
+    assert cli.main(["train", "recipe.toml", "--resume", "--set", "run_dir=new", "train.steps=1"]) == 0
+    assert open_source(Path("new/model")).fingerprint()
+
+
+def begin(run_dir: str):
+    source = open_source(Path("model"))
+    return load_recipe("recipe.toml", [f"run_dir={run_dir}", "train.steps=1"]), source.config, source

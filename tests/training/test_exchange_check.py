@@ -1,0 +1,56 @@
+"""The first step by all-to-all against the same one by all-gather: what a broken exchange gives is noticed."""
+
+import jax
+import pytest
+
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.batch_placement import local_rows, place
+from moe_jax.experts.parallel import exchange
+from moe_jax.training.exchange_check import exchange_check
+from moe_jax.training.program import first_state, initial_states, make_program
+from moe_jax.training.recipe.schema import MeshSection, ModelSection
+from tests.training.models import config_of, moe, recipe_of
+from tests.training.test_step import random_batch
+
+MESH = MeshSection(data=1, fsdp=2, expert=4, tensor=1)
+
+
+def recipe_with(**keys):
+    return recipe_of(mesh=MESH, model=ModelSection(config="c", init="random", **keys))
+
+
+def first_step(recipe):
+    """Compares the first step of a program, as the loop does."""
+    config = config_of(moe(), moe())
+    program = make_program(recipe, config)
+    check = exchange_check(recipe, program)
+    assert check is not None
+    with jax.set_mesh(program.mesh):
+        params, frozen = initial_states(program, recipe, None)
+        state = first_state(program, params)
+        rows = recipe.train.batch_size
+        batch = place(random_batch(0, rows), local_rows(program.mesh, rows), program.mesh, rows)
+        compare = check(state, frozen, batch)
+        _, metrics = program.step(state, frozen, batch)
+        compare(metrics)
+
+
+def test_an_exchange_that_works_passes():
+    first_step(recipe_with(exchange="all-to-all", check_exchange=True))
+
+
+def test_one_whose_gradient_is_wrong_is_named(monkeypatch):
+    def corrupted(buffer, count, plan, dy):
+        return 2 * exchange._send(dy, plan, buffer), None
+
+    monkeypatch.setattr(exchange, "_send_back", jax.custom_vjp(exchange._back, nondiff_argnums=(2, 3)))
+    exchange._send_back.defvjp(exchange._send_back_fwd, corrupted)
+    with pytest.raises(InputError, match=r"grad_norm is .* by all-to-all, and .* by all-gather"):
+        first_step(recipe_with(exchange="all-to-all", check_exchange=True))
+
+
+def test_there_is_nothing_to_check_by_all_gather_or_on_cpus():
+    config = config_of(moe())
+    for keys in ({"exchange": "all-gather", "check_exchange": True}, {"exchange": "all-to-all"}):
+        recipe = recipe_with(**keys)
+        assert exchange_check(recipe, make_program(recipe, config)) is None

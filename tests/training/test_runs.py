@@ -1,0 +1,299 @@
+"""Whole runs through the command line: killed, stopped, diverged, continued, moved to other devices."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_jax.commands.line import cli
+from moe_jax.training.run.signals import StopSignals
+from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.support.disks import small_disk
+from tests.support.tiers import long
+from tests.training.models import BANKS, FFN, config_of, moe, write_config
+
+STEPS = 90
+RECIPE = """
+run_dir = "run"
+[model]
+config = "config.json"
+init = "random"
+[data]
+tokenizer = "{tokenizer}"
+seq_len = 16
+[[data.sources]]
+path = "text.txt"
+[partition]
+freeze = ["layers/0/.*"]
+[optimizer]
+learning_rate = 1e-3
+[schedule]
+warmup_steps = 3
+[train]
+steps = {steps}
+batch_size = 8
+[checkpoint]
+every = 10
+[eval]
+text = "held_out.txt"
+every = 30
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory, tokenizer_path) -> Path:
+    """A directory with a recipe and what it needs."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_config(folder / "config.json", config_of(FFN, moe(BANKS["low-rank"])))
+    lines = [f"the {i}th line says {i * i} and {i % 7}\n" for i in range(600)]
+    (folder / "text.txt").write_text("".join(lines))
+    (folder / "held_out.txt").write_text("".join(lines[:20]))
+    (folder / "recipe.toml").write_text(RECIPE.format(tokenizer=tokenizer_path, steps=STEPS))
+    return folder
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "moe_jax.commands.line.cli", "train", "recipe.toml", *arguments]
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+    flags = f"{COMPILER_FLAGS} --xla_force_host_platform_device_count={devices}"
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+
+
+def train(folder: Path, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*arguments), cwd=folder, env=environment(devices), capture_output=True, text=True, timeout=300
+    )
+
+
+def train_until(folder: Path, run_dir: str, step: int, number: int, *arguments: str) -> tuple[int, str]:
+    """Starts a run and sends it a signal once metrics.jsonl has the given step; returns exit code and output."""
+    process = subprocess.Popen(
+        command(*arguments),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        if len(read_lines(folder / run_dir / "metrics.jsonl")) >= step:
+            process.send_signal(number)
+            break
+        time.sleep(0.002)
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def metrics(folder: Path, run_dir: str) -> list[dict]:
+    return [json.loads(line) for line in read_lines(folder / run_dir / "metrics.jsonl")]
+
+
+def losses(records: list[dict]) -> list[tuple]:
+    return [(record["step"], record["loss"], record["aux_loss"], record["grad_norm"]) for record in records]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workplace) -> list[dict]:
+    """The metrics of a run from beginning to end on one device."""
+    done = train(workplace, "--set", "run_dir=undisturbed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wrote undisturbed/model" in done.stdout
+    assert re.search(r"trained: [\d,]+ of [\d,]+ parameters", done.stdout)
+    assert "the router is among them: yes" in done.stdout
+    return metrics(workplace, "undisturbed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_every_signal_asks_to_stop_after_the_step_and_the_second_one_has_its_usual_effect(number):
+    before, said, heard = signal.getsignal(number), [], threading.Event()
+    with StopSignals(lambda name: (said.append(name), heard.set())) as signals:
+        assert not signals.stop_after(1)
+        os.kill(os.getpid(), number)
+        assert signals.stop_after(2) and signals.received == number and signal.getsignal(number) is before
+        assert heard.wait(60) and said == [signal.Signals(number).name]
+    assert signal.getsignal(number) is before
+
+
+def test_a_run_leaves_metrics_of_every_step_and_a_model(workplace, undisturbed):
+    assert [record["step"] for record in undisturbed] == list(range(1, STEPS + 1))
+    record = undisturbed[-1]
+    assert record["loss"] < undisturbed[0]["loss"] - 0.5
+    keys = {"aux_loss", "balance_loss", "z_loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"}
+    assert keys | {"flops_per_second", "dropped"} <= record.keys()
+    assert list(record["expert_load"]) == ["1"]
+    assert sum(record["expert_load"]["1"]) == pytest.approx(1, abs=1e-4)
+    assert [record["step"] for record in undisturbed if "eval_loss" in record] == [30, 60, 90]
+    run = workplace / "undisturbed"
+    made = {path.name for path in run.iterdir()}
+    assert made == {"recipe.toml", "run.json", "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "model"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"80", "90"}
+    assert any(path.name.startswith("events") for path in (run / "tensorboard").iterdir())
+    lineage = json.loads((run / "model" / "lineage.json").read_text())
+    assert [entry["command"] for entry in lineage] == ["train"]
+    assert lineage[0]["measured"]["steps"] == STEPS
+    assert lineage[0]["measured"]["eval_loss"] == record["eval_loss"]
+    assert (run / "model" / "tokenizer.json").is_file()
+
+
+def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bit(workplace, undisturbed):
+    arguments = ("--set", "run_dir=killed")
+    code, output = train_until(workplace, "killed", 27, signal.SIGKILL, *arguments)
+    assert code == -signal.SIGKILL, output
+    assert 27 <= len(read_lines(workplace / "killed" / "metrics.jsonl")) < STEPS
+    # A kill may also leave half a line.
+    with (workplace / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')
+    code, output = train_until(workplace, "killed", 55, signal.SIGTERM, *arguments, "--resume")
+    assert code == 0, output
+    stopped = re.search(r"SIGTERM: saved step (\d+) of 90; continue with: (.*)", output)
+    assert stopped and 55 <= int(stopped[1]) < STEPS
+    assert output.count("SIGTERM: saving a checkpoint after this step") == 1
+    assert stopped[2] == "moe-jax train recipe.toml --set run_dir=killed --resume"
+    assert not (workplace / "killed" / "model").exists()
+    done = train(workplace, *arguments, "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"continuing after step {stopped[1]}" in done.stdout
+    resumed = metrics(workplace, "killed")
+    assert losses(resumed) == losses(undisturbed)
+    assert [r["eval_loss"] for r in resumed if "eval_loss" in r] == [
+        r["eval_loss"] for r in undisturbed if "eval_loss" in r
+    ]
+
+
+@long  # `test_checkpoint.py` has a state that moves
+def test_a_run_moves_from_8_devices_to_1(workplace, undisturbed, monkeypatch):
+    arguments = ("--set", "run_dir=moved", "schedule.kind=constant", "train.steps=10")
+    monkeypatch.chdir(workplace)
+    assert cli.main(["train", "recipe.toml", *arguments, "mesh.fsdp=4", "mesh.expert=2"]) == 0
+    done = train(workplace, *arguments, "train.steps=15", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continuing after step 10" in done.stdout
+    moved = metrics(workplace, "moved")
+    assert [record["step"] for record in moved] == list(range(1, 16))
+    # While the learning rate warms up, and a little longer, both runs are the same.
+    np.testing.assert_allclose([r["loss"] for r in moved[:4]], [r["loss"] for r in undisturbed[:4]], atol=1e-4)
+    # A state that was not restored, moments included, would show as a jump.
+    assert abs(moved[10]["loss"] - moved[9]["loss"]) < 0.1 < moved[0]["loss"] - moved[9]["loss"]
+
+
+@long  # `test_restart.py` has a shorter run that diverges
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    arguments = ("--set", "run_dir=diverged", "optimizer.learning_rate=1e30", "optimizer.clip_norm=0")
+    assert cli.main(["train", "recipe.toml", *arguments, "checkpoint.every=1", "schedule.warmup_steps=0"]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moe-jax: error:")]
+    message = r"moe-jax: error: step (\d+): loss is .*; the last good checkpoint is diverged/checkpoints/(\d+); "
+    message += r"go on from it, .* with --restart diverged@\2, .*"
+    found = re.fullmatch(message, error[0])
+    assert found, error
+    assert int(found[2]) == int(found[1]) - 1 == len(metrics(workplace, "diverged"))
+    saved = {int(path.name) for path in (workplace / "diverged" / "checkpoints").iterdir()}
+    assert max(saved) == int(found[2])
+    assert not (workplace / "diverged" / "model").exists()
+
+
+@long
+def test_two_processes_train_like_one(workplace, monkeypatch, tmp_path):
+    """Two processes of four devices, started by the launch script, and one process of eight."""
+    program = tmp_path / "moe-jax"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m moe_jax.commands.line.cli "$@"\n')
+    program.chmod(0o755)
+    arguments = ["recipe.toml", "--set", "train.steps=4", "mesh.fsdp=4", "mesh.expert=2", "eval.every=2"]
+    done = subprocess.run(
+        [str(ROOT / "train" / "launch" / "local.sh"), "2", *arguments, "run_dir=two"],
+        cwd=workplace,
+        env=environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XLA_FLAGS": COMPILER_FLAGS},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("wrote two/model") == 1
+    monkeypatch.chdir(workplace)
+    assert cli.main(["train", *arguments, "run_dir=one"]) == 0
+    two, one = metrics(workplace, "two"), metrics(workplace, "one")
+    assert [record["step"] for record in two] == [1, 2, 3, 4]
+    for key in ("loss", "aux_loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose([r[key] for r in two], [r[key] for r in one], atol=1e-5)
+    assert two[-1]["eval_loss"] == pytest.approx(one[-1]["eval_loss"], abs=1e-5)
+
+
+@long
+def test_a_run_ends_when_the_data_does(workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    source = 'data.sources=[{path="held_out.txt"}]'
+    arguments = ("--set", "run_dir=short", "data.epochs=1", source, "log.tensorboard=false")
+    assert cli.main(["train", "recipe.toml", *arguments]) == 0
+    output = capsys.readouterr().out
+    records = metrics(workplace, "short")
+    assert 3 < len(records) < 15
+    assert f"the data ended after {len(records)} of {STEPS} steps" in output
+    # One document, cut into pieces of which every token but the first is fed in once, and an end token.
+    text = (workplace / "held_out.txt").read_text()
+    assert len(text) - 8 <= sum(record["tokens"] for record in records) <= len(text)
+    assert (workplace / "short" / "checkpoints" / str(len(records))).is_dir()
+    assert (workplace / "short" / "model" / "config.json").is_file()
+    assert not (workplace / "short" / "tensorboard").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_model(workplace, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    with small_disk(tmp_path / "small", 1) as disk:
+        arguments = ("--set", f"run_dir={disk}/run", "checkpoint.every=2", "checkpoint.keep=50")
+        assert cli.main(["train", "recipe.toml", *arguments]) == 2
+        error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moe-jax: error:")]
+        assert len(error) == 1 and "No space left on device; what the run has saved is kept; continue" in error[0]
+        assert error[0].endswith(" --resume")
+        assert not (disk / "run" / "model").exists()
+
+
+def test_an_existing_run_is_not_touched(workplace, undisturbed, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    before = {path: path.stat().st_mtime_ns for path in (workplace / "undisturbed").rglob("*")}
+    for arguments, message in [
+        ((), "undisturbed already exists; continue it with --resume, or choose another run_dir"),
+        (
+            ("--resume", "--set", "seed=5"),
+            "cannot continue undisturbed with a changed recipe: seed (was 0, is 5); undo the change, or choose another "
+            "run_dir",
+        ),
+    ]:
+        assert cli.main(["train", "recipe.toml", "--set", "run_dir=undisturbed", *arguments]) == 2
+        assert capsys.readouterr().err == f"moe-jax: error: {message}\n"
+    assert {path: path.stat().st_mtime_ns for path in (workplace / "undisturbed").rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--set", "train.stpes=3"), "unknown key 'train.stpes' (did you mean 'steps'?)"),
+        (("--set", 'partition.freeze=["router"]'), "'router' matches no parameter"),
+        (("--set", "data.seq_len=100000"), "text.txt is too short: "),
+        (("--set", 'data.sources=[{path="nothing.txt"}]'), "no file matches nothing.txt"),
+        (("--set", "data.tokenizer=config.json"), "config.json is not a tokenizer.json"),
+        (("--set", "mesh.data=3"), "does not fit 8 devices"),
+        (("--set", "model.init=checkpoint"), "model.config has no weights"),
+        (("--topology", "v5e:4x4"), "--compile-only and --topology go together"),
+    ],
+)
+def test_bad_input_is_one_message_and_leaves_nothing(workplace, arguments, message, capsys, monkeypatch):
+    monkeypatch.chdir(workplace)
+    assert cli.main(["train", "recipe.toml", "--set", "run_dir=bad", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("moe-jax: error:") == 1
+    assert not (workplace / "bad").exists()

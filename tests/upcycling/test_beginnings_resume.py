@@ -1,0 +1,60 @@
+"""A command with other beginnings of experts goes on after a full disk, and writes what it would have written."""
+
+import os
+
+import numpy as np
+import pytest
+
+from moe_jax.checkpoints import leaf_files
+from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.upcycling import chosen_options, upcycle
+from moe_jax.upcycling.prompted_router import Prompt
+from tests.support.tiers import long
+from tests.upcycling.conftest import dense_config, random_leaves, write_model
+
+PROMPTS = [Prompt(np.array([1, 5, 7])), Prompt(np.array([2, 4, 30])), Prompt(np.array([6, 8]))]
+
+
+@pytest.mark.parametrize("models", [pytest.param(0, marks=long), 3])
+def test_it_goes_on_at_the_leaf(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1)
+    config = dense_config()
+    (tmp_path / "given").mkdir()
+    leaves = random_leaves(config)
+    sources = []
+    for number in range(1 + models):
+        scaled = {path: leaf * np.float32(1 + number / 10) for path, leaf in leaves.items()}
+        sources.append(ModelDirectory(write_model(tmp_path / "given" / str(number), config, scaled)))
+    given = {"noise": 0.1, "drop": 0.25, "granularity": 2, "experts_from": sources[1:], "experts": 3}
+    options = chosen_options(**given)
+
+    def run(dst):
+        others = {"experts_from": sources[1:], "prompts": PROMPTS, "described": {"seed": 0}}
+        upcycle(sources[0], dst, options, check=False, **others)
+
+    def content(name):
+        written = ModelDirectory(tmp_path / name)
+        return {path: written.read(path).tobytes() for path in written.specs()}
+
+    run(tmp_path / "undisturbed")
+    saved, save = [], leaf_files.save_group
+
+    def full(directory, group):
+        if len(saved) >= 12:
+            raise OSError(28, "No space left on device", str(directory))
+        saved.extend(group)
+        save(directory, group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leaf_files, "save_group", full)
+        with pytest.raises(OSError, match="No space left"):
+            run(tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == [".out.partial", "given", "undisturbed"]
+    again: list[str] = []
+    monkeypatch.setattr(
+        leaf_files, "save_group", lambda directory, group: (again.extend(group), save(directory, group))[1]
+    )
+    run(tmp_path / "out")
+    assert content("out") == content("undisturbed")
+    assert again and not set(again) & set(saved)
+    assert sorted(os.listdir(tmp_path)) == ["given", "out", "undisturbed"]
