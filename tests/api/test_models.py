@@ -16,10 +16,10 @@ from moe_jax.core.errors import InputError
 from moe_jax.model_io.adapter_dir import AdapterDirectory
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.model_source import ModelSource
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.numerics import logits_of
 from tests.support.tiers import one_in
-from tests.training.conftest import BOS, EOS, byte_tokenizer
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
 DELTA = {"experts": 4, "delta": "low-rank:2", "seed": 3}

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 import moe_jax
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 from tests.support.tiers import long
 
 EXAMPLES = ROOT / "examples"

@@ -10,9 +10,9 @@ import pytest
 import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.training.in_memory_training import read_batch
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.tiers import long
-from tests.training.conftest import BOS, EOS, byte_tokenizer
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 FIVE = dataclasses.replace(dense_config(), vocab_size=5, bos_id=None, eos_ids=())
 RECIPE = {"optimizer": {"learning_rate": 1e-2}, "train": {"steps": 3}}

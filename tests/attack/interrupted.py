@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.attack.forked import Ended
-from tests.conftest import COMPILER_FLAGS, ROOT
 from tests.support.disks import content_of
+from tests.support.environment import COMPILER_FLAGS, ROOT
 
 PAGE = 4096
 ENOUGH = 256 << 20

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.training.conftest import BOS, EOS, byte_tokenizer
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 

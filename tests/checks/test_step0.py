@@ -9,9 +9,9 @@ from moe_jax.experts.forms.positions import to_csr
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
+from tests.support.dense_models import ATTENTION, dense_config, random_leaves, write_model
 from tests.support.numerics import logits_of
 from tests.support.tiers import one_in
-from tests.upcycling.conftest import ATTENTION, dense_config, random_leaves, write_model
 
 
 def moe_layer(bank: BankConfig, **kwargs) -> LayerConfig:

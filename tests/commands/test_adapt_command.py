@@ -14,9 +14,9 @@ from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.peft import adapt as adapt_module
 from moe_jax.peft.parameter_sizes import parameter_sizes
 from moe_jax.upcycling import PESC
-from tests.peft.models import FFN, FULL, SHARED, model_of
+from tests.support.dense_models import random_leaves, write_model
+from tests.support.peft_models import FFN, FULL, SHARED, model_of
 from tests.support.tiers import long
-from tests.upcycling.conftest import random_leaves, write_model
 
 METHODS = {
     "perft-r": "--method perft-r --adapter lora:3 --experts 3 --top-k 2",

@@ -9,8 +9,8 @@ import pytest
 
 from moe_jax.commands.line import compiled_programs
 from moe_jax.commands.line.compiled_programs import LEAST_SECONDS, VARIABLE, keep_compiled_programs
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.disks import ROOT
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 
 @pytest.fixture

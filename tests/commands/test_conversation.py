@@ -13,9 +13,9 @@ import pytest
 import moe_jax
 from moe_jax.commands.line import cli
 from moe_jax.commands.line.cli import Interrupted
-from tests.conftest import ROOT
-from tests.training.conftest import BOS, EOS, byte_tokenizer
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.environment import ROOT
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"

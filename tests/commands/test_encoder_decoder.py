@@ -20,9 +20,9 @@ from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.nn.router_stats import auxiliary_loss, load_per_layer
-from tests.conversion.conftest import CONFIGS
+from tests.support.dense_models import random_leaves, write_model
+from tests.support.hf_checkpoints import CONFIGS
 from tests.support.tiers import long, one_in
-from tests.upcycling.conftest import random_leaves, write_model
 
 QUIET = Console(quiet=True)
 T5 = {**CONFIGS["t5"], "num_decoder_layers": 3}

@@ -12,8 +12,8 @@ import moe_jax
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
 from moe_jax.model_io import loading
-from tests.training.conftest import BOS, EOS, byte_tokenizer
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.dense_models import dense_config, random_leaves, write_model
 
 
 def run(capsys, *arguments) -> str:

@@ -10,7 +10,7 @@ import pytest
 from moe_jax.commands.line import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import config_to_json
-from tests.upcycling.conftest import write_model
+from tests.support.dense_models import write_model
 
 RESMOE, UP = ("--method", "resmoe"), ("--method", "up")
 KEPT = ("resmoe", "up", "sp", "svd", "msmoe", "meo", "git-rebasin", "mlp-fusion")

@@ -18,12 +18,12 @@ from moe_jax.generation.prompt_batches import generate
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training.in_memory_training import train_on_batches
 from moe_jax.training.recipe.schema import MeshSection, OptimizerSection
-from tests.compression.conftest import RECIPE, MemorySource, run
 from tests.compression.test_export import logits
-from tests.conversion.conftest import CONFIGS
+from tests.support.dense_models import random_leaves
+from tests.support.hf_checkpoints import CONFIGS
+from tests.support.moe_models import RECIPE, MemorySource, run
 from tests.support.tiers import one_in
-from tests.training.models import recipe_of
-from tests.upcycling.conftest import random_leaves
+from tests.support.training_models import recipe_of
 
 PERFT = ("--method", "perft-r", "--experts", "4", "--top-k", "2", "--adapter", "lora:2")
 RESMOE = ("--method", "resmoe", "--residual", "quantized:2", "--centre-bits")

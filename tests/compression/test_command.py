@@ -18,8 +18,8 @@ from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
-from tests.compression.conftest import RECIPE, moe_config, run, same_weights
-from tests.upcycling.conftest import dense_config
+from tests.support.dense_models import dense_config
+from tests.support.moe_models import RECIPE, moe_config, run, same_weights
 
 SPARSIFY, QUANTIZE = ("--method", "ders-sparsify", "--drop", 0.5), ("--method", "ders-quantize", "--bits", 4)
 

@@ -18,13 +18,13 @@ from moe_jax.conversion import export, read_hf_config
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
-from tests.compression.conftest import RECIPE, MemorySource, moe_config, trained_leaves
-from tests.conversion.conftest import CONFIGS
 from tests.conversion.test_foreign_view import write_model
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.dense_models import dense_config, random_leaves
+from tests.support.dense_models import write_model as write_leaves
+from tests.support.hf_checkpoints import CONFIGS
+from tests.support.moe_models import RECIPE, MemorySource, moe_config, trained_leaves
 from tests.support.tiers import long, one_in
-from tests.training.conftest import BOS, EOS, byte_tokenizer
-from tests.upcycling.conftest import dense_config, random_leaves
-from tests.upcycling.conftest import write_model as write_leaves
 
 QUIET = Console(quiet=True)
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
 from moe_jax.core.errors import InputError
-from tests.conversion.conftest import CONFIGS, random_tensors, write_checkpoint
+from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

@@ -10,7 +10,7 @@ import pytest
 
 from moe_jax.commands.line.cli import main
 from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
-from tests.conversion.conftest import (
+from tests.support.hf_checkpoints import (
     BASE,
     CONFIGS,
     DTYPES,

@@ -21,7 +21,7 @@ from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, ModelConfig, MoEConfig
-from tests.conversion.conftest import CONFIGS, DTYPES, read_tensors
+from tests.support.hf_checkpoints import CONFIGS, DTYPES, read_tensors
 from tests.support.tiers import one_in
 
 QUIET = Console(quiet=True)

@@ -15,8 +15,8 @@ from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, checkpoint_sourc
 from moe_jax.conversion.gguf.gguf_rope import llama3_factors  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
 from moe_jax.functional.attention.rope import rope_tables  # noqa: E402
-from tests.conversion.conftest import BASE, CONFIGS, random_tensors, write_checkpoint  # noqa: E402
 from tests.conversion.gguf_files import ARCHITECTURES, tensors_of, write_gguf  # noqa: E402
+from tests.support.hf_checkpoints import BASE, CONFIGS, random_tensors, write_checkpoint  # noqa: E402
 
 Q = gguf.GGMLQuantizationType
 # What no GGUF file can say of a model: biases and windows that llama.cpp does not have, dense layers among MoEs.

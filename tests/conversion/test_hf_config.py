@@ -10,7 +10,7 @@ from moe_jax.conversion import families, read_hf_config, write_hf_config
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.core.errors import InputError
 from moe_jax.models import BankConfig, ModelConfig, RopeConfig
-from tests.conversion.conftest import BASE, CONFIGS
+from tests.support.hf_checkpoints import BASE, CONFIGS
 
 LLAMA = CONFIGS["llama"]
 

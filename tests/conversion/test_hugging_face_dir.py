@@ -14,7 +14,7 @@ from moe_jax.conversion.checkpoint_source import row_chunks
 from moe_jax.conversion.table import FUSED, LAYOUTS
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs
-from tests.conversion.conftest import BASE, CONFIGS, DTYPES, random_tensors, write_checkpoint
+from tests.support.hf_checkpoints import BASE, CONFIGS, DTYPES, random_tensors, write_checkpoint
 
 LAYER = "model.layers.1"
 

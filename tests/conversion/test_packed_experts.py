@@ -13,7 +13,7 @@ from moe_jax.commands.line.cli import main
 from moe_jax.conversion import convert
 from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.conversion.conftest import CONFIGS
+from tests.support.hf_checkpoints import CONFIGS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

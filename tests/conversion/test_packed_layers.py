@@ -14,8 +14,8 @@ from moe_jax.conversion.to_hugging_face import export
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, ModelConfig
-from tests.compression.conftest import moe_config, trained_leaves
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.moe_models import moe_config, trained_leaves
 
 QUIET = Console(quiet=True)
 D, F = 16, 32

@@ -14,8 +14,15 @@ from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.conversion.conftest import CONFIGS, DTYPES, assert_same_bits, random_tensors, read_tensors, write_checkpoint
 from tests.support.disks import content_of
+from tests.support.hf_checkpoints import (
+    CONFIGS,
+    DTYPES,
+    assert_same_bits,
+    random_tensors,
+    read_tensors,
+    write_checkpoint,
+)
 from tests.support.tiers import one_in
 
 QUIET = Console(quiet=True)

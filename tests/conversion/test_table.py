@@ -15,7 +15,7 @@ from moe_jax.conversion.families import FAMILIES
 from moe_jax.conversion.formats.copying import copy_transposed
 from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT, Row, apply_table, detect_layout, linear
 from moe_jax.core.errors import InputError
-from tests.conversion.conftest import CONFIGS, DTYPES, expected_tensors
+from tests.support.hf_checkpoints import CONFIGS, DTYPES, expected_tensors
 
 TEMPLATES = {
     "01-ai__Yi-34B": "derived",

@@ -18,7 +18,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.tokens.tiktoken_file import QWEN_PIECES, QWEN_SPECIAL, qwen_tokenizer
 from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.conversion.conftest import CONFIGS, random_tensors, write_checkpoint
+from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 regex = pytest.importorskip("regex")
 

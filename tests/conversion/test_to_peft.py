@@ -19,8 +19,8 @@ from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.models.config import PerftConfig
-from tests.conversion.conftest import BASE, CONFIGS, random_tensors, write_checkpoint
-from tests.upcycling.conftest import write_model
+from tests.support.dense_models import write_model
+from tests.support.hf_checkpoints import BASE, CONFIGS, random_tensors, write_checkpoint
 
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4]])
 TWO_LAYERS = {**BASE, "num_hidden_layers": 2}

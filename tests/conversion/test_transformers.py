@@ -12,7 +12,7 @@ from moe_jax.conversion import HuggingFaceDirectory, convert, export
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.conversion.conftest import CONFIGS, assert_same_bits, read_tensors
+from tests.support.hf_checkpoints import CONFIGS, assert_same_bits, read_tensors
 from tests.support.tiers import one_in
 
 torch = pytest.importorskip("torch")

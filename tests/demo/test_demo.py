@@ -13,7 +13,7 @@ from moe_jax.demo.problems import KINDS, write_problems
 from moe_jax.demo.real import MODELS, QUESTIONS
 from moe_jax.demo.results import Result, median_speed, plot, table
 from moe_jax.demo.text import byte_tokenizer, write_text
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 from tests.support.walkthroughs import blocks_of, form
 
 

@@ -16,7 +16,7 @@ import pytest
 from moe_jax.core.errors import InputError
 from moe_jax.distributed import job_place
 from moe_jax.distributed.peers import Peers, Place
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 from tests.support.tiers import one_in
 
 PROGRAM = """

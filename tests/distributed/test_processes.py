@@ -12,7 +12,7 @@ import pytest
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.processes import join_processes
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.support.environment import COMPILER_FLAGS, ROOT
 from tests.support.tiers import long
 
 PROGRAM = """

@@ -32,7 +32,7 @@ from moe_jax.experts.forms.by_name import delta_options, form_of_option, registe
 from moe_jax.experts.forms.fresh import shapes_of
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 from tests.support.tiers import one_in
 
 EXPERTS, D_MODEL = 3, 16

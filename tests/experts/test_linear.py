@@ -20,7 +20,7 @@ from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
 from moe_jax.nn import Head
 from tests.support.numerics import assert_close, made_at_once, normal, randomised
 from tests.support.tiers import long, one_in
-from tests.training.models import config_of
+from tests.support.training_models import config_of
 
 D_MODEL, EXPERTS, TOKENS, TOP_K = 16, 4, 16, 2
 LORA = LoRAConfig(rank=3, targets=("gate", "up", "down"), scale=0.5)

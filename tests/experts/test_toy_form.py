@@ -27,10 +27,10 @@ from moe_jax.functional.routing.decision import Routing
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import FFNConfig, LoRAConfig, MoEConfig, config_from_json, config_to_json
+from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.numerics import assert_close
 from tests.support.tiers import long
-from tests.training.conftest import byte_tokenizer
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 EXPERTS, STEPS = 4, 3
 

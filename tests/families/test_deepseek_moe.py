@@ -13,8 +13,8 @@ from moe_jax.conversion import HuggingFaceDirectory, read_hf_config
 from moe_jax.generation.prompt_batches import generate
 from moe_jax.model_io.loading import load_model
 from moe_jax.planning.model_costs import make_plan
-from tests.conversion.conftest import BASE, expected_tensors, write_checkpoint
 from tests.families.reference import mean_loss
+from tests.support.hf_checkpoints import BASE, expected_tensors, write_checkpoint
 from tests.support.tiers import EVERY, one_in
 
 TOKENS = np.random.default_rng(0).integers(0, BASE["vocab_size"], (2, 40))

@@ -12,7 +12,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.models import RopeConfig
 from moe_jax.nn.embed import Embed
 from moe_jax.nn.layers import Norm
-from tests.conversion.conftest import CONFIGS
+from tests.support.hf_checkpoints import CONFIGS
 
 # As the hub has it: Transformers 4.50, without the types of layers.
 GEMMA_3_1B = {

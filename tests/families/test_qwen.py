@@ -15,8 +15,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.functional.heads.losses import next_token_loss
 from moe_jax.generation.prompt_batches import generate
 from moe_jax.model_io.loading import load_model, model_leaves
-from tests.conversion.conftest import CONFIGS, expected_tensors, write_checkpoint
 from tests.families import plain_qwen
+from tests.support.hf_checkpoints import CONFIGS, expected_tensors, write_checkpoint
 from tests.support.numerics import logits_of
 from tests.support.tiers import EVERY
 

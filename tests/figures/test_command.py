@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax.commands.line import cli
 from moe_jax.figures import measure_similarity
-from tests.figures.models import BANKS, EXPERTS, moe_config, write_model
+from tests.support.figure_models import BANKS, EXPERTS, moe_config, write_model
 
 COSINES = {"cosine_to_base.png", "cosine_between_experts.png", "figures.json"}
 

@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.core.errors import InputError
 from moe_jax.figures import measure_similarity, similarity
-from tests.figures.models import BANKS, EXPERTS, experts_of, moe_config, write_model
+from tests.support.figure_models import BANKS, EXPERTS, experts_of, moe_config, write_model
 
 MATRICES = ("gate", "up", "down")
 

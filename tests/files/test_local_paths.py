@@ -13,7 +13,7 @@ from moe_jax.files.local_paths import check_beside, check_local, check_model_pat
 from moe_jax.files.staging import refuse_existing
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.training.recipe.schema import load_recipe
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.dense_models import dense_config, random_leaves, write_model
 
 
 @pytest.mark.parametrize("path", ["s3://a/b", "https://host/a", "file:///a", "hf://a/b", "a\0b"])

@@ -19,10 +19,10 @@ from moe_jax.peft.adapt import adapt
 from moe_jax.peft.merge import merge
 from moe_jax.peft.options import chosen_options as adapt_options
 from moe_jax.upcycling import chosen_options, upcycle
-from tests.conversion.conftest import CONFIGS, random_tensors, write_checkpoint
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.disks import content_of
+from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 from tests.support.tiers import one_in
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 QUIET = Console(quiet=True)
 

@@ -20,7 +20,7 @@ from moe_jax.files.staging import (
     replace_file,
     replacing,
 )
-from tests.conversion.conftest import CONFIGS, random_tensors, write_checkpoint
+from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 
 def folder(path, content: str):

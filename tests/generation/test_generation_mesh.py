@@ -15,8 +15,8 @@ from moe_jax.generation.prompt_batches import generate
 from moe_jax.models import MoEConfig
 from moe_jax.nn import unstacked
 from tests.generation.test_generation import DENSE, PROMPTS, make_model
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.tiers import one_in
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 EIGHT = [[3], [1, 2], [9, 8, 7], *PROMPTS, [5, 5], [30, 31, 32, 33]]
 

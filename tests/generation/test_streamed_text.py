@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_jax.generation.streamed_text import StreamedText
-from tests.training.conftest import BOS, EOS, byte_tokenizer
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 
 BROKEN = "\ufffd"
 

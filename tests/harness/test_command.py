@@ -7,7 +7,7 @@ import sqlite3
 import pytest
 
 from moe_jax.commands.line import cli
-from tests.harness.conftest import CHOICE, QUESTIONS, WRITTEN, write_task
+from tests.support.task_files import CHOICE, QUESTIONS, WRITTEN, write_task
 
 
 def run(capsys, *arguments):

@@ -6,8 +6,8 @@ import sqlite3
 import pytest
 
 from moe_jax.commands.line import cli
-from tests.harness.conftest import WRITTEN, write_task
 from tests.support.jobs import job, run
+from tests.support.task_files import WRITTEN, write_task
 from tests.support.tiers import long
 
 NAMES = "choice,said,rolling,written"

@@ -11,8 +11,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.harness.task_data import read_examples
 from moe_jax.harness.task_files import SHIPPED, read_task_folder, sandboxed_templates
 from moe_jax.harness.task_run import known_tasks, load_tasks
-from tests.conftest import ROOT
-from tests.harness.conftest import CHOICE, QUESTIONS, WRITTEN, write_task
+from tests.support.environment import ROOT
+from tests.support.task_files import CHOICE, QUESTIONS, WRITTEN, write_task
 
 METRIC = CHOICE["metric_list"][0]
 

@@ -17,7 +17,7 @@ from moe_jax.api.open_source import open_source, read_config
 from moe_jax.conversion import convert
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.hub import hub_origin, is_hub_name, local_model
-from tests.conversion.conftest import CONFIGS, random_tensors, write_checkpoint
+from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 pytest.importorskip("huggingface_hub")
 torch = pytest.importorskip("torch")

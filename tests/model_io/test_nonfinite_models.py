@@ -20,7 +20,7 @@ from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.loading import load_model
 from moe_jax.training.recipe.schema import ModelSection, Recipe
 from moe_jax.training.run.run_directory import _outputs
-from tests.conversion.conftest import CONFIGS, random_tensors, write_checkpoint
+from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 UP, EXPERTS_UP = "layers/1/mlp/up/kernel", "layers/1/mlp/experts/up/kernel"
 NAMED = r"layers/1/mlp/up/kernel(\[\d\])?: 1 of 512 numbers not finite, the first nan at \[2, 3\]; .*--allow-nonfinite$"

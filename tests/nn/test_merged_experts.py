@@ -17,7 +17,7 @@ from moe_jax.nn.moe import MoE
 from moe_jax.planning.model_costs import make_plan
 from moe_jax.training.flops import active_matmul_params
 from tests.support.numerics import normal, randomised
-from tests.training.models import config_of
+from tests.support.training_models import config_of
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

@@ -15,7 +15,7 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig,
 from moe_jax.nn import Decoder, Embed, Head, Stack, init_cache
 from moe_jax.planning.model_costs import make_plan, trained_leaves
 from tests.nn import plain_transformer as plain
-from tests.upcycling.conftest import random_leaves, write_model
+from tests.support.dense_models import random_leaves, write_model
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

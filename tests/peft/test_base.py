@@ -12,8 +12,8 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.over_base import LeavesOverBase
 from moe_jax.model_io.tuned_base import base_config, base_leaf, is_tuned, kernel_of, own_leaves
 from moe_jax.peft.initial import initial_leaves
-from tests.peft.tuned_models import lora, model, moe, tuned_and_base
-from tests.upcycling.conftest import random_leaves, write_model
+from tests.support.dense_models import random_leaves, write_model
+from tests.support.tuned_models import lora, model, moe, tuned_and_base
 
 CASES = tuned_and_base()
 

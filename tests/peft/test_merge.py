@@ -18,7 +18,7 @@ from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import AttentionConfig, BankConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.config import PerftConfig
 from moe_jax.peft.merge import merge
-from tests.upcycling.conftest import DTYPES, random_leaves, write_model
+from tests.support.dense_models import DTYPES, random_leaves, write_model
 
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4]])
 LORA = LoRAConfig(rank=3, targets=("gate", "up", "down"), scale=0.7)

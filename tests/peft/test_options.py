@@ -8,7 +8,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.model_io.tuned_base import base_config
 from moe_jax.models import BankConfig
 from moe_jax.peft.options import AdaptOptions, adapted_config
-from tests.peft.models import BARE, FFN, FULL, SHARED, model_of
+from tests.support.peft_models import BARE, FFN, FULL, SHARED, model_of
 
 MIXED = model_of(FFN, FULL)
 

@@ -19,7 +19,7 @@ from moe_jax.peft.trained_table import print_trained, trained_groups
 from moe_jax.planning.model_costs import dense_config, make_plan, trained_leaves, training_memory, tuned_parameters
 from moe_jax.training.flops import active_matmul_params
 from moe_jax.upcycling import PESC, Rest, upcycled_config
-from tests.peft.models import FFN, FULL, SHARED, model_of
+from tests.support.peft_models import FFN, FULL, SHARED, model_of
 
 OLMOE = "derived/allenai__OLMoE-1B-7B-0924"
 MIXTRAL = "as_found/mistralai__Mixtral-8x7B-v0.1"

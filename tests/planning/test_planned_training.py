@@ -27,9 +27,9 @@ from moe_jax.training.recipe.schema import (
     PartitionSection,
     TrainSection,
 )
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 from tests.support.tiers import long, one_in
-from tests.training.models import FFN, config_of, moe, recipe_of, write_config
+from tests.support.training_models import FFN, config_of, moe, recipe_of, write_config
 
 ONE = MeshSection(data=1, fsdp=1)
 BY_NAME = {

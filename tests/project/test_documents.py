@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 
 CITATION = re.compile(r"methods\.md (\d(?:\.\d)?(?:(?:-|, | and )\d(?:\.\d)?)*)")
 

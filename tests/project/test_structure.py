@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 
 # A module may import, directly or through others, its own room and those before it (CONTRIBUTING.md).
 ROOMS = (

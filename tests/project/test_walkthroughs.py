@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import moe_jax
-from tests.conftest import ROOT
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.environment import ROOT
 from tests.support.tiers import one_in
 from tests.support.walkthroughs import Ran, blocks_of, form, not_printed, read_by_parsers, run_document
-from tests.training.conftest import BOS, EOS, byte_tokenizer
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 # `make test` runs every second, and reads the commands of all.
 DOCUMENTS = ("upcycle-and-train", "tune", "compress", "checkpoint-to-pod")

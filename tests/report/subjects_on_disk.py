@@ -13,8 +13,8 @@ from moe_jax.compression.job.report import Point
 from moe_jax.figures import measure_similarity, write_figures
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.figures.models import BANKS, EXPERTS, moe_config, write_model
 from tests.model_io.test_adapter_dir import write_adapter, write_base
+from tests.support.figure_models import BANKS, EXPERTS, moe_config, write_model
 
 EVIL = "</style><script>nothing.there()</script><img src='http://localhost:9/x.png'>"
 STEPS = 30

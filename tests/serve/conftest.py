@@ -1,21 +1,19 @@
 """A tiny model, served."""
 
-import contextlib
 import dataclasses
 import json
-import threading
 
 import pytest
 
 import moe_jax
-from tests.training.conftest import BOS, EOS, byte_tokenizer
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.served_models import CONTEXT
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-CONTEXT = 300
 
 
 @pytest.fixture(scope="session")
@@ -33,25 +31,3 @@ def served_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def model(served_dir):
     return moe_jax.load(served_dir)
-
-
-@contextlib.contextmanager
-def serving(model, engine):
-    """The address of a server in a thread."""
-    import uvicorn
-
-    from moe_jax.commands.serve import _address, _listening
-    from moe_jax.serve.app import make_app
-
-    with _listening("127.0.0.1", 0) as listener:
-        app = make_app(model, model.tokenizer, engine, "tiny")
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield _address(listener)
-        finally:
-            server.should_exit = True
-            thread.join(30)
-            engine.close()
-            assert not thread.is_alive()

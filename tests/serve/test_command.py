@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from moe_jax.commands.line import cli
-from tests.conftest import ROOT
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.environment import ROOT
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")

@@ -18,8 +18,8 @@ import moe_jax
 from moe_jax.generation import rows
 from moe_jax.generation.engine import Engine
 from moe_jax.serve.requests import read_chat
-from tests.serve.conftest import CONTEXT, serving
-from tests.training.conftest import BOS
+from tests.support.byte_tokenizer import BOS
+from tests.support.served_models import CONTEXT, serving
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")

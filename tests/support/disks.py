@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.support.environment import COMPILER_FLAGS, ROOT
 
 
 def content_of(directory: Path) -> dict[str, object]:

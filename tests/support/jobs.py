@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.support.environment import COMPILER_FLAGS, ROOT
 
 
 class Job:

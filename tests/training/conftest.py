@@ -4,34 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tokenizers
 
 from moe_jax.commands.line import cli
-
-BOS, EOS = 256, 257
-
-
-def byte_tokenizer(path: Path, *, adds_bos: bool = False) -> Path:
-    """Writes a tokenizer.json whose ids are bytes; `<s>` is 256, `</s>` is 257."""
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    # ByteLevel shows the printable bytes as themselves and the others as code points from 256 on, in order.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    shown = {byte: chr(byte) for byte in printable}
-    for offset, byte in enumerate(byte for byte in range(256) if byte not in shown):
-        shown[byte] = chr(256 + offset)
-    assert set(shown.values()) == set(alphabet)
-    vocab = {character: byte for byte, character in shown.items()}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    assert tokenizer.token_to_id("<s>") == BOS and tokenizer.token_to_id("</s>") == EOS
-    if adds_bos:
-        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", BOS)]
-        )
-    tokenizer.save(str(path))
-    return path
+from tests.support.byte_tokenizer import byte_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -66,8 +41,8 @@ tensorboard = false
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, data, a tokenizer under a name of its own, and a run of 4 steps."""
     # They import this module.
-    from tests.training.models import FFN, config_of
-    from tests.upcycling.conftest import random_leaves, write_model
+    from tests.support.dense_models import random_leaves, write_model
+    from tests.support.training_models import FFN, config_of
 
     folder = tmp_path_factory.mktemp("finished")
     (folder / "words").mkdir()

@@ -21,8 +21,8 @@ from moe_jax.models import LayerConfig
 from moe_jax.peft.initial import initial_leaves
 from moe_jax.training.program import initial_states, make_program
 from moe_jax.training.recipe.schema import ModelSection
-from tests.training.models import FFN, config_of, recipe_of
-from tests.upcycling.conftest import random_leaves, write_model
+from tests.support.dense_models import random_leaves, write_model
+from tests.support.training_models import FFN, config_of, recipe_of
 
 RECIPE = """
 run_dir = "run"

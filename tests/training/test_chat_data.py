@@ -10,9 +10,9 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.chat_templates import REASONING, SPECIAL, STYLES, SYSTEM, TURNS, marked, plain
 from tests.support.tiers import long
-from tests.training.conftest import BOS, EOS, byte_tokenizer
 
 CONFIG = ModelConfig(
     family="llama",

@@ -15,9 +15,9 @@ from moe_jax.core.errors import InputError
 from moe_jax.evaluation.classification import Labelled, count_labels, names_of_labels, read_labelled, wilson_interval
 from moe_jax.model_io.loading import model_leaves
 from moe_jax.training.program import draw_model
+from tests.support.dense_models import write_model
 from tests.support.tiers import long
-from tests.training.models import FFN, config_of, encoder_decoder
-from tests.upcycling.conftest import write_model
+from tests.support.training_models import FFN, config_of, encoder_decoder
 
 LINES = [
     {"sentence": "a fine film", "label": 1, "idx": 0},

@@ -19,8 +19,8 @@ from moe_jax.planning.compile_only import print_report
 from moe_jax.planning.hlo import Collectives, collectives
 from moe_jax.planning.model_costs import training_memory
 from moe_jax.training.flops import train_flops_per_token
-from tests.conftest import ROOT
-from tests.training.models import FFN, config_of, moe, write_config
+from tests.support.environment import ROOT
+from tests.support.training_models import FFN, config_of, moe, write_config
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

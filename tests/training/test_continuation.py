@@ -14,9 +14,9 @@ from moe_jax.training.recipe.schema import load_recipe
 from moe_jax.training.run import run_directory
 from moe_jax.training.run import training_run as run_module
 from moe_jax.training.run.run_directory import RunLock
+from tests.support.dense_models import random_leaves, write_model
 from tests.support.tiers import long
-from tests.training.models import FFN, config_of
-from tests.upcycling.conftest import random_leaves, write_model
+from tests.support.training_models import FFN, config_of
 
 
 def rates(run: str = "run") -> list[float]:

@@ -14,7 +14,7 @@ from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.sources import text_files as sources
 from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
-from tests.training.conftest import BOS, EOS, byte_tokenizer
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 
 CONFIG = ModelConfig(
     family="llama",

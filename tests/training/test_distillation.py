@@ -29,10 +29,10 @@ from moe_jax.training.recipe.schema import (
     ScheduleSection,
     TrainSection,
 )
+from tests.support.dense_models import random_leaves, write_model
 from tests.support.tiers import long
-from tests.training.models import BANKS, FFN, config_of, moe, recipe_of
+from tests.support.training_models import BANKS, FFN, config_of, moe, recipe_of
 from tests.training.test_step import drawn, initial_states, largest_difference, random_batch, repeated_batch
-from tests.upcycling.conftest import random_leaves, write_model
 
 ROUTERS_AND_NORMS = (".*/router/.*", ".*norm/.*")
 STUDENT = config_of(FFN, moe(BANKS["low-rank"]))
@@ -278,7 +278,7 @@ def test_a_run_goes_on_with_its_own_teacher_only(workplace, monkeypatch, capsys)
 
 
 def test_encoders_neither_teach_nor_learn():
-    from tests.training.models import encoder_decoder
+    from tests.support.training_models import encoder_decoder
 
     pairs = encoder_decoder(FFN, FFN)
     for model, teacher, which in ((STUDENT, pairs, "distill.teacher has one"), (pairs, TEACHER, "the model has one")):

@@ -19,7 +19,7 @@ from moe_jax.functional.heads.losses import token_losses
 from moe_jax.model_io.loading import model_leaves
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.nn import Decoder
-from tests.training.models import FFN, config_of, moe
+from tests.support.training_models import FFN, config_of, moe
 
 CONFIG = config_of(FFN, moe())
 TEXT = "the quick brown fox jumps over the lazy dog, and 17 times more.\n"

@@ -9,7 +9,7 @@ from moe_jax.experts.parallel import exchange
 from moe_jax.training.exchange_check import exchange_check
 from moe_jax.training.program import first_state, initial_states, make_program
 from moe_jax.training.recipe.schema import MeshSection, ModelSection
-from tests.training.models import config_of, moe, recipe_of
+from tests.support.training_models import config_of, moe, recipe_of
 from tests.training.test_step import random_batch
 
 MESH = MeshSection(data=1, fsdp=2, expert=4, tensor=1)

@@ -14,9 +14,9 @@ from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json
 from moe_jax.planning.planned_training import PlannedTraining, planned_training
 from moe_jax.training.recipe.schema import MeshSection, load_recipe
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 from tests.support.tiers import long
-from tests.training.models import FFN, config_of, moe, recipe_of, write_config
+from tests.support.training_models import FFN, config_of, moe, recipe_of, write_config
 
 sys.path.append(str(ROOT / "benchmarks"))
 

@@ -13,7 +13,7 @@ from moe_jax.nn import Decoder, load_per_layer
 from moe_jax.nn import moe as moe_module
 from moe_jax.training.expert_load import measure_load, measure_router_statistics
 from tests.support.numerics import initialised
-from tests.training.models import FFN, config_of, moe
+from tests.support.training_models import FFN, config_of, moe
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.sources.cached_copies import uncompressed
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import TURNS, plain
-from tests.training.conftest import byte_tokenizer
 from tests.training.test_chat_data import CONFIG
 
 pa = pytest.importorskip("pyarrow")

@@ -7,7 +7,7 @@ import pytest
 import moe_jax
 from moe_jax.commands.line import cli
 from tests.support.tiers import long
-from tests.training.models import encoder_decoder, write_config
+from tests.support.training_models import encoder_decoder, write_config
 from tests.training.test_pairs import SWITCH
 
 KINDS = {"dog": "animal", "cat": "animal", "bird": "animal", "ball": "toy", "doll": "toy", "kite": "toy"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 
 LAUNCH = ROOT / "train" / "launch"
 

@@ -20,7 +20,7 @@ from moe_jax.models import AttentionConfig, FFNConfig
 from moe_jax.planning.compile_only import prepare_environment
 from moe_jax.training.program import abstract_batch, make_program
 from moe_jax.training.recipe.schema import ModelSection, TrainSection
-from tests.training.models import config_of, recipe_of
+from tests.support.training_models import config_of, recipe_of
 
 VOCABULARY, ROWS, LENGTH, WIDTH = 151_936, 8, 4096, 512
 ONE_GB = 10**9

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from tests.conftest import COMPILER_FLAGS, ROOT
+from tests.support.environment import COMPILER_FLAGS, ROOT
+from tests.support.mesh_losses import KINDS, SHAPES, STEPS, losses
 from tests.support.tiers import long
-from tests.training.mesh_losses import KINDS, SHAPES, STEPS, losses
 
 
 @long  # `test_processes.py` trains on two processes what it trains on one
@@ -26,7 +26,7 @@ def test_two_processes_of_four_devices_train_as_one_of_eight(kind):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.training.mesh_losses", json.dumps(cases)],
+            [sys.executable, "-m", "tests.support.mesh_losses", json.dumps(cases)],
             env=environment | {"MOE_JAX_DISTRIBUTED": f"localhost:{port},2,{index}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -16,7 +16,7 @@ from moe_jax.training.flops import active_matmul_params, train_flops_per_token
 from moe_jax.training.log.metrics import MetricsWriter, StepLine, is_finite, read_metrics, to_record
 from moe_jax.training.log.tensorboard import EventWriter, crc32c
 from moe_jax.training.step import StepMetrics
-from tests.training.models import ATTENTION, BANKS, FFN, config_of, moe
+from tests.support.training_models import ATTENTION, BANKS, FFN, config_of, moe
 
 
 def step_metrics(router=(), **changes) -> StepMetrics:

@@ -17,7 +17,7 @@ from moe_jax.training.optim.optimizer import at_step, is_orthogonalised, learnin
 from moe_jax.training.optim.parameter_groups import group_rates, is_decayed
 from moe_jax.training.recipe.schema import GroupSection, OptimizerSection, ScheduleSection
 from tests.support.tiers import long
-from tests.training.models import BANKS, FFN, config_of, moe
+from tests.support.training_models import BANKS, FFN, config_of, moe
 
 PEAK = OptimizerSection(learning_rate=1.0)
 

@@ -25,9 +25,9 @@ from moe_jax.training.flops import step_flops, train_flops_per_token
 from moe_jax.training.in_memory_training import read_batch
 from moe_jax.training.log.metrics import read_metrics
 from moe_jax.training.program import draw_model
+from tests.support.byte_tokenizer import EOS
 from tests.support.tiers import long
-from tests.training.conftest import EOS
-from tests.training.models import FFN, config_of, encoder_decoder, write_config
+from tests.support.training_models import FFN, config_of, encoder_decoder, write_config
 
 SWITCH = MoEConfig(expert=FFN, num_experts=4, top_k=1, gate="top1", balance_coef=0.01, z_coef=0.01)
 CONFIG = encoder_decoder(SWITCH, SWITCH)

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from moe_jax.commands.line import cli
-from tests.conftest import ROOT
+from tests.support.dense_models import random_leaves, write_model
+from tests.support.environment import ROOT
 from tests.support.jobs import Job, job, run
 from tests.support.tiers import long, one_in
-from tests.training.models import BANKS, FFN, config_of, moe, write_config
-from tests.upcycling.conftest import random_leaves, write_model
+from tests.support.training_models import BANKS, FFN, config_of, moe, write_config
 
 # The batches of one pass over the text; the recipe asks for more.
 STEPS = 19

@@ -10,7 +10,7 @@ from moe_jax.training.recipe import recipe_toml
 from moe_jax.training.recipe.schema import EvalSection, MeshSection, ModelSection, Recipe, load_recipe
 from moe_jax.training.recipe.shipped import shipped_recipes
 from moe_jax.training.run.continuation import check_continues
-from tests.training.models import recipe_of
+from tests.support.training_models import recipe_of
 
 GOOD = """
 run_dir = "runs/a"

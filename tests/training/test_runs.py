@@ -15,10 +15,10 @@ import pytest
 
 from moe_jax.commands.line import cli
 from moe_jax.training.run.signals import StopSignals
-from tests.conftest import COMPILER_FLAGS, ROOT
 from tests.support.disks import small_disk
+from tests.support.environment import COMPILER_FLAGS, ROOT
 from tests.support.tiers import long
-from tests.training.models import BANKS, FFN, config_of, moe, write_config
+from tests.support.training_models import BANKS, FFN, config_of, moe, write_config
 
 STEPS = 90
 RECIPE = """

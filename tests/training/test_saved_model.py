@@ -13,7 +13,7 @@ from moe_jax.commands.line import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training.run.run_directory import describe_run
 from tests.support.tiers import long
-from tests.training.models import BANKS, config_of, moe, write_config
+from tests.support.training_models import BANKS, config_of, moe, write_config
 
 # Two equal layers, which are stacked in memory; frozen parameters in another dtype, and another one at the end.
 STACKED = """

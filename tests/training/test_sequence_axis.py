@@ -12,8 +12,8 @@ from moe_jax.planning.compile_only import compiled_step, described_devices, prep
 from moe_jax.planning.hlo import transfers
 from moe_jax.training.program import make_program
 from moe_jax.training.recipe.schema import MeshSection, ModelSection, TrainSection
+from tests.support.training_models import config_of, moe, recipe_of
 from tests.support.uncached import uncached
-from tests.training.models import config_of, moe, recipe_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"

@@ -31,7 +31,7 @@ from moe_jax.training.recipe.schema import (
 )
 from moe_jax.training.step import StepMetrics, TrainState, step_key, updated
 from tests.support.tiers import one_in
-from tests.training.models import ATTENTION, BANKS, FFN, config_of, moe, recipe_of
+from tests.support.training_models import ATTENTION, BANKS, FFN, config_of, moe, recipe_of
 
 
 def random_batch(seed: int, rows: int = 8, length: int = 16) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ from moe_jax.models import BankConfig, FFNConfig
 from moe_jax.planning import timed_step as module
 from moe_jax.planning.timed_step import timed_step
 from moe_jax.training.recipe.schema import MeshSection, OptimizerSection, PartitionSection
-from tests.training.models import FFN, config_of, encoder_decoder, moe, recipe_of
+from tests.support.training_models import FFN, config_of, encoder_decoder, moe, recipe_of
 
 ONE = MeshSection(data=1, fsdp=1)
 WIDE = dataclasses.replace(FFN, dim=64)

@@ -20,9 +20,9 @@ from moe_jax.data.sources.token_files import INDEX, pack, unpack
 from moe_jax.data.tokens import tokenize_sources as tokenizing
 from moe_jax.data.tokens.tokenize_sources import Task, source_patterns, tokenize, totals
 from moe_jax.files.resume import leftovers
-from tests.conftest import ROOT
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import TURNS, plain
-from tests.training.conftest import byte_tokenizer
+from tests.support.environment import ROOT
 from tests.training.test_chat_data import CONFIG
 
 

@@ -15,7 +15,7 @@ from moe_jax.planning.model_costs import make_plan, tuned_parameters
 from moe_jax.training.program import make_program
 from moe_jax.training.recipe.schema import load_recipe
 from moe_jax.training.recipe.shipped import PACKAGE, recipe_file
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 
 RECIPES = ROOT / "train" / "recipes"
 # Parameters of the model, LoRA left out, and those that are trained.

@@ -9,8 +9,8 @@ from moe_jax.checkpoints import leaf_files
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import chosen_options, upcycle
 from moe_jax.upcycling.prompted_router import Prompt
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.tiers import long
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 PROMPTS = [Prompt(np.array([1, 5, 7])), Prompt(np.array([2, 4, 30])), Prompt(np.array([6, 8]))]
 

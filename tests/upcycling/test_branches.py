@@ -12,7 +12,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import Start, UpcycleOptions, upcycled_config
 from moe_jax.upcycling.branches import Branches, LazyLeaves
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.upcycling.test_start import lineage_of, run
 
 CONFIG = dense_config(num_layers=3, bias=True)

@@ -13,9 +13,9 @@ from moe_jax.commands.line import cli
 from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import dense_to_moe
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.numerics import logits_of
 from tests.support.tiers import one_in
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 DELTAS = ("full", "low-rank:4", "sparse:0.9")
 

@@ -17,8 +17,8 @@ from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import PESC, Start, UpcycleOptions, moe_leaves, parse_delta, upcycled_config
 from moe_jax.upcycling.options import why_different
+from tests.support.dense_models import DTYPES, dense_config, random_leaves
 from tests.support.numerics import logits_of
-from tests.upcycling.conftest import DTYPES, dense_config, random_leaves
 from tests.upcycling.test_start import lineage_of, run
 
 PREFIX = "layers/0/mlp/"

@@ -10,7 +10,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.positions import from_csr
 from moe_jax.models import ModelConfig
 from moe_jax.upcycling import UpcycleOptions, moe_leaves, parse_delta, upcycled_config
-from tests.upcycling.conftest import dense_config, random_leaves
+from tests.support.dense_models import dense_config, random_leaves
 
 EXPERTS = 3
 

@@ -3,7 +3,7 @@ import pytest
 from moe_jax.core.errors import InputError
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig
 from moe_jax.upcycling import PESC, UpcycleOptions, keeps_the_function, parse_delta, upcycled_config
-from tests.upcycling.conftest import dense_config
+from tests.support.dense_models import dense_config
 
 
 @pytest.mark.parametrize(

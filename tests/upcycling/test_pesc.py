@@ -18,8 +18,8 @@ from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.models import MoEConfig
 from moe_jax.peft.initial import initial_leaf
 from moe_jax.upcycling import PESC, Rest, dense_to_moe, parse_rest, upcycle, upcycled_config
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.numerics import logits_of
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
 
 ADAPTER = AdapterConfig(rank=4, activation="gelu", scale=0.25, dropout=0.1)
 SMALL = dataclasses.replace(PESC, num_experts=4, bank=BankConfig(kind="adapter", adapter=ADAPTER))

@@ -12,7 +12,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import prompted_router
 from moe_jax.upcycling.prompted_router import MOST_TOKENS, Prompt, router_kernels
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.upcycling.test_branches import tokenizer_file
 from tests.upcycling.test_start import lineage_of, run
 

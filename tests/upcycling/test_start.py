@@ -14,7 +14,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import Start, UpcycleOptions, moe_leaves, parse_delta, upcycled_config
 from moe_jax.upcycling.copies import dropped_neurons, redrawn, with_noise
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.dense_models import dense_config, random_leaves, write_model
 
 NEURON_AXIS = {"gate": 1, "up": 1, "down": 0}
 PREFIX = "layers/0/mlp/"

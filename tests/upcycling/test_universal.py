@@ -15,9 +15,9 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig, config_from_json, config_to_json
 from moe_jax.planning.model_costs import trained_leaves
 from moe_jax.upcycling import UpcycleOptions, keeps_the_function, moe_leaves, parse_delta, upcycled_config
+from tests.support.dense_models import dense_config, random_leaves
 from tests.support.numerics import logits_of
 from tests.support.tiers import long
-from tests.upcycling.conftest import dense_config, random_leaves
 
 EXPERTS = 3
 

@@ -1,1 +1,1 @@
-"""Recipes: a training run described completely by one TOML file each. `moe-jax train NAME` finds them by their names."""
+"""Recipes: a training run described completely by one TOML file each. `moe-jax train NAME` finds them."""

@@ -14,7 +14,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.models.serialize import config_from_json, config_to_json
 from tests.attack.attacks import Attack
 from tests.attack.mutations import mutated_json
-from tests.conversion.conftest import CONFIGS
+from tests.support.hf_checkpoints import CONFIGS
 
 
 def attack_on(name: str) -> Attack:

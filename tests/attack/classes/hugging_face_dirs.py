@@ -16,7 +16,7 @@ from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.data.tokens.tokenizer import Tokenizer
 from tests.attack.attacks import Attack, command
 from tests.attack.mutations import mutated_json
-from tests.conversion.conftest import CONFIGS, random_tensors, write_checkpoint
+from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 INDEX = "model.safetensors.index.json"
 Leaves = dict[str, np.ndarray]

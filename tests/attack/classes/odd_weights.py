@@ -15,7 +15,7 @@ from moe_jax.api.open_source import open_source
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from tests.attack.attacks import Attack, command
-from tests.conversion.conftest import BASE, DTYPES, random_tensors, read_tensors, write_checkpoint
+from tests.support.hf_checkpoints import BASE, DTYPES, random_tensors, read_tensors, write_checkpoint
 
 SMALL = {**BASE, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 40}
 CONFIGS = {

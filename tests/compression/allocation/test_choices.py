@@ -10,8 +10,8 @@ from moe_jax.compression.calibration.expert_coders import centre_coder, expert_c
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.compression.conftest import MemorySource
 from tests.compression.methods.recorded_layers import recorded
+from tests.support.moe_models import MemorySource
 
 SEPARATELY = Together(centre=1.0, residuals=1.0)
 

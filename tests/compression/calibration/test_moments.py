@@ -12,8 +12,8 @@ from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts import BankConfig
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn.router_stats import RouterStatistics
-from tests.compression.conftest import memory_moe
 from tests.compression.methods import recorded_layers
+from tests.support.moe_models import memory_moe
 
 TOKENS, E = 300, 4
 

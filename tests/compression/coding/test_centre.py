@@ -18,8 +18,8 @@ from moe_jax.experts import BaseCodes, forms
 from moe_jax.experts.forms import Matrix
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
-from tests.compression.conftest import MemorySource, memory_moe
 from tests.compression.methods.recorded_layers import calibration_of, recorded
+from tests.support.moe_models import MemorySource, memory_moe
 from tests.support.tiers import one_in
 
 EXPERTS, SIZE, CODER = 8, 256, LeastError()

@@ -16,8 +16,8 @@ from moe_jax.experts.forms import Matrix, Sparse
 from moe_jax.experts.forms.positions import ENCODINGS, POSITION_LEAVES, encoding_bytes, smallest_encoding
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import BankConfig, ModelConfig, config_to_json
-from tests.compression.conftest import moe_config
-from tests.upcycling.conftest import dense_config
+from tests.support.dense_models import dense_config
+from tests.support.moe_models import moe_config
 
 MIB = 2**20
 

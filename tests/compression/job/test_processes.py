@@ -13,12 +13,12 @@ import pytest
 from moe_jax.commands.line import cli
 from moe_jax.files.remote.remote_path import as_path
 from moe_jax.models import BankConfig
-from tests.compression.conftest import memory_moe, same_weights
 from tests.files.remote.conftest import bucket as bucket
+from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.dense_models import write_model
 from tests.support.jobs import job, run
+from tests.support.moe_models import memory_moe, same_weights
 from tests.support.tiers import long
-from tests.training.conftest import byte_tokenizer
-from tests.upcycling.conftest import write_model
 
 # Notes which layers a process has worked on; one may die while it writes its second layer.
 PROGRAM = """

@@ -23,10 +23,10 @@ from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
-from tests.compression.conftest import EXPERTS, MemorySource, memory_moe, same_weights
+from tests.support.dense_models import DTYPES, dense_config, random_leaves, write_model
 from tests.support.disks import run_python
+from tests.support.moe_models import EXPERTS, MemorySource, memory_moe, same_weights
 from tests.support.tiers import one_in
-from tests.upcycling.conftest import DTYPES, dense_config, random_leaves, write_model
 
 BANKS = {
     "full": BankConfig(),

@@ -18,7 +18,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from tests.compression.coding.test_quantizer import symmetric_errors
-from tests.compression.conftest import EXPERTS, MemorySource, memory_moe
+from tests.support.moe_models import EXPERTS, MemorySource, memory_moe
 
 D, F = 16, 24
 # Independent experts, as after training from scratch: nothing of what follows needs a common origin.

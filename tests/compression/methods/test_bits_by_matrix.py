@@ -30,11 +30,11 @@ from moe_jax.distributed.sharding import make_mesh
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.compression.conftest import MemorySource, check_merged
 from tests.compression.methods.recorded_layers import recorded
-from tests.conversion.conftest import CONFIGS
+from tests.support.dense_models import random_leaves
+from tests.support.hf_checkpoints import CONFIGS
+from tests.support.moe_models import MemorySource, check_merged
 from tests.support.tiers import long
-from tests.upcycling.conftest import random_leaves
 
 
 @pytest.fixture(scope="module")

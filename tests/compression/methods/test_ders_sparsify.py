@@ -11,7 +11,7 @@ from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.positions import from_csr
 from moe_jax.models import BankConfig
-from tests.compression.conftest import EXPERTS, memory_moe
+from tests.support.moe_models import EXPERTS, memory_moe
 
 SHAPE = {"d_model": 16, "dim": 24}
 SIZE = SHAPE["d_model"] * SHAPE["dim"]

@@ -16,9 +16,9 @@ from moe_jax.functional.routing.decision import route
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from moe_jax.models.moe_config import SelectionConfig
-from tests.compression.conftest import RECIPE, memory_moe, run
 from tests.compression.methods.recorded_layers import calibration_of, recorded
 from tests.compression.methods.test_baselines import D, F, experts_of, norm_of, output
+from tests.support.moe_models import RECIPE, memory_moe, run
 
 E = 6
 SHAPES = {"gated": {"d_model": D, "dim": F}, "plain": {"d_model": D, "dim": F, "gated": False, "bias": True}}

@@ -18,8 +18,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import Quantized
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.compression.conftest import MemorySource, check_merged, run
 from tests.compression.methods.recorded_layers import recorded
+from tests.support.moe_models import MemorySource, check_merged, run
 from tests.support.tiers import long
 
 ALLOCATE = {"group_size": 8, "solver": "identity"}

@@ -12,9 +12,9 @@ from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
-from tests.compression.conftest import memory_moe, run
 from tests.compression.methods.recorded_layers import TOKENS, calibration_of, recorded
 from tests.compression.methods.test_baselines import D, F, experts_of, output
+from tests.support.moe_models import memory_moe, run
 
 E = 6
 SHAPES = {"gated": {"d_model": D, "dim": F}, "plain": {"d_model": D, "dim": F, "gated": False, "bias": True}}

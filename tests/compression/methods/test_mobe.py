@@ -17,8 +17,8 @@ from moe_jax.experts import BankConfig
 from moe_jax.experts.forms import MixtureOfBases
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
-from tests.compression.conftest import RECIPE, memory_moe, run, same_weights
 from tests.compression.methods.test_baselines import experts_of
+from tests.support.moe_models import RECIPE, memory_moe, run, same_weights
 from tests.support.numerics import assert_close
 
 E = 8

@@ -17,7 +17,7 @@ from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from moe_jax.peft import trainable_paths
-from tests.compression.conftest import EXPERTS, MemorySource, memory_moe
+from tests.support.moe_models import EXPERTS, MemorySource, memory_moe
 from tests.support.numerics import logits_of
 from tests.support.tiers import one_in
 

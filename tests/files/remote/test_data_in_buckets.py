@@ -24,8 +24,8 @@ from moe_jax.files.fingerprint import fingerprint_contents
 from moe_jax.files.remote import objects
 from moe_jax.files.remote.remote_path import as_path
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
-from tests.training.conftest import byte_tokenizer
-from tests.training.models import FFN, config_of, write_config
+from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.training_models import FFN, config_of, write_config
 
 LINES = [f"the {i}th line says {i * i}" for i in range(400)]
 ROWS = [{"text": line} for line in LINES]
@@ -287,7 +287,7 @@ def test_data_are_inspected_and_tokenised_there(bucket, folder, monkeypatch, cap
 
 
 def test_texts_of_commands(bucket, folder, capsys):
-    from tests.upcycling.conftest import random_leaves, write_model
+    from tests.support.dense_models import random_leaves, write_model
 
     config = config_of(FFN)
     write_model(folder / "dense", config, random_leaves(config), (folder / "tokenizer.json",))

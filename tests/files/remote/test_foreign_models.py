@@ -15,9 +15,9 @@ from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.remote import objects, traffic
 from moe_jax.files.remote.remote_path import as_path
 from tests.conversion import gguf_files
-from tests.conversion.conftest import BASE, random_tensors, write_checkpoint
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.hf_checkpoints import BASE, random_tensors, write_checkpoint
 
 HF = "gs://bucket/models/hf"
 
@@ -192,7 +192,7 @@ def test_shards_that_are_whole_are_not_written_again(bucket, dense, monkeypatch,
 
 
 def test_lora_for_peft(bucket, tmp_path, capsys):
-    from tests.training.models import FFN, config_of
+    from tests.support.training_models import FFN, config_of
 
     config = config_of(FFN)
     write_model(tmp_path / "dense", config, random_leaves(config))

@@ -11,8 +11,8 @@ from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.resume import leftovers, remove_leftover
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
+from tests.support.dense_models import dense_config, random_leaves
 from tests.support.tiers import EVERY
-from tests.upcycling.conftest import dense_config, random_leaves
 
 MODEL = as_path("gs://bucket/models/dense")
 CONFIG = dense_config(num_layers=1)

@@ -14,9 +14,9 @@ from moe_jax.compression import compress, make_method
 from moe_jax.files.remote.remote_path import as_path
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
-from tests.compression.conftest import memory_moe, same_weights
-from tests.conftest import COMPILER_FLAGS, ROOT
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.environment import COMPILER_FLAGS, ROOT
+from tests.support.moe_models import memory_moe, same_weights
 
 PROCESSES = 4
 

@@ -6,7 +6,7 @@ import pytest
 
 from moe_jax.commands.line import cli
 from moe_jax.files.remote import objects
-from tests.upcycling.conftest import dense_config, random_leaves, write_model
+from tests.support.dense_models import dense_config, random_leaves, write_model
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from moe_jax.training.log.metrics import read_metrics
 from moe_jax.training.run.checkpoint_copy import copy_checkpoint
 from moe_jax.training.run.restart import find_origin, write_restart
 from moe_jax.training.run.run_directory import folder_of
-from tests.conftest import COMPILER_FLAGS, ROOT
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
+from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.environment import COMPILER_FLAGS, ROOT
 from tests.support.tiers import long, one_in
-from tests.training.conftest import byte_tokenizer
-from tests.training.models import BANKS, FFN, config_of, moe, write_config
+from tests.support.training_models import BANKS, FFN, config_of, moe, write_config
 
 RECIPE = """
 run_dir = "gs://bucket/run"
@@ -114,7 +114,7 @@ def test_what_cannot_be_written(bucket, place, capsys):
 
 def test_all_that_a_run_needs_and_makes_is_in_the_bucket(bucket, place, capsys):
     """As a user would go about it: nothing of it lies on a disk but what the commands print."""
-    from tests.upcycling.conftest import random_leaves, write_model
+    from tests.support.dense_models import random_leaves, write_model
 
     config = config_of(FFN)
     write_model(place / "dense", config, random_leaves(config), (place / "tokenizer.json",))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.support.environment import ROOT
 from tests.support.tiers import EVERY
 
 # Experts, [in, out] of their kernels, and rows: tokens of a step on one chip times the experts of a token.

@@ -1,6 +1,6 @@
 """Losses of the first steps of small models, on meshes of eight devices; also run as a program of several processes:
 
-MOE_JAX_DISTRIBUTED=localhost:4000,2,0 python -m tests.training.mesh_losses '[["vanilla", {"fsdp": 8}]]'
+MOE_JAX_DISTRIBUTED=localhost:4000,2,0 python -m tests.support.mesh_losses '[["vanilla", {"fsdp": 8}]]'
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from moe_jax.experts.layout.config import AdapterConfig
 from moe_jax.models import BankConfig, ModelConfig, PerftConfig
 from moe_jax.training.in_memory_training import train_on_batches
 from moe_jax.training.recipe.schema import MeshSection, ModelSection, OptimizerSection
-from tests.training.models import BANKS, config_of, moe, recipe_of
+from tests.support.training_models import BANKS, config_of, moe, recipe_of
 
 STEPS = 3
 ADAPTER = AdapterConfig(rank=2, activation="gelu")

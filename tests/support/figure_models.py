@@ -10,8 +10,8 @@ from moe_jax.functional.products.packing import dequantize
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
-from tests.training.conftest import byte_tokenizer
-from tests.training.models import ATTENTION, config_of
+from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.training_models import ATTENTION, config_of
 
 BANKS = {
     "full": BankConfig(),

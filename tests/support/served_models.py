@@ -1,0 +1,28 @@
+"""A model that is served, and its engine."""
+
+import contextlib
+import threading
+
+CONTEXT = 300
+
+
+@contextlib.contextmanager
+def serving(model, engine):
+    """The address of a server in a thread."""
+    import uvicorn
+
+    from moe_jax.commands.serve import _address, _listening
+    from moe_jax.serve.app import make_app
+
+    with _listening("127.0.0.1", 0) as listener:
+        app = make_app(model, model.tokenizer, engine, "tiny")
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield _address(listener)
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            engine.close()
+            assert not thread.is_alive()
