@@ -10,7 +10,8 @@ import moe_jax
 from moe_jax.generation.prompt_batches import generate
 from moe_jax.harness.likelihood import Continuation, Likelihoods, _compiled
 from moe_jax.harness.task_files import sandboxed_templates
-from tests.support.task_files import EOS, TASKS
+from tests.support.byte_tokenizer import EOS
+from tests.support.task_files import TASKS
 
 FEWSHOT = 2
 
