@@ -30,6 +30,9 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.api.transform import upcycle as upcycle
     from moe_jax.compression.alignment.barycenter import Barycenter as Barycenter
     from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
+    from moe_jax.compression.spec import CompressSpec as CompressSpec
+    from moe_jax.conversion.spec import ConvertSpec as ConvertSpec
+    from moe_jax.conversion.spec import ExportSpec as ExportSpec
     from moe_jax.core.errors import InputError as InputError
     from moe_jax.evaluation.classification import Classification as Classification
     from moe_jax.evaluation.held_out_loss import Evaluation as Evaluation
@@ -52,4 +55,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models.moe_config import PerftConfig as PerftConfig
     from moe_jax.nn.decoder import Decoder as Decoder
     from moe_jax.nn.moe import MoE as MoE
+    from moe_jax.peft.spec import AdaptSpec as AdaptSpec
+    from moe_jax.peft.spec import MergeSpec as MergeSpec
     from moe_jax.training.recipe.schema import Recipe as Recipe
+    from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
