@@ -35,7 +35,7 @@ class CompressSpec(Spec):
 
     method: Annotated[str | Method | None, Shown("NAME", read_as=str | None)] = None
     """How: the name of a method, or a method itself."""
-    options: Mapping[str, MethodOption] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, MethodOption] | None = None
     """Options of the method, where that is a name."""
     base: Annotated[ModelLike | None, Shown("DENSE", read_as=Path | None)] = None
     """The dense model that the experts came from, for deltas from it; by default the base that a layer has already, or
@@ -122,7 +122,7 @@ class CompressSpec(Spec):
         if self.method is None:
             raise InputError("--method is missing; see moe-jax compress --help")
         if not isinstance(self.method, Method):
-            return self.method, method_of(self.method, self.options)
+            return self.method, method_of(self.method, self.options or {})
         if self.options:
             raise InputError(f"{', '.join(self.options)}: options of a method that is given itself")
         return next(name for name, kind in METHODS.items() if kind is type(self.method)), self.method

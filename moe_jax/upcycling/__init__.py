@@ -6,12 +6,12 @@ Names are imported when they are first asked for: options are read without JAX.
 from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
+    from moe_jax.upcycling.dense_parameters import DenseParameters as DenseParameters
+    from moe_jax.upcycling.dense_parameters import parse_rest as parse_rest
     from moe_jax.upcycling.dense_to_moe import Upcycled as Upcycled
     from moe_jax.upcycling.dense_to_moe import upcycle as upcycle
     from moe_jax.upcycling.expert_leaves import moe_leaves as moe_leaves
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
-    from moe_jax.upcycling.upcycled_config import DenseParameters as DenseParameters
+    from moe_jax.upcycling.spec import parse_delta as parse_delta
     from moe_jax.upcycling.upcycled_config import keeps_the_function as keeps_the_function
-    from moe_jax.upcycling.upcycled_config import parse_delta as parse_delta
-    from moe_jax.upcycling.upcycled_config import parse_rest as parse_rest
     from moe_jax.upcycling.upcycled_config import upcycled_config as upcycled_config

@@ -27,7 +27,7 @@ Leaves = Iterator[tuple[str, np.ndarray]]
 def moe_leaves(
     ffn: Mapping[str, np.ndarray],
     moe: MoEConfig,
-    spec: UpcycleSpec,
+    spec: UpcycleSpec = UpcycleSpec(),
     *,
     layer: int,
     branches: Sequence[Mapping[str, np.ndarray]] = (),

@@ -14,7 +14,7 @@ from moe_jax.core.specs import NOT_GIVEN, Shown, Spec, name_of
 if TYPE_CHECKING:  # they import JAX, and the command line should read options without it
     from moe_jax.experts import BankConfig
     from moe_jax.model_io.model_source import ModelLike
-    from moe_jax.upcycling.upcycled_config import DenseParameters
+    from moe_jax.upcycling.dense_parameters import DenseParameters
 
 _NOT_OF_PESC = (
     *("delta", "freeze_base", "universal", "extended", "gate", "noise", "drop", "experts_from", "rest_from"),
@@ -177,15 +177,9 @@ class UpcycleSpec(Spec):
     def bank(self) -> "BankConfig":
         """The form of the experts."""
         from moe_jax.experts import BankConfig
-        from moe_jax.upcycling.upcycled_config import PESC_BANK, parse_delta, with_adapter
 
         if self.method == "pesc":
-            width = None if self.adapter is None else str(self.adapter)
-            if width is not None and not re.fullmatch(r"\d{1,9}", width):
-                raise InputError(
-                    f"--adapter {shown(self.adapter)}: of pesc it is the adapters' width, a whole number such as 512"
-                )
-            return with_adapter(PESC_BANK, rank=None if width is None else int(width), scale=self.scale)
+            return self._adapter_bank()
         if isinstance(self.delta, BankConfig):
             return self.delta
         return parse_delta(self.delta or "full", freeze_base=self.freeze_base)
@@ -193,10 +187,10 @@ class UpcycleSpec(Spec):
     @cached_property
     def dense_parameters(self) -> "DenseParameters":
         """How the parameters of the dense model are treated."""
-        from moe_jax.upcycling.upcycled_config import PESC_DENSE, DenseParameters, parse_rest
+        from moe_jax.upcycling.dense_parameters import DenseParameters, parse_rest
 
         if self.rest is None:
-            return PESC_DENSE if self.method == "pesc" else DenseParameters()
+            return DenseParameters(kind="qlora", rank=64) if self.method == "pesc" else DenseParameters()
         return parse_rest(self.rest) if isinstance(self.rest, str) else self.rest
 
     def prompt_problems(self, prompts: int) -> list[str]:
@@ -244,6 +238,19 @@ class UpcycleSpec(Spec):
             described["router_from"] = list(self.router_from)
         return described | {"allow_nonfinite": self.allow_nonfinite}
 
+    def _adapter_bank(self) -> "BankConfig":
+        """PESC's bank; what is not given is as in the released Camelidae models (methods.md 6)."""
+        from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig
+
+        width = "512" if self.adapter is None else str(self.adapter)
+        if not re.fullmatch(r"\d{1,9}", width):
+            raise InputError(
+                f"--adapter {shown(self.adapter)}: of pesc it is the adapters' width, a whole number such as 512"
+            )
+        scale = 0.25 if self.scale is None else self.scale
+        adapter = AdapterConfig(rank=int(width), activation="gelu", scale=scale, dropout=0.1)
+        return BankConfig(AdapterExperts(adapter=adapter))
+
     def _described_delta(self) -> str | dict[str, Any]:
         if self.delta is None or isinstance(self.delta, str):
             return self.delta or "full"
@@ -267,3 +274,18 @@ class UpcycleSpec(Spec):
         if self.method not in (None, "vanilla", "ders"):
             return [f"unknown method {shown(self.method)}; it is one of vanilla, ders, pesc"]
         return []
+
+
+def parse_delta(text: str, *, freeze_base: bool = False) -> "BankConfig":
+    """Reads `full`, `low-rank:R`, `sparse:RATE`, or what other forms say of themselves.
+
+    Raises:
+      InputError: for anything else, a number out of range, or a frozen base where there is none.
+    """
+    from moe_jax.experts import BankConfig
+    from moe_jax.experts.forms.by_name import form_of_option
+
+    form = form_of_option(text)
+    if freeze_base and not form.over_base:
+        raise InputError(f"--freeze-base needs a shared base, and --delta {text} has none: its experts are copies")
+    return BankConfig(form, train_base=not freeze_base)

@@ -3,106 +3,17 @@
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
-from typing import Literal
 
 import numpy as np
 
-from moe_jax.core.errors import InputError, check_member, nearest, raise_if_any, shown
-from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig
-from moe_jax.experts.forms.by_name import form_of_option
-from moe_jax.experts.layout.config import FFNConfig, LoRAConfig
+from moe_jax.core.errors import InputError, raise_if_any
+from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.functional.routing.gates import GATES
 from moe_jax.model_io.tuned_base import is_tuned
-from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models import ModelConfig, MoEConfig
+from moe_jax.upcycling.dense_parameters import with_rest
 from moe_jax.upcycling.expert_leaves import output_scale
 from moe_jax.upcycling.spec import UpcycleSpec
-
-RESTS = ("qlora:R", "lora:R", "frozen", "full")
-_KINDS = ("qlora", "lora", "frozen", "full")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseParameters:
-    """How the dense model's attention and FFNs are treated (PESC); nothing else has LoRA or NF4.
-
-    Attributes:
-      kind: `full`: trained like everything else. `frozen`: not trained. `lora`: frozen, with LoRA on every kernel.
-        `qlora`: the same with NF4 kernels (Dettmers et al. 2023).
-      rank: r of LoRA.
-      alpha: LoRA is scaled by alpha/r.
-      dropout: on the inputs of LoRA in training.
-    """
-
-    kind: Literal["qlora", "lora", "frozen", "full"] = "full"
-    rank: int | None = None
-    alpha: float = 16.0
-    dropout: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_member("rest", self.kind, _KINDS)
-        if (self.rank is not None) != self.has_lora:
-            raise InputError(f"rest {self.kind!r} with rank {self.rank}: qlora and lora have a rank, the others none")
-        if self.rank is not None and self.rank < 1:
-            raise InputError(f"rest: rank {self.rank} must be at least 1")
-
-    @property
-    def has_lora(self) -> bool:
-        return self.kind in ("qlora", "lora")
-
-    @property
-    def freezes(self) -> bool:
-        """Whether the dense model's own parameters are no longer trained."""
-        return self.kind != "full"
-
-    def lora(self, targets: tuple[str, ...]) -> LoRAConfig | None:
-        """LoRA on these kernels of a module; None if there is none."""
-        if not self.has_lora:
-            return None
-        assert self.rank is not None
-        return LoRAConfig(rank=self.rank, targets=targets, scale=self.alpha / self.rank, dropout=self.dropout)
-
-
-def with_adapter(bank: BankConfig, *, rank: int | None, scale: float | None) -> BankConfig:
-    """Returns a bank of adapter experts with another rank and scale of its adapters; None leaves them as they are."""
-    assert isinstance(bank.form, AdapterExperts)
-    given = {name: value for name, value in (("rank", rank), ("scale", scale)) if value is not None}
-    return dataclasses.replace(bank, form=AdapterExperts(adapter=dataclasses.replace(bank.form.adapter, **given)))
-
-
-def parse_rest(text: str) -> DenseParameters:
-    """Reads `qlora:R`, `lora:R`, `frozen` or `full`.
-
-    Raises:
-      InputError: for anything else, or a rank out of range.
-    """
-    kind, colon, number = text.partition(":")
-    hint = "" if kind in _KINDS else nearest(kind, _KINDS)
-    if kind not in _KINDS or bool(colon) != (kind in ("qlora", "lora")):
-        raise InputError(f"unknown --rest {shown(text)}{hint}; it is one of {', '.join(RESTS)}")
-    if not colon:
-        return DenseParameters(kind=kind)
-    try:
-        rank = int(number)
-    except ValueError:
-        raise InputError(f"--rest {shown(text)}: expected a whole number after the colon") from None
-    return DenseParameters(kind=kind, rank=rank)
-
-
-PESC_BANK = BankConfig(AdapterExperts(adapter=AdapterConfig(rank=512, activation="gelu", scale=0.25, dropout=0.1)))
-PESC_DENSE = DenseParameters(kind="qlora", rank=64)
-"""With the bank above, the settings of the released Camelidae models (methods.md 6)."""
-
-
-def parse_delta(text: str, *, freeze_base: bool = False) -> BankConfig:
-    """Reads `full`, `low-rank:R`, `sparse:RATE`, or what other forms say of themselves.
-
-    Raises:
-      InputError: for anything else, a number out of range, or a frozen base where there is none.
-    """
-    form = form_of_option(text)
-    if freeze_base and not form.over_base:
-        raise InputError(f"--freeze-base needs a shared base, and --delta {text} has none: its experts are copies")
-    return BankConfig(form, train_base=not freeze_base)
 
 
 def upcycled_config(dense: ModelConfig, spec: UpcycleSpec) -> ModelConfig:
@@ -243,23 +154,3 @@ def _moe(dense: ModelConfig, layer: int, spec: UpcycleSpec) -> MoEConfig:
 def _some(layers: Sequence[int]) -> str:
     shown = ", ".join(map(str, layers[:4]))
     return shown if len(layers) <= 4 else f"{shown}, ..."
-
-
-def with_rest(config: ModelConfig, rest: DenseParameters) -> ModelConfig:
-    """The config with `rest` applied to the attention and the FFN (in an MoE, the experts' FFN) of every layer."""
-    if rest.kind == "full":
-        return config
-    layers = tuple(_layer(layer, rest) for layer in config.layers)
-    return dataclasses.replace(config, layers=layers, frozen_base=True)
-
-
-def _layer(layer: LayerConfig, rest: DenseParameters) -> LayerConfig:
-    nf4 = rest.kind == "qlora"
-    attention = dataclasses.replace(layer.attention, nf4=nf4, lora=rest.lora(layer.attention.projections))
-
-    def ffn(config: FFNConfig) -> FFNConfig:
-        return dataclasses.replace(config, nf4=nf4, lora=rest.lora(config.matrices))
-
-    mlp = layer.mlp
-    changed = dataclasses.replace(mlp, expert=ffn(mlp.expert)) if isinstance(mlp, MoEConfig) else ffn(mlp)
-    return dataclasses.replace(layer, attention=attention, mlp=changed)
