@@ -55,6 +55,6 @@ def run(options: _Command) -> None:
     Raises:
       InputError: if no Hugging Face format can hold the model, weights are not finite, or DST exists.
     """
-    from moe_jax.api.transform import export, print_export
+    from moe_jax.api.convert import export, print_export
 
     (print_export if options.dry_run else export)(options.src, options.dst, given_to(ExportSpec, options))

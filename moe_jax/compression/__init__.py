@@ -1,14 +1,17 @@
 """Trained MoE -> smaller MoE: DeRS compression, ResMoE and its baselines (methods.md 4 and 5)."""
 
-from moe_jax.compression.calibration.recorded import Calibration as Calibration
-from moe_jax.compression.job.report import LayerReport as LayerReport
-from moe_jax.compression.job.report import Report as Report
-from moe_jax.compression.job.report import Sweep as Sweep
-from moe_jax.compression.job.stream import compress as compress
-from moe_jax.compression.job.sweep import Score as Score
-from moe_jax.compression.job.sweep import sweep as sweep
-from moe_jax.compression.methods.interface import Method as Method
-from moe_jax.compression.methods.registry import METHODS as METHODS
-from moe_jax.compression.methods.registry import make_method as make_method
-from moe_jax.compression.methods.registry import make_swept_methods as make_swept_methods
-from moe_jax.compression.methods.registry import option_names as option_names
+from etils import epy as _epy
+
+with _epy.lazy_api_imports(globals()):
+    from moe_jax.compression.calibration.recorded import Calibration as Calibration
+    from moe_jax.compression.job.report import LayerReport as LayerReport
+    from moe_jax.compression.job.report import Report as Report
+    from moe_jax.compression.job.report import Sweep as Sweep
+    from moe_jax.compression.job.stream import compress as compress
+    from moe_jax.compression.job.sweep import Score as Score
+    from moe_jax.compression.job.sweep import sweep as sweep
+    from moe_jax.compression.methods.interface import Method as Method
+    from moe_jax.compression.methods.registry import METHODS as METHODS
+    from moe_jax.compression.methods.registry import make_method as make_method
+    from moe_jax.compression.methods.registry import make_swept_methods as make_swept_methods
+    from moe_jax.compression.methods.registry import option_names as option_names

@@ -26,7 +26,6 @@ from moe_jax.commands.line.command_help import help_of
 from moe_jax.commands.line.compiled_programs import keep_compiled_programs
 from moe_jax.commands.line.huge_pages import ask_for_huge_pages
 from moe_jax.core.errors import InputError, clipped, first_line, nearest, printable, shown
-from moe_jax.core.terminal import shown_work
 
 COMMANDS = {
     "convert": "Hugging Face checkpoint or GGUF file to model directory",
@@ -98,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python looks through all objects for garbage once more when it ends, which takes half a second after JAX.
         atexit.register(gc.freeze)
     try:
-        with _interruptions(), shown_work():
+        with _interruptions():
             _run(arguments)
             _leave_others()
         sys.stdout.flush()
@@ -209,7 +208,10 @@ def _run(arguments: list[str]) -> None:
 
         if not let_first_work():
             return
-    module.run(options)
+    from moe_jax.core.terminal import shown_work
+
+    with shown_work():
+        module.run(options)
 
 
 def _overview() -> str:
