@@ -34,8 +34,8 @@ from moe_jax.planning.model_costs import (
 )
 from moe_jax.planning.planned_strategies import PlannedStrategies, planned_strategies
 from moe_jax.training.recipe.schema import OptimizerSection
+from moe_jax.upcycling.new_config import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
-from moe_jax.upcycling.upcycled_config import upcycled_config
 
 # Long enough for context to matter, short enough for any machine; a model with fewer positions gets fewer.
 _DEFAULT_SEQ_LEN = 1024

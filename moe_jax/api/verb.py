@@ -11,8 +11,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 from moe_jax.api.model import Model, ModelOrPath, OutPath
 from moe_jax.core.errors import InputError
-from moe_jax.core.specs import Option, Spec
 from moe_jax.core.terminal import Bars, progress_bars, shows_work
+from moe_jax.core.verb_spec import Option, Spec
 from moe_jax.distributed.processes import is_first_process
 
 P = ParamSpec("P")

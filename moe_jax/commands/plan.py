@@ -237,7 +237,7 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
 def _planned_config(config: "ModelConfig", options: _Command) -> "ModelConfig":
     """The config of the model that upcycle or adapt would make."""
     from moe_jax.peft.adapted_config import adapted_config
-    from moe_jax.upcycling.upcycled_config import upcycled_config
+    from moe_jax.upcycling.new_config import upcycled_config
 
     given = given_fields(_OF_MODELS, options)
     method = given.get("method")

@@ -11,7 +11,7 @@ from moe_jax.compression.methods.interface import Method
 from moe_jax.compression.methods.registry import METHODS, make_method, option_names
 from moe_jax.core.errors import InputError, flag_of, nearest, shown
 from moe_jax.core.formatting import parse_bytes
-from moe_jax.core.specs import Option, Shown, Spec, name_of
+from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
 from moe_jax.model_io.model_source import ModelLike
 
 MethodOption = str | int | float | bool | None

@@ -1,19 +1,17 @@
 """What `convert` and `export` are asked to do."""
 
 import dataclasses
-import os
 from collections.abc import Collection
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from moe_jax.core.errors import InputError, flag_of
-from moe_jax.core.specs import Shown, Spec
+from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvertSpec(Spec):
+class ConvertSpec(TakesNonfinite):
     """The options of `convert`.
 
     >>> moe_jax.ConvertSpec(ignore_keys="one,other").ignored_keys
@@ -25,8 +23,6 @@ class ConvertSpec(Spec):
     ignore_keys: Annotated[str | Collection[str], Shown("KEY,KEY,...", read_as=str)] = ""
     """Keys of config.json that this library does not know, and that you know to change nothing; by default they are
     refused."""
-    allow_nonfinite: bool = False
-    """Goes on where weights are NaN or infinite, instead of refusing."""
 
     @property
     def ignored_keys(self) -> tuple[str, ...]:
@@ -36,7 +32,7 @@ class ConvertSpec(Spec):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportSpec(Spec):
+class ExportSpec(TakesMovedBase, TakesNonfinite):
     """The options of `export`.
 
         >>> moe_jax.ExportSpec(format="peft", bits=4)
@@ -67,11 +63,6 @@ class ExportSpec(Spec):
     """With `format` compressed-tensors: inputs that share a scale."""
     dtype: Dtype | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""
-    base: Annotated[str | os.PathLike[str] | None, Shown("DIR", "where it was", Path | None)] = None
-    """Where the model is now that the given one stands on, if it was moved: the base of an adapter directory, or what
-    the run of a checkpoint was begun with."""
-    allow_nonfinite: bool = False
-    """Goes on where weights are NaN or infinite, instead of refusing."""
 
     def __post_init__(self) -> None:
         known = ("base", "format", "allow_nonfinite")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from moe_jax.core.errors import InputError
-from moe_jax.core.specs import Shown, Spec
+from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaptSpec(Spec):
+class AdaptSpec(TakesNonfinite):
     """The options of `adapt`: which adapters are put beside a frozen model. None takes the default of the method.
 
     >>> spec = moe_jax.AdaptSpec(method="lora", adapter="lora:2", targets="q,v")
@@ -55,8 +55,6 @@ class AdaptSpec(Spec):
     text: Annotated[str | os.PathLike[str] | None, Shown("FILE", "a built-in text", Path | None)] = None
     """With `base` nf4: a text on which the loss before and after quantising, and the KL divergence, are shown; its
     first 512 tokens."""
-    allow_nonfinite: bool = False
-    """Goes on where weights are NaN or infinite, instead of refusing."""
 
     def __post_init__(self) -> None:
         if self.targets is not None and not isinstance(self.targets, str):
@@ -79,7 +77,7 @@ class AdaptSpec(Spec):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MergeSpec(Spec):
+class MergeSpec(TakesMovedBase, TakesNonfinite):
     """The options of `merge`.
 
     >>> moe_jax.MergeSpec().partly
@@ -88,13 +86,8 @@ class MergeSpec(Spec):
 
     in_buckets: ClassVar[tuple[str, ...]] = ("base",)
 
-    base: Annotated[str | os.PathLike[str] | None, Shown("DIR", "where it was", Path | None)] = None
-    """Where the model is now that the given one stands on, if it was moved: the base of an adapter directory, or what
-    the run of a checkpoint was begun with."""
     partly: bool = False
     """Keeps adapters that cannot be merged (PESC, PERFT) as they are, instead of refusing."""
-    allow_nonfinite: bool = False
-    """Goes on where weights are NaN or infinite, instead of refusing."""
 
     def described(self) -> dict[str, Any]:
         """Returns the options as they are written to the lineage."""

@@ -11,7 +11,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.upcycling.dense_to_moe import Upcycled as Upcycled
     from moe_jax.upcycling.dense_to_moe import upcycle as upcycle
     from moe_jax.upcycling.expert_leaves import moe_leaves as moe_leaves
+    from moe_jax.upcycling.new_config import keeps_the_function as keeps_the_function
+    from moe_jax.upcycling.new_config import upcycled_config as upcycled_config
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
     from moe_jax.upcycling.spec import parse_delta as parse_delta
-    from moe_jax.upcycling.upcycled_config import keeps_the_function as keeps_the_function
-    from moe_jax.upcycling.upcycled_config import upcycled_config as upcycled_config

@@ -28,9 +28,9 @@ from moe_jax.peft.initial import initial_leaf
 from moe_jax.peft.parameter_sizes import parameter_sizes
 from moe_jax.upcycling.branches import Branches
 from moe_jax.upcycling.expert_leaves import MATRICES, moe_leaves
+from moe_jax.upcycling.new_config import keeps_the_function, upcycled_config, why_different
 from moe_jax.upcycling.prompted_router import Prompt, router_kernels
 from moe_jax.upcycling.spec import UpcycleSpec
-from moe_jax.upcycling.upcycled_config import keeps_the_function, upcycled_config, why_different
 
 Specs = dict[str, jax.ShapeDtypeStruct]
 

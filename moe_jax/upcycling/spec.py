@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, flag_of, raise_if_any, shown
-from moe_jax.core.specs import NOT_GIVEN, Shown, Spec, name_of
+from moe_jax.core.verb_spec import NOT_GIVEN, Shown, TakesMovedBase, TakesNonfinite, name_of
 
 if TYPE_CHECKING:  # they import JAX, and the command line should read options without it
     from moe_jax.experts import BankConfig
@@ -29,7 +29,7 @@ _WHY_FULL = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UpcycleSpec(Spec):
+class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     """The options of `upcycle`: which Mixture-of-Experts is made of a dense model.
 
         >>> spec = moe_jax.UpcycleSpec(experts=4, delta="low-rank:2", every=1)
@@ -111,14 +111,9 @@ class UpcycleSpec(Spec):
     """Seed of all draws: routers, low-rank factors, sparse positions, noise, dropped neurons."""
     step0_check: bool = True
     """Compares the new model's logits with the dense model's, and refuses gates that cannot reproduce them."""
-    base: Annotated[str | os.PathLike[str] | None, Shown("DIR", "where it was", Path | None)] = None
-    """Where the model is now that the given one stands on, if it was moved: the base of an adapter directory, or what
-    the run of a checkpoint was begun with."""
     text: Annotated[str | os.PathLike[str] | None, Shown("FILE", "a built-in text", Path | None)] = None
     """With NF4 kernels (`rest` qlora): a text on which the loss before and after quantising, and the KL divergence, are
     shown; its first 512 tokens."""
-    allow_nonfinite: bool = False
-    """Goes on where weights are NaN or infinite, instead of refusing."""
 
     def __post_init__(self) -> None:
         headline = "upcycling" if self.method is None else f"--method {self.method}"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from moe_jax.core.errors import flag_of
-from moe_jax.core.specs import Option, Spec
+from moe_jax.core.verb_spec import Option, Spec
 
 C = TypeVar("C")
 S = TypeVar("S", bound=Spec)

@@ -14,7 +14,8 @@ import sys
 import textwrap
 import typing
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from moe_jax.core.errors import InputError, flag_of, nearest, shown
 
@@ -114,6 +115,23 @@ class _Names(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         return self._known.get(name, Any)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TakesMovedBase(Spec):
+    """Options of a verb whose model may stand on another one."""
+
+    base: Annotated[str | os.PathLike[str] | None, Shown("DIR", "where it was", Path | None)] = None
+    """Where the model is now that the given one stands on, if it was moved: the base of an adapter directory, or what
+    the run of a checkpoint was begun with."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TakesNonfinite(Spec):
+    """Options of a verb that reads weights."""
+
+    allow_nonfinite: bool = False
+    """Goes on where weights are NaN or infinite, instead of refusing."""
 
 
 def options_of(spec: type) -> list[Option]:
