@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.distributed.processes import is_first_process, is_joined_by_peers, news, tell_first
+from moe_jax.distributed.processes import has_coordination, is_first_process, news, tell_first
 
 # While the first process waits for others, it looks so often, in seconds, whether they have told it something.
 _LOOKS_EVERY = 0.5
@@ -64,7 +64,7 @@ class Board:
 
     def wait(self) -> None:
         """In the first process, waits for the others, and shows what they do."""
-        while self._shows and self._shared and is_joined_by_peers() and len(self._found) < len(self._layers):
+        while self._shows and self._shared and has_coordination() and len(self._found) < len(self._layers):
             self._hear(_LOOKS_EVERY)
 
     def complete(self, found: Mapping[int, Any]) -> None:
