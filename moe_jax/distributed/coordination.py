@@ -83,11 +83,11 @@ class Coordination:
                 heartbeat_timeout_seconds=math.ceil(self._silence),
             )
         self._state, self._client = state, state.client
-        hello = {"host": platform.node()[:200], "equal": {"number of processes": str(place.count), **equal}}
+        number = "number of processes"
+        hello = {"host": platform.node()[:200], "equal": {number: str(place.count), **equal}}
         self._client.key_value_set(f"{_HELLO}/{place.index}", json.dumps(hello))
-        indices = range(place.count)
-        milliseconds = math.ceil(1000 * self._wait)
-        hellos = [json.loads(self._client.blocking_key_value_get(f"{_HELLO}/{i}", milliseconds)) for i in indices]
+        hellos = [self._hello(0)]
+        hellos += map(self._hello, range(1, int(hellos[0]["equal"][number])))
         self._hosts = [printable(hello["host"]) for hello in hellos]
         for watch in (self._await_end, self._watch_others):
             self._watches.append(threading.Thread(target=watch, name="coordination", daemon=True))
@@ -102,6 +102,10 @@ class Coordination:
         ]
         if problems:
             raise InputError("; ".join(problems))
+
+    def _hello(self, index: int) -> dict[str, Any]:
+        """What a process said when it came."""
+        return json.loads(self._client.blocking_key_value_get(f"{_HELLO}/{index}", math.ceil(1000 * self._wait)))
 
     def fail(self, code: int, message: str) -> None:
         """Tells the others that this process ends, and why: they end too. For a process that is about to end.
