@@ -14,8 +14,8 @@ from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh, mesh_of
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
 from moe_jax.model_io.loading import dtype_for_generation, load_model
 from moe_jax.model_io.model_source import ModelSource

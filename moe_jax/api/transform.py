@@ -21,7 +21,7 @@ from moe_jax.conversion import export as _export
 from moe_jax.conversion import export_peft as _export_peft
 from moe_jax.conversion.from_hugging_face import convert as _convert
 from moe_jax.core.errors import InputError
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.peft.adapt import adapt as _adapt
 from moe_jax.peft.merge import merge as _merge
 from moe_jax.peft.options import adapted_config

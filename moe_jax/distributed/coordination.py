@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed  # the service for a command of one process, and the hook; nothing public has them
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from moe_jax.core.errors import InputError, printable
 from moe_jax.distributed.job_place import Place
@@ -270,17 +271,15 @@ def _calling_when_lost(lost: Any) -> Iterator[None]:
     The argument of that call is of a C++ type that Python does not have, by which it ends in `std::terminate`: that is
     made to call `lost`, too.
     """
-    make = distributed._jax.get_distributed_runtime_client
+    make = _jax.get_distributed_runtime_client
     with contextlib.suppress(OSError, AttributeError):  # another C++ library: its own message ends the process
         _kept.append(ctypes.CFUNCTYPE(None)(lost))
         ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(_kept[-1])
-    distributed._jax.get_distributed_runtime_client = lambda *given, **named: make(
-        *given, **named, missed_heartbeat_callback=lost
-    )
+    _jax.get_distributed_runtime_client = lambda *given, **named: make(*given, **named, missed_heartbeat_callback=lost)
     try:
         yield
     finally:
-        distributed._jax.get_distributed_runtime_client = make
+        _jax.get_distributed_runtime_client = make
 
 
 _kept: list[Any] = []  # C++ holds their addresses

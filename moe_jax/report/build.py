@@ -7,8 +7,8 @@ from pathlib import Path
 import moe_jax
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.local_paths import check_beside
-from moe_jax.files.remote.remote_path import BucketPath, as_path
-from moe_jax.files.staging import check_target, replace_file
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.report.bytes_and_errors import compression_tables, sweep_pictures
 from moe_jax.report.comparison import side_by_side_table
 from moe_jax.report.describe_model import Sizes, model_facts, sizes_of
@@ -51,12 +51,11 @@ def write_report(
     out = as_path(out)
     check_target(out, buckets=True)
     check_beside(out, [path for path in paths if as_path(path).is_dir()])
-    if not isinstance(out, BucketPath) and not out.parent.is_dir():
-        raise FileNotFoundError(f"no directory {out.parent} to write {out.name} to")
+    out.check_parent()
     given = {as_path(path).resolve(): path for path in paths}
     subjects = named(with_evaluations([open_subject(path, base=base) for path in given.values()]))
     content = build_report(subjects, weights=weights, progress=progress).encode()
-    replace_file(out, content)
+    out.replace_content(content)
     return len(content)
 
 

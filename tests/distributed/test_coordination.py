@@ -13,6 +13,7 @@ import pytest
 
 from moe_jax.core.errors import InputError
 from moe_jax.distributed import job_place
+from moe_jax.distributed.job_place import Place
 from tests.support.environment import ROOT
 from tests.support.tiers import one_in
 

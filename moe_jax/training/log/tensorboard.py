@@ -7,12 +7,11 @@ data, all little-endian. The data is a protocol buffer `tensorflow.Event` (tenso
 import os
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import as_path
 
 
 class EventWriter:
@@ -24,10 +23,9 @@ class EventWriter:
     """
 
     def __init__(self, directory: Path, *, first_step: int):
-        directory.mkdir(parents=True, exist_ok=True)
+        self._folder = as_path(directory).local_folder()
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._target = directory / name
-        self._file = tempfile.TemporaryFile() if isinstance(self._target, BucketPath) else self._target.open("ab")
+        self._file = (self._folder.path / name).open("ab")
         self._write(_string(3, b"brain.Event:2"))
         # A session log with status START: TensorBoard then drops the steps that an interrupted run wrote beyond it.
         self._write(_integer(2, first_step) + _string(7, _integer(1, 1)))
@@ -42,13 +40,11 @@ class EventWriter:
 
     def flush(self) -> None:
         """Returns when all is in its place."""
-        if isinstance(self._target, BucketPath):
-            self._file.seek(0)
-            self._target.write_bytes(self._file.read())  # and is at its end again
+        self._folder.flush()
 
     def close(self) -> None:
-        self.flush()
         self._file.close()
+        self._folder.close()
 
     def _write(self, event: bytes) -> None:
         data = _key(1, 1) + struct.pack("<d", time.time()) + event

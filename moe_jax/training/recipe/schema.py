@@ -16,7 +16,7 @@ from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSect
 from moe_jax.files import strict
 from moe_jax.files.json_toml import read_toml
 from moe_jax.files.local_paths import check_model_path
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.training.recipe import recipe_toml
 
 

@@ -21,8 +21,8 @@ from moe_jax.distributed.processes import check_equal, describe_devices, first_d
 from moe_jax.evaluation.held_out_loss import Evaluator
 from moe_jax.evaluation.held_out_texts import HeldOut, read_held_out, with_lengths
 from moe_jax.evaluation.pair_loss import PairEvaluator
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.staging import check_writable
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.strict import parse
 from moe_jax.files.tokenizer_files import with_tokenizer
 from moe_jax.model_io.loading import disk_paths
