@@ -147,7 +147,12 @@ class Coordination:
         self._client.key_value_set(f"{_NEWS}/{self._place.index}-{next(self._told)}", json.dumps(news))
 
     def news(self, seconds: float) -> list[Any]:
-        """What the others have told this process, the first, since the last call; waits a while if that is nothing."""
+        """Returns what the others have told the first process since its last call; waits a while if that is nothing.
+
+        In the others there is nothing.
+        """
+        if self._place.index:
+            return []
         end = time.monotonic() + seconds
         while not (found := self._client.key_value_dir_get(_NEWS)) and time.monotonic() < end:
             time.sleep(0.1)

@@ -35,7 +35,7 @@ from moe_jax.conversion import convert
 from moe_jax.model_io.loading import load_model, model_leaves
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.files.remote import traffic
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.distributed.sharding import make_mesh
 
 said, before = {}, traffic.total()
