@@ -193,7 +193,6 @@ def test_agreement_of_texts(place: Place):
 
 
 def test_questions_are_answered_by_likelihood(tmp_path: pathlib.Path):
-    pytest.importorskip("lm_eval")
     asked = {
         "piqa": ("piqa", "Solution", ["how?", "why?", "when?"], ["up", "go down", "go nowhere at all"]),
         "arc_easy": ("ARC-Easy", "Answer", ["who?", "where?", "what?"], ["me", "there", "a word"]),

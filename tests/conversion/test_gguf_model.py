@@ -3,11 +3,10 @@
 import importlib.util
 import json
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-
-gguf = pytest.importorskip("gguf")
 
 from moe_jax.api.open_source import open_source, read_config  # noqa: E402
 from moe_jax.commands.line.cli import main  # noqa: E402

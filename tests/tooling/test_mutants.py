@@ -55,5 +55,7 @@ def test_what_is_written_down_is_about_the_present_code():
         ast.parse(mutant.mutated)
     without_file = [pattern for pattern in mutate.TARGETS if not any(ROOT.glob(pattern))]
     assert not without_file
-    stale = [f"{path}: {before}" for path, before, _ in mutants.equivalents() if before not in (ROOT / path).read_text()]
+    stale = [
+        f"{path}: {before}" for path, before, _ in mutants.equivalents() if before not in (ROOT / path).read_text()
+    ]
     assert not stale
