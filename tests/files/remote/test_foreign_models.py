@@ -14,8 +14,8 @@ from moe_jax.files import byte_files
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.remote import objects, traffic
 from moe_jax.files.remote.remote_path import as_path
-from tests.conversion import gguf_files
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
+from tests.support import gguf_files
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.hf_checkpoints import BASE, random_tensors, write_checkpoint
 
