@@ -1,4 +1,3 @@
-"""Dropout."""
 
 import jax
 import jax.numpy as jnp
