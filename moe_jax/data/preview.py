@@ -103,7 +103,7 @@ def parts(document: Document, tokenizer: Tokenizer) -> Iterator[Part]:
     for begin, end in zip(edges[:-1], edges[1:], strict=True):
         # Tokenizers of SentencePiece leave out the space at the beginning of a decoded text.
         text = tokenizer.decode(document.ids[:end].tolist(), special=True)
-        if not text.startswith(before):  #  a character is divided between tokens of both parts
+        if not text.startswith(before):  # a character is divided between tokens of both parts
             yield Part(tokenizer.decode(document.ids[begin:end].tolist(), special=True), bool(scored[begin]))
         elif end > begin:
             yield Part(text[len(before) :], bool(scored[begin]))

@@ -30,7 +30,7 @@ TEXT_KEYS = (
     ("text",), ("sentence",), ("input",), ("prompt",), ("sentence1", "sentence2"), ("premise", "hypothesis"),
     ("question1", "question2"), ("question", "sentence"), ("question", "passage"),
 )  # fmt: skip
-_Z = 1.959964  #  of the normal distribution: 95% lie within
+_Z = 1.959964  # of the normal distribution: 95% lie within
 _FIELD = re.compile(r"\{(\w+)\}")
 
 

@@ -20,7 +20,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.planning import gpu_topology
 from moe_jax.training.recipe.schema import Recipe
 
-if TYPE_CHECKING:  #  they import JAX, and the environment has to be described before that
+if TYPE_CHECKING:  # they import JAX, and the environment has to be described before that
     from jax.stages import Compiled
 
     from moe_jax.training.program import Program
@@ -234,7 +234,7 @@ def described_devices(topology: str) -> list[Any]:
 
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-    except Exception as error:  #  libtpu's own errors have no common class
+    except Exception as error:  # libtpu's own errors have no common class
         raise InputError(
             f"unknown topology {shown(topology)}, expected for example v5e:4x4, v5p:2x2x4, v6e:8x8 or h100:8: "
             f"{first_line(error)}"

@@ -75,14 +75,16 @@ def _of_parameters(
     for leaf in leaves:
         runs = microbatches * leaf.layers
         over = leaf.gathered_over
-        by_hand = _is_gathered_by_hand(leaf, makes_kernels=makes_kernels)
+        gathered_explicitly = _is_gathered_explicitly(leaf, makes_kernels=makes_kernels)
         if over:
             itemsize = number if leaf.dtype.kind == "f" or leaf.dtype.name == "bfloat16" else leaf.dtype.itemsize
-            gathers = _gathers(leaf, recipe.model.remat, by_hand=by_hand, tied=config.tie_embeddings)
+            gathers = _gathers(
+                leaf, recipe.model.remat, gathered_explicitly=gathered_explicitly, tied=config.tie_embeddings
+            )
             yield Transfer("all-gather", runs * gathers, leaf.gathered * itemsize, group(mesh, over))
         if not leaf.trained:
             continue
-        is_dense_kernel = leaf.is_in_stack and len(leaf.shape) > 1 and not by_hand
+        is_dense_kernel = leaf.is_in_stack and len(leaf.shape) > 1 and not gathered_explicitly
         summed = leaf.held * (number if is_dense_kernel else 4)
         rest = tuple(axis for axis in TOKEN_AXES if axis not in leaf.axes)
         if over and leaf.path.startswith("embed/"):
@@ -94,7 +96,7 @@ def _of_parameters(
         yield Transfer("all-reduce", runs, summed, group(mesh, rest))
 
 
-def _is_gathered_by_hand(leaf: PlacedLeaf, *, makes_kernels: bool) -> bool:
+def _is_gathered_explicitly(leaf: PlacedLeaf, *, makes_kernels: bool) -> bool:
     """Whether `over_mesh` gathers the parameter explicitly.
 
     It gathers kernels [E, i, o] of experts without a base, and the base of experts whose kernels are synthesised.
@@ -105,11 +107,11 @@ def _is_gathered_by_hand(leaf: PlacedLeaf, *, makes_kernels: bool) -> bool:
     return path[-3:-2] == ["experts"] or makes_kernels and path[-4:-2] == ["experts", "base"]
 
 
-def _gathers(leaf: PlacedLeaf, remat: str, *, by_hand: bool, tied: bool) -> int:
+def _gathers(leaf: PlacedLeaf, remat: str, *, gathered_explicitly: bool, tied: bool) -> int:
     """Returns how often one microbatch gathers a parameter."""
     if not leaf.is_in_stack:
         return 2 if tied else 1
-    if by_hand:
+    if gathered_explicitly:
         return 1 if remat == "none" else 2
     # Packed leaves are unpacked again; small leaves with an axis of experts are gathered ahead of their products.
     is_dense_product = len(leaf.shape) == 2 and leaf.dtype.kind != "u"

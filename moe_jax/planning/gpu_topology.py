@@ -105,7 +105,7 @@ def gpu_devices(topology: str) -> list[Any]:
         described = topologies.get_topology_desc(
             platform="cuda", topology_name=name, target_config=target(GPUS[name]), topology=f"1x{hosts}x{on_each}"
         )
-    except Exception as error:  #  the plugin's own errors have no common class
+    except Exception as error:  # the plugin's own errors have no common class
         raise InputError(f"XLA:GPU has no devices {shown(topology)}: {first_line(error)}") from None
     return list(described.devices)
 

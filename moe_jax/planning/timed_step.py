@@ -25,8 +25,8 @@ from moe_jax.training.recipe.schema import Recipe
 # Repeats of a segment in the shallow model, and in the deeper one that gives the time of a repeat. Two repeats are
 # stacked and scanned, as more are.
 _SHALLOW, _DEEPER = 2, 8
-_ROUNDS = 8  #  at most
-_MOST_SECONDS = 10.0  #  of the steps that count
+_ROUNDS = 8  # at most
+_MOST_SECONDS = 10.0  # of the steps that count
 # A step holds less than this times what it reads and updates; if that is more than the free memory, it is not tried.
 _HELD = 3
 

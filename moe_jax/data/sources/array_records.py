@@ -23,7 +23,7 @@ _CHUNK_HEADER = struct.Struct("<QQQQQ")
 _MAGIC = 0x71930E704FDAE05E  # of the last block
 _SIMPLE = ord("r")
 _CODECS = {ord("z"): "zstd", ord("b"): "brotli"}
-_MAX_BYTES = 1 << 30  #  of a record, and of the footer: that of a hundred million records has less
+_MAX_BYTES = 1 << 30  # of a record, and of the footer: that of a hundred million records has less
 
 
 class _Chunk(NamedTuple):

@@ -80,7 +80,7 @@ def uncompressed(file: Path) -> Path:
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise InputError(f"{file} is not a whole gzip file: {first_line(error)}") from None
         except OSError as error:
-            if arrow is None or error.errno is not None:  #  of the system, such as a full disk
+            if arrow is None or error.errno is not None:  # of the system, such as a full disk
                 raise
             raise InputError(f"{file} is not a whole zstd file: {first_line(error)}") from None
 

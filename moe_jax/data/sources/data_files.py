@@ -20,8 +20,8 @@ from moe_jax.files.remote.remote_path import BucketPath
 
 WINDOW_BYTES, MOST_WINDOWS = 4 << 20, 16
 """Bytes that are read ahead of an object, and most such windows that a process keeps."""
-_NEAR = 64 << 10  #  bytes that may be skipped between two reads which follow each other
-_REMEMBERED = 64  #  most remembered positions where reading ended
+_NEAR = 64 << 10  # bytes that may be skipped between two reads which follow each other
+_REMEMBERED = 64  # most remembered positions where reading ended
 
 
 class _Window(NamedTuple):
@@ -91,7 +91,7 @@ class DataFile:
         content = _windows.find(self, start, start + length)
         if content is not None or not self._follows(start, start + length):
             return self._object.bytes_at(start, length) if content is None else content
-        with self._reading_ahead:  #  what another thread is reading ahead just now probably contains these bytes
+        with self._reading_ahead:  # what another thread is reading ahead just now probably contains these bytes
             content = _windows.find(self, start, start + length)
             if content is None:
                 begin = 0 if self.size <= WINDOW_BYTES else start

@@ -21,7 +21,7 @@ from moe_jax.models import ModelConfig
 # Each row of the batch should get at least this many pieces per epoch; otherwise rows would be nearly equal.
 _PIECES_PER_ROW = 8
 _SEQUENCES_PER_PIECE = 8
-_AT_ONCE = 8  #  files that are opened at the same time
+_AT_ONCE = 8  # files that are opened at the same time
 
 
 def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tokenizer_path: Path) -> list[Files]:

@@ -17,7 +17,7 @@ from moe_jax.data.sources.cached_copies import cached_copy, import_pyarrow
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.remote.remote_path import BucketPath
 
-_ROWS = 1024  #  rows of a batch in a copy
+_ROWS = 1024  # rows of a batch in a copy
 
 
 class TableRows:

@@ -47,7 +47,7 @@ class TextFile:
     def __init__(self, file: Path | DataFile, *, piece: int, separator: str | None = None, name: Path | None = None):
         self._file = DataFile.of(file)
         self.path = self._file.path
-        self._name = name or self.path  #  in messages: the file may be an uncompressed copy
+        self._name = name or self.path  # in messages: the file may be an uncompressed copy
         self._piece = piece
         self._separator = separator
 
@@ -118,7 +118,7 @@ class JsonLines:
         self._reader = reader or RowReader()
         self._bounds = line_bounds(self._file)
         lengths = np.diff(self._bounds)
-        self._lines = None if np.all(lengths > 1) else np.flatnonzero(lengths > 1)  #  lines that are not empty
+        self._lines = None if np.all(lengths > 1) else np.flatnonzero(lengths > 1)  # lines that are not empty
 
     @property
     def size(self) -> int:

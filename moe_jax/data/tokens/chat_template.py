@@ -112,7 +112,7 @@ class ChatTemplate:
             )
         said, content = text[len(before) :], messages[index].get("content")
         if not isinstance(content, str) or said.strip() != content.strip():
-            said = said.rstrip()  #  a token ends the turn, and white space behind it only separates
+            said = said.rstrip()  # a token ends the turn, and white space behind it only separates
         return Scored(text, ((len(before), len(before) + len(said)),))
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> Written:
@@ -121,7 +121,7 @@ class ChatTemplate:
             return self._template.render({**self._special, **values, "add_generation_prompt": add_generation_prompt})
         except (MemoryError, RecursionError) as error:
             raise InputError(f"{self._where} does not end: {type(error).__name__}") from None
-        except Exception as error:  #  a template can do anything that raises
+        except Exception as error:  # a template can do anything that raises
             raise InputError(f"{self._where} refuses the messages: {first_sentence(error)}") from None
 
 

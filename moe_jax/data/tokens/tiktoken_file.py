@@ -62,7 +62,7 @@ def qwen_tokenizer(file: Path) -> str:
         made.decoder = decoders.ByteLevel()
         made.add_special_tokens([AddedToken(name, special=True, normalized=True) for name in QWEN_SPECIAL])
         return made.to_str()
-    except Exception as error:  #  the library raises bare exceptions
+    except Exception as error:  # the library raises bare exceptions
         raise InputError(f"{file} makes no tokenizer: {first_sentence(error)}") from None
 
 

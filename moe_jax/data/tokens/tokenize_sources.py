@@ -98,7 +98,7 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
         fields = {"tokenizer": identity, "bos": section.bos, "eos": section.eos, "vocab_size": task.config.vocab_size}
         index = TokenIndex(**fields, files={shard.name: done[shard.name] for shard in shards})
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(index)}
-        for unfinished in work.folder.glob(".*.new"):  #  of processes that were killed
+        for unfinished in work.folder.glob(".*.new"):  # of processes that were killed
             unfinished.unlink()
         work.check_alone()
         write_durably(work.folder / INDEX, json.dumps(content, indent=2).encode())

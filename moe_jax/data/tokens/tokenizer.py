@@ -19,7 +19,7 @@ from moe_jax.files.tokenizer_files import TOKENIZER, read_companion, tokenizer_f
 from moe_jax.models import ModelConfig
 
 Edge = Literal["auto", "always", "never"]
-MAX_BYTES = 64 << 20  #  of a tokenizer.json; those of 250,000 tokens have half
+MAX_BYTES = 64 << 20  # of a tokenizer.json; those of 250,000 tokens have half
 
 
 class Pairs(NamedTuple):
@@ -239,7 +239,7 @@ class Tokenizer:
         return read_json_object(file, allow=ANYTHING) if file.exists() else {}
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
-        array = np.asarray(ids, np.int64)  #  some are too large for the type that is returned
+        array = np.asarray(ids, np.int64)  # some are too large for the type that is returned
         if array.size and array.max() >= self._vocab_size:
             worst = int(array.max())
             raise InputError(

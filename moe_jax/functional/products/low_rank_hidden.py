@@ -75,7 +75,9 @@ def hidden_products(projection: Projection, experts: Int[Array, "T k"], num_expe
     return projection.of_base[:, None, :] + linear(inner, projection.b)
 
 
-def down_projection_inputs(h: Float[Array, "T k f"], a: Float[Array, "f n"], routing: Routing, num_experts: int) -> Hidden:
+def down_projection_inputs(
+    h: Float[Array, "T k f"], a: Float[Array, "f n"], routing: Routing, num_experts: int
+) -> Hidden:
     """Returns the sums that the down projection needs, from hidden states."""
     inner = linear(h, a)
     # Choice by choice: converted as a whole, XLA:TPU would write them to memory in float32.

@@ -356,7 +356,7 @@ class EvalSection:
     def __post_init__(self) -> None:
         at_least(self, 1, "every", "batch_size")
         at_least(self, 2, "seq_len")
-        _ = self.source  #  it has rules of its own
+        _ = self.source  # it has rules of its own
 
     @property
     def source(self) -> SourceSection:

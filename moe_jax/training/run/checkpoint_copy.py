@@ -23,7 +23,7 @@ from moe_jax.files.remote.remote_path import BucketPath
 from moe_jax.files.staging import sync, write_durably
 
 _STATE = "state"
-_AT_ONCE = 4  #  files: each is in memory as a whole
+_AT_ONCE = 4  # files: each is in memory as a whole
 _METADATA = f"{_STATE}/_METADATA"
 _FIXED = ("_CHECKPOINT_METADATA", _METADATA)
 _DATABASE = f"{_STATE}/manifest.ocdbt"
@@ -51,7 +51,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
         elif folder == "." or folder.count("/") == 0 or folder == _METADATA_OF_ARRAYS:
             place = target / folder
             assert isinstance(place, BucketPath)
-            place.objects.write(f"{place.key}/", b"")  #  Orbax recognises a folder by it
+            place.objects.write(f"{place.key}/", b"")  # Orbax recognises a folder by it
 
     def copy(name: str) -> None:
         write_durably(target / name, reads[name]())

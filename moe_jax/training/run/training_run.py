@@ -202,7 +202,7 @@ def _train(
         check(begun.recipe, recipe)
     recipe = with_horizon(recipe)
     if recipe.log.wandb != "off" and is_first_process():
-        import_wandb()  #  here, before anything is written, if it is missing
+        import_wandb()  # here, before anything is written, if it is missing
     # Data first: mistakes in it are the most likely, and are found before the model is built and tables are printed.
     mesh = mesh_for(recipe, config)
     tokenizer = path_of_tokenizer(recipe, source)
@@ -236,7 +236,7 @@ def _train(
             write_restart(begun.origin, run_dir, recipe, record)
         lock.take()
         if begun is None:
-            read_run(run_dir, resume=False)  #  another process may have begun and ended a run there by now
+            read_run(run_dir, resume=False)  # another process may have begun and ended a run there by now
         if begun is None or begun.record is None:
             write_beginning(run_dir, recipe, record, _files(recipe, source, tokenizer))
         elif begun.origin is None:
@@ -279,7 +279,7 @@ def _train(
         )
         state, last = loop.run(state)
     params, average, steps = state.params, state.ema, int(state.step)
-    del state, loop, taught  #  neither moments nor teacher need be kept while the model is written
+    del state, loop, taught  # neither moments nor teacher need be kept while the model is written
     if recipe.ema is not None and recipe.ema.export:
         assert average is not None
         params = in_dtypes_of(params, average)
