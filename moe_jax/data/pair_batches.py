@@ -60,9 +60,11 @@ class _PairRow:
         self._lengths = input_len, seq_len
 
     def seek(self, record: int, offset: int) -> None:
+        """Moves to a record; `offset` must be 0."""
         self.record, self.offset = record, offset
 
     def fill(self) -> Batch:
+        """Returns the arrays of the next pair, padded; at the end of the data all padding."""
         found: Any = []
         while not found and self.record < len(self._records):
             found = self._records[self.record]

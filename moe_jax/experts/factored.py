@@ -30,9 +30,9 @@ from moe_jax.functional.ffn import hidden
 from moe_jax.functional.products.linear import Product, linear, product_of_float32
 from moe_jax.functional.products.low_rank_hidden import (
     Projection,
-    low_rank_hidden,
     down_projection_inputs,
     hidden_products,
+    low_rank_hidden,
 )
 from moe_jax.functional.routing.decision import Routing
 from moe_jax.functional.routing.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum

@@ -1,4 +1,4 @@
-"""What training by a recipe will take on every device, in bytes and seconds; for `plan --train`.
+"""Plans training by a recipe: the bytes and seconds that it will take on every device; for `plan --train`.
 
 The arrays that a run holds all the time are counted on the real state, made by `eval_shape`. The temporary memory of a
 step is read from the compiled step; without a compiler for the device, it is the bytes that JAX keeps for the backward

@@ -37,7 +37,7 @@ SPLASH_WIDTH = 256
 
 
 class Placement(NamedTuple):
-    """Where attention runs: the platform, and how the mesh in use splits rows and heads.
+    """The placement of attention: the platform, and how the mesh in use splits rows and heads.
 
     Attributes:
       platform: the platform that the program is for.

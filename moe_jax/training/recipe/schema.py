@@ -302,7 +302,7 @@ class CheckpointSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogSection:
-    """What a run reports. Metrics are written for every step.
+    """The reports of a run. Metrics are written for every step.
 
     Attributes:
       every: steps between progress lines if there is no terminal.
