@@ -64,7 +64,9 @@ def _environment(of_task: bool) -> jinja2.Environment:
     )
     environment.filters["tojson"] = _to_json
     if of_task:
-        environment.filters["regex_replace"] = lambda text, pattern, new, count=0: re.sub(pattern, new, text, count)
+        environment.filters["regex_replace"] = lambda text, pattern, new, count=0: re.sub(
+            pattern, new, text, count=count
+        )
     environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.datetime.now().strftime(form))
     return environment
 

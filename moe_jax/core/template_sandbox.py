@@ -106,7 +106,9 @@ def _ask(source: str, of_task: bool, values: dict[str, Any] | None) -> dict[str,
             _stop()
     if not line.endswith(b"\n"):
         timed_out = process.returncode == -signal.SIGPROF
-        why = f"it takes more than {MAX_SECONDS:g} seconds" if timed_out else f"its process ended ({process.returncode})"
+        why = (
+            f"it takes more than {MAX_SECONDS:g} seconds" if timed_out else f"its process ended ({process.returncode})"
+        )
         raise TemplateFails(why, is_endless=True)
     answer = json.loads(line)
     if "endless" in answer:
