@@ -1,11 +1,13 @@
 """Scalars as TensorBoard events, by tensorboardX (extra `tensorboard`)."""
 
+import importlib
 import importlib.util
 import os
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from moe_jax.files.remote.remote_path import BucketPath
 
@@ -33,8 +35,9 @@ class EventWriter:
 
     def __init__(self, directory: Path, *, first_step: int):
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2, summary_pb2
 
+        event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+        summary_pb2: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
         self._directory, self._event, self._summary = directory, event_pb2.Event, summary_pb2.Summary
         directory.mkdir(parents=True, exist_ok=True)
         self._local = tempfile.TemporaryDirectory() if isinstance(directory, BucketPath) else None
