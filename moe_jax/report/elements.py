@@ -1,4 +1,4 @@
-"""What pages are made of: sections, tables, lists of facts, pictures, as the macros of `elements.html` write them.
+"""The parts of pages: sections, tables, lists of facts, pictures, written by the macros of `elements.html`.
 
 Jinja escapes what is given as text, so that whatever a file holds is shown, and is never HTML. What a function here
 returns is HTML, and empty where there is nothing to show.
