@@ -436,3 +436,16 @@ def test_csr_gives_the_positions_back(rows, columns, share, seed):
     packed = to_csr(positions, (rows, columns))
     np.testing.assert_array_equal(from_csr(*packed, (rows, columns)), positions)
     np.testing.assert_array_equal(entry_rows(jnp.asarray(packed[1]), count), positions // columns)
+
+
+@pytest.mark.parametrize(
+    ("bank", "num_experts", "d_model", "complaint"),
+    [
+        (BankConfig(), 0, 8, "num_experts=0"),
+        (BankConfig(), 4, 8.0, "d_model=8.0"),
+        (BankConfig(kind="low-rank", rank=9), 4, 8, "rank 9 is above"),
+    ],
+)
+def test_a_bank_that_does_not_fit_is_not_made(bank, num_experts, d_model, complaint):
+    with pytest.raises(InputError, match=complaint):
+        make_bank(bank, FFNConfig(dim=16), num_experts, d_model, rngs=nnx.Rngs(0))

@@ -306,7 +306,8 @@ class LogSection:
 
     Attributes:
       every: steps between progress lines if there is no terminal.
-      tensorboard: whether TensorBoard events are written beside metrics.jsonl.
+      tensorboard: whether TensorBoard events are written beside metrics.jsonl (`pip install 'moe-jax[tensorboard]'`;
+        without it a note says so).
       wandb: whether metrics are logged to Weights & Biases (`pip install 'moe-jax[wandb]'`), at once or into files of
         the run directory (the current one, if that is in a bucket) that `wandb sync` sends.
       wandb_project: the project there.

@@ -29,6 +29,7 @@ from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
+from moe_jax.training.log import tensorboard
 from moe_jax.training.log.wandb_writer import import_wandb
 from moe_jax.training.loop import Loop
 from moe_jax.training.optim.average import in_dtypes_of
@@ -207,6 +208,8 @@ def _train(
     mesh = mesh_for(recipe, config)
     tokenizer = path_of_tokenizer(recipe, source)
     notes = _notes_on_tokenizer(tokenizer, config)
+    if recipe.log.tensorboard and not tensorboard.is_installed():
+        notes.append(tensorboard.MISSING)
     data = open_data(
         recipe.data,
         config,
