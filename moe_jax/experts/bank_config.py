@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from moe_jax.core.errors import InputError, check_member, shown
-from moe_jax.experts.base_codes import BaseCodes
 from moe_jax.experts.forms import ExpertForm, Full, KernelForm, ffn_matrices
+from moe_jax.experts.forms.base_codes import BaseCodes
 from moe_jax.experts.forms.by_name import form_named, kinds_with
-from moe_jax.experts.forms.positions import ENCODINGS
+from moe_jax.experts.forms.kinds.positions import ENCODINGS
+from moe_jax.experts.forms.optional.by_expert import ByExpert
 from moe_jax.experts.layout.config import FFNConfig
 
 
@@ -115,6 +116,11 @@ class BankConfig:
         self.form.check_fits(matrices)
         if self.has_base and not any(map(self.has_base_of, matrices)):
             raise InputError("base_codes of a base of no matrix at all: leave them out, and give base 'none'")
+
+    def check_count(self, num_experts: int) -> None:
+        """Raises `InputError` if the options are those of another number of experts."""
+        if isinstance(self.form, ByExpert):
+            self.form.check_count(num_experts)
 
     def multiplied_entries(self, expert: FFNConfig, d_model: int, top_k: int) -> int:
         """How many entries of the bank's matrices a token is multiplied with: of the base once, and of k experts."""

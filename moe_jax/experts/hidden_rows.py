@@ -9,8 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.kernel_of_codes import Coded
+from moe_jax.experts.forms.kinds.kernel_of_codes import Coded
 from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Matrix, Part, Window
+from moe_jax.experts.forms.optional.backends import FormTiles
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.products.gated import GATE, UP, gated_product
@@ -59,12 +60,13 @@ class Kernels(NamedTuple):
         return specs
 
     def stored_rounded_specs(self) -> dict[str, P]:
-        """How the arrays are stored that are rounded before they are gathered; see `KernelForm.rounded_specs`.
+        """How the arrays are stored that are rounded before they are gathered; see `KernelForm.rounded_leaves`.
 
         A base is one of them: what is added to it in float32 is rounded to the same dtype in the end.
         """
         split = self.matrix.split
-        specs = self.form.rounded_specs(split)
+        stored = self.form.stored_specs(split)
+        specs = {path: stored[path] for path in self.form.rounded_leaves}
         if BASE in self.arrays:
             specs[BASE] = P("tensor", "fsdp") if split == "in" else P("fsdp", "tensor")
         return specs
@@ -166,7 +168,7 @@ class _Stored(NamedTuple):
         fixed = {name: array for name, array in arrays.items() if name not in trained}
         if part is not None:
             fixed[ORIGIN] = jnp.broadcast_to(part.origin[None, :], (group_sizes.shape[0], 2))
-        return cls(static, form.fused_tile(static.shape, matrix.shape), trained, fixed)
+        return cls(static, FormTiles(form, static.shape, matrix.shape).fused(), trained, fixed)
 
 
 def _apart(

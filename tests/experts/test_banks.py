@@ -19,7 +19,7 @@ from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, Mixed, make_bank, set_strategy
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.forms.matrix import Load, ffn_matrices
-from moe_jax.experts.forms.positions import from_csr, to_csr
+from moe_jax.experts.forms.kinds.positions import from_csr, to_csr
 from moe_jax.experts.layout.mesh import spec_on_mesh
 from moe_jax.experts.layout.platforms import Platform, current_chip
 from moe_jax.experts.strategy import _choose, choose_strategy, strategy_costs

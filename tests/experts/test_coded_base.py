@@ -18,7 +18,7 @@ from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, LoRAConfig, make_bank, set_strategy
-from moe_jax.experts.base_codes import CODES
+from moe_jax.experts.forms.base_codes import CODES
 from moe_jax.experts.forms.matrix import Load, Matrix, ffn_matrices
 from moe_jax.experts.layout.platforms import Platform
 from moe_jax.experts.linear import Linear

@@ -7,12 +7,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.compression.alignment.design_matrix import aligned_kernels, mean_kernel
+from moe_jax.compression.allocation.sensitivity_pass import output_error
 from moe_jax.compression.allocation.together import Together
-from moe_jax.compression.calibration.expert_coders import centre_coder, expert_coders
-from moe_jax.compression.calibration.sensitivity_pass import output_error
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
-from moe_jax.compression.coding.schemes import LowRank
+from moe_jax.compression.coding.expert_coders import centre_coder, expert_coders
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.experts.forms import LowRank
+from moe_jax.experts.forms.optional.coding import Wanted
 
 CHOICES: tuple[tuple[int | None, int], ...] = (
     *((None, bits) for bits in (2, 3, 4, 8)),
@@ -39,7 +40,7 @@ class Choice(NamedTuple):
       centre: bits of the codes of a shared centre; None: there is none.
       bits: of the codes of every expert; None: it has low-rank factors, and there is a centre.
       added: of `ADDED`; the same for all matrices of an expert.
-      keep: the share of numbers in these factors, see `schemes.LowRank`; likewise.
+      keep: the share of numbers in these factors, see `Wanted`; likewise.
     """
 
     centre: int | None
@@ -55,7 +56,9 @@ class Choice(NamedTuple):
 
 def rank_of(layer: SourceLayer, keep: float) -> int:
     """That of factors with a share of the numbers: matrices have their own factors, so that each is judged alone."""
-    return LowRank(keep=keep, design="separate").rank(layer.moe.expert, layer.shapes["up"][0])
+    form = layer.wanted(Wanted(form=LowRank, keep=keep, design="separate"))
+    assert isinstance(form, LowRank)
+    return form.rank
 
 
 def errors_of_choices(

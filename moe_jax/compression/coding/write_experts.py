@@ -14,14 +14,16 @@ from moe_jax.compression.alignment.design_matrix import (
     mean_kernel,
     neuron_rows,
 )
-from moe_jax.compression.calibration.expert_coders import ExpertCoder, centre_coder, expert_coders, joint_moments
-from moe_jax.compression.coding.centre import REFITS, code_residuals, stack, stored_centre, write_centre
 from moe_jax.compression.coding.coder import LeastError, LeastJointError
+from moe_jax.compression.coding.expert_coders import ExpertCoder, centre_coder, expert_coders, joint_moments
 from moe_jax.compression.coding.pruning import prune
+from moe_jax.compression.coding.shared_base import REFITS, code_residuals, stack, stored_centre, write_centre
 from moe_jax.compression.layer_figures import Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.experts import BankConfig
 from moe_jax.experts.forms import KernelForm, Matrix
+from moe_jax.experts.forms.optional.by_expert import ByExpert, experts_with, own_of
+from moe_jax.experts.forms.optional.coding import CodedJointly, Encodable, Residual
 
 CODER = LeastError()
 
@@ -61,7 +63,7 @@ def write_experts(
     form = bank.form
     assert isinstance(form, KernelForm)
     of_centre = partial(coder_of_centre, layer, bank, permutations=permutations, feedback=feedback, even=even)
-    if form.couples_matrices:
+    if isinstance(form, CodedJointly):
         _write_jointly(layer, bank, form, permutations, write, measure, of_centre)
     else:
         for name in layer.shapes:
@@ -92,9 +94,10 @@ def _write_matrix(
     dtype, matrix = layer.dtype(name), layer.matrices[name]
     kernels = list(aligned_kernels(layer, name, permutations))  # gone through again and again
     layer.forget()
+    assert isinstance(form, Encodable | ByExpert), form
     has_base = bank.has_base_of(name)
     centre = mean_kernel(kernels) if has_base else np.zeros((1, 1), np.float32)
-    count, masks = form.kept_entries(matrix), None
+    count, masks = form.kept_entries(matrix) if isinstance(form, Encodable) else None, None
     if count is not None:
         start = np.broadcast_to(centre, matrix.shape)
         importances = None if layer.rows is None else [coder.importances for coder in coders()]
@@ -102,13 +105,14 @@ def _write_matrix(
         masks = pruned.masks
         centre = pruned.centre if has_base else centre
 
-    def encode(expert: int, residual: np.ndarray, coder: ExpertCoder) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        own = form.of_expert(expert)
+    def encode(expert: int, residual: Residual, coder: ExpertCoder) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        own = own_of(form, expert)
+        assert isinstance(own.form, Encodable)
         if masks is None:
-            leaves, made = own.form.encode(residual, matrix, dtype, coder)
+            leaves, made = own.form.encode(residual, matrix, coder)
             return {own.folder + leaf: array for leaf, array in leaves.items()}, made
         # Entries that were chosen by their inputs are coded one by one.
-        return form.encode(residual, matrix, dtype, CODER, masks[expert])
+        return own.form.encode(residual._replace(kept=masks[expert]), matrix, CODER)
 
     chosen = of_centre(name) if has_base else CODER
     coded = code_residuals(
@@ -119,10 +123,11 @@ def _write_matrix(
         encode,
         lambda: Measure(layer.num_experts, layer.moe.expert.dim),
         num_experts=layer.num_experts,
+        dtype=dtype,
         refits=refits_for(layer, bank, matrix) if refit else 0,
     )
     # Of a leaf that not all experts have, the rest is not filled in.
-    coded = coded._replace(leaves={leaf: array[form.experts_with(leaf)] for leaf, array in coded.leaves.items()})
+    coded = coded._replace(leaves={leaf: array[experts_with(form, leaf)] for leaf, array in coded.leaves.items()})
     coded.write(name, write)
     measure.include(coded.measure)
 
@@ -158,7 +163,7 @@ def coder_of_centre(
 
 def codes_all_entries(form: KernelForm, matrix: Matrix) -> bool:
     """Whether residuals in this form have a code for every entry."""
-    return form.has_codes and form.kept_entries(matrix) is None
+    return form.has_codes and not (isinstance(form, Encodable) and form.kept_entries(matrix) is not None)
 
 
 def refits_for(layer: SourceLayer, bank: BankConfig, matrix: Matrix) -> int:
@@ -175,7 +180,7 @@ def refits_for(layer: SourceLayer, bank: BankConfig, matrix: Matrix) -> int:
 def _write_jointly(
     layer: SourceLayer,
     bank: BankConfig,
-    form: KernelForm,
+    form: CodedJointly,
     permutations: Int[np.ndarray, "E f"],
     write: Write,
     measure: Measure,

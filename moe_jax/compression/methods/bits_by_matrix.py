@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -25,8 +26,8 @@ from moe_jax.compression.allocation.by_expert import Alike, InParts, in_two_part
 from moe_jax.compression.allocation.choices import ADDED, CHOICES, FACTORED, Choice, errors_of_choices, rank_of
 from moe_jax.compression.allocation.knapsack import Candidate, allocate
 from moe_jax.compression.allocation.together import together
-from moe_jax.compression.coding.schemes import DEFAULT_GROUP_SIZE, check_levels
-from moe_jax.compression.coding.storage import LEAF_OVERHEAD, QUANTIZED, disk_bytes_by_matrix
+from moe_jax.compression.coding.coder import check_levels
+from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
 from moe_jax.compression.coding.write_experts import write_experts
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import BARYCENTER, Base
@@ -37,8 +38,9 @@ from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.experts import BankConfig, BaseCodes, Mixed
 from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
-from moe_jax.experts.forms.fresh import shapes_of
-from moe_jax.experts.forms.quantized import TABLE_BITS
+from moe_jax.experts.forms.kinds.quantized import TABLE_BITS
+from moe_jax.experts.forms.optional.by_expert import own_of
+from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Layout
 from moe_jax.models import MoEConfig
 
 
@@ -110,7 +112,9 @@ class Allocate(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("budget_bits", (2.0, 2.5, 3.0, 4.0))
-    forms: ClassVar[tuple[str, ...]] = QUANTIZED  # factors have sizes of their own, which no option names
+    layouts: ClassVar[tuple[Layout, ...]] = (
+        Quantized.layouts()
+    )  # factors have sizes of their own, which no option names
     origin: ClassVar[str | None] = BARYCENTER
     planned_centre_bits: ClassVar[int | None] = 4  # the middle of what it chooses from
     needs_calibration: ClassVar[bool] = True
@@ -142,9 +146,9 @@ class Allocate(Method):
     def budget(self) -> Budget:
         """Room for all layers together."""
         if self.target_bytes is not None:
-            return TargetBytes(target=self.target_bytes, schemes=())
+            return TargetBytes(target=self.target_bytes, sizes=())
         assert self.budget_bits is not None
-        return BudgetBits(bits=self.budget_bits, schemes=())
+        return BudgetBits(bits=self.budget_bits, sizes=())
 
     @functools.cached_property
     def _formats(self) -> tuple[tuple[str, ...], ...]:
@@ -159,7 +163,7 @@ class Allocate(Method):
         return (*in_codes, *(Choice(centre, None, keep=keep) for centre, keep in FACTORED))
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`. Also that the smallest candidates are within the budget."""
+        """Also that the smallest candidates are within the budget."""
         check_calibrated(layers)
         none, smallest = self._formats[:1], {}
         for layer in layers:
@@ -168,7 +172,7 @@ class Allocate(Method):
         allocate(smallest, self._room(layers))
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
-        """See `Method`. Aligns the experts, and tries all choices on some columns of their matrices."""
+        """Aligns the experts, and tries all choices on some columns of their matrices."""
         began = time.monotonic()
         found = in_order(layer) if self.solver == IDENTITY else aligned(layer, self.solver, tick)
         orders = found["permutations"]
@@ -179,7 +183,7 @@ class Allocate(Method):
         return found | {"errors": errors, "seconds": np.asarray(time.monotonic() - began)}
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`. With all formats of codes, or with the first alone, whichever is better."""
+        """With all formats of codes, or with the first alone, whichever is better."""
         divergences = {layer.index: self._divergences(layer, analyses[layer.index]) for layer in layers}
         tried = dict.fromkeys((self._formats, self._formats[:1]))
         chosen = min((self._chosen(layers, divergences, formats) for formats in tried), key=_error)
@@ -205,7 +209,6 @@ class Allocate(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`."""
         began = time.monotonic()
         shared = target.bank.has_base
         orders = analysis["permutations"] if shared else unaligned(layer)
@@ -288,8 +291,8 @@ class Allocate(Method):
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def _leaves(form: KernelForm, matrix: Matrix) -> list[Any]:
-        """Those of one expert; codes and scales have dtypes of their own."""
-        return list(shapes_of(lambda rngs: form.fresh(rngs, matrix, (1,), np.dtype(np.float32))).values())
+        """The leaves of one expert; codes and scales have dtypes of their own."""
+        return list(form.leaves(matrix, (1,), jnp.dtype(jnp.float32)).values())
 
     def _format(self, *bits: int | None, added: Sequence[str] = ()) -> dict[str, Any]:
         """How codes of so many bits, or if there are several some of them, are stored, with some of `ADDED`."""
@@ -329,7 +332,7 @@ def _error(chosen: Mapping[int, Candidate]) -> float:
 def _choice(layer: SourceLayer, bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
     """What `Allocate._bank` was given for a matrix of an expert."""
     assert isinstance(bank.form, KernelForm)
-    form, centre = bank.form.of_expert(expert).form, None
+    form, centre = own_of(bank.form, expert).form, None
     if bank.base_codes is not None and bank.has_base_of(matrix.name):
         codes = bank.base_codes.form.of_matrix(matrix).codes
         assert isinstance(codes, Quantized)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from moe_jax.compression.coding.storage import AnyLayout
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import Base
 from moe_jax.compression.source_layer import SourceLayer, Write
@@ -27,8 +28,8 @@ class Method(abc.ABC):
 
     Attributes:
       swept: name of the option that says how much is kept, and the values that a sweep tries.
-      forms: those of `storage.FORMS` in which it can store the experts.
-      codes_format: options of `schemes.Quantized` that all of its codes have, whatever its own options are.
+      layouts: the layouts in which it can store the experts, as `moe-jax plan --compress` shows them.
+      codes_format: fields of `Wanted` that all of its codes have, whatever its own options are.
       origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
         `delta_base.Base`.
       planned_centre_bits: of a centre that it stores in codes without being asked to, as `moe-jax plan` counts it.
@@ -37,7 +38,7 @@ class Method(abc.ABC):
     """
 
     swept: ClassVar[tuple[str, tuple[Any, ...]]]
-    forms: ClassVar[tuple[str, ...]]
+    layouts: ClassVar[tuple[AnyLayout, ...]]
     codes_format: ClassVar[Mapping[str, Any]] = {}
     origin: ClassVar[str | None] = None
     planned_centre_bits: ClassVar[int | None] = None

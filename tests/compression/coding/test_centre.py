@@ -7,8 +7,8 @@ from moe_jax.compression import compress, make_method
 from moe_jax.compression.alignment.design_matrix import mean_kernel, unaligned
 from moe_jax.compression.allocation.budget import schemes_to_try
 from moe_jax.compression.allocation.trials import trials
-from moe_jax.compression.calibration.expert_coders import centre_coder
-from moe_jax.compression.coding.centre import Centre, code_residuals, encoded_centre
+from moe_jax.compression.coding.expert_coders import centre_coder
+from moe_jax.compression.coding.shared_base import Centre, code_residuals, encoded_centre
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.schemes import LowRank, Pruned, Quantized
 from moe_jax.compression.coding.storage import layer_bytes

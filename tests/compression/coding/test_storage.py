@@ -13,7 +13,7 @@ from moe_jax.compression.coding.storage import COMPARISONS, FORMS, RESIDUAL_FORM
 from moe_jax.compression.methods.registry import METHODS
 from moe_jax.core.counting import count_bytes
 from moe_jax.experts.forms import Matrix, Sparse
-from moe_jax.experts.forms.positions import ENCODINGS, POSITION_LEAVES, encoding_bytes, smallest_encoding
+from moe_jax.experts.forms.kinds.positions import ENCODINGS, POSITION_LEAVES, encoding_bytes, smallest_encoding
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import BankConfig, ModelConfig, config_to_json
 from tests.support.dense_models import dense_config

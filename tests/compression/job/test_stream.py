@@ -15,7 +15,7 @@ from moe_jax.checkpoints import leaf_files
 from moe_jax.commands.line import cli
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.alignment.design_matrix import mean_kernel
-from moe_jax.compression.coding.centre import stored_centre
+from moe_jax.compression.coding.shared_base import stored_centre
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.methods.delta_base import Base
 from moe_jax.compression.source_layer import SourceLayer

@@ -13,24 +13,25 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from moe_jax.compression.calibration.expert_coders import ExpertCoder
+from moe_jax.compression.coding.expert_coders import ExpertCoder
 from moe_jax.compression.layer_figures import Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
+from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import Matrix
-from moe_jax.experts.forms.encoded import Coder
-from moe_jax.experts.forms.fresh import shapes_of
+from moe_jax.experts.forms.optional.coding import Coder, Residual
 
 REFITS = 2
 # What one refit has to gain of the error, for another to be tried.
 _LEAST_GAIN = 0.01
 
-Encode = Callable[[int, np.ndarray, ExpertCoder], tuple[Mapping[str, np.ndarray], np.ndarray | Array]]
-"""`encode(expert, residual, coder)`: float32[in, out] -> the leaves that store it, and what they stand for."""
+Encode = Callable[[int, Residual, ExpertCoder], tuple[Mapping[str, np.ndarray], np.ndarray | Array]]
+"""`encode(expert, residual, coder)`: the leaves that store a residual, and the float32 [in, out] they stand for."""
 
 
 class Centre(NamedTuple):
@@ -105,15 +106,7 @@ def stored_centre(layer: SourceLayer, bank: BankConfig, name: str, centre: np.nd
     if bank.base_codes is None:
         kernel = layer.stored(name, centre)
         return Centre({"kernel": kernel}, kernel)
-    return Centre(*encoded_centre(bank.base_codes, centre, layer.matrices[name], coder))
-
-
-def encoded_centre(
-    codes: BaseCodes, centre: Float[np.ndarray, "i o"], matrix: Matrix, coder: Coder
-) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
-    """The leaves of a centre in codes, and what they stand for, float32."""
-    wide = np.asarray(centre, np.float32)
-    return codes.form.of_matrix(matrix).encode(wide, matrix, np.dtype(np.float32), coder)
+    return Centre(*bank.base_codes.form.stored(centre, layer.matrices[name], coder))
 
 
 def write_centre(name: str, centre: Centre, write: Write) -> None:
@@ -126,8 +119,7 @@ def centre_bytes(codes: BaseCodes | None, matrix: Matrix, itemsize: int) -> int:
     """Bytes of the centre of a matrix, in codes, or of so many bytes a number."""
     if codes is None:
         return matrix.size * itemsize
-    leaves = shapes_of(lambda rngs: codes.form.of_matrix(matrix).fresh(rngs, matrix, (), np.dtype(np.float32)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+    return count_bytes(codes.form.of_matrix(matrix).leaves(matrix, (), jnp.dtype(jnp.float32)).values())
 
 
 def code_residuals(
@@ -139,6 +131,7 @@ def code_residuals(
     measure: Callable[[], Measure],
     *,
     num_experts: int,
+    dtype: np.dtype,
     refits: int = 0,
 ) -> Coded:
     """Codes one matrix of all experts around a centre, refitted as long as that helps.
@@ -151,6 +144,7 @@ def code_residuals(
       encode: codes a residual.
       measure: an empty measure.
       num_experts: E.
+      dtype: of floating-point leaves of the residuals.
       refits: at most so many.
 
     Returns:
@@ -162,7 +156,8 @@ def code_residuals(
         wide = np.float32(0) if stored is None else stored.kernel.astype(np.float32, copy=False)
         total = np.float32(0)
         for expert, (kernel, coder) in enumerate(zip(kernels(), coders(), strict=True)):
-            leaves, approximation = encode(expert, kernel.astype(np.float32, copy=False) - wide, coder)
+            residual = Residual(kernel.astype(np.float32, copy=False) - wide, dtype, None if stored is None else wide)
+            leaves, approximation = encode(expert, residual, coder)
             stack(stacked, leaves, expert, num_experts)
             figures.add(expert, kernel, None if stored is None else stored.kernel, approximation, coder.moment)
             if refit < refits:

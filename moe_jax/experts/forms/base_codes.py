@@ -4,9 +4,9 @@ import dataclasses
 from typing import Literal, get_args
 
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels, CodedNF4
-from moe_jax.experts.forms.nf4 import NF4
-from moe_jax.experts.forms.quantized import (
+from moe_jax.experts.forms.kinds.kernel_of_codes import Coded, CodedLevels, CodedNF4
+from moe_jax.experts.forms.kinds.nf4 import NF4
+from moe_jax.experts.forms.kinds.quantized import (
     TABLE_BITS,
     Quantized,
     check_group_size,
