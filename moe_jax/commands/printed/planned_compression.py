@@ -13,7 +13,7 @@ from moe_jax.compression.coding.shared_base import codes_of_options
 from moe_jax.compression.coding.storage import FULL, AnyLayout, Fewer, Stored, stored_bytes
 from moe_jax.compression.job.stream import choose_layers
 from moe_jax.compression.methods.delta_base import NO_BASE
-from moe_jax.compression.methods.registry import METHODS, check_method, check_options
+from moe_jax.compression.methods.registry import METHODS, check_method, check_options, options_of
 from moe_jax.compression.methods.resmoe import DEFAULT_BITS, residual_forms
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts.forms.kinds.quantized import check_scale_bits
@@ -100,7 +100,7 @@ def planned_compression(
     of_centre = {"table": levels == "fitted", "scale_bits": more.get("scale_bits", 16)}
     planned_bits = METHODS[method].planned_centre_bits
     base_codes = codes_of_options(centre_bits or planned_bits, centre_group_size, **of_centre)
-    asked = "centre_bits" in {field.name for field in dataclasses.fields(METHODS[method])}
+    asked = "centre_bits" in options_of(method)
     if base_codes is not None and planned_bits is None and not asked:
         raise InputError(f"--centre-bits does not go with {method}, which has no centre")
     indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
@@ -132,6 +132,8 @@ def _asked_for(method: str, residual: str | None, storage: str | None, bits: int
         kind, colon, _ = residual.partition(":")
         forms = residual_forms()
         check_member("residual", kind, tuple(forms))
+        if "residual" in options_of(method):  # then it takes every form that residuals can be encoded in
+            chosen = forms[kind].layouts()
         chosen = tuple(layout for layout in chosen if isinstance(layout, Layout) and layout.form is forms[kind])
         chosen = tuple(layout for layout in chosen if not colon or layout.name == residual)
         if not chosen:

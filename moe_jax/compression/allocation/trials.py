@@ -21,6 +21,7 @@ from moe_jax.compression.threads import ahead
 from moe_jax.experts import BaseCodes
 from moe_jax.experts.forms import JointLowRank, LowRank, Matrix, Sparse
 from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
+from moe_jax.experts.forms.optional.factored_way import SideBySide
 
 SAMPLED_NEURONS = 2 * DEFAULT_GROUP_SIZE
 
@@ -68,16 +69,18 @@ def trials(
     sampled = _sampled(layer, permutations)
     centres = {name: mean_kernel(kernels) for name, kernels in sampled.items()}
     norm = sum(squared(kernels) for kernels in sampled.values()) or 1.0  # experts of zeros have no errors either
-    factored = _Factored(layer, permutations, [wanted for wanted in tried if wanted.form is LowRank], codes)
+    factored = _Factored(
+        layer, permutations, [wanted for wanted in tried if issubclass(wanted.form, SideBySide)], codes
+    )
     stored = {name: _stored(centre, codes) for name, centre in centres.items()}
     nothing = np.zeros(len(sampled))
     found: list[Trial] = []
     pruned: dict[Wanted, _Remainder] = {}
     for wanted in tried:
         # Two forms have a shorter way: pruning is the same for all bits, and one decomposition serves all ranks.
-        if wanted.form is LowRank:
+        if issubclass(wanted.form, SideBySide):
             found.append(Trial(wanted, factored.error(wanted), nothing))
-        elif wanted.form is Sparse:
+        elif wanted.form.counts_largest:
             of_floats = dataclasses.replace(wanted, bits=None)
             if of_floats not in pruned:
                 pruned[of_floats] = _prune(sampled, centres, of_floats, codes, refit=refit)

@@ -153,7 +153,7 @@ def code_residuals(
     best: Coded | None = None
     for refit in range(refits + 1):
         stored, stacked, figures = None if centre is None else store(centre), {}, measure()
-        wide = np.float32(0) if stored is None else stored.kernel.astype(np.float32, copy=False)
+        wide = np.zeros((), np.float32) if stored is None else stored.kernel.astype(np.float32, copy=False)
         total = np.float32(0)
         for expert, (kernel, coder) in enumerate(zip(kernels(), coders(), strict=True)):
             residual = Residual(kernel.astype(np.float32, copy=False) - wide, dtype, None if stored is None else wide)

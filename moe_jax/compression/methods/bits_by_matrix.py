@@ -39,8 +39,8 @@ from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.experts import BankConfig, BaseCodes, Mixed
 from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
 from moe_jax.experts.forms.kinds.quantized import TABLE_BITS
-from moe_jax.experts.forms.optional.by_expert import own_of
 from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Layout
+from moe_jax.experts.forms.optional.own_form import own_of
 from moe_jax.models import MoEConfig
 
 

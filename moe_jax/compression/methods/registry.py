@@ -57,7 +57,7 @@ def check_method(name: str) -> None:
 
 def option_names() -> tuple[str, ...]:
     """Options of all methods."""
-    return tuple(dict.fromkeys(name for method in METHODS for name in _options_of(method)))
+    return tuple(dict.fromkeys(name for method in METHODS for name in options_of(method)))
 
 
 def make_method(name: str, options: Mapping[str, Any]) -> Method:
@@ -98,7 +98,7 @@ def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list
     made = []
     for name in dict.fromkeys(names):
         swept, values = METHODS[name].swept
-        fixed = {option: value for option, value in options.items() if option in _options_of(name)}
+        fixed = {option: value for option, value in options.items() if option in options_of(name)}
         for value in dict.fromkeys(fixed.pop(swept, values)):
             made.append((name, make_method(name, fixed | {swept: value})))
     return made
@@ -107,11 +107,12 @@ def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list
 def check_options(names: Sequence[str], options: Iterable[str]) -> None:
     """Raises `InputError` for an option that none of the methods takes."""
     for option in options:
-        takers = [method for method in METHODS if option in _options_of(method)]
+        takers = [method for method in METHODS if option in options_of(method)]
         if not set(takers) & set(names):
             belongs = f"it belongs to {', '.join(takers)}" if takers else "no method takes it"
             raise InputError(f"{flag_of(option)} does not go with {', '.join(names)}: {belongs}")
 
 
-def _options_of(method: str) -> tuple[str, ...]:
+def options_of(method: str) -> tuple[str, ...]:
+    """The options of a method."""
     return tuple(field.name for field in dataclasses.fields(METHODS[method]))

@@ -13,7 +13,7 @@ costs of its own, a cheaper way to multiply.
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -170,8 +170,8 @@ class KernelForm(ExpertForm):
         """Paths of the leaves of a matrix."""
         return tuple(self.leaves(matrix, (1,), jnp.dtype(jnp.float32)))
 
-    def leaves(self, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the leaves of a matrix, by path; arguments as of `fresh`."""
+    def leaves(self, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Any]:
+        """`jax.ShapeDtypeStruct`s of the leaves of a matrix, by path; arguments as of `fresh`."""
         return shapes_of(lambda rngs: self.fresh(rngs, matrix, stack, dtype))
 
     def is_trained(self, path: str, array: Array) -> bool:

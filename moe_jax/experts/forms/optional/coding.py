@@ -254,7 +254,7 @@ class Encodable(Storable):
         return None
 
 
-class CodedJointly(Storable):
+class CodedJointly(abc.ABC):
     """Optional: the matrices of an expert have leaves in common, and are encoded together.
 
     A form has the paths of these leaves, below `delta`, in `KernelForm.shared_leaves`.
