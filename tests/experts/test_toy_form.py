@@ -244,9 +244,7 @@ def test_experts_are_compressed_to_it(folder, capsys):
         assert layer["relative_error"] < 1e-6
     grown = ModelDirectory(folder / "grown")
     for matrix in ffn_matrices(again.config.moe(1).expert, 16).values():
-        made, whole = (
-            list(expert_kernels(one.read, bank, at, matrix)) for one in (again, ModelDirectory(folder / "grown"))
-        )
+        made, whole = (list(expert_kernels(one.read, bank, at, matrix)) for one in (again, grown))
         assert_close(np.stack(made), np.stack(whole))
     # What the plan says beforehand is what lies on the disk.
     capsys.readouterr()
