@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from moe_jax.compression.allocation.knapsack import Candidate, allocate
-from moe_jax.compression.coding.shared_base import centre_bytes
+from moe_jax.compression.coding.shared_base import base_bytes
 from moe_jax.compression.coding.storage import disk_bytes
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
@@ -66,7 +66,7 @@ class Budget(abc.ABC):
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Raises `InputError` if the budget is below what the centres of the layers alone take."""
         centres = sum(
-            centre_bytes(self.codes, matrix, layer.dtype(name).itemsize)
+            base_bytes(self.codes, matrix, layer.dtype(name).itemsize)
             for layer in layers
             for name, matrix in layer.matrices.items()
         )

@@ -1,4 +1,4 @@
-"""Coders of the experts' kernels and of their centre: of a calibrated layer for least change of outputs, else of the
+"""Coders of the experts' kernels and of their base: of a calibrated layer for least change of outputs, else of the
 kernels themselves."""
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def expert_coders(
         yield LeastOutputError(moment, fit=fit, feedback=feedback, even=even)
 
 
-def centre_coder(
+def base_coder(
     layer: SourceLayer,
     name: str,
     permutations: Int[np.ndarray, "E f"] | None = None,

@@ -11,8 +11,8 @@ from jaxtyping import Array
 from moe_jax.compression.alignment.design_matrix import mean_kernel
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.expert_coders import ExpertCoder, expert_coders
-from moe_jax.compression.coding.shared_base import code_residuals, stored_centre
-from moe_jax.compression.coding.write_experts import CODER, coder_of_centre, refits_for
+from moe_jax.compression.coding.shared_base import code_residuals, stored_base
+from moe_jax.compression.coding.write_experts import CODER, coder_of_base, refits_for
 from moe_jax.compression.layer_figures import LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write, check_weights
 from moe_jax.conversion.families import FAMILIES
@@ -97,7 +97,7 @@ def compress_deltas(
       write: takes the leaves.
       coders: of the deltas.
       encode: codes a delta; None: as the form of the bank does.
-      rounded: how codes of a base are chosen that those of deltas make up for; see `coder_of_centre`.
+      rounded: how codes of a base are chosen that those of deltas make up for; see `coder_of_base`.
       refit: a base in codes is refitted to the codes of the deltas.
 
     Raises:
@@ -113,11 +113,11 @@ def compress_deltas(
 
     encode = encode or by_form
     for name in layer.shapes:
-        of_base = coder_of_centre(layer, bank, name, rounded=rounded)
+        of_base = coder_of_base(layer, bank, name, rounded=rounded)
         coded = code_residuals(
             lambda name=name: layer.kernels(name),
             base.kernel(name),
-            lambda centre, name=name, coder=of_base: stored_centre(layer, bank, name, centre, coder),
+            lambda base, name=name, coder=of_base: stored_base(layer, bank, name, base, coder),
             lambda name=name: coders(layer, name),
             lambda expert, delta, coder, name=name: encode(name, expert, delta, coder),
             lambda: Measure(layer.num_experts, layer.moe.expert.dim),
