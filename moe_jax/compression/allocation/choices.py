@@ -10,7 +10,7 @@ from moe_jax.compression.alignment.design_matrix import aligned_kernels, mean_ke
 from moe_jax.compression.allocation.sensitivity_pass import output_error
 from moe_jax.compression.allocation.together import Together
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
-from moe_jax.compression.coding.expert_coders import base_coder, expert_coders
+from moe_jax.compression.coding.expert_coders import expert_coders, shared_base_coder
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts.forms import LowRank
 from moe_jax.experts.forms.optional.coding import Wanted
@@ -92,7 +92,7 @@ def errors_of_choices(
     of_codes = _centres(LeastError(), mean[:, columns], (c.centre for c in choices if c.bits is not None), format_)
     ranks = {choice.keep: rank_of(layer, choice.keep) for choice in choices if choice.keep is not None}
     # Moments of all experts are summed for it, which takes a while.
-    shared = base_coder(layer, name, permutations) if ranks else LeastError()
+    shared = shared_base_coder(layer, name, permutations) if ranks else LeastError()
     of_factors = _centres(shared, mean[:, columns], (c.centre for c in choices if c.bits is None), format_)
     errors, norm = np.zeros((layer.num_experts, len(choices))), 0.0
     coders = expert_coders(layer, name, permutations)

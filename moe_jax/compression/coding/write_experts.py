@@ -15,7 +15,7 @@ from moe_jax.compression.alignment.design_matrix import (
     neuron_rows,
 )
 from moe_jax.compression.coding.coder import LeastError, LeastJointError
-from moe_jax.compression.coding.expert_coders import ExpertCoder, base_coder, expert_coders, joint_moments
+from moe_jax.compression.coding.expert_coders import ExpertCoder, expert_coders, joint_moments, shared_base_coder
 from moe_jax.compression.coding.pruning import prune
 from moe_jax.compression.coding.shared_base import REFITS, code_residuals, stack, stored_base, write_base
 from moe_jax.compression.layer_figures import Measure
@@ -148,7 +148,7 @@ def coder_of_base(
       layer: of the experts.
       bank: what they become.
       name: of the matrix.
-      permutations, feedback, even: see `base_coder`.
+      permutations, feedback, even: see `shared_base_coder`.
       rounded: also for a base without codes.
 
     Raises:
@@ -158,7 +158,7 @@ def coder_of_base(
     assert isinstance(form, KernelForm)
     if bank.base_codes is None or codes_all_entries(form, layer.matrices[name]):
         return rounded
-    return base_coder(layer, name, permutations, feedback=feedback, even=even)
+    return shared_base_coder(layer, name, permutations, feedback=feedback, even=even)
 
 
 def codes_all_entries(form: KernelForm, matrix: Matrix) -> bool:

@@ -7,7 +7,7 @@ from moe_jax.compression import compress, make_method
 from moe_jax.compression.alignment.design_matrix import mean_kernel, unaligned
 from moe_jax.compression.allocation.trials import trials
 from moe_jax.compression.coding.coder import LeastError
-from moe_jax.compression.coding.expert_coders import base_coder
+from moe_jax.compression.coding.expert_coders import shared_base_coder
 from moe_jax.compression.coding.shared_base import SharedBase, code_residuals
 from moe_jax.compression.coding.storage import layer_bytes
 from moe_jax.compression.layer_figures import Measure
@@ -168,6 +168,6 @@ def test_sparse_deltas_have_such_a_base_too(models, tmp_path):
         found[name] = ModelDirectory(tmp_path / name).read("layers/0/mlp/experts/base/up/coded/codes")
     layer = SourceLayer(source, 0, calibration=calibration.layers[0])
     mean = mean_kernel(layer.kernels("up"))
-    codes, _ = BaseCodes(code="2").form.stored(mean, layer.matrices["up"], base_coder(layer, "up"))
+    codes, _ = BaseCodes(code="2").form.stored(mean, layer.matrices["up"], shared_base_coder(layer, "up"))
     np.testing.assert_array_equal(found["calibrated"], codes["coded/codes"])
     assert not np.array_equal(found["calibrated"], found["not"])
