@@ -3,7 +3,7 @@
 See methods.md 5. Some matrices of a layer may share a centre while others do not; the neurons of an expert then have
 the order of those that do. Where all of them do, experts may have low-rank factors around the centre instead of codes,
 which take less than the one bit that a code has at least. The divergence of the model's predictions is predicted as the
-sum over matrices of *sensitivity* times the error of their outputs (`calibration.sensitivity_pass`), which is measured
+sum over matrices of *sensitivity* times the error of their outputs (`allocation.sensitivity_pass`), which is measured
 for all candidates (`allocation.choices`). Zero points and row scales, where they are asked for, are tried beside codes
 without them: a layer has what is worth it.
 """

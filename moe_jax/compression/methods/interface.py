@@ -34,7 +34,7 @@ class Method(abc.ABC):
         `delta_base.Base`.
       planned_centre_bits: of a centre that it stores in codes without being asked to, as `moe-jax plan` counts it.
       needs_calibration: whether it can do nothing without a text; a sweep of all methods leaves it out then.
-      needs_sensitivities: whether it has to know how much depends on each layer (`calibration.sensitivity_pass`).
+      needs_sensitivities: whether it has to know how much depends on each layer (`allocation.sensitivity_pass`).
     """
 
     swept: ClassVar[tuple[str, tuple[Any, ...]]]

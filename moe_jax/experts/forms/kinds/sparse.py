@@ -51,7 +51,7 @@ _BITS_OF_VALUES = (None, 8, 4)
 @register("sparse")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sparse(Encodable, CostModel, MadeInPallas, Factored, KernelForm):
-    """`W` plus `values` [E, n], zero at first, at fixed distinct positions (see `forms.positions` for their leaves).
+    """`W` plus `values` [E, n], zero at first, at fixed distinct positions (see `forms.kinds.positions` for their leaves).
 
     Quantised values are stored as `value_codes` [E, bytes] and `value_scales` [E, groups] instead.
 
