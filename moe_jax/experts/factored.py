@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.experts.forms.matrix import Part
-from moe_jax.experts.forms.optional.factored_way import Factored, SideBySide
+from moe_jax.experts.forms.optional.costs import Factored, SideBySide
 from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.layout.mesh import current_mesh, token_axes
 from moe_jax.experts.parallel.over_mesh import biases_once, num_experts, parts_of

@@ -8,7 +8,7 @@ import dataclasses
 import re
 from typing import Any
 
-from moe_jax.experts.forms.optional.beside_base import BesideBase
+from moe_jax.experts.forms.protocol import BesideBase
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 

@@ -21,7 +21,7 @@ from moe_jax.compression.threads import ahead
 from moe_jax.experts import BaseCodes
 from moe_jax.experts.forms import JointLowRank, LowRank, Matrix, Sparse
 from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
-from moe_jax.experts.forms.optional.factored_way import SideBySide
+from moe_jax.experts.forms.optional.costs import SideBySide
 
 SAMPLED_NEURONS = 2 * DEFAULT_GROUP_SIZE
 

@@ -20,7 +20,6 @@ from jaxtyping import Array
 from moe_jax.compression.coding.expert_coders import ExpertCoder
 from moe_jax.compression.layer_figures import Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
-from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import Matrix
@@ -119,7 +118,7 @@ def base_bytes(codes: BaseCodes | None, matrix: Matrix, itemsize: int) -> int:
     """Bytes of the base of a matrix, in codes, or of so many bytes a number."""
     if codes is None:
         return matrix.size * itemsize
-    return count_bytes(codes.form.of_matrix(matrix).leaves(matrix, (), jnp.dtype(jnp.float32)).values())
+    return codes.form.of_matrix(matrix).bytes(matrix, (), jnp.dtype(jnp.float32))
 
 
 def code_residuals(

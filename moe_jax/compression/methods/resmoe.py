@@ -43,6 +43,9 @@ from moe_jax.models import MoEConfig
 # A solver that leaves the neurons in the order in which they are: the centre is the average expert.
 IDENTITY = "identity"
 DEFAULT_BITS = 4
+# What a budget chooses from, and without one is offered first.
+RESIDUALS = (Sparse, LowRank, Quantized)
+_OPTION = "|".join(str(form.residual_option) for form in RESIDUALS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +85,10 @@ class ResMoE(Method):
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     origin: ClassVar[str | None] = BARYCENTER
-    layouts: ClassVar[tuple[Layout, ...]] = (*Sparse.layouts(), *LowRank.layouts(), *Quantized.layouts())
+    layouts: ClassVar[tuple[Layout, ...]] = tuple(layout for form in RESIDUALS for layout in form.layouts())
 
     keep: float | None = None
-    residual: str | None = dataclasses.field(default=None, metadata={"metavar": "up|svd|quantized[:BITS]"})
+    residual: str | None = dataclasses.field(default=None, metadata={"metavar": _OPTION})
     bits: int | None = None
     design: Literal["concat", "separate"] = "concat"
     refit: bool = True
@@ -136,13 +139,14 @@ class ResMoE(Method):
         if self.scale_bits == 8 and self.centre_bits is None and not in_codes:
             raise InputError("scale_bits=8 goes with --residual quantized, without a budget, or with --centre-bits")
         if given:
-            forms = [form] if form is not None else dict.fromkeys(layout.form for layout in self.layouts)
-            sizes = tuple(size for one in forms for size in one.sizes_to_try(self.design))
+            sizes = tuple(
+                size for one in (RESIDUALS if form is None else (form,)) for size in one.sizes_to_try(self.design)
+            )
             if self.target_bytes is not None:
                 return TargetBytes(target=self.target_bytes, sizes=sizes, codes=self.codes)
             assert self.budget_bits is not None
             return BudgetBits(bits=self.budget_bits, sizes=sizes, codes=self.codes)
-        form = form or Sparse
+        form = form or RESIDUALS[0]
         if self.keep is None and "keep" in form.asks_for:
             raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
         if not in_codes:
@@ -173,7 +177,7 @@ class ResMoE(Method):
             or self.bits is not None
             or not re.fullmatch(r"\d{1,3}", bits)
         ):
-            raise InputError(f"residual {shown(self.residual)}: expected up, svd, quantized or quantized:BITS")
+            raise InputError(f"residual {shown(self.residual)}: expected {', '.join(forms)} or quantized:BITS")
         return forms[name], int(bits)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
@@ -225,8 +229,7 @@ class ResMoE(Method):
 
 def residual_forms() -> dict[str, type[Encodable]]:
     """The forms of residuals by their names as values of `--residual`, those first that a budget chooses from."""
-    own = dict.fromkeys(layout.form for layout in ResMoE.layouts)
-    return {form.option_name(): form for form in (*own, *encodable_forms()) if issubclass(form, Encodable)}
+    return {form.option_name(): form for form in (*RESIDUALS, *encodable_forms())}
 
 
 def aligned(layer: SourceLayer, solver: str, tick: Tick) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ costs of its own, a cheaper way to multiply.
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from moe_jax.core.counting import count_bytes
 from moe_jax.core.draws import FRESH
 from moe_jax.core.errors import check_member
 from moe_jax.experts.forms.fresh import shapes_of
@@ -94,6 +95,19 @@ class ExpertForm(abc.ABC):
     @abc.abstractmethod
     def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
         """The number of entries of one expert's own matrices that a token is multiplied with; LoRA is not counted."""
+
+
+class BesideBase(abc.ABC):
+    """Optional: the experts are adapters on a base model, or part of it (`ExpertForm.beside_base_model`)."""
+
+    @property
+    @abc.abstractmethod
+    def why_not_merged(self) -> str:
+        """Why such experts cannot be merged into the base model: the verb and its object, as in "are nonlinear"."""
+
+    @abc.abstractmethod
+    def as_part_of_base(self, of_base: bool) -> Self:
+        """The form with `beside_base_model` false (`of_base`) or true."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,6 +187,10 @@ class KernelForm(ExpertForm):
     def leaves(self, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Any]:
         """`jax.ShapeDtypeStruct`s of the leaves of a matrix, by path; arguments as of `fresh`."""
         return shapes_of(lambda rngs: self.fresh(rngs, matrix, stack, dtype))
+
+    def bytes(self, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> int:
+        """The number of bytes of these leaves."""
+        return count_bytes(self.leaves(matrix, stack, dtype).values())
 
     def is_trained(self, path: str, array: Array) -> bool:
         """Whether a leaf is a parameter with a gradient; by default every floating-point leaf is."""

@@ -28,8 +28,7 @@ from moe_jax.experts.forms.optional.coding import (
     Wanted,
     check_keep,
 )
-from moe_jax.experts.forms.optional.costs import CostModel
-from moe_jax.experts.forms.optional.factored_way import SideBySide
+from moe_jax.experts.forms.optional.costs import CostModel, SideBySide
 from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.layout.platforms import Cost, Platform
@@ -140,7 +139,7 @@ class LowRank(ProductOfFactors, Encodable):
 
     delta_option: ClassVar[str | None] = "low-rank:R"
     delta_number: ClassVar[tuple[str, type] | None] = ("rank", int)
-    residual_name: ClassVar[str | None] = "svd"
+    residual_option: ClassVar[str | None] = "svd"
     asks_for: ClassVar[tuple[str, ...]] = ("keep",)
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:

@@ -57,6 +57,7 @@ class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
       gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
     """
 
+    residual_option: ClassVar[str | None] = "quantized[:BITS]"
     asks_for: ClassVar[tuple[str, ...]] = ("bits", "group_size", "table", "scale_bits", "zero_points", "row_scales")
 
     bits: int

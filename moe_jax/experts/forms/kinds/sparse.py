@@ -32,8 +32,7 @@ from moe_jax.experts.forms.kinds.quantized import check_group_size
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.forms.optional.backends import MadeInPallas
 from moe_jax.experts.forms.optional.coding import Coder, Design, Encodable, Layout, Residual, Wanted, check_keep
-from moe_jax.experts.forms.optional.costs import CostModel
-from moe_jax.experts.forms.optional.factored_way import Factored
+from moe_jax.experts.forms.optional.costs import CostModel, Factored
 from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.layout.platforms import Cost, Platform
@@ -51,7 +50,7 @@ _BITS_OF_VALUES = (None, 8, 4)
 @register("sparse")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sparse(Encodable, CostModel, MadeInPallas, Factored, KernelForm):
-    """`W` plus `values` [E, n], zero at first, at fixed distinct positions (see `forms.kinds.positions` for their leaves).
+    """`W` plus `values` [E, n], zero at first, at fixed distinct positions (leaves of `forms.kinds.positions`).
 
     Quantised values are stored as `value_codes` [E, bytes] and `value_scales` [E, groups] instead.
 
@@ -67,7 +66,7 @@ class Sparse(Encodable, CostModel, MadeInPallas, Factored, KernelForm):
     delta_option: ClassVar[str | None] = "sparse:RATE"
     delta_number: ClassVar[tuple[str, type] | None] = ("rate", float)
     includes_base: ClassVar[bool] = False
-    residual_name: ClassVar[str | None] = "up"
+    residual_option: ClassVar[str | None] = "up"
     asks_for: ClassVar[tuple[str, ...]] = ("keep", "bits", "encoding")
     counts_largest: ClassVar[bool] = True
     places: ClassVar[tuple[str, ...]] = ("columns", "rows", "mask", "row_ends")

@@ -178,14 +178,14 @@ class Storable(abc.ABC):
     """Optional: a form whose size follows from a share or a number of bits.
 
     Attributes:
-      residual_name: how `compress --residual` and `plan --residual` call it; None: by its kind.
+      residual_option: how `--residual` names it, with `[:BITS]` if bits may follow; None: by its kind.
       asks_for: the fields of `Wanted` that say how large it is.
       counts_largest: it stores the largest entries, and with the design `concat` as many of a matrix as that has.
       places, row_pointers: names of leaves that say where entries are, and which of these are ends of rows.
     """
 
     kind: ClassVar[str]
-    residual_name: ClassVar[str | None] = None
+    residual_option: ClassVar[str | None] = None
     asks_for: ClassVar[tuple[str, ...]] = ()
     counts_largest: ClassVar[bool] = False
     places: ClassVar[tuple[str, ...]] = ()
@@ -199,7 +199,7 @@ class Storable(abc.ABC):
     @classmethod
     def option_name(cls) -> str:
         """The name of the form as a value of `--residual`."""
-        return cls.residual_name or cls.kind
+        return (cls.residual_option or cls.kind).partition("[")[0]
 
     @classmethod
     def layouts(cls, **fixed: Any) -> tuple[Layout, ...]:

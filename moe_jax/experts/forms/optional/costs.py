@@ -1,9 +1,15 @@
-"""Optional: what the kernels of a form cost, where that is less than whole kernels; and the cost of every strategy."""
+"""Optional: what kernels of a form cost where that is less than whole kernels, and cheaper exact ways to apply them.
 
+The cost of every strategy follows from these.
+"""
+
+import abc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from moe_jax.experts.forms.matrix import Load, Matrix
+from jaxtyping import Array, Float, Int
+
+from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.layout.platforms import Cost, Platform
 
@@ -85,3 +91,32 @@ def costs_by_strategy(
         ways = own_costs.delta_costs(matrices, load, platform)
         costs |= {f"factored-{way}": once + operations for way, operations in ways.items()}
     return costs
+
+
+class Factored(abc.ABC):
+    """Optional: the deltas alone are multiplied in ways of their own, those that `CostModel.delta_costs` names."""
+
+    @abc.abstractmethod
+    def grouped_delta(
+        self,
+        rows: Float[Array, "M i"],
+        arrays: Arrays,
+        group_sizes: Int[Array, " E"],
+        matrix: Matrix,
+        way: str,
+        part: Part | None = None,
+    ) -> Float[Array, "M o"]:
+        """Like `KernelForm.grouped`, but with the deltas alone.
+
+        Args:
+          rows, arrays, group_sizes, matrix, part: see there; the base is not among the arrays.
+          way: one of the keys of `delta_costs`, except `side-by-side`.
+        """
+
+
+class SideBySide(Factored):
+    """Optional: deltas are products of two factors, so that those of all experts are one matrix."""
+
+    @abc.abstractmethod
+    def factors(self, arrays: Arrays) -> tuple[Float[Array, "E i r"], Float[Array, "E r o"]]:
+        """The factors `a` and `b` of all deltas `a b`."""
