@@ -108,17 +108,8 @@ def planned_compression(
     if keep is None and any(isinstance(layout, Fewer) or "keep" in layout.form.asks_for for layout in layouts):
         raise InputError(f"--compress {method} needs --keep, the share of the experts that is kept")
     dtype = dtype or config.dtype
-    stored = stored_bytes(
-        config,
-        indices,
-        layouts,
-        keep=1.0 if keep is None else keep,
-        base=base,
-        base_codes=base_codes,
-        value_bits=bits,
-        codes=format_,
-        dtype=dtype,
-    )
+    sizes = {"keep": 1.0 if keep is None else keep, "bits": bits, **format_}
+    stored = stored_bytes(config, indices, layouts, sizes, base=base, base_codes=base_codes, dtype=dtype)
     return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))
 
 

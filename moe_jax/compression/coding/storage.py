@@ -8,7 +8,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -65,7 +64,7 @@ NARROWED, MERGED, REMOVED = Fewer("narrowed", _narrowed), Fewer("merged", _merge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Of the experts of one layer.
+    """The bytes of the experts of one layer, by what they are for.
 
     Attributes:
       values: kernels, entries, factors, or codes and scales.
@@ -83,7 +82,7 @@ class LayerBytes:
 
     @property
     def total(self) -> int:
-        """Of all of them."""
+        """The sum of all."""
         return self.values + self.places + self.row_pointers + self.centre + self.biases
 
 
@@ -114,12 +113,10 @@ def stored_bytes(
     config: ModelConfig,
     layers: Sequence[int],
     layouts: Iterable[AnyLayout],
+    asked: Mapping[str, Any],
     *,
-    keep: float,
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
-    value_bits: int | None = None,
-    codes: Mapping[str, Any] = MappingProxyType({}),
     dtype: str | None = None,
 ) -> list[Stored]:
     """Counts a model in several layouts.
@@ -128,18 +125,17 @@ def stored_bytes(
       config: of the model.
       layers: the MoE layers that are compressed.
       layouts: of its experts.
-      keep: share, in (0, 1], of the entries of an expert that sparse forms keep; low-rank ones have as many numbers.
-        Of neurons or experts, where these are fewer.
+      asked: fields of `Wanted`, of which every form takes what it asks for. `keep` is the share, in (0, 1], of the
+        entries of an expert that sparse forms keep; low-rank ones have as many numbers; or of neurons or experts, where
+        these are fewer. `bits` are those of the entries of sparse forms.
       base: whether the experts share a centre.
       base_codes: of the centre, in forms that have one; None: it has the dtype of the model.
-      value_bits: of the entries of sparse forms; None: they have the dtype of the model.
-      codes: options of codes beside the bits, see `Wanted`. A table only where codes of so many bits have one.
       dtype: of all parameters; None: that of the config.
 
     Raises:
       InputError: if a form does not go with the options or the shape of the experts.
     """
-    check_keep(keep)
+    check_keep(asked.get("keep", 1.0))
     kind = jnp.dtype(dtype or config.dtype)
     specs = leaf_specs(config, dtype)
     prefixes = tuple(f"layers/{i}/mlp/experts/" for i in layers)
@@ -154,16 +150,7 @@ def stored_bytes(
         for i in layers:
             moe = config.moe(i)
             if moe not in of_shape:
-                target = layer_in(
-                    layout,
-                    moe,
-                    config.d_model,
-                    keep=keep,
-                    base=base,
-                    base_codes=base_codes,
-                    value_bits=value_bits,
-                    codes=codes,
-                )
+                target = layer_in(layout, moe, config.d_model, asked, base=base, base_codes=base_codes)
                 of_shape[moe] = _compared(layout, target, config.d_model, layer_bytes(target, config.d_model, kind))
                 left[moe] = target.num_experts
             outputs += _router_bytes(specs, i) * (moe.num_experts - left[moe]) // moe.num_experts
@@ -186,12 +173,10 @@ def layer_in(
     layout: AnyLayout,
     moe: MoEConfig,
     d_model: int,
+    asked: Mapping[str, Any],
     *,
-    keep: float,
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
-    value_bits: int | None = None,
-    codes: Mapping[str, Any] = MappingProxyType({}),
 ) -> MoEConfig:
     """A layer with its experts in a layout; of one that is never written, the one that it is compared with.
 
@@ -199,16 +184,15 @@ def layer_in(
       layout: of the experts.
       moe: the layer as it is.
       d_model: width of the model.
-      keep, base, base_codes, value_bits, codes: see `stored_bytes`.
+      asked, base, base_codes: see `stored_bytes`.
 
     Raises:
       InputError: see `stored_bytes`.
     """
     if isinstance(layout, Fewer):
-        return layout.layer(moe, keep)
-    asked = {"keep": keep, "bits": value_bits, **codes}
-    asked = {name: value for name, value in asked.items() if name in layout.form.asks_for}
-    form = Wanted(form=layout.form, **{**asked, **layout.options}).made(moe.expert, d_model, moe.bank_experts)
+        return layout.layer(moe, asked["keep"])
+    own = {name: value for name, value in asked.items() if name in layout.form.asks_for}
+    form = Wanted(form=layout.form, **{**own, **layout.options}).made(moe.expert, d_model, moe.bank_experts)
     bank = BankConfig(form, base=base if base in form.allowed_bases else "none")
     if bank.has_base:
         bank = dataclasses.replace(bank, base_codes=base_codes)

@@ -88,13 +88,13 @@ def test_the_bytes_are_those_of_the_model_that_is_described(gated):
     # Of three experts the least share keeps one.
     config = moe_config(dense, *[BankConfig()] * len(forms), top_k=1)
     layers = tuple(
-        dataclasses.replace(layer, mlp=layer_in(form, layer.mlp, config.d_model, keep=0.3))
+        dataclasses.replace(layer, mlp=layer_in(form, layer.mlp, config.d_model, {"keep": 0.3}))
         for form, layer in zip(forms, config.layers, strict=True)
     )
     specs = leaf_specs(dataclasses.replace(config, layers=layers))
     before = leaf_specs(config)
     weights = 3 * (20 * 36 * (3 if gated else 2) + (0 if gated else 36 + 20))
-    for i, counted in enumerate(stored_bytes(config, (0,), forms, keep=0.3)):  # all layers are alike
+    for i, counted in enumerate(stored_bytes(config, (0,), forms, {"keep": 0.3})):  # all layers are alike
         with_one = [spec for path, spec in specs.items() if path.startswith(f"layers/{i}/")]
         without = [spec for path, spec in before.items() if not path.startswith(f"layers/{i}/")]
         assert counted.model_bytes == count_bytes([*with_one, *without]), counted.form
