@@ -64,7 +64,7 @@ class SourceLayer:
 
     @property
     def rows(self) -> LayerRows | None:
-        """What its bank was given on the calibration text; None: not known."""
+        """The inputs of its bank on the calibration text; None: not known."""
         return None if self.calibration is None else self.calibration.rows
 
     @property
@@ -84,7 +84,7 @@ class SourceLayer:
         return wanted.made(self.moe.expert, self.shapes["up"][0], self.num_experts, shares)
 
     def dtype(self, name: str) -> np.dtype:
-        """What the kernels of a matrix are stored in; of a bank with deltas, its base, or else the layer's norm.
+        """The dtype of the stored kernels of a matrix; of a bank with deltas, of its base, or else of the layer's norm.
 
         A base in codes has no dtype of its own.
         """

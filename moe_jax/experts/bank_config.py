@@ -1,4 +1,4 @@
-"""What the experts of a layer are made of."""
+"""The config of a bank: the form of its experts, and how their shared base is stored."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from moe_jax.experts.layout.config import FFNConfig
 
 @dataclasses.dataclass(frozen=True, init=False)
 class BankConfig:
-    """What the experts of a layer are made of (methods.md 2.1-2.3, 4, 5, 6).
+    """The form of the experts of a layer, and how their shared base is stored (methods.md 2.1-2.3, 4, 5, 6).
 
         >>> moe_jax.BankConfig(kind="low-rank", rank=4).has_base, moe_jax.BankConfig().has_base
         (True, False)
@@ -134,7 +134,7 @@ class BankConfig:
         return base + lora + top_k * own
 
     def given(self) -> dict[str, Any]:
-        """What `inspect` shows: the kind, `train_base`, and every option that differs from its default."""
+        """Returns the kind, `train_base`, and every option that differs from its default, as `inspect` shows them."""
         values = dataclasses.asdict(self.form)
         fields = (field for field in dataclasses.fields(self.form) if values[field.name] != field.default)
         base = {} if self.base == "shared" else {"base": self.base}

@@ -91,7 +91,7 @@ class _Place(NamedTuple):
     is_divided: bool = False
 
     def total(self, sums: Array) -> Array:
-        """Of sums over the neurons that this device has."""
+        """Completes sums over the neurons that this device has."""
         return lax.psum(sums, "tensor") if self.is_divided else sums
 
 
@@ -214,7 +214,7 @@ def _before_down(
     place: _Place,
     activation: str,
 ) -> tuple[Float[Array, "T f"], Product, Float[Array, "T d"] | None]:
-    """What `_side_by_side` ends with: sums of hidden states, the product with the deltas of `down`, and its bias."""
+    """Returns sums of hidden states, and the product with the deltas of `down` and its bias, still to be added."""
     experts = num_experts(deltas["up"])
     is_chosen = jax.nn.one_hot(routing.experts, experts, dtype=x.dtype)
     factors = {name: _beside(delta, x.dtype) for name, delta in deltas.items()}

@@ -46,7 +46,7 @@ class Kernels(NamedTuple):
         return path == BASE or self.form.is_trained(path, self.arrays[path])
 
     def over(self, base: Coded, arrays: Arrays) -> "Kernels":
-        """The same over a base in codes, given the arrays of its kernel."""
+        """Returns these kernels over a base in codes, given the arrays of its kernel."""
         return self._replace(base=base, arrays=self.arrays | {_BELOW_BASE + path: arrays[path] for path in arrays})
 
     def specs(self) -> dict[str, P]:
@@ -141,7 +141,7 @@ def hidden_rows(
 
 
 class _Static(NamedTuple):
-    """What is known of kernels without their arrays; `part` is the shape of the part that the device has, or None."""
+    """Kernels without their arrays; `part` is the shape of the part that the device has, or None."""
 
     form: KernelForm
     matrix: Matrix
@@ -181,7 +181,7 @@ def _apart(
     up: _Static,
     activation: str,
 ) -> Array:
-    """The same as two products."""
+    """Makes the hidden rows as two products."""
     products = []
     for name, (form, matrix, shape) in ((GATE, gate), (UP, up)):
         arrays = trained[name] | fixed[name]

@@ -82,14 +82,14 @@ def strategy_on(
     *,
     alone: bool,
 ) -> str:
-    """What `choose_strategy` chooses on a platform, with one device or over a mesh (not `alone`)."""
+    """Does what `choose_strategy` does for a given platform, with one device or over a mesh (not `alone`)."""
     return _choose(config, expert, d_model, load, asked, alone, platform)
 
 
 def strategy_costs(
     config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, platform: Platform, *, alone: bool = True
 ) -> dict[str, Cost]:
-    """What the strategies take, those that a bank has; none if nothing is chosen for such experts.
+    """Returns the cost of every strategy that a bank has; empty if nothing is chosen for such experts.
 
     Args:
       config, expert, d_model, load: see `choose_strategy`. Whole kernels have one way, `grouped`; their LoRA is

@@ -26,7 +26,7 @@ def all_alike(
     base: Literal["shared", "none"],
     codes: BaseCodes | None = None,
 ) -> dict[int, MoEConfig]:
-    """What layers become, by index, if all of them get the same. Layers of equal shape stay equal.
+    """Returns the new config of every layer, by index, if all get the same. Layers of equal shape stay equal.
 
     Args:
       layers: as they are.
@@ -80,7 +80,7 @@ class Budget(abc.ABC):
     def divide(
         self, layers: Sequence[SourceLayer], analyses: Mapping[int, Mapping[str, np.ndarray]]
     ) -> dict[int, MoEConfig]:
-        """What every layer becomes, by index, so that the relative squared errors of all add up to little.
+        """Returns the new config of every layer, by index, so that the relative squared errors of all add up to little.
 
         Args:
           layers: as they are.

@@ -26,7 +26,7 @@ CHOICES: tuple[tuple[int | None, int], ...] = (
 FACTORED: tuple[tuple[int, float], ...] = tuple((centre, keep) for centre in (2, 3, 4, 8) for keep in (0.01, 0.04))
 """Bits of the centre of a matrix, and the share of numbers in low-rank factors of every expert."""
 ADDED = ("zero_points", "row_scales")
-"""What codes of experts may have beside scales of groups: options of `forms.Quantized`. A centre has none of it."""
+"""Options of `forms.Quantized` that codes of experts may have beside scales of groups. A centre has none of them."""
 _COLUMNS = 128
 
 Format = Callable[..., dict[str, Any]]
@@ -50,12 +50,12 @@ class Choice(NamedTuple):
 
     @property
     def format(self) -> tuple[tuple[str, ...], float | None]:
-        """What all matrices of an expert have in common."""
+        """The part of a choice that all matrices of an expert have in common."""
         return self.added, self.keep
 
 
 def rank_of(layer: SourceLayer, keep: float) -> int:
-    """That of factors with a share of the numbers: matrices have their own factors, so that each is judged alone."""
+    """Returns the rank of factors with a share of the numbers; each matrix has its own, so that it is judged alone."""
     form = layer.wanted(Wanted(form=LowRank, keep=keep, design="separate"))
     assert isinstance(form, LowRank)
     return form.rank
@@ -69,7 +69,7 @@ def errors_of_choices(
     format_: Format,
     together: Together,
 ) -> Float[np.ndarray, "E c"]:
-    """What every expert adds to the error of a matrix's outputs, relative and squared, for every choice.
+    """Returns what every expert adds to the error of a matrix's outputs, relative and squared, for every choice.
 
     Codes are tried on some columns: with error feedback, too, the columns of a kernel are coded each on its own.
     Factors are made of whole kernels. They also take up some of what codes of the centre leave, which is not counted.
@@ -118,7 +118,7 @@ def errors_of_choices(
 def _centres(
     coder: LeastError | LeastOutputError, mean: np.ndarray, every: Iterable[int | None], format_: Format
 ) -> dict[int | None, np.ndarray]:
-    """What codes of so many bits stand for; None: nothing."""
+    """Returns the centres that codes of so many bits stand for; None: zeros."""
     centres: dict[int | None, np.ndarray] = {None: np.zeros((1, 1), np.float32)}
     for bits in {*every}:
         if bits is not None:

@@ -30,7 +30,7 @@ Matrices = Mapping[str, Float[np.ndarray, "E i o"]]
 
 
 class Trial(NamedTuple):
-    """What a form and size would make of a layer.
+    """The result of trying a form and size on a layer.
 
     Attributes:
       wanted: what was tried.
@@ -160,7 +160,7 @@ def mean_shares(
 
 
 def _magnitudes(kernels: Mapping[str, np.ndarray], centres: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """Of the residuals, in the place of the kernels: two experts in memory are enough."""
+    """Returns the magnitudes of residuals, in the place of the kernels: two experts in memory are enough."""
     for name, kernel in kernels.items():
         np.abs(np.subtract(kernel, centres[name], out=kernel), out=kernel)
     return kernels

@@ -21,7 +21,7 @@ from moe_jax.functional.products.packing import SCALE_DTYPE
 
 Levels = Literal["any", "even", "fitted"]
 LEVELS: tuple[str, ...] = get_args(Levels)
-"""Of codes: of every group the better of two grids, always the one with a zero, or a table fitted to every kernel."""
+"""Levels of codes: per group the better of two grids, always the one with a zero, or a table fitted to every kernel."""
 
 
 def check_levels(levels: str, bits: int, *, zero_points: bool = False) -> None:
@@ -35,7 +35,7 @@ def check_levels(levels: str, bits: int, *, zero_points: bool = False) -> None:
 
 @dataclass(frozen=True)
 class LeastError:
-    """What has the least squared error.
+    """Codes and factors of the least squared error.
 
     Attributes:
       fit: grids and scales of codes are chosen so, and not for the largest absolute value.
@@ -66,7 +66,7 @@ class LeastError:
 
 @dataclass(frozen=True, eq=False)
 class LeastOutputError:
-    """What changes the outputs of a kernel least, for inputs whose second moment H [i, i] is known: tr(E^T H E).
+    """Codes and factors that change the outputs of a kernel least, for inputs of second moment H [i, i]: tr(E^T H E).
 
     Attributes:
       moment: H of the kernel's inputs, float32; any multiple of it does the same. Of zeros it counts as the identity.
@@ -120,7 +120,7 @@ class LeastOutputError:
 
     @property
     def importances(self) -> Float[np.ndarray, " i"]:
-        """What an entry of each row counts for when entries are chosen: the root of H_ii (Wanda, arXiv 2306.11695)."""
+        """The weight of every row's entries when entries are chosen: the root of H_ii (Wanda, arXiv 2306.11695)."""
         return np.sqrt(self._diagonal)
 
     @property
@@ -158,7 +158,7 @@ class LeastJointError:
 
 
 def with_row_scales(made: Encoded, rows: Float[np.ndarray, " i"]) -> Encoded:
-    """What was quantised without row scales, with them."""
+    """Returns a kernel that was quantised without row scales, with them."""
     leaves = {name: np.asarray(leaf) for name, leaf in made.leaves.items()}
     leaves["row_scales"] = rows[:, None].astype(SCALE_DTYPE)
     return Encoded(leaves, np.asarray(made.approximation) * rows[:, None])

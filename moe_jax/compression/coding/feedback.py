@@ -25,7 +25,7 @@ from moe_jax.experts.forms.optional.coding import Encoded
 from moe_jax.functional.products.packing import Grid
 
 DAMPING = 0.01
-"""Of the mean of its diagonal, added to the diagonal of a second moment: as published."""
+"""The share of the mean of its diagonal that is added to the diagonal of a second moment: as published."""
 
 
 def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i i"]:

@@ -27,7 +27,7 @@ class NormalFloat(LeastError):
     def quantize(
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
-        """See `Coder`; four bits in groups, with a table."""
+        """Quantises to four bits in groups, with a table."""
         assert bits == 4 and group_size is not None and more.get("table")
         made = normal_float(values, group_size=group_size, scale_bits=more.get("scale_bits", 16))
         return jax.tree.map(np.asarray, made)

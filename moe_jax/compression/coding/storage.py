@@ -201,7 +201,7 @@ def layer_in(
 
 
 def disk_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> int:
-    """What the experts of a layer take on the disk, Zarr's metadata included; see `layer_bytes`."""
+    """Returns the bytes of the experts of a layer on the disk, Zarr's metadata included; see `layer_bytes`."""
     return layer_bytes(moe, d_model, dtype).total + LEAF_OVERHEAD * len(_bank_leaves(moe, d_model, dtype))
 
 
@@ -215,7 +215,7 @@ def disk_bytes_by_matrix(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict
 
 
 def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
-    """What the experts of a layer take.
+    """Returns the bytes of the experts of a layer.
 
     Args:
       moe: the layer.
@@ -240,7 +240,7 @@ _PARTS = {
 
 
 def bytes_by_part(config: ModelConfig, layers: Iterable[int]) -> dict[str, int]:
-    """What the experts of some layers take, by part in words, in the dtype of the config where there are no codes."""
+    """Returns the bytes of the experts of some layers, by part in words; what has no codes has the config's dtype."""
     parts = [layer_bytes(config.moe(layer), config.d_model, jnp.dtype(config.dtype)) for layer in layers]
     return {title: sum(getattr(part, name) for part in parts for name in names) for title, names in _PARTS.items()}
 
@@ -253,14 +253,14 @@ def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, ja
 
 
 def _router_bytes(specs: Mapping[str, jax.ShapeDtypeStruct], layer: int) -> int:
-    """Of what the router of a layer has for every expert."""
+    """Returns the bytes of what the router of a layer has for every expert."""
     names = ("kernel", "selection_bias")
     paths = (f"layers/{layer}/mlp/router/{name}" for name in names)
     return count_bytes(specs[path] for path in paths if path in specs)
 
 
 def _compared(layout: AnyLayout, moe: MoEConfig, d_model: int, counted: LayerBytes) -> LayerBytes:
-    """The same layer in a layout that is never written."""
+    """Returns the bytes of the layer in a layout that is never written."""
     if isinstance(layout, Fewer) or layout.position_bytes is None:
         return counted
     form = moe.bank.form

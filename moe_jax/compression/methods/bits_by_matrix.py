@@ -47,7 +47,7 @@ from moe_jax.models import MoEConfig
 def never_worse(
     candidates: Mapping[int, Sequence[Candidate]], alike: Mapping[int, Sequence[Candidate]], room: int
 ) -> dict[int, Candidate]:
-    """What `allocate` gives layers; or what it gives if all matrices of a layer, or all there are, must be alike.
+    """Returns what `allocate` gives layers, or gives them if all matrices of a layer, or all there are, must be alike.
 
     The one with the least error.
 
@@ -152,7 +152,7 @@ class Allocate(Method):
 
     @functools.cached_property
     def _formats(self) -> tuple[tuple[str, ...], ...]:
-        """What codes may have of `ADDED`, first nothing."""
+        """All combinations of `ADDED` that codes may have, the empty one first."""
         asked_for = [name for name in ADDED if getattr(self, name)]
         return tuple(some for n in range(len(asked_for) + 1) for some in itertools.combinations(asked_for, n))
 
@@ -195,7 +195,7 @@ class Allocate(Method):
         divergences: Mapping[int, Float[np.ndarray, "m E c"]],
         formats: Sequence[tuple[str, ...]],
     ) -> dict[int, Candidate]:
-        """What layers get, by index, if codes have one of some formats."""
+        """Returns the choice for every layer, by index, if codes have one of some formats."""
         candidates, alike, in_parts, room = {}, {}, {}, self._room(layers)
         for layer in layers:
             errors = divergences[layer.index]
@@ -224,7 +224,7 @@ class Allocate(Method):
         )
 
     def _divergences(self, layer: SourceLayer, analysis: Analysis) -> Float[np.ndarray, "m E c"]:
-        """What every choice for every matrix of every expert adds to the divergence of the predictions.
+        """Returns what every choice for every matrix of every expert adds to the divergence of the predictions.
 
         Raises:
           InputError: if the calibration does not say how much depends on the layer.
@@ -239,7 +239,7 @@ class Allocate(Method):
         return self.budget.nbytes(layers)
 
     def _bank(self, layer: SourceLayer, choice: Sequence[Choice] | InParts) -> BankConfig:
-        """Of a layer, with a choice for every matrix; of experts in two parts, with one for each part."""
+        """Returns the bank of a layer with a choice for every matrix; for experts in two parts, one for each part."""
         parts = choice.parts if isinstance(choice, InParts) else (choice,)
         centres = dict(zip(layer.shapes, (one.centre for one in parts[0]), strict=True))
         if isinstance(choice, InParts):
@@ -316,7 +316,7 @@ class Allocate(Method):
 
 
 def _alike(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """Those with the same choice for all matrices, in the order in which they are tried."""
+    """Returns the candidates with the same choice for all matrices, in the order in which they are tried."""
     return [_together(same) for same in zip(*by_matrix, strict=True)]
 
 
@@ -330,7 +330,7 @@ def _error(chosen: Mapping[int, Candidate]) -> float:
 
 
 def _choice(layer: SourceLayer, bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
-    """What `Allocate._bank` was given for a matrix of an expert."""
+    """Returns the choice that `Allocate._bank` was given for a matrix of an expert."""
     assert isinstance(bank.form, KernelForm)
     form, centre = own_of(bank.form, expert).form, None
     if bank.base_codes is not None and bank.has_base_of(matrix.name):

@@ -15,7 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.models import MoEConfig
 
 Analysis = Mapping[str, np.ndarray]
-"""What `Method.analyse` returns for one layer: arrays by name, small enough to be kept for all layers at once."""
+"""Arrays by name, as `Method.analyse` returns them for a layer; small enough to be kept for all layers at once."""
 
 Tick = Callable[[float], None]
 

@@ -1,4 +1,4 @@
-"""What experts are made of: one file per form, found by its name."""
+"""Forms of experts, each found by its name: full kernels, or a shared base and something small per expert."""
 
 from moe_jax.experts.forms.by_name import register as register
 from moe_jax.experts.forms.kinds.full import Full as Full

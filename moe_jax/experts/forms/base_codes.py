@@ -94,7 +94,7 @@ class BaseCodes:
 
     @property
     def adjective(self) -> str:
-        """Such as `4-bit`."""
+        """The codes in one word, such as `4-bit`."""
         if self.group_size is None:
             return "NF4"
         return f"{self.code}-bit{own_bits_in_words(self)}"

@@ -103,7 +103,7 @@ def delta_specs(split: Split) -> dict[str, P]:
 
 
 def shared_delta_specs() -> dict[str, P]:
-    """The same for leaves that the matrices of an expert have in common, by path below `experts/delta`."""
+    """How leaves are sharded that the matrices of an expert have in common, by path below `experts/delta`."""
     joint = (form for form in _deltas() if issubclass(form, CodedJointly))
     return {name: spec for form in joint for name, spec in form.shared_stored_specs().items()}
 

@@ -40,7 +40,7 @@ Streams = Callable[[int, int], np.random.Generator]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertForm(abc.ABC):
-    """What the experts of a layer are made of. Subclasses are frozen dataclasses whose fields are its options.
+    """A form of the experts of a layer. Subclasses are frozen dataclasses whose fields are its options.
 
     Attributes:
       kind: the name under which the form is registered.

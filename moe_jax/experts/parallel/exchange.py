@@ -79,7 +79,7 @@ DEFAULT = Exchange()
 
 
 def exchange_from_environment() -> Exchange:
-    """What MOE_JAX_EXCHANGE says; the default if it is not set.
+    """Returns the exchange that MOE_JAX_EXCHANGE names; the default if it is not set.
 
     Raises:
       InputError: see `Exchange.parse`.
@@ -88,7 +88,7 @@ def exchange_from_environment() -> Exchange:
 
 
 class Buffer(NamedTuple):
-    """What a device receives in a round.
+    """The rows that a device receives in a round.
 
     Attributes:
       rows: that it has room for.

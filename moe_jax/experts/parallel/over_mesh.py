@@ -102,7 +102,7 @@ def apply_experts(
 
 
 def _split_specs(kernel: Kernels, mesh: jax.sharding.AbstractMesh) -> dict[str, P]:
-    """Of the arrays that are rounded before devices gather them: how they are stored."""
+    """Returns how the arrays are stored that are rounded before devices gather them."""
     specs = kernel.stored_rounded_specs()
     # An axis that splits nothing leaves it to the product to round what it reads.
     split = {path: spec_on_mesh(spec, kernel.arrays[path].shape, mesh.shape) for path, spec in specs.items()}
@@ -195,7 +195,7 @@ def _of_own_experts_in_rounds(
     activation: str,
     room: int,
 ) -> Float[Array, "T d"]:
-    """The same as `_of_own_experts`, `room` rows at a time."""
+    """Does what `_of_own_experts` does, `room` rows at a time."""
     order = sort_by_expert(_at_own(routing, kernels).experts, num_experts(kernels["up"]))
 
     def one_round(number: Number, trained: Any, fixed: Any) -> Float[Array, "T d"]:
@@ -267,7 +267,7 @@ def _sorted_ffn(
     activation: str,
     parts: Mapping[str, Part],
 ) -> Float[Array, "T d"]:
-    """The same for assignments that are sorted, all or a part of them (`part_of`)."""
+    """Does what `_grouped_ffn` does for assignments that are sorted, all or a part of them (`part_of`)."""
     rows = dispatch(x, order, weights.shape[1])
     h = hidden_rows(rows, kernels, biases, order.group_sizes, parts, activation)
     y = kernels["down"].project(h, biases.get("down"), order.group_sizes, parts.get("down"))

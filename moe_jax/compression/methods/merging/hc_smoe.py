@@ -48,7 +48,7 @@ class HCSMoE(Merging):
 
 
 def mean_outputs(layer: SourceLayer) -> Float[np.ndarray, "E d"]:
-    """What every expert gives on average, float64, for `MOST_TOKENS` of the layer's tokens, whoever they are routed to.
+    """Returns every expert's mean output, float64, for `MOST_TOKENS` of the layer's tokens, whoever they are routed to.
 
     Raises:
       InputError: if a weight is not finite.

@@ -81,7 +81,7 @@ class Coded(CostModel, KernelForm):
         return self._outer(self.codes.specs(split))
 
     def specs_of_one(self, split: Split) -> dict[str, P]:
-        """The same for the arrays of one kernel."""
+        """Returns the specs of the arrays of one kernel, which lack the axis of experts."""
         return {name: P(*spec[1:]) for name, spec in self.specs(split).items()}
 
     def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:

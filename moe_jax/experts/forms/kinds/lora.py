@@ -43,7 +43,7 @@ class WithLoRA(KernelForm):
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
-        """Of the two factors; the other leaves belong to the form of the kernel."""
+        """Only the specs of the two factors; the other leaves belong to the form of the kernel."""
         if split == "in":
             return {"lora/a": P("expert", "tensor", None), "lora/b": P("expert", None, "fsdp")}
         return {"lora/a": P("expert", "fsdp", None), "lora/b": P("expert", None, "tensor")}

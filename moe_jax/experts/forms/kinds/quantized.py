@@ -245,7 +245,7 @@ class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
 
 
 class CodesOptions(Protocol):
-    """Those options that codes of experts and of a base have in common."""
+    """The options that codes of experts and of a shared base have in common."""
 
     @property
     def table(self) -> bool: ...
@@ -266,13 +266,13 @@ def own_bits(codes: CodesOptions) -> dict[str, int]:
 
 
 def own_bits_in_words(codes: CodesOptions) -> str:
-    """Such as ` (gate 2, down 4)`, or ` (down none)` of a base; empty if all matrices are alike."""
+    """Returns such as ` (gate 2, down 4)`, or ` (down none)` for a base; empty if all matrices are alike."""
     own = ", ".join(f"{name} {bits or 'none'}" for name, bits in own_bits(codes).items())
     return own and f" ({own})"
 
 
 def more_in_words(codes: CodesOptions) -> str:
-    """What else there is beside bits, such as `, 8-bit scales`."""
+    """Returns the other options of codes in words, such as `, 8-bit scales`."""
     return (", fitted levels" if codes.table else "") + (", 8-bit scales" if codes.scale_bits == 8 else "")
 
 

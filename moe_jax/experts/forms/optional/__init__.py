@@ -1,1 +1,1 @@
-"""What a form may offer beside the four methods that every form has: a class for each, and how to ask for it."""
+"""Abilities that a form may have beside its four methods: a class for each to inherit, and how to ask for it."""

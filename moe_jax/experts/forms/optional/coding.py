@@ -45,7 +45,7 @@ class Encoded(NamedTuple):
 
 
 class MoreOfCodes(TypedDict, total=False):
-    """What the format of codes may have beside bits and groups: options of `forms.Quantized`."""
+    """Options of `forms.Quantized` beside bits and groups."""
 
     table: bool
     scale_bits: int
@@ -83,7 +83,7 @@ class JointCoder(Protocol):
 
 
 class Residual(NamedTuple):
-    """What one expert adds to the shared base in one matrix, to be encoded.
+    """The difference of one expert from the shared base in one matrix, to be encoded.
 
     Attributes:
       values: kernel minus base, or the kernel where there is no base; float32 [in, out].
