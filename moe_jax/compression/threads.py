@@ -16,7 +16,7 @@ _MOST = 8
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], *, most: int = _MOST) -> list[R]:
-    """What `work` makes of all items, in their order, with a thread for every core.
+    """Returns what `work` makes of all items, in their order, with a thread for every core.
 
     Args:
       work: writes nothing that it reads for another item; what it raises, raises here.
@@ -28,7 +28,7 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], *, most: int = _MOST)
 
 
 def ahead(items: Iterable[T]) -> Iterator[T]:
-    """The same items; each is made in a thread of its own while the caller works on the one before.
+    """Yields the same items; each is made in a thread of its own while the caller works on the one before.
 
     Memory holds one item more.
 

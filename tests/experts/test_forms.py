@@ -30,6 +30,8 @@ from moe_jax.experts.forms import (
 )
 from moe_jax.experts.forms.by_name import delta_options, form_of_option, option_of_form, registered
 from moe_jax.experts.forms.fresh import shapes_of
+from moe_jax.experts.forms.optional.coding import CodedJointly
+from moe_jax.experts.forms.optional.own_form import experts_with
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
 from tests.support.environment import ROOT
@@ -111,8 +113,10 @@ def test_every_leaf_has_a_place_on_a_mesh_and_the_kind_it_says(bank, ffn):
         assert tuple(fresh) == form.leaf_names(matrix) and fresh.keys() <= bank.form.stored_specs("in").keys()
         for leaf, array in fresh.items():
             assert (f"{folder}{name}/{leaf}" in params) == form.is_trained(leaf, array)
-            assert leaf in form.common_leaves or array.shape[0] == len(np.arange(EXPERTS)[form.experts_with(leaf)])
-        shared = nnx.eval_shape(lambda: bank.form.fresh_shared(FFNS[ffn], (EXPERTS,), jnp.float32))
+            assert leaf in form.common_leaves or array.shape[0] == len(np.arange(EXPERTS)[experts_with(form, leaf)])
+        shared = {}
+        if isinstance(bank.form, CodedJointly):
+            shared = nnx.eval_shape(lambda: bank.form.fresh_shared(FFNS[ffn], (EXPERTS,), jnp.float32))
         assert tuple(shared) == bank.form.shared_leaves
         combined = jax.eval_shape(partial(form.combine, matrix), fresh, shared)
         for split in ("in", "out"):

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from moe_jax.compression.allocation.sensitivity_pass import check_full_experts
 from moe_jax.compression.calibration.recorded import PROMISED, Calibration
-from moe_jax.compression.calibration.sensitivity_pass import check_full_experts
 from moe_jax.compression.job.analyses import AnalysisStore
 from moe_jax.compression.job.board import Board
 from moe_jax.compression.job.report import LayerReport, Report

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError, check_member, nearest, shown
 from moe_jax.experts.forms.matrix import Split
+from moe_jax.experts.forms.optional.coding import CodedJointly, Encodable
 from moe_jax.experts.forms.protocol import ExpertForm, KernelForm
 
 _FORMS: dict[str, type[ExpertForm]] = {}
@@ -104,6 +105,11 @@ def option_of_form(form: str | ExpertForm) -> str:
     return text
 
 
+def encodable_forms() -> tuple[type[Encodable], ...]:
+    """The forms that residuals around a shared base can be encoded in, in the order in which they were registered."""
+    return tuple(form for form in _FORMS.values() if issubclass(form, Encodable) and form.over_base)
+
+
 def kinds_with(option: str) -> list[str]:
     """The kinds whose forms have an option of this name."""
     return [kind for kind, form in _FORMS.items() if option in {field.name for field in dataclasses.fields(form)}]
@@ -115,8 +121,9 @@ def delta_specs(split: Split) -> dict[str, P]:
 
 
 def shared_delta_specs() -> dict[str, P]:
-    """The same for leaves that the matrices of an expert have in common, by path below `experts/delta`."""
-    return {name: spec for form in _deltas() for name, spec in form.shared_stored_specs().items()}
+    """How leaves are sharded that the matrices of an expert have in common, by path below `experts/delta`."""
+    joint = (form for form in _deltas() if issubclass(form, CodedJointly))
+    return {name: spec for form in joint for name, spec in form.shared_stored_specs().items()}
 
 
 def _specs(split: Split) -> Iterator[tuple[str, P]]:
