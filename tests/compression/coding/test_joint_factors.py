@@ -10,6 +10,7 @@ from moe_jax.compression.coding.coder import LeastJointError
 from moe_jax.compression.coding.feedback import DAMPING
 from moe_jax.compression.coding.joint_factors import descent, design_of, joint_factors, outputs_of
 from moe_jax.core.errors import InputError
+from tests.support.tiers import one_in
 
 F, D, RANK = 48, 20, 9
 
@@ -93,6 +94,7 @@ def least_error(rows: Matrices, moments, kernels: Matrices, seed: int, rounds: i
     return float(error)
 
 
+@one_in(5)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("centre", [False, True], ids=["expert", "residual"])
 @pytest.mark.parametrize(
