@@ -56,7 +56,7 @@ from moe_jax.nn.perft import Perft
 from moe_jax.peft import trainable_paths
 from moe_jax.training.program import draw_model
 from tests.support.environment import ROOT
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 HERE = pathlib.Path(__file__).parent
 PLACE = Place(ROOT, ROOT, ROOT)
@@ -322,6 +322,7 @@ def test_a_report_of_runs_that_diverged(results):
     assert "| vanilla | 1 | 1.0000 ± 0.0000 | 1, 1 diverged |" in text and "| LM r=4 |  |  | 1 diverged |" in text
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [

@@ -205,6 +205,7 @@ def test_matrices_that_are_alike_share_a_centre_and_others_do_not(source, calibr
     check_merged(small, source.config, leaves)
 
 
+@one_in(2)
 @pytest.mark.parametrize("target", [4_500, 6_000])
 def test_experts_get_bits_of_their_own(source, calibrated, target, tmp_path, monkeypatch):
     """No worse by the same measure; within the budget; and what is merged gives the same as what is in codes."""
