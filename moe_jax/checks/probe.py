@@ -1,4 +1,4 @@
-"""Runs a model and the one made from it on the same tokens, to compare them before the new one appears."""
+"""Runs a model and the one made from it on the same tokens, to compare them before the new one appears on disk."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -20,7 +20,13 @@ from moe_jax.models import ModelConfig
 
 
 class Compared(NamedTuple):
-    """See `Upcycled`."""
+    """The comparisons that `Probe` makes.
+
+    Attributes:
+      step0: the new model compared with its source, or with the source with NF4 kernels if the new model has such.
+      quantization: the source with NF4 kernels compared with the source; None: there are no NF4 kernels.
+      on_text: the same on a text.
+    """
 
     step0: Step0
     quantization: Step0 | None
@@ -28,12 +34,12 @@ class Compared(NamedTuple):
 
 
 def has_nf4_kernels(config: ModelConfig) -> bool:
-    """Whether the step-0 check of a model with this config compares its source with NF4 kernels, too."""
+    """Whether the step-0 check of a model with this config also compares its source with NF4 kernels."""
     return is_tuned(as_base(base_config(config, keep_nf4=True)))
 
 
 class Probe:
-    """The source and the new model, compiled before anything is written; with NF4 kernels, the source with NF4 too."""
+    """The source and the new model, compiled before anything is written; with NF4 kernels, also the source in NF4."""
 
     def __init__(
         self,
@@ -50,9 +56,9 @@ class Probe:
         Args:
           source: the original model.
           config: of the new model.
-          specs: leaf path -> shape and dtype, of the new model.
+          specs: shape and dtype of the leaves of the new model, by path.
           seed: of the tokens.
-          text: on which the source with NF4 kernels is compared with the source; not used if there are none.
+          text: on which the source with NF4 kernels is compared with the source; not used without NF4 kernels.
           allow_nonfinite: whether the source's weights may be NaN or infinite.
 
         Raises:
@@ -94,7 +100,7 @@ class Probe:
           may_differ: the new model is meant to compute something else; its logits must be finite all the same.
 
         Raises:
-          InputError: if they are not equal and should be, or the source has weights or logits that are not finite.
+          InputError: if they should be equal and are not, or the source has weights or logits that are not finite.
         """
         done = 0
 
@@ -129,7 +135,7 @@ class Probe:
         return Compared(step0, quantization, on_text)
 
     def _of_probe(self, logits: np.ndarray) -> np.ndarray:
-        """Those of the probe tokens, without the rows of the text and what fills them up to its length."""
+        """Returns the logits of the probe tokens, without the rows of the text and the padding to its length."""
         rows, length = self._probed
         return logits[:rows, :length]
 

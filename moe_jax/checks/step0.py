@@ -1,4 +1,4 @@
-"""Step-0 equality: an upcycled or adapted model gives its source's logits before it is trained (methods.md 2.5).
+"""Step-0 equality: an upcycled or adapted model computes its source's logits before it is trained (methods.md 2.5).
 
 Both models are run on the same tokens, layer by layer from disk, so that only one layer is in memory at a time,
 whatever the size of the model. The layers are the modules that training runs; the final logits are compared.
@@ -46,9 +46,9 @@ class Step0(NamedTuple):
 def compare_logits(before: Float[np.ndarray, "B T V"], after: Float[np.ndarray, "B T V"], num_layers: int) -> Step0:
     """Compares the logits of two models in float32.
 
-    Allowed is 1e-5, relative to the largest logit where that is above 1. Rounding differs from layer to layer and
-    adds up: measured on 24 layers of width 256, 1e-6 relative with well-scaled weights and 1e-5 with weights three
-    times as large. So beyond 10 layers 1e-6 per layer is allowed. A wrong leaf or gate shows as 1e-2 or more.
+    Allowed is 1e-5, relative to the largest logit if that is above 1. Rounding differs from layer to layer and adds up:
+    measured on 24 layers of width 256, 1e-6 relative with well-scaled weights and 1e-5 with weights three times as
+    large. So beyond 10 layers 1e-6 per layer is allowed. A wrong leaf or gate shows as 1e-2 or more.
     """
     difference = float(np.max(np.abs(before - after)))
     largest = float(np.max(np.abs(before)))
@@ -57,7 +57,7 @@ def compare_logits(before: Float[np.ndarray, "B T V"], after: Float[np.ndarray, 
 
 
 def probe_tokens(config: ModelConfig, seed: int) -> Int[np.ndarray, "B T"]:
-    """Tokens to compare models on, uniform over the vocabulary."""
+    """Draws tokens to compare models on, uniform over the vocabulary."""
     batch, length = PROBE_SHAPE
     random = np.random.Generator(np.random.Philox(seed))
     return random.integers(0, config.vocab_size, (batch, min(length, config.max_positions)), dtype=np.int32)
@@ -67,7 +67,7 @@ class _Part(NamedTuple):
     """An encoder, or a decoder, which without an encoder is the whole model.
 
     Attributes:
-      config: of it alone.
+      config: of this part.
       start: index in the model of its first layer.
       prefix: of its leaves that belong to no layer.
       tokens: that it is run on.
@@ -80,7 +80,7 @@ class _Part(NamedTuple):
 
 
 def _parts(config: ModelConfig, tokens: Int[np.ndarray, "B T"]) -> list[_Part]:
-    """In the order in which they run. Where there is an encoder, the decoder is given what the encoder was, shifted."""
+    """Returns the parts in the order in which they run. With an encoder, the decoder gets its tokens, shifted."""
     if not config.has_encoder:
         return [_Part(config, 0, "", tokens)]
     start = np.full_like(tokens[:, :1], config.decoder_start_id)
@@ -109,10 +109,10 @@ class StreamedModel:
 
         Args:
           config: of the model.
-          specs: leaf path -> shape and dtype as stored.
-          tokens: the batch; of a model with an encoder, for that.
-          like: a model that differs in its layers only and runs the same batch; what equals need not be compiled again.
-          with_logits: whether `logits` will be asked for.
+          specs: shape and dtype, as stored, of every leaf, by path.
+          tokens: the batch; in a model with an encoder, the encoder's.
+          like: a model that runs the same batch and differs only in its layers; equal parts are not compiled again.
+          with_logits: whether `logits` will be called.
         """
         self._config = config
         self._parts = _parts(config, tokens)
@@ -136,7 +136,7 @@ class StreamedModel:
         self.memory = max(map(_memory, self._programs.values()))
 
     def _layer(self, part: _Part, index: int, specs: Specs) -> tuple[dict[str, str], jax.stages.Compiled]:
-        """A layer's leaves, name below the layer -> path, and the program that takes them."""
+        """Returns a layer's leaves (name below the layer -> path), and the program that takes them."""
         prefix, layer = f"layers/{part.start + index}/", part.config.layers[index]
         paths = {path.removeprefix(prefix): path for path in specs if path.startswith(prefix)}
         if layer.attention.relative_bias is not None:
@@ -166,7 +166,7 @@ class StreamedModel:
     def mlp_inputs(
         self, read: Read, see: Callable[[int, Float[Array, "B T d"]], None], *, stop: int | None = None
     ) -> None:
-        """Runs the layers, or those before `stop`, and calls `see` with the index of each and what its FFN is given.
+        """Runs the layers, or those before `stop`, and calls `see` with each index and the input of the layer's FFN.
 
         Args:
           read: reads a leaf.
@@ -195,7 +195,7 @@ class StreamedModel:
 
 
 def _memory(program: jax.stages.Compiled) -> int:
-    """Leaves as they are read, again as the program takes them, and what it needs to work."""
+    """Returns the bytes of leaves as they are read, of leaves as the program takes them, and of its working memory."""
     analysis = program.memory_analysis()
     assert analysis is not None
     return 2 * analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
@@ -203,10 +203,10 @@ def _memory(program: jax.stages.Compiled) -> int:
 
 @contextlib.contextmanager
 def _on_cpu() -> Iterator[None]:
-    """An accelerator would round its products, and the weights come from the host anyway."""
+    """Runs on the CPU: an accelerator would round its products, and the weights come from the host anyway."""
     try:
         device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS names an accelerator only
+    except RuntimeError:  #  JAX_PLATFORMS names an accelerator only
         device = jax.local_devices()[0]
     with jax.default_device(device), jax.default_matmul_precision("highest"):
         yield

@@ -1,6 +1,6 @@
-"""A model's parts as functions of their leaves, to run it one layer after another.
+"""The parts of a model as functions of their leaves, to run it one layer after another.
 
-They are the modules that training runs, made anew around the leaves that are given.
+They are the modules that training runs, made anew around the given leaves.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ EMBEDDING = "embed/embedding"
 TABLE = "relative_bias/table"
 
 Watch = Callable[[Block], list[Any]]
-"""Prepares a layer so that, when it is applied, it notes something in the list that is returned."""
+"""Prepares a layer so that applying it records something in the list that is returned."""
 
 
 def mlp_inputs(block: Any) -> list[Any]:
-    """A `Watch` that notes what the FFN or MoE of a layer is given, [B, T, d].
+    """A `Watch` that records the input of a layer's FFN or MoE, [B, T, d].
 
-    Where that stands among norms and branches is the block's own matter.
+    The block itself decides where that is among norms and branches.
     """
     apply, seen = block.mlp, []
 
@@ -47,7 +47,7 @@ def mlp_inputs(block: Any) -> list[Any]:
 
 
 class BankCall(NamedTuple):
-    """What the bank of an MoE is given, and what its router did.
+    """A call of an MoE's bank, and the statistics of its router.
 
     Attributes:
       tokens: [T, d].
@@ -61,7 +61,7 @@ class BankCall(NamedTuple):
 
 
 def bank_calls(block: Any) -> list[Any]:
-    """A `Watch` that notes the `BankCall` of an MoE; of an FFN nothing."""
+    """A `Watch` that records the `BankCall` of an MoE, and nothing for an FFN."""
     calls: list[Any] = []
     if not block.is_moe:
         return calls
@@ -84,8 +84,8 @@ def bank_calls(block: Any) -> list[Any]:
 def embed_tokens(
     config: ModelConfig, leaves: Mapping[str, np.ndarray], tokens: Int[np.ndarray, "B T"]
 ) -> Float[Array, "B T d"]:
-    """The activations of tokens before the first layer; `leaves` by their paths, on the host."""
-    # Of the table only the rows of the tokens: it may be larger than a layer.
+    """Returns the activations of tokens before the first layer; `leaves` by their paths, on the host."""
+    # Only the rows of these tokens are taken from the table, which may be larger than a layer.
     leaves = {**leaves, EMBEDDING: leaves[EMBEDDING][tokens.reshape(-1)]}
     embed: Any = filled(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, leaves), "embed/")
     return embed(jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape))
@@ -100,15 +100,15 @@ def apply_layer(
     watch: Watch,
     valid: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T d"], list[Any]]:
-    """What a layer gives, and what is noted on the way.
+    """Returns the output of a layer, and the values recorded by `watch`.
 
     Args:
       config: of the model.
-      layer: of the layer.
-      leaves: of the layer, by their paths below it; of a relative bias, the model's `TABLE`.
+      layer: config of the layer.
+      leaves: of the layer, by their paths below it; for a relative bias, also the model's `TABLE`.
       x: activations.
-      source: what the encoder gave, for a layer that looks at it.
-      watch: notes something.
+      source: output of the encoder, for a layer with cross-attention.
+      watch: records something.
       valid: tokens that are not padding; None: all.
     """
     config = dataclasses.replace(config, layers=(layer,))
@@ -122,13 +122,13 @@ def apply_layer(
 
 
 def normalise(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
-    """The norm after an encoder."""
+    """Applies the norm after an encoder."""
     norm: Any = filled(lambda _: make_final_norm(config), leaves, "encoder_norm/")
     return norm(x)
 
 
 def finish(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
-    """The logits: the norm after the last layer, and the head."""
+    """Returns the logits: applies the norm after the last layer, and the head."""
     norm = filled(lambda _: make_final_norm(config), leaves, "final_norm/")
     head = filled(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
     return head(norm(x), leaves.get(EMBEDDING))
@@ -137,7 +137,7 @@ def finish(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B 
 def text_loss(
     config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"], tokens: Int[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Negative log-likelihood, nats, of all tokens but the first of every row; float32.
+    """Returns the negative log-likelihood, nats, of all tokens but the first of every row; float32.
 
     Args:
       config: of the model.
@@ -153,7 +153,7 @@ def text_loss(
 
 
 def filled(make: Callable[[nnx.Rngs], nnx.Module], leaves: Mapping[str, Array], prefix: str = "") -> nnx.Module:
-    """The module that `make` makes, with these leaves: prefix and path below the module -> array."""
+    """Returns the module that `make` makes, with these leaves: prefix and path below the module -> array."""
     graphdef, state = nnx.split(shapes_of(make))
     return nnx.merge(
         graphdef, jax.tree_util.tree_map_with_path(lambda path, _: leaves[prefix + path_name(path)], state)

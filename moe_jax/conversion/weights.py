@@ -13,12 +13,12 @@ from moe_jax.models import ModelConfig
 
 
 class Weights(NamedTuple):
-    """A checkpoint in which every tensor is accounted for.
+    """A checkpoint in which every tensor has a known use.
 
     Attributes:
       tensors: positions of all tensors that fill a leaf.
       pieces: leaf path -> the pieces that fill it.
-      layout: of its experts.
+      layout: expert layout of the checkpoint.
       duplicates: tensors that must equal another one: name -> name of the other.
       ignored: tensors that are not converted: name -> reason.
     """
@@ -47,7 +47,7 @@ def match_weights(
       leaves: leaf path -> anything with a `shape`, for every leaf of the model.
       where: for messages.
       table: of the tensors; None: that of the model's family.
-      described_by: what the config was read from, for messages.
+      described_by: the file that the config was read from, for messages.
 
     Raises:
       InputError: listing every tensor that is missing, unexpected, misshapen or of a dtype we cannot read.
@@ -79,7 +79,7 @@ def match_weights(
 
 
 def _declared(table: Any, name: str) -> Tied | Ignored | None:
-    """The entry of the table that allows a tensor although it fills no leaf."""
+    """Returns the entry of the table that allows a tensor although it fills no leaf."""
     for entry in table:
         if isinstance(entry, Tied) and entry.tensor == name:
             return entry
@@ -100,7 +100,7 @@ def _unlike(checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]]
 
 
 def _mixed_dtypes(checkpoint: CheckpointFiles, mapped: Mapped) -> list[str]:
-    """Leaves stacked from tensors of several dtypes, which no leaf can hold bit for bit."""
+    """Returns a problem for each leaf stacked from tensors of several dtypes, which it cannot hold bit for bit."""
     problems = []
     for leaf, pieces in mapped.pieces.items():
         dtypes = {checkpoint.tensors[piece.tensor].dtype for piece in pieces}

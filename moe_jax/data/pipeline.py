@@ -21,7 +21,7 @@ from moe_jax.models import ModelConfig
 
 PairMaker = Callable[[list[Example]], list[Pair]]
 
-# So many pairs of every source are looked at before training, to tell how many are too long.
+# Number of pairs of every source that are read before training, to count those that are too long.
 _PAIRS_LOOKED_AT = 1000
 
 
@@ -46,7 +46,7 @@ def open_data(
       seed: decides the order of the records.
       batch_size: B, rows of the global batch.
       rows: rows of it that this process prepares.
-      note: called with what is worth knowing of the data, a line each.
+      note: called with remarks on the data, a line each.
 
     Raises:
       FileNotFoundError: a path or pattern that matches no file.
@@ -85,7 +85,7 @@ def open_data(
 def _describe_cuts(
     section: DataSection, sources: Sequence[Files], make_pairs: Callable[[Any], list[Pair]]
 ) -> str | None:
-    """Says how many of the first pairs of every source are too long for the recipe; None if none is.
+    """Returns a sentence on how many of the first pairs of every source are too long for the recipe; None if none is.
 
     Raises:
       InputError: for a source without pairs.

@@ -1,10 +1,10 @@
-"""Ranges that the numbers of a recipe lie in."""
+"""Checks that numbers of a recipe lie in their ranges."""
 
 from moe_jax.core.errors import MAX_FLOAT32, MAX_SIZE, InputError, shown
 
 
 def at_least(section: object, least: int, *names: str) -> None:
-    """Raises `InputError` for the first of the fields that is below `least`, or not finite; None is not checked."""
+    """Raises `InputError` for the first of these fields that is below `least`, or not finite; None is not checked."""
     for name in names:
         value = getattr(section, name)
         if value is None:

@@ -67,7 +67,7 @@ def join_processes() -> None:
 
 
 def let_first_work() -> bool:
-    """For a command that one process does: joins the others if there are any, and says whether this is the first.
+    """For a command that one process runs: joins the others if there are any, and returns whether this is the first.
 
     In the others this returns when the first one is done, however long that takes; if it fails, they end with it.
 
@@ -96,7 +96,7 @@ def _connect(place: Place) -> str:
 
 
 def _keep_output_apart(place: Place) -> None:
-    """Standard output is the first process's, and this program's alone: what libraries print goes to standard error.
+    """Keeps standard output for the first process and this program: what libraries print goes to standard error.
 
     Gloo prints its connections, from C++.
     """
@@ -114,7 +114,7 @@ def _keep_output_apart(place: Place) -> None:
 
 
 def _check_devices(place: Place | None) -> None:
-    """Raises `InputError` if this process, or another, does not see what it should."""
+    """Raises `InputError` if this process, or another, does not see the devices that it should."""
     expected = expected_local_devices()
     if place is None and expected is None:
         return
@@ -133,7 +133,7 @@ def _check_devices(place: Place | None) -> None:
 
 
 def describe_devices() -> str | None:
-    """The devices of all processes, and of this one, in words; None: this process is alone."""
+    """Returns a sentence on the devices of all processes, and of this one; None: this process is alone."""
     if jax.process_count() == 1:
         return None
     local, kind = jax.local_device_count(), jax.devices()[0].device_kind
@@ -157,7 +157,7 @@ def ask_all_to_stop(number: int) -> None:
 
 
 def stop_after(step: int) -> int | None:
-    """The signal because of which all processes stop after a step that they have started; None: they go on.
+    """Returns the signal because of which all processes stop after a step that they have started; None: they go on.
 
     Every process makes this call after every step, and does not start one before the last but one is computed.
     """
@@ -174,30 +174,30 @@ def is_joined_by_peers() -> bool:
 
 
 def fail_together(code: int, message: str) -> None:
-    """Before this process ends: tells the others, which end too, with this message. What is said first counts."""
+    """Before this process ends: tells the others, which end too, with this message. The first message counts."""
     if _peers is not None:
         _peers.fail(code, message)
 
 
 def tell_first(news: Any) -> None:
-    """Tells the first process, from another one, how far the work is: what JSON can hold, and short."""
+    """Tells the first process, from another one, about progress; JSON-able, and short."""
     if _peers is not None:
         _peers.tell_first(news)
 
 
 def news(seconds: float = 0.0) -> list[Any]:
-    """What other processes have told this one, the first, since the last call.
+    """Returns the messages that other processes have sent to this one, the first, since the last call.
 
     Args:
-      seconds: to wait for, if that is nothing yet.
+      seconds: how long to wait if there is none yet.
     """
     return [] if _peers is None else _peers.news(seconds)
 
 
 def await_the_reason() -> None:
-    """After a computation of all processes failed: waits a little, in case that was because another one is gone.
+    """Waits a little after a computation of all processes failed, in case the reason is that another one is gone.
 
-    Then this process hears of that, which comes at once, and ends with a line that says so.
+    Then this process is told so at once, and ends with a line that says it.
     """
     if _peers is not None:
         time.sleep(_SECONDS_FOR_THE_REASON)
@@ -214,13 +214,13 @@ def is_first_process() -> bool:
 
 
 def first_decides(action: Callable[[], T]) -> T:
-    """Does something in the first process; all return what it returned, or raise what it raised.
+    """Runs an action in the first process; all processes return what it returned, or raise what it raised.
 
-    What a process sees of a disk may be another's yesterday, and one that stops alone leaves the others waiting. So
-    the first process looks, decides and writes.
+    A process may see an outdated state of a shared disk, and one that stops alone leaves the others waiting. So the
+    first process looks, decides and writes.
 
     Args:
-      action: returns what JSON can hold. A tuple comes back as a list in the other processes.
+      action: its result must be JSON-able. A tuple comes back as a list in the other processes.
 
     Raises:
       InputError, OSError: as the first process did.
@@ -265,13 +265,13 @@ def _hear() -> Any:
 
 
 def check_equal(values: Mapping[str, Any]) -> None:
-    """Compares what must be the same in all processes, by name. Every process makes this call, and hears of it.
+    """Checks that values are equal in all processes. Every process makes this call, and gets the same error.
 
     Args:
-      values: what JSON can hold.
+      values: JSON-able, by name.
 
     Raises:
-      InputError: in all processes, if a value is not that of the first one; names it.
+      InputError: in all processes, if a value differs from that of the first one; names it.
     """
     if jax.process_count() == 1:
         return
@@ -291,7 +291,7 @@ def check_equal(values: Mapping[str, Any]) -> None:
 
 
 def _gather(said: Any) -> list[Any]:
-    """What every process said, in all of them."""
+    """Returns the values of all processes."""
     meet()
     content = np.frombuffer(json.dumps(said).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(content.size)))
@@ -302,7 +302,7 @@ def _gather(said: Any) -> list[Any]:
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """The whole of an array that may lie on devices of several processes. All of them make this call."""
+    """Returns the whole of an array that may lie on devices of several processes. Every process makes this call."""
     if not array.is_fully_addressable and not array.is_fully_replicated:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)

@@ -28,7 +28,12 @@ from moe_jax.experts.layout.mesh import current_mesh, token_axes
 from moe_jax.experts.parallel.over_mesh import biases_once, num_experts, parts_of
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.products.linear import Product, linear, product_of_float32
-from moe_jax.functional.products.low_rank_hidden import Projection, low_rank_hidden, of_hidden, of_projection
+from moe_jax.functional.products.low_rank_hidden import (
+    Projection,
+    down_projection_inputs,
+    hidden_products,
+    low_rank_hidden,
+)
 from moe_jax.functional.routing.decision import Routing
 from moe_jax.functional.routing.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 
@@ -218,12 +223,12 @@ def _before_down(
         return Projection(base, linear(x, a), b)
 
     def into_hidden(name: str) -> Float[Array, "T k f"]:
-        return of_projection(projection(name), routing.experts, experts) + bias_of(name)
+        return hidden_products(projection(name), routing.experts, experts) + bias_of(name)
 
     a, b = factors["down"]
     if "gate" not in deltas or biases:
         h = hidden(into_hidden("up"), into_hidden("gate") if "gate" in deltas else None, activation)
-        h = of_hidden(h, a, routing, experts)
+        h = down_projection_inputs(h, a, routing, experts)
     else:
         h = low_rank_hidden(projection("gate"), projection("up"), a, routing, experts, activation)
     # The sum over the choices comes before the second product, which then is one of T rows; and so does what the

@@ -1,5 +1,3 @@
-"""Dropout."""
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float

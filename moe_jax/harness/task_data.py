@@ -1,4 +1,4 @@
-"""The examples of a task file: JSON lines or a JSON list, perhaps compressed with gzip, read as data alone."""
+"""The examples of a task file: JSON lines or a JSON list, perhaps compressed with gzip, read as data only."""
 
 import gzip
 import io
@@ -11,18 +11,18 @@ from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.regular_files import read_regular
 
 MAX_BYTES = 1 << 30
-"""Of a file, and of what a compressed one holds."""
+"""Most bytes of a file, and of the content of a compressed one."""
 
 
 def read_examples(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file, in order.
+    """Returns the objects of a file, in order.
 
     Args:
       path: a file of JSON lines (blank ones are skipped) or of one JSON list; compressed if its name ends in `.gz`.
 
     Raises:
       FileNotFoundError: no such file.
-      InputError: if it is neither, holds something else than objects, or nothing.
+      InputError: if it is neither, holds anything but objects, or nothing.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no data at {path}")

@@ -1,4 +1,4 @@
-"""Which implementation of a product a program gets: decided in one place, for the platform that it is lowered for."""
+"""Chooses the implementation of a product, in one place, by the platform that a program is lowered for."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,12 +23,12 @@ def by_platform(
     tpu: Bound | None = None,
     gpu: Bound | None = None,
 ) -> Callable[..., Any]:
-    """A function of arrays that is, when the program is lowered:
+    """Returns a function of arrays that becomes, when the program is lowered:
 
     - for a TPU, `tpu`, with the option `core`;
-    - for an NVIDIA GPU that Triton has products of the dtype for, `gpu`, with the option `capability`;
-    - otherwise `loops`. So it is, too, where the compiler divides arrays between devices, as it cannot do with a
-      kernel: the mesh in use says so, or where there is none the program, when it is lowered.
+    - for an NVIDIA GPU for which Triton has products of the dtype, `gpu`, with the option `capability`;
+    - otherwise, and wherever the compiler divides arrays between devices, `loops`: a kernel cannot be divided. Whether
+      arrays are divided is known from the mesh in use, or without a mesh from the program, when it is lowered.
 
     Args:
       loops: plain XLA.

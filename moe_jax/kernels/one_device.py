@@ -1,4 +1,4 @@
-"""Where a kernel can be called."""
+"""Whether a kernel can be called where a function is traced."""
 
 import jax
 

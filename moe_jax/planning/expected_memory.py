@@ -1,9 +1,9 @@
-"""What a training step holds on every device of a mesh beside its arguments, from shapes alone.
+"""Expected memory of a training step on every device of a mesh, beside its arguments, from shapes alone.
 
-A compiled step says it exactly; this needs no compiler. Its parts follow from how a step works. How often an array of a
-kind is there at a time (`_COPIES`) is XLA's doing: the numbers were fitted to 27 steps compiled for TPUs, those of
-`benchmarks/pods.py` and seven of a smaller model, so that the largest error of what a step needs in all is least (9%).
-Steps with other layers may differ more. XLA:GPU needs less: 6 to 17% of three steps.
+The compiler computes it exactly; this needs no compiler. The parts follow from how a step works. How many copies of an
+array exist at a time (`_COPIES`) depends on XLA: the numbers were fitted to 27 steps compiled for TPUs, those of
+`benchmarks/pods.py` and seven of a smaller model, such that the largest error of a step's total is least (9%). Steps
+with other layers may differ more. XLA:GPU needs less: 6 to 17% for three steps.
 """
 
 import math
@@ -21,7 +21,7 @@ from moe_jax.training.recipe.schema import Recipe
 _COPIES = {
     # Kernels that are gathered for a layer, with their gradients, and those of the next layer.
     "kernels": 6.3,
-    # Those that are not trained: as they are stored, as they are multiplied, and those of the next layer.
+    # Kernels that are not trained: as they are stored, as they are multiplied, and those of the next layer.
     "frozen kernels": 3.0,
     # Hidden neurons of the rows in work: of gate, up, their product, and their gradients.
     "hidden": 5.7,
@@ -36,7 +36,7 @@ _COPIES = {
 def expected_temporaries(
     recipe: Recipe, config: ModelConfig, leaves: Sequence[PlacedLeaf], mesh: Mapping[str, int], chip: Chip, kept: int
 ) -> int:
-    """Bytes that a step holds beside its arguments, gradients among them.
+    """Returns the bytes that a step holds beside its arguments, gradients included.
 
     Args:
       recipe, config: of the run.
@@ -50,7 +50,8 @@ def expected_temporaries(
     gradients = sum(4 * leaf.held * leaf.layers for leaf in trained)
     rounded = [leaf for leaf in trained if leaf.dtype.itemsize < 4]
     if recipe.train.accumulation > 1:
-        # Those of a microbatch, which are not added in place if all are so; or a copy in float32 (`accumulation`).
+        # Gradients of a microbatch, if all parameters are bfloat16 and nothing is added in place; or a float32 copy of
+        # the few that are (`accumulation`).
         size = sum(leaf.held * leaf.layers for leaf in rounded)
         gradients += size * (rounded[0].dtype.itemsize if len(rounded) == len(trained) else 4) if rounded else 0
     # Kernels of all layers are converted before the loop over layers.
@@ -73,7 +74,7 @@ def expected_temporaries(
 
 
 def _most_gathered(leaves: Sequence[PlacedLeaf], number: int) -> int:
-    """Bytes of what is gathered for one layer, of that with most."""
+    """Returns the most bytes that are gathered for one layer."""
     sizes: dict[str, int] = {}
     for leaf in leaves:
         if leaf.is_in_stack and leaf.gathered_over:
@@ -83,18 +84,18 @@ def _most_gathered(leaves: Sequence[PlacedLeaf], number: int) -> int:
 
 
 def _unpacked(leaf: PlacedLeaf, number: int) -> int:
-    """Bytes of one number as it is used: NF4 has two codes in a byte, each of which becomes a number."""
+    """Returns the bytes of one number as it is used: a byte of NF4 holds two codes, each of which becomes a number."""
     if leaf.dtype.itemsize > 1:
         return number
     return 2 * number if "/nf4/" in leaf.path else 1
 
 
 class _Work(NamedTuple):
-    """What a device works on in a layer.
+    """The work of a device in a layer.
 
     Attributes:
-      rows: that go to experts; none in a dense layer.
-      hidden: neurons of all rows.
+      rows: number of rows that go to experts; 0 in a dense layer.
+      hidden: number of neurons of all rows.
     """
 
     rows: float
@@ -113,7 +114,9 @@ def _work(layer: LayerConfig, recipe: Recipe, config: ModelConfig, mesh: Mapping
 
 
 def expected_kept(recipe: Recipe, config: ModelConfig, mesh: Mapping[str, int]) -> int:
-    """Bytes that a microbatch keeps on a device for its backward pass, with `remat = "full"`: the input of every
-    layer."""
+    """Returns the bytes that a microbatch keeps on a device for its backward pass with `remat = "full"`.
+
+    That is the input of every layer.
+    """
     number = np.dtype(recipe.model.compute_dtype).itemsize
     return math.ceil(len(config.layers) * local_tokens(recipe, mesh) * config.d_model * number)

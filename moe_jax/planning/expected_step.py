@@ -1,4 +1,4 @@
-"""A training step on a mesh that is not there, without a compiler: what it holds, what it sends, the least time."""
+"""The expected cost of a training step on a mesh, without mesh or compiler: memory, transfers, least time."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from moe_jax.training.recipe.schema import Recipe
 
 
 class ExpectedStep(NamedTuple):
-    """What is expected of a step, on every device.
+    """The expected cost of a step, on every device.
 
     Attributes:
-      temporaries: bytes that it holds beside its arguments, see `expected_memory`.
-      kept: of these, what a microbatch keeps for its backward pass.
+      temporaries: bytes that it holds beside its arguments, see `expected_temporaries`.
+      kept: of these, the bytes that a microbatch keeps for its backward pass.
       sent: its collectives, see `expected_transfers`.
       model_flops: operations, without those done again.
       roofline: the least time.
@@ -46,7 +46,7 @@ def expected_step(
     changed: int,
     per_host: int | None = None,
 ) -> ExpectedStep:
-    """Foretells a step.
+    """Estimates a step.
 
     Args:
       recipe, config: of the run.
@@ -54,7 +54,7 @@ def expected_step(
       leaves: its parameters, as they lie on the mesh.
       mesh: size of every axis.
       chip: of the mesh.
-      changed: bytes on a device of what a step changes, see `StateNumbers`.
+      changed: bytes on a device that a step changes, see `StateNumbers`.
       per_host: devices of a host; None: all are in one slice.
     """
     devices = math.prod(mesh.values())

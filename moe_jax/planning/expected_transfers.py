@@ -1,14 +1,14 @@
-"""What the devices of a mesh send each other in a training step, from shapes and the sharding rules alone.
+"""Expected transfers between the devices of a mesh in a training step, from shapes and the sharding rules alone.
 
-A compiled step says it exactly (`planning.hlo`); this needs no compiler, and holds within a tenth for the steps of
-`benchmarks/pods.py`. Whole arrays are counted, as XLA gathers and adds them up there:
+A compiled step shows them exactly (`planning.hlo`); this needs no compiler, and is right within a tenth for the steps
+of `benchmarks/pods.py`. Whole arrays are counted, as XLA gathers and adds them up there:
 
 - A parameter that `fsdp` splits is gathered by the forward pass and by the backward pass of every microbatch: in the
   dtype of the products, or packed as it is stored. With `remat` the backward pass gathers kernels of dense products
   twice: for the layer that it computes again, and for the gradient of its input. The embedding and the head are
   gathered once.
-- Gradients are added up and scattered over `fsdp`, and what is left is added up over all other axes that split the
-  batch: those of whole experts and of the head in float32, the rest in the dtype of the products. That of the
+- Gradients are added up and scattered over `fsdp`, and the parts are added up over all other axes that split the
+  batch: those of whole experts and of the head in float32, the rest in the dtype of the products. The gradient of the
   embedding is added up whole.
 - Activations travel to experts and back (`over_mesh`), are added up over `tensor`, and change from a part of the
   tokens to a part of the heads and back over `sequence` (`grouped_query`): forward, again with `remat`, and
@@ -37,20 +37,20 @@ from moe_jax.training.recipe.schema import Recipe
 def expected_transfers(
     recipe: Recipe, config: ModelConfig, leaves: Sequence[PlacedLeaf], mesh: Mapping[str, int], chip: Chip
 ) -> list[Transfer]:
-    """The collectives of one step.
+    """Returns the collectives of one step.
 
     Args:
       recipe, config: of the run.
       leaves: its parameters, as they lie on the mesh.
       mesh: size of every axis.
-      chip: of the mesh, which chooses how experts are applied.
+      chip: of the mesh, on which depends how experts are applied.
     """
     sent = [*_of_parameters(recipe, config, leaves, mesh, chip), *_of_activations(recipe, config, mesh, chip)]
     return [one for one in sent if one.bytes and len(one.group) > 1]
 
 
 def totals(sent: Sequence[Transfer]) -> dict[str, Collectives]:
-    """The sums by kind; see `hlo.collectives`."""
+    """Returns the sums by kind; see `hlo.collectives`."""
     found: dict[str, Collectives] = {}
     for one in sent:
         before = found.get(one.kind, Collectives(0, 0))
@@ -59,7 +59,7 @@ def totals(sent: Sequence[Transfer]) -> dict[str, Collectives]:
 
 
 def local_tokens(recipe: Recipe, mesh: Mapping[str, int]) -> int:
-    """Tokens of a microbatch on one device."""
+    """Returns the number of tokens of a microbatch on one device."""
     rows = recipe.train.batch_size // recipe.train.accumulation
     return math.ceil(rows * recipe.data.seq_len / math.prod(mesh[axis] for axis in TOKEN_AXES))
 
@@ -75,14 +75,16 @@ def _of_parameters(
     for leaf in leaves:
         runs = microbatches * leaf.layers
         over = leaf.gathered_over
-        by_hand = _is_gathered_by_hand(leaf, makes_kernels=makes_kernels)
+        gathered_explicitly = _is_gathered_explicitly(leaf, makes_kernels=makes_kernels)
         if over:
             itemsize = number if leaf.dtype.kind == "f" or leaf.dtype.name == "bfloat16" else leaf.dtype.itemsize
-            gathers = _gathers(leaf, recipe.model.remat, by_hand=by_hand, tied=config.tie_embeddings)
+            gathers = _gathers(
+                leaf, recipe.model.remat, gathered_explicitly=gathered_explicitly, tied=config.tie_embeddings
+            )
             yield Transfer("all-gather", runs * gathers, leaf.gathered * itemsize, group(mesh, over))
         if not leaf.trained:
             continue
-        is_dense_kernel = leaf.is_in_stack and len(leaf.shape) > 1 and not by_hand
+        is_dense_kernel = leaf.is_in_stack and len(leaf.shape) > 1 and not gathered_explicitly
         summed = leaf.held * (number if is_dense_kernel else 4)
         rest = tuple(axis for axis in TOKEN_AXES if axis not in leaf.axes)
         if over and leaf.path.startswith("embed/"):
@@ -94,22 +96,24 @@ def _of_parameters(
         yield Transfer("all-reduce", runs, summed, group(mesh, rest))
 
 
-def _is_gathered_by_hand(leaf: PlacedLeaf, *, makes_kernels: bool) -> bool:
-    """Whether `over_mesh` gathers it: kernels [E, i, o] of experts without a base, or the base of experts whose
-    kernels are made."""
+def _is_gathered_explicitly(leaf: PlacedLeaf, *, makes_kernels: bool) -> bool:
+    """Whether `over_mesh` gathers the parameter explicitly.
+
+    It gathers kernels [E, i, o] of experts without a base, and the base of experts whose kernels are synthesised.
+    """
     path = leaf.path.split("/")
     if path[-1] != "kernel":
         return False
     return path[-3:-2] == ["experts"] or makes_kernels and path[-4:-2] == ["experts", "base"]
 
 
-def _gathers(leaf: PlacedLeaf, remat: str, *, by_hand: bool, tied: bool) -> int:
-    """How often one microbatch gathers a parameter."""
+def _gathers(leaf: PlacedLeaf, remat: str, *, gathered_explicitly: bool, tied: bool) -> int:
+    """Returns how often one microbatch gathers a parameter."""
     if not leaf.is_in_stack:
         return 2 if tied else 1
-    if by_hand:
+    if gathered_explicitly:
         return 1 if remat == "none" else 2
-    # What is unpacked is unpacked anew; small leaves with an axis of experts are gathered ahead of their products.
+    # Packed leaves are unpacked again; small leaves with an axis of experts are gathered ahead of their products.
     is_dense_product = len(leaf.shape) == 2 and leaf.dtype.kind != "u"
     return 3 if remat == "full" and is_dense_product else 2
 
@@ -120,8 +124,8 @@ def _of_activations(recipe: Recipe, config: ModelConfig, mesh: Mapping[str, int]
     again = recipe.model.remat == "full"
     row = config.d_model * number
     for layer in config.layers:
-        # Forward the outputs of both halves of a layer, backward the gradients of their inputs; computed again, only
-        # the first: nothing in the layer needs what comes out of it.
+        # Forward the outputs of both halves of a layer, backward the gradients of their inputs; of these, only the
+        # first half's output is computed again: nothing in the layer needs the output of the second.
         yield Transfer("all-reduce", microbatches * (5 if again else 4), tokens * row, group(mesh, ("tensor",)))
         yield from _of_heads(layer, tokens * number, microbatches * (3 if again else 2), mesh)
         if not isinstance(layer.mlp, MoEConfig) or not exchanges(layer.mlp, config, mesh, tokens, number, chip):
@@ -138,7 +142,7 @@ def _of_activations(recipe: Recipe, config: ModelConfig, mesh: Mapping[str, int]
 
 
 def _of_heads(layer: LayerConfig, column: int, passes: int, mesh: Mapping[str, int]) -> Iterator[Transfer]:
-    """Queries, keys and values go to the devices of their heads, and outputs come back."""
+    """Yields the transfers of queries, keys and values to the devices of their heads, and of outputs back."""
     attention, devices = layer.attention, mesh["sequence"] * mesh["tensor"]
     keys = attention.num_kv_heads * (attention.head_dim + attention.value_dim)
     queries = attention.num_heads * (attention.head_dim + attention.value_dim)
@@ -151,7 +155,7 @@ def _of_heads(layer: LayerConfig, column: int, passes: int, mesh: Mapping[str, i
 
 
 def exchange_of(recipe: Recipe) -> Exchange:
-    """How tokens come to experts, where they travel."""
+    """Returns how tokens come to experts if they travel."""
     if recipe.model.exchange is not None:
         return Exchange.parse(recipe.model.exchange, "model.exchange")
     return exchange_from_environment()
@@ -170,7 +174,7 @@ def exchanges(
 def is_synthesised(
     moe: MoEConfig, config: ModelConfig, mesh: Mapping[str, int], tokens: int, itemsize: int, chip: Chip
 ) -> bool:
-    """Whether kernels of experts are made of a base and what is their own (`experts.strategy`)."""
+    """Whether kernels of experts are synthesised from a base and the experts' own arrays (`experts.strategy`)."""
     form = moe.bank.form
     if not isinstance(form, KernelForm) or not form.over_base:
         return False
@@ -180,7 +184,7 @@ def is_synthesised(
 
 
 def group(mesh: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
-    """The devices that differ from the first in these axes alone, in the order of the mesh."""
+    """Returns the devices that differ from the first in these axes alone, in the order of the mesh."""
     numbers = np.arange(math.prod(mesh[axis] for axis in AXES)).reshape([mesh[axis] for axis in AXES])
     along = tuple(slice(None) if axis in axes else 0 for axis in AXES)
     return tuple(numbers[along].reshape(-1).tolist())

@@ -1,4 +1,4 @@
-"""What a microbatch keeps for its backward pass."""
+"""The bytes that a microbatch keeps for its backward pass."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from moe_jax.training.step import make_loss
 
 
 def kept_bytes(program: Program, recipe: Recipe) -> int:
-    """Bytes that a microbatch keeps for its backward pass, as JAX traces it, without parameters and batch."""
+    """Returns the bytes that a microbatch keeps for its backward pass, traced by JAX, without parameters and batch."""
     loss = make_loss(program.graphdef, program.config, accumulation=recipe.train.accumulation)
     rows = recipe.train.batch_size // recipe.train.accumulation
     micro = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, batch_size=rows, accumulation=1))

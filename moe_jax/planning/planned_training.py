@@ -1,8 +1,8 @@
-"""What training by a recipe will take of every device, in bytes and seconds; for `plan --train`.
+"""Plans training by a recipe: the bytes and seconds that it will take on every device; for `plan --train`.
 
-What a run holds all the time is counted on the real state, made by `eval_shape`. What a step holds meanwhile is what
-the compiler says of that very step, compiled for the device; without a compiler for it, it is what JAX keeps for the
-backward pass, and an estimate.
+The arrays that a run holds all the time are counted on the real state, made by `eval_shape`. The temporary memory of a
+step is read from the compiled step; without a compiler for the device, it is the bytes that JAX keeps for the backward
+pass, and an estimate.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ from moe_jax.training.recipe.schema import (
     TrainSection,
 )
 
-# Of the steps in `benchmarks/pods.py`: 50 to 110 MiB.
+# In the steps of `benchmarks/pods.py` it is 50 to 110 MiB.
 _USUAL_PROGRAM = 100 << 20
 
 
@@ -56,8 +56,8 @@ class Item:
 
     Attributes:
       name: what they are.
-      bytes: how many.
-      note: how they are known.
+      bytes: their number.
+      note: how the number is known.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Sent:
     """Collectives of one kind in a step.
 
     Attributes:
-      runs: how often they run.
+      runs: number of runs.
       bytes: of the whole arrays in all runs, see `planning.hlo.Collectives`.
     """
 
@@ -80,27 +80,27 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedTraining:
-    """What a run will take.
+    """The memory and time that a run will take.
 
     Attributes:
-      platform: where, such as `v5e:4x4`, or the kind of this machine's devices.
-      devices: of the mesh.
+      platform: such as `v5e:4x4`, or the kind of this machine's devices.
+      devices: number of devices of the mesh.
       mesh: its axes.
-      items: what lies in the memory of every device while it computes a step; on a CPU in that of the process.
+      items: the contents of the memory of every device while it computes a step; on a CPU of the process's memory.
       total: the sum of the items.
-      memory: of a device; on a CPU of the machine. None: not known.
+      memory: of a device; on a CPU of the machine. None: unknown.
       is_compiled: whether the step was compiled for the device; if not, `items` has estimates.
-      fits: whether the total is at most the memory, and the compiler finds room; None: the memory is not known.
-      tight: whether it is more than nine tenths of it.
-      time: of a step; None: the rates of the device are not known.
+      fits: whether the total is at most the memory, and the compiler finds room; None: the memory is unknown.
+      tight: whether it is more than nine tenths of the memory.
+      time: of a step; None: the rates of the device are unknown.
       is_least: whether no step can be faster (by a data sheet), or the time is an estimate (from what was measured).
       rates: where the time or its rates come from.
       steps: of the run.
       run_seconds: of all steps, without compiling, evaluation and checkpoints.
-      sent: collectives of a step by kind, on every device; None: the step was compiled, and `train --compile-only` says
-        it.
+      sent: collectives of a step by kind, on every device; None: the step was compiled, and `train --compile-only`
+        shows them.
       model_flops: operations of a device in a step, without those done again; None as above.
-      roofline: the least time with what is sent, by a data sheet; None as above.
+      roofline: the least time, transfers included, by a data sheet; None as above.
     """
 
     platform: str
@@ -130,21 +130,20 @@ def planned_training(
     compiles: bool = True,
     teacher: ModelConfig | None = None,
 ) -> PlannedTraining:
-    """Foretells a run. No weights and no data are read, and nothing is written.
+    """Predicts what a run will take. No weights and no data are read, and nothing is written.
 
     Args:
       recipe: the run.
       config: of its model.
       platform: `cpu`, the name of a chip, or a topology such as `v5e:4x4` or `h100:2x8`. None: the devices of this
-        machine. Of a chip there are as many as the recipe's mesh needs at least.
-      compiles: whether the step is compiled, where there is a compiler for the platform. If not, what a step holds is
-        expected from shapes (`expected_step`), which takes seconds for any mesh. Of a CPU it is always compiled.
-      teacher: config of the model that the recipe's `distill` names, if it does. Its parameters are counted, and where
-        the step is compiled its forward pass too; what is expected from shapes is without that, as collectives and
-        roofline are.
+        machine. For the name of a chip, the number of devices is the least that the recipe's mesh needs.
+      compiles: whether the step is compiled, if there is a compiler for the platform. If not, its memory is estimated
+        from shapes (`expected_step`), which takes seconds for any mesh. For a CPU it is always compiled.
+      teacher: config of the model that the recipe's `distill` names, if it does. Its parameters are counted, and if the
+        step is compiled also its forward pass; estimates from shapes, collectives and the roofline are without that.
 
     Raises:
-      InputError: an unknown platform, or a recipe that does not go with the model or the devices.
+      InputError: an unknown platform, or a recipe that does not fit the model or the devices.
     """
     target = planned_devices(recipe.mesh, platform, compiles=compiles)
     if target.devices is None:
@@ -186,7 +185,7 @@ def planned_training(
 def assumed_recipe(
     config: ModelConfig, mesh: MeshSection, optimizer: Literal["adamw", "adafactor", "lion", "muon"], tokens: int | None
 ) -> Recipe:
-    """A recipe for training a model on a mesh, where there is none yet: in bfloat16, with every layer computed again.
+    """Returns a recipe for training a model on a mesh, if there is none yet: in bfloat16, with full rematerialisation.
 
     Args:
       config: of the model.
@@ -215,7 +214,7 @@ def assumed_recipe(
 
 
 TEACHER_ITEM = "parameters, teacher"
-"""The item that says that there is a teacher."""
+"""Name of the item that exists if there is a teacher."""
 _ACTIVATIONS = "activations"
 
 
@@ -224,7 +223,7 @@ class _Held(NamedTuple):
 
     Attributes:
       params, frozen, teacher, optimizer, average, batch: as in the names of items.
-      gradients: which are among what a step holds meanwhile.
+      gradients: part of what a step holds temporarily.
       operations: of the optimizer's products, on all devices.
       notes: by attribute.
     """
@@ -241,7 +240,7 @@ class _Held(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of what is held all the time, with the batch."""
+        """Bytes that are held all the time, with the batch."""
         return self.params + self.frozen + self.teacher + self.optimizer + self.average + self.batch
 
     def items(self) -> list[Item]:
@@ -301,7 +300,7 @@ def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
 
 
 def _working(exact: _Held, temporaries: int, note: str = "") -> list[Item]:
-    """What a step holds meanwhile. XLA may reuse the memory of gradients, so that these take no more than all."""
+    """Returns the temporary memory of a step. XLA may reuse memory of gradients: they take no more than all of it."""
     gradients = min(exact.gradients, temporaries)
     return [
         Item(name="gradients", bytes=gradients, note="float32"),
@@ -314,8 +313,11 @@ def _working(exact: _Held, temporaries: int, note: str = "") -> list[Item]:
 
 
 def _checkpoint(exact: _Held, recipe: Recipe) -> list[Item]:
-    """What a step holds on a CPU while a checkpoint is written: buffers that are read cannot be donated to the step,
-    whose results then lie in new ones; and the writer makes its own copy. Of accelerators it lies on their host."""
+    """Returns the additional memory of a step on a CPU while a checkpoint is written.
+
+    Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer makes a copy
+    of its own. For accelerators this is memory of their host.
+    """
     if recipe.train.steps <= recipe.checkpoint.every:
         return []
     size = 2 * (exact.params + exact.optimizer + exact.average)
@@ -324,7 +326,7 @@ def _checkpoint(exact: _Held, recipe: Recipe) -> list[Item]:
 
 
 def _process() -> list[Item]:
-    """What this process has with the step compiled, which the process that trains will have as well."""
+    """Returns this process's own memory with the step compiled; the process that trains will have as much."""
     resident = resident_memory()
     if resident is None:
         return []
@@ -334,7 +336,7 @@ def _process() -> list[Item]:
 def _expected(
     recipe: Recipe, config: ModelConfig, target: PlannedDevices, teacher: ModelConfig | None
 ) -> PlannedTraining:
-    """Without compiling."""
+    """Predicts a run from shapes, without compiling its step."""
     assert target.chip is not None
     mesh = mesh_sizes(dataclasses.asdict(recipe.mesh), target.count)
     one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
@@ -385,7 +387,7 @@ def _planned(
     elif target.chip is not None:
         rates, is_least = rates_of_chip(target.chip, recipe.model.compute_dtype), True
     if rates is not None:
-        # The devices of a CPU share it.
+        # All devices of a CPU share its rates.
         cpu = rates.overlap is False
         time = step_time(recipe, config, moved, 1 if cpu else target.count, rates, exact.operations, teacher)
         source = rates.source

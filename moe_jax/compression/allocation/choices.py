@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from moe_jax.compression.alignment.design_matrix import aligned_kernels, mean_kernel
 from moe_jax.compression.allocation.together import Together
-from moe_jax.compression.calibration.expert_coders import centre_coder, expert_coders
+from moe_jax.compression.calibration.expert_coders import expert_coders, shared_base_coder
 from moe_jax.compression.calibration.sensitivity_pass import output_error
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
 from moe_jax.compression.coding.schemes import LowRank
@@ -89,7 +89,7 @@ def errors_of_choices(
     of_codes = _centres(LeastError(), mean[:, columns], (c.centre for c in choices if c.bits is not None), format_)
     ranks = {choice.keep: rank_of(layer, choice.keep) for choice in choices if choice.keep is not None}
     # Moments of all experts are summed for it, which takes a while.
-    shared = centre_coder(layer, name, permutations) if ranks else LeastError()
+    shared = shared_base_coder(layer, name, permutations) if ranks else LeastError()
     of_factors = _centres(shared, mean[:, columns], (c.centre for c in choices if c.bits is None), format_)
     errors, norm = np.zeros((layer.num_experts, len(choices))), 0.0
     coders = expert_coders(layer, name, permutations)

@@ -1,4 +1,4 @@
-"""Which parts of a text a model is calibrated on."""
+"""Chooses the parts of a text that a model is calibrated on."""
 
 import numpy as np
 from jaxtyping import Int
@@ -6,7 +6,7 @@ from jaxtyping import Int
 from moe_jax.core.errors import InputError
 
 DEFAULT_SAMPLES = 128
-"""Windows of a text, if it has so many and nothing else is said: as many as GPTQ's authors took."""
+"""Default number of windows, if the text has as many: as many as GPTQ's authors took."""
 
 
 def sample_windows(
@@ -16,12 +16,12 @@ def sample_windows(
 
     Args:
       ids: of the tokens of the text.
-      seq_len: L, tokens of a window; of a shorter text all.
+      seq_len: L, tokens of a window; for a shorter text all of it.
       samples: N; None: `DEFAULT_SAMPLES`, or as many as there are.
       seed: of the draw.
 
     Raises:
-      InputError: if the text has fewer windows than are asked for.
+      InputError: if the text has fewer windows than requested.
     """
     length = min(seq_len, len(ids))
     count = len(ids) // length

@@ -1,5 +1,7 @@
-"""Coders of the experts' kernels and of their centre: of a calibrated layer for least change of outputs, else of the
-kernels themselves."""
+"""Coders of the experts' kernels and of their shared base.
+
+For a calibrated layer they minimise the change of outputs, else the error of the kernels themselves.
+"""
 
 from collections.abc import Iterator
 
@@ -41,7 +43,7 @@ def expert_coders(
         yield LeastOutputError(moment, fit=fit, feedback=feedback, even=even)
 
 
-def centre_coder(
+def shared_base_coder(
     layer: SourceLayer,
     name: str,
     permutations: Int[np.ndarray, "E f"] | None = None,
@@ -49,9 +51,9 @@ def centre_coder(
     feedback: bool = True,
     even: bool = False,
 ) -> ExpertCoder:
-    """The coder of a kernel that all experts have in common: an error of it is in the outputs of each.
+    """Returns the coder of a kernel that all experts share: an error of it is in the outputs of every expert.
 
-    So it has the sum of the experts' moments, each of which counts by its tokens and their router weights.
+    It therefore has the sum of the experts' moments, each weighted by its tokens and their router weights.
 
     Args:
       layer: its experts.
@@ -94,7 +96,7 @@ def joint_moments(
 def _moments(
     layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"] | None
 ) -> Iterator[Float[np.ndarray, "i i"]]:
-    """`moments`, neurons in the given order."""
+    """Yields the moments of `moments`, with neurons in the given order."""
     for expert, moment in enumerate(moments(layer, name)):
         if name == "down" and permutations is not None:
             order = permutations[expert]

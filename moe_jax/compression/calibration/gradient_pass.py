@@ -1,13 +1,13 @@
-"""How much the loss depends on what an MoE layer gives for each token: squared gradients, one layer after another.
+"""Measures how much the loss depends on the output of each MoE layer for each token: squared gradients, layer by layer.
 
-An error e of the experts' output for a token changes the loss by about `g . e`, g being the gradient of the loss with
-respect to what the layer gives there. Without knowing e, its square is `|g|^2 |e|^2 / d` on average: so tokens count by
-`|g|^2`, the trace of the empirical Fisher information of that output. Where a norm stands between the experts and what
-the layer gives, its scale is not looked at.
+An error e of the experts' output for a token changes the loss by about `g . e`, where g is the gradient of the loss
+with respect to the layer's output for that token. If e is unknown, the square of this is `|g|^2 |e|^2 / d` on average.
+So tokens are weighted by `|g|^2`, the trace of the empirical Fisher information of that output. If a norm stands
+between the experts and the layer's output, its scale is ignored.
 
-The model runs forwards over the text, and what every layer is given is kept on the disk, in bfloat16; then the
-gradients run backwards. Memory holds one layer and one batch, and a pass that was killed goes on at the layer where it
-was.
+The model runs forwards over the text, and the input of every layer is stored on the disk, in bfloat16; then the
+gradients run backwards. Memory holds one layer and one batch, and a pass that was killed continues at the layer where
+it was.
 """
 
 import shutil
@@ -35,7 +35,7 @@ _FORWARDS, _BACKWARDS = "forwards", "backwards"
 
 
 def has_gradients(folder: Path, layers: tuple[int, ...]) -> bool:
-    """Whether a recording has those of all these layers."""
+    """Whether a recording has the gradients of all these layers."""
     return not (folder / _STATES / _NEXT).exists() and all(gradients_file(folder, i).is_file() for i in layers)
 
 
@@ -48,14 +48,14 @@ def record_gradients(
     batch_size: int = 8,
     progress: Progress = no_progress,
 ) -> None:
-    """Adds to a recording how much the loss of its text depends on every token, or goes on with that.
+    """Adds the weights of tokens by their squared gradients to a recording, or continues an interrupted pass.
 
     Args:
       source: the model.
       windows: of the text, those of the recording.
       folder: of the recording.
-      mesh: as of `layerwise_pass.record`.
-      batch_size: windows at a time, rounded up to what the mesh divides.
+      mesh: as for `layerwise_pass.record`.
+      batch_size: windows at a time, rounded up to a multiple of what the mesh divides.
       progress: called after every layer, forwards and backwards.
 
     Raises:
@@ -79,7 +79,7 @@ def record_gradients(
 
 
 class _Pass:
-    """The steps of the pass; each goes on at a layer and ends with all that the next one needs on the disk."""
+    """The steps of the pass; each continues at a layer and ends with everything on the disk that the next one needs."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _Pass:
         self._progress = progress
 
     def forwards(self, begin: int) -> None:
-        """Keeps what every layer is given from layer `begin` on, and what the last one gives."""
+        """Stores the input of every layer from layer `begin` on, and the output of the last one."""
         if begin == 0:
             leaves = self._leaves("embed/")
             given = _halves(self._states, 0, self._shape)
@@ -117,8 +117,10 @@ class _Pass:
                 _go_on(self._states, after, _FORWARDS, i + 1)
 
     def turn(self) -> None:
-        """Keeps the gradient of the loss with respect to what the last layer gives; the logits of one window are in
-        memory at a time."""
+        """Stores the gradient of the loss with respect to the output of the last layer.
+
+        The logits of one window are in memory at a time.
+        """
         leaves = self._leaves("final_norm/", "lm_head/", *([EMBEDDING] if self._config.tie_embeddings else []))
         placed = jax.tree.map(jnp.asarray, leaves)
 
@@ -132,7 +134,7 @@ class _Pass:
         _go_on(self._states, gradients, _BACKWARDS, self._layers)
 
     def backwards(self, begin: int) -> None:
-        """Takes the gradient with respect to what layer `begin` is given back to the first MoE layer."""
+        """Takes the gradient with respect to the input of layer `begin` back to the first MoE layer."""
         with jax.set_mesh(self._mesh):
             for i in range(begin - 1, self._first - 1, -1):
                 self._tell(2 * self._layers - 1 - i)
@@ -157,7 +159,7 @@ class _Pass:
 
 
 def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"]) -> None:
-    """Their squared norms, divided by the mean."""
+    """Writes the squared norms of gradients, divided by their mean."""
     squares = np.concatenate([np.sum(np.square(g, dtype=np.float64), axis=1) for g in gradients])
     mean = float(squares.mean())
     if not np.isfinite(mean):
@@ -169,7 +171,7 @@ def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"]) -> N
 
 
 def _begin(states: Path) -> tuple[str, int]:
-    """Which way the pass goes, and where it goes on."""
+    """Returns the direction of the pass, and the layer at which it continues."""
     if not (states / _NEXT).is_file():
         return _FORWARDS, 0
     direction, layer = (states / _NEXT).read_text().split()
@@ -177,18 +179,18 @@ def _begin(states: Path) -> tuple[str, int]:
 
 
 def _go_on(states: Path, made: np.memmap, direction: str, layer: int) -> None:
-    """Notes what is complete: forwards, what the layer is given; backwards, the gradients of that."""
+    """Notes that a file is complete: forwards, the layer's input; backwards, the gradients with respect to it."""
     made.flush()
     replace_file(states / _NEXT, f"{direction} {layer}".encode())
 
 
 def _halves(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
-    """What a layer is given, bfloat16 as 16 bits: a file to read, or with a shape to fill."""
+    """Opens the input of a layer, bfloat16 as 16 bits: a file to read, or with a shape to fill."""
     return _memmap(states / f"{layer}.npy", np.uint16, shape)
 
 
 def _gradients(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
-    """Gradients with respect to what a layer is given, float32; likewise."""
+    """Opens the gradients with respect to the input of a layer, float32: a file to read, or with a shape to fill."""
     # Two files in turn: that of the layer after is whole until this one is.
     return _memmap(states / f"backwards{layer % 2}.npy", np.float32, shape)
 
@@ -208,7 +210,7 @@ def _floats(bits: np.ndarray) -> Float[np.ndarray, "... d"]:
 
 
 def _check_room(states: Path, tokens: int, d_model: int, layers: int) -> None:
-    """Raises `InputError` unless what all layers are given and two times gradients fit on the disk."""
+    """Raises `InputError` unless the inputs of all layers and gradients of two layers fit on the disk."""
     needed = tokens * d_model * (2 * (layers + 1) + 8) - sum(file.stat().st_size for file in states.iterdir())
     free = shutil.disk_usage(states).free
     if needed > free:

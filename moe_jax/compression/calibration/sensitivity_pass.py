@@ -1,11 +1,11 @@
-"""How much what a model says depends on each matrix of the experts of each layer: divergence by error, measured.
+"""Measures the sensitivity of a model to each matrix of the experts of each layer: divergence per error.
 
-One matrix of the experts of one layer at a time is coded in a few bits, as it may be later, and the divergence
-KL(p || q) of the model's predictions from what they were is held against the error of that matrix's outputs. Small
-divergences add up nearly.
+One matrix of the experts of one layer at a time is coded in a few bits, as it may be later. The divergence KL(p || q)
+of the model's predictions from the original ones is divided by the error of that matrix's outputs. Small divergences
+nearly add up.
 
-All matrices are tried in one pass: the model runs over a few windows, and beside them runs a copy of these for every
-matrix that was tried before. So every layer is read once, and memory holds one layer and the activations of all copies.
+All matrices are tried in one pass: the model runs over a few windows, together with a copy of these for every matrix
+that was tried before. So every layer is read once, and memory holds one layer and the activations of all copies.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,13 +42,13 @@ def measure_sensitivities(
     batch_size: int = 8,
     progress: Progress = no_progress,
 ) -> dict[int, dict[str, float]]:
-    """The divergence, nats per token, for each unit of `output_error(...)`; by layer index and name of the matrix.
+    """Returns the divergence, nats per token, per unit of `output_error(...)`; by layer index and name of the matrix.
 
     Args:
       source: a model whose MoE layers have full experts.
-      windows: of the calibration text; of many, the first 2048 tokens are enough.
+      windows: of the calibration text; the first 2048 tokens are enough.
       calibration: of every MoE layer.
-      mesh: as of `layerwise_pass.record`.
+      mesh: as for `layerwise_pass.record`.
       batch_size: windows at a time.
       progress: called after every layer.
 
@@ -109,12 +109,12 @@ def check_full_experts(config: ModelConfig) -> None:
 
 
 def output_error(error: float, norm: float) -> float:
-    """The error of a matrix's outputs, relative and squared."""
+    """Returns the squared relative error of a matrix's outputs."""
     return error / norm if norm > 0 else 0.0
 
 
 def _coded(layer: SourceLayer, name: str) -> tuple[Float[np.ndarray, "E i o"], float]:
-    """The kernels of a matrix in codes, and the error of their outputs."""
+    """Returns the kernels of a matrix in codes, and the error of their outputs."""
     stacked, error, norm = [], 0.0, 0.0
     for kernel, coder in zip(layer.kernels(name), expert_coders(layer, name), strict=True):
         wide = kernel.astype(np.float32)
@@ -130,7 +130,7 @@ def _coded(layer: SourceLayer, name: str) -> tuple[Float[np.ndarray, "E i o"], f
 def _divergence_from(
     config: ModelConfig, last: Mapping[str, np.ndarray], before: Float[np.ndarray, "N L d"]
 ) -> Callable[[Float[np.ndarray, "N L d"]], float]:
-    """KL(p || q) per token: p is what the head makes of `before`, q of the activations that the result is given."""
+    """Returns a function of activations: KL(p || q) per token, p from `before` and q from these activations."""
 
     @jax.jit
     def of_window(leaves, one, other):
@@ -138,5 +138,5 @@ def _divergence_from(
         return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=1))
 
     placed = jax.tree.map(jnp.asarray, dict(last))
-    # Numbers one by one: of an interrupt while NumPy waits for arrays of JAX, it makes an error of its own.
+    # Numbers one by one: if an interrupt comes while NumPy waits for arrays of JAX, NumPy raises another error.
     return lambda after: float(np.mean([float(of_window(placed, *pair)) for pair in zip(before, after, strict=True)]))

@@ -14,7 +14,7 @@ from moe_jax.compression.alignment.design_matrix import (
     mean_kernel,
     neuron_rows,
 )
-from moe_jax.compression.calibration.expert_coders import ExpertCoder, centre_coder, expert_coders, joint_moments
+from moe_jax.compression.calibration.expert_coders import ExpertCoder, expert_coders, joint_moments, shared_base_coder
 from moe_jax.compression.coding.centre import REFITS, code_residuals, stack, stored_centre, write_centre
 from moe_jax.compression.coding.coder import LeastError, LeastJointError
 from moe_jax.compression.coding.pruning import prune
@@ -143,7 +143,7 @@ def coder_of_centre(
       layer: of the experts.
       bank: what they become.
       name: of the matrix.
-      permutations, feedback, even: see `centre_coder`.
+      permutations, feedback, even: see `shared_base_coder`.
       rounded: also for a centre without codes.
 
     Raises:
@@ -153,7 +153,7 @@ def coder_of_centre(
     assert isinstance(form, KernelForm)
     if bank.base_codes is None or codes_all_entries(form, layer.matrices[name]):
         return rounded
-    return centre_coder(layer, name, permutations, feedback=feedback, even=even)
+    return shared_base_coder(layer, name, permutations, feedback=feedback, even=even)
 
 
 def codes_all_entries(form: KernelForm, matrix: Matrix) -> bool:

@@ -1,4 +1,4 @@
-"""Trained MoE -> smaller MoE, layer by layer; of several processes, each has its own layers."""
+"""Compresses a trained MoE, layer by layer; with several processes, each has its own layers."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
 T = TypeVar("T")
 
 OnLayer = Callable[[int, LayerFigures, int], None]
-"""Called with a layer that is done, its figures, and the bytes of its experts now."""
+"""Called with the index of a finished layer, its figures, and the bytes of its experts now."""
 
 
 def compress(
@@ -56,30 +56,29 @@ def compress(
 ) -> Report:
     """Writes a model with its experts compressed. Memory holds one layer at a time.
 
-    A job that was killed goes on where it was when it is started again with the same options.
+    A job that was killed continues when it is started again with the same options.
 
     Several processes that make the same call write one directory together. A layer is the work of one of them, which
-    reads, analyses, compresses and writes it; of the other leaves each copies its share. What is found out about a
-    layer, by which the layers share a budget, all of them hear, and plan the same. The result is that of one process,
-    to the last bit. In memory every process has, and makes, all of it.
+    reads, analyses, compresses and writes it; each process copies its share of the other leaves. All processes get the
+    analyses, by which the layers share a budget, and plan the same. The result is that of one process, to the last bit.
+    If the target is in memory, every process makes and has all of it.
 
     Args:
       source: a model with MoE layers, whatever their banks.
       dst: the model directory to write, or memory.
-      method: what to do.
+      method: the method of compression.
       base: the dense model that the experts came from. Without it, a bank's own base, or the mean of the experts.
       extended: the universal FFN beside each bank becomes one more of its deltas.
       layers: the MoE layers to compress; None: all. The others stay as they are.
-      calibration: what the experts are given on a text. Without it, all inputs and all experts count alike.
-      described: the options as the user gave them: for the lineage, and to know the job again.
-      progress: called at the start and after every layer to compress, whichever process does it; in the first.
-      on_layer: called there for every compressed layer in turn, also for those that a killed job had done.
+      calibration: recorded inputs of the experts on a text. Without it, all inputs and all experts count alike.
+      described: the options as the user gave them: for the lineage, and to recognise the job.
+      progress: called in the first process at the start and after every compressed layer, whichever process did it.
+      on_layer: called there for every compressed layer in order, also for those that a killed job had done.
 
     Raises:
-      InputError: if the model has no experts, an option does not go with it, weights are not finite, `dst` exists, or
-        processes were given different things. Nothing is left behind by one process, or where it is the first that
-        fails.
-      OSError: if the disk is full. What is done stays beside `dst`, to be gone on with.
+      InputError: if the model has no experts, an option does not fit it, weights are not finite, `dst` exists, or
+        processes were given different arguments. Nothing is left behind by one process, or if the first one fails.
+      OSError: if the disk is full. Finished work stays beside `dst`, to be continued.
     """
     shared = isinstance(dst, Path)
     decided = first_decides if shared else _alone
@@ -149,7 +148,7 @@ def _analyse(
     *,
     shared: bool,
 ) -> dict[int, Analysis]:
-    """The analyses of all layers, in every process."""
+    """Returns the analyses of all layers, in every process."""
     if type(method).analyse is Method.analyse:
         return {i: {} for i in sizes}
     analyses: dict[int, Analysis] = {} if store is None else store.known(sizes)
@@ -178,7 +177,7 @@ def _below(arrays: Mapping[str, np.ndarray], layer: int) -> Iterable[tuple[str, 
 
 
 def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
-    """The layers to compress, ascending.
+    """Returns the layers to compress, ascending.
 
     Raises:
       InputError: if the model has no experts, or adapters, or a layer is not one of its MoE layers; all are listed.
@@ -198,12 +197,12 @@ def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[in
 
 
 def check_before_calibration(source: ModelSource, method: Method, layers: Iterable[int], *, extended: bool) -> None:
-    """Raises `InputError` if a method does not go with a model, whatever a text may say: that takes long to find out.
+    """Raises `InputError` if a method does not fit a model on any text, before a calibration that takes long.
 
     Args:
       source: the model.
-      method: what to do.
-      layers: to compress, as `choose_layers` gives them.
+      method: the method of compression.
+      layers: to compress, from `choose_layers`.
       extended: see `compress`.
     """
     layers = tuple(layers)
@@ -253,7 +252,7 @@ def _write(
     for path in specs:
         by_layer.setdefault(int(path.split("/")[1]) if path.startswith("layers/") else -1, []).append(path)
     notes = {int(name): note for name, note in writer.notes(map(str, indices)).items()}
-    # Figures are noted before the last leaves of a layer are on the disk, or after: both have to be there.
+    # Figures may be noted before or after the last leaves of a layer are on the disk: both have to be there.
     left = [i for i in indices if not (i in notes and writer.done.issuperset(by_layer[i]))]
     owners = _deal(source, writer, by_layer, left)
     board = Board(
@@ -276,7 +275,7 @@ def _write(
                 size += leaf.nbytes
                 if path not in writer.done:
                     writer.write({path: leaf})
-                # Of a layer that takes minutes, something is seen before it is done.
+                # A layer may take minutes: its progress is shown before it is done.
                 board.working(min(1.0, size / whole))
 
             figures = compress_layer(i, write)
@@ -297,7 +296,7 @@ def _write(
 def _deal(
     source: ModelSource, writer: ModelWriter, by_layer: Mapping[int, Sequence[str]], left: Sequence[int]
 ) -> dict[int, int]:
-    """Deals out what is left to do: which process compresses each layer, and copies each of the other leaves."""
+    """Distributes the remaining work: returns which process compresses each layer, and which copies each other leaf."""
     stored, sizes = source.specs(), _expert_sizes(source, left)
     of_experts = {path for i in left for path in by_layer[i] if path.startswith(f"layers/{i}/mlp/")}
     copied = [path for paths in by_layer.values() for path in paths if path not in of_experts | writer.done]
@@ -311,7 +310,7 @@ def _deal(
 
 
 def _expert_sizes(source: ModelSource, layers: Iterable[int]) -> dict[int, int]:
-    """What the experts of layers take, and with them the rest of their MoE: by that the work is shared."""
+    """Returns the bytes of the experts of each layer, with the rest of their MoE, by which the work is shared."""
     sizes = dict.fromkeys(layers, 0)
     for path, spec in source.specs().items():
         names = path.split("/")
@@ -325,12 +324,12 @@ def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
 
 
 def _alone(action: Callable[[], T]) -> T:
-    """What `first_decides` does of one process."""
+    """Does for one process what `first_decides` does for several."""
     return action()
 
 
 def _sizes(source: ModelSource, written: StoredLeaves, layers: Sequence[int]) -> dict[str, list[int]]:
-    """Bytes before and after: of the experts of every layer, and of everything."""
+    """Returns the bytes before and after: of the experts of every layer, and of everything."""
     return {
         "experts before": [_expert_bytes(source.specs(), source.stored_bytes, i) for i in layers],
         "experts after": [_expert_bytes(written.specs, written.stored_bytes, i) for i in layers],
@@ -351,6 +350,6 @@ def _report(
 
 
 def _expert_bytes(paths: Iterable[str], stored_bytes: Callable[[str], int], layer: int) -> int:
-    """What a layer's experts and universal FFN take, wherever that FFN is."""
+    """Returns the bytes of a layer's experts and universal FFN, wherever that FFN is."""
     prefixes = (f"layers/{layer}/mlp/experts/", f"layers/{layer}/mlp/universal/")
     return sum(stored_bytes(path) for path in paths if path.startswith(prefixes))

@@ -1,4 +1,4 @@
-"""Quality against bytes: a model is compressed by many methods, and every result is scored and removed again."""
+"""Quality against bytes: compresses a model by many methods, and scores and removes every result."""
 
 import contextlib
 import dataclasses
@@ -22,10 +22,10 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.model_source import ModelSource
 
 Score = Callable[[ModelSource], float]
-"""Mean negative log-likelihood per token of a text, natural log; not finite for a model that is destroyed."""
+"""Returns the mean negative log-likelihood per token of a text, natural log; not finite for a ruined model."""
 
 WORST_NLL = math.log(1e30)
-"""Of a point at most, and of one that is destroyed: it must still fit a picture."""
+"""Largest value of a point, and the value of a ruined model: it must still fit a picture."""
 
 
 def sweep(
@@ -44,7 +44,7 @@ def sweep(
     Args:
       source: the model.
       dst: the folder, which appears when all is done.
-      methods: what to try, by name; each differs from the others of its name in the option that it sweeps.
+      methods: methods to try, by name; those of one name differ in the option that is varied.
       score: see `Score`.
       described: the options as the user gave them.
       sources: the models and the text that were read.
@@ -100,7 +100,7 @@ def sweep(
 
 @contextlib.contextmanager
 def _staged(dst: Path) -> Iterator[Path]:
-    """As `staged_directory`, of several processes: the first makes the folder, and moves it to its place."""
+    """As `staged_directory`, for several processes: the first makes the folder, and moves it to its place."""
     with contextlib.ExitStack() as stack:
         folder = first_decides(lambda: str(stack.enter_context(staged_directory(dst))))
         yield Path(folder)

@@ -1,11 +1,10 @@
-"""array_record files in buckets: a record is read by its range, and the list of all at the end of the file.
+"""array_record files in buckets: reads each record by its range, and the index of records at the end of the file.
 
-The library array_record reads files of disks alone, so that its format is read here. A file is one of Riegeli's:
-chunks, each with a header, in blocks of 64 KiB which begin with a header of their own wherever that falls. The last
-block says where the footer is, a chunk whose records say, after one that counts them, where each chunk of data is.
-Hashes are not verified.
-Sources: https://github.com/google/array_record (`layout.proto`), and
-https://github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md.
+The library array_record reads files on disks only, so its format is read here. A file is one of Riegeli's: chunks, each
+with a header, in blocks of 64 KiB. Every block begins with a header of its own, wherever in a chunk that falls. The
+last block gives the position of the footer, a chunk whose first record counts the following ones; these give the
+position of each chunk of data. Hashes are not verified. Sources: https://github.com/google/array_record
+(`layout.proto`), and https://github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md.
 """
 
 import itertools
@@ -19,7 +18,7 @@ from moe_jax.data.sources.cached_copies import import_pyarrow
 from moe_jax.data.sources.data_files import DataFile
 
 _BLOCK, _BLOCK_HEADER = 1 << 16, 24
-# Hash of the header, bytes of the data, hash of the data, kind and number of records, bytes of these uncompressed.
+# Hash of the header, bytes of the data, hash of the data, kind and number of records, uncompressed bytes.
 _CHUNK_HEADER = struct.Struct("<QQQQQ")
 _MAGIC = 0x71930E704FDAE05E  # of the last block
 _SIMPLE = ord("r")
@@ -28,7 +27,7 @@ _MAX_BYTES = 1 << 30  # of a record, and of the footer: that of a hundred millio
 
 
 class _Chunk(NamedTuple):
-    """The records of a chunk as they are stored: how many there are, what they take uncompressed, and its data."""
+    """The stored records of a chunk: their number, their uncompressed bytes, and the data."""
 
     count: int
     decoded: int
@@ -55,7 +54,7 @@ class ArrayRecords:
         return record
 
     def _read_edges(self) -> np.ndarray:
-        """Where the chunks of all records begin, and where the last one ends: Int64."""
+        """Returns the positions of the chunks of all records, and the end of the last one: Int64."""
         end = self._file.size - _BLOCK
         if end < _BLOCK or self._file.size % _BLOCK:
             raise ValueError("it does not consist of blocks of 64 KiB")
@@ -73,7 +72,7 @@ class ArrayRecords:
         return edges
 
     def _records(self, start: int, stop: int) -> list[bytes]:
-        """The records of the chunk that begins at a place of the file, and does not go on after another."""
+        """Returns the records of the chunk from `start` to `stop` in the file."""
         chunk = self._chunk(start, stop)
         kind, data = chunk.data[0], chunk.data[1:]
         length, data = _number(data)
@@ -109,7 +108,7 @@ class ArrayRecords:
 
 
 def _without_block_headers(data: bytes, start: int) -> bytes:
-    """What lies from a place of the file on, but for the headers of blocks."""
+    """Removes the headers of blocks from the bytes that begin at `start` in the file."""
     parts, at = [], 0
     while at < len(data):
         if (start + at) % _BLOCK == 0:
@@ -121,7 +120,7 @@ def _without_block_headers(data: bytes, start: int) -> bytes:
 
 
 def _number(data: bytes) -> tuple[int, bytes]:
-    """The number at the beginning, seven bits a byte, and what follows."""
+    """Returns the number at the beginning, seven bits per byte, and the remaining bytes."""
     value = 0
     for place, byte in enumerate(data[:10]):
         value |= (byte & 0x7F) << 7 * place
@@ -131,7 +130,7 @@ def _number(data: bytes) -> tuple[int, bytes]:
 
 
 def _all_numbers(data: bytes) -> Iterator[int]:
-    """All numbers in a row."""
+    """Yields all numbers of a sequence."""
     value = shift = 0
     for byte in data:
         value |= (byte & 0x7F) << shift
@@ -144,7 +143,7 @@ def _all_numbers(data: bytes) -> Iterator[int]:
 
 
 def _numbers(message: bytes) -> Iterator[tuple[int, int]]:
-    """The fields of a protocol buffer that holds nothing but numbers."""
+    """Yields the fields of a protocol buffer that holds only numbers."""
     numbers = list(_all_numbers(message))
     if len(numbers) % 2 or any(key & 7 for key in numbers[::2]):
         raise ValueError("its list of records is damaged")

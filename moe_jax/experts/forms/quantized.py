@@ -21,8 +21,8 @@ from moe_jax.functional.products.packing import (
     SCALE_DTYPE,
     Grid,
     codes_shape,
-    of_rows,
     pack,
+    repeat_over_rows,
     scales_of,
     scales_shape,
     unpack,
@@ -164,15 +164,15 @@ class Quantized(KernelForm):
         by_column = ("scales", "scale_codes", "zeros") if self.group_size is not None else ()
         own = {name: window.columns(array) if name in by_column else array for name, array in arrays.items()}
         # A shard may begin inside a group, and holds the scales of all groups.
-        scales, zeros = of_rows(scales_of(own), rows, self.group_size, first), None
+        scales, zeros = repeat_over_rows(scales_of(own), rows, self.group_size, first), None
         if self.zero_points:
-            zeros = of_rows(zeros_of(own["zeros"], self.bits), rows, self.group_size, first)
+            zeros = repeat_over_rows(zeros_of(own["zeros"], self.bits), rows, self.group_size, first)
         grid = Grid(scales, arrays.get("table"), zeros)
         codes = unpack(window.columns(arrays["codes"]), rows, self.bits, jnp.uint8 if self.table else jnp.float32)
         numbers = grid.numbers(codes, self.bits)
         if not self.row_scales:
             return numbers
-        return numbers * of_rows(arrays["row_scales"].astype(numbers.dtype), rows, 1, first)
+        return numbers * repeat_over_rows(arrays["row_scales"].astype(numbers.dtype), rows, 1, first)
 
     def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
         """See `KernelForm`."""

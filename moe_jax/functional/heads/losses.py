@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 def next_token_loss(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Weighted sum of the negative log-likelihoods (natural logarithm) of the targets.
+    """Returns the weighted sum of the negative log-likelihoods (natural logarithm) of the targets.
 
     Args:
       logits: float32.
@@ -22,7 +22,7 @@ def next_token_loss(
 
 
 def token_losses(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Negative log-likelihood (natural logarithm) of every target, float32."""
+    """Returns the negative log-likelihood (natural logarithm) of every target, float32."""
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen

@@ -21,7 +21,7 @@ class RecipeKey(NamedTuple):
       kind: the values that it takes.
       default: as TOML; None: there is none, and `is_required` says whether the key may be left out.
       is_required: whether its table must have it.
-      text: what it means.
+      text: its meaning.
     """
 
     name: str
@@ -32,7 +32,7 @@ class RecipeKey(NamedTuple):
 
 
 def recipe_keys(patterns: Sequence[str] = ()) -> list[RecipeKey]:
-    """The keys whose names match one of the patterns, or contain it; without patterns all.
+    """Returns the keys whose names match one of the patterns, or contain it; without patterns all keys.
 
     Raises:
       InputError: if a pattern matches no key.
@@ -66,7 +66,7 @@ def _keys_of(section: type, prefix: str) -> Iterator[RecipeKey]:
 
 
 def _table(hint: Any) -> tuple[type | None, bool]:
-    """The dataclass that a key holds, and whether it holds an array of them."""
+    """Returns the dataclass that a key holds, if any, and whether the key holds an array of them."""
     for option in (hint, *typing.get_args(hint)):
         if dataclasses.is_dataclass(option) and isinstance(option, type):
             return option, typing.get_origin(hint) is tuple

@@ -37,7 +37,7 @@ def to_toml(config: Any) -> str:
 
 
 def to_table(config: Any) -> dict[str, Any]:
-    """A dataclass as the table that `to_toml` writes."""
+    """Returns a dataclass as the table that `to_toml` writes."""
     return tomllib.loads(to_toml(config))
 
 
@@ -54,7 +54,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value of `flatten` without dataclasses, as JSON has it: arrays of tables become lists of dicts."""
+    """Returns a value of `flatten` without dataclasses, as JSON has it: arrays of tables become lists of dicts."""
     if isinstance(value, tuple):
         return [flatten(item) if dataclasses.is_dataclass(item) else item for item in value]
     return value
@@ -90,7 +90,7 @@ def _table_lines(config: Any, prefix: str) -> list[str]:
 
 
 def toml_value(value: Any) -> str:
-    """A boolean, number, string or array of them as TOML."""
+    """Writes a boolean, number, string or array of them as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -1,8 +1,8 @@
-"""Copies a checkpoint of a run, on disks and in buckets, from either to either.
+"""Copies a checkpoint of a run, from a disk or a bucket to a disk or a bucket.
 
-Runs on disks save arrays into a database, those in buckets into files, and a checkpoint that is copied into a bucket
-has files too. Of one in a bucket the arrays are copied by the names that their metadata imply, and not only by what a
-listing shows: a chunk that is missing from a copy would be read as zeros.
+Runs on disks save arrays into a database, runs in buckets into files, and a checkpoint that is copied into a bucket
+gets files, too. The arrays of a checkpoint in a bucket are copied by the names that their metadata imply, and not only
+by what a listing shows: a chunk that is missing from a copy would be read as zeros.
 """
 
 import itertools
@@ -34,9 +34,8 @@ _METADATA_OF_ARRAYS = f"{_STATE}/array_metadatas"
 def copy_checkpoint(source: Path, target: Path) -> None:
     """Copies the folder of a checkpoint.
 
-    Args:
-      source: the folder, of a checkpoint that is complete.
-      target: where the copy is made; nothing is there.
+    source: the folder of a complete checkpoint.
+    target: where the copy is made; nothing exists there.
 
     Raises:
       InputError: if something of the checkpoint is missing.
@@ -52,7 +51,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
         elif folder == "." or folder.count("/") == 0 or folder == _METADATA_OF_ARRAYS:
             place = target / folder
             assert isinstance(place, BucketPath)
-            place.objects.write(f"{place.key}/", b"")  # which is how Orbax knows a folder
+            place.objects.write(f"{place.key}/", b"")  # Orbax recognises a folder by it
 
     def copy(name: str) -> None:
         write_durably(target / name, reads[name]())
@@ -65,14 +64,14 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 
 def bytes_of_checkpoint(source: Path) -> int:
-    """Bytes of the files of a checkpoint; of one in a bucket, of its arrays, uncompressed as they are stored."""
+    """Number of bytes of a checkpoint's files; in a bucket, the uncompressed bytes of its arrays."""
     if not isinstance(source, BucketPath):
         return sum((source / name).stat().st_size for name in _names_on_disk(source))
     return sum(math.prod(array["shape"]) * _itemsize(array) for _, array in _arrays(source))
 
 
 def _reads_of_files(source: Path) -> dict[str, Callable[[], bytes]]:
-    """Name of every file -> reads it."""
+    """Returns a function to read each file, by the file's name."""
 
     def read(name: str) -> bytes:
         with open_bytes(source / name) as file:
@@ -83,7 +82,7 @@ def _reads_of_files(source: Path) -> dict[str, Callable[[], bytes]]:
 
 
 def _reads_of_database(source: Path) -> dict[str, Callable[[], bytes]]:
-    """The files that there would be if the arrays were not in a database, each with what reads it."""
+    """Returns a function to read each file that the arrays would have outside a database, by the file's name."""
     beside = {name: read for name, read in _reads_of_files(source).items() if not _OF_DATABASE.match(name)}
     files = {"driver": "file", "path": f"{source / _STATE}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": files}).result()
@@ -125,7 +124,7 @@ def _names_in_bucket(source: BucketPath) -> list[str]:
 
 
 def _arrays(source: BucketPath) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The arrays of a checkpoint with their metadata."""
+    """Yields the arrays of a checkpoint with their metadata."""
     try:
         tree = json.loads((source / _METADATA).read_bytes())
         names = ["/".join(part["key"] for part in leaf["key_metadata"]) for leaf in tree["tree_metadata"].values()]
@@ -139,7 +138,7 @@ def _arrays(source: BucketPath) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _chunks(array: dict[str, Any]) -> Iterator[str]:
-    """The names of the chunks of an array."""
+    """Yields the names of the chunks of an array."""
     shape, chunk = array["shape"], array["chunk_grid"]["configuration"]["chunk_shape"]
     counts = [-(-axis // part) for axis, part in zip(shape, chunk, strict=True)]
     for index in itertools.product(*map(range, counts)):

@@ -1,6 +1,6 @@
-"""Restarting a run from one of its checkpoints, with other settings of the optimizer or without some of its batches.
+"""Restarts a run from one of its checkpoints, with other optimizer settings or without some of its batches.
 
-A restart is a run of its own: its directory begins with the checkpoint, and the run that it came from stays as it is.
+A restart is a run of its own: its directory begins with the checkpoint, and the run that it came from is not changed.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from moe_jax.training.run.run_directory import (
     write_beginning,
 )
 
-# With another of these, what the checkpoint has of the optimizer's state means nothing.
+# If one of these differs, the optimizer's state in the checkpoint is useless.
 _KINDS_OF_MOMENTS = ("optimizer.kind", "optimizer.moments")
 
 
@@ -58,7 +58,7 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
     parts = split_step(saved)
     if parts is None:
         raise InputError(f"cannot restart from {saved}: expected RUN@STEP, as in run@500")
-    # In a bucket, what an interrupted restart has left lies where the run will be.
+    # In a bucket, the remains of an interrupted restart are where the run will be.
     is_run = (run_dir / RECORD).is_file()
     begun = isinstance(run_dir, BucketPath) and not is_run and is_begun(run_dir, PARTIAL)
     if is_run or (run_dir.exists() and not begun) or run_dir.is_symlink():
@@ -80,13 +80,13 @@ def check_restarted(run_dir: Path, record: RunRecord | None, saved: Path, *, ski
 
 
 def restarted(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> RunRecord:
-    """The record of a run that begins with a checkpoint.
+    """Returns the record of a run that begins with a checkpoint.
 
     Args:
       origin: the checkpoint.
       recipe: as resolved.
-      record: what the run stands on.
-      skip_batches: batches that will be left out.
+      record: the inputs of the run.
+      skip_batches: number of batches that will be left out.
     """
     changed = {key: list(pair) for key, pair in changed_keys(origin.recipe, recipe).items()}
     place = str(origin.run_dir.resolve())
@@ -106,8 +106,9 @@ def keeps_average(restart: Restart) -> bool:
 
 
 def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
-    """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all. In a bucket
-    it counts when its record is there, which is written last.
+    """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all.
+
+    In a bucket it counts once its record is there, which is written last.
 
     Args:
       origin: the checkpoint.

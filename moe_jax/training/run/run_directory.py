@@ -1,17 +1,17 @@
-"""The run directory: the outputs of a run, and what is needed to continue it.
+"""The run directory: the outputs of a run, and everything needed to continue it.
 
     recipe.toml      the recipe as resolved, overrides included
-    run.json         what the run stands on, by content (`continuation`)
-    tokenizer/       the tokenizer's files, and what else goes with the model
+    run.json         the inputs of the run, identified by content (`continuation`)
+    tokenizer/       the tokenizer's files, and others that go with the model
     checkpoints/     the last few training checkpoints
     metrics.jsonl    one line per step
     tensorboard/     the same as events
     profile/         a profiler trace, if the recipe asks for one
-    wandb/, wandb_id what Weights & Biases keeps, likewise
+    wandb/, wandb_id files of Weights & Biases, likewise
     model/           a model directory, at the end
 
 While a process works on the run it holds a lock on the directory, and `.lock` says which process that is. In a bucket
-`.lock` is a lease, checkpoints/steps.json says which checkpoints there are, and what Weights & Biases keeps is not.
+`.lock` is a lease, checkpoints/steps.json lists the checkpoints, and the files of Weights & Biases are elsewhere.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ _HOLDER = ".lock"
 class RunLock:
     """Keeps all other processes out of a run directory, from `take` to the end of the block. A context manager.
 
-    Of a run with several processes the first one holds the lock.
+    In a run with several processes the first one holds the lock.
     """
 
     def __init__(self, run_dir: Path):
@@ -110,12 +110,12 @@ class RunLock:
 
 
 def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
-    """The recipe of the run in a directory; None if there is none. Writes nothing.
+    """Returns the recipe of the run in a directory; None if there is none. Writes nothing.
 
     Raises:
       InputError: if `run_dir` exists and is not to be continued, or is not a run.
     """
-    # In a bucket the listing that tells whether there is anything may be late.
+    # In a bucket, the listing that shows whether something exists may be late.
     if not (run_dir / RECIPE).is_file() and not run_dir.exists() and not run_dir.is_symlink():
         return None
     if run_dir.is_dir() and all(child.name == _HOLDER for child in run_dir.iterdir()):
@@ -130,7 +130,7 @@ def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
 
 
 def split_step(path: Path) -> tuple[Path, int] | None:
-    """The run and the step of `RUN@STEP`; None if the path does not have this form, or something is there."""
+    """Returns the run and the step of `RUN@STEP`; None if the path does not have this form, or exists."""
     match = re.fullmatch(r"(.+)@(\d{1,18})", Path(path).name)
     if match is None or as_path(path).exists():
         return None
@@ -138,7 +138,7 @@ def split_step(path: Path) -> tuple[Path, int] | None:
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints of a run, ascending."""
+    """Returns the steps of the checkpoints of a run, ascending."""
     checkpoints = run_dir / CHECKPOINTS
     if isinstance(checkpoints, BucketPath):
         return list(read_steps(checkpoints))
@@ -147,13 +147,13 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """The folder of a checkpoint of a run."""
+    """Returns the folder of a checkpoint of a run."""
     folder = run_dir / CHECKPOINTS
     return read_steps(folder)[step] if isinstance(folder, BucketPath) else folder / str(step)
 
 
 def describe_run(path: Path) -> str | None:
-    """What to give instead of a run directory where a model is expected; None if it is no run directory."""
+    """Returns what to give instead of a run directory where a model is expected; None if it is no run directory."""
     if not (path / RECIPE).is_file() or not (path / RECORD).is_file():
         return None
     steps = saved_steps(path)
@@ -163,7 +163,7 @@ def describe_run(path: Path) -> str | None:
 
 
 def check_saved(run_dir: Path, step: int) -> RunRecord:
-    """The record of a run.
+    """Returns the record of a run.
 
     Raises:
       FileNotFoundError: if there is no run.
@@ -180,19 +180,19 @@ def check_saved(run_dir: Path, step: int) -> RunRecord:
 
 
 def update_run(run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
-    """Writes the resolved recipe of a continued run, and where its model is now."""
+    """Writes the resolved recipe of a continued run, and the present path of its model."""
     replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
     write_record(run_dir, record)
 
 
 def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Mapping[str, Path]) -> None:
-    """Writes all that a run directory holds before the first step, the record last.
+    """Writes everything that a run directory holds before the first step, the record last.
 
     Args:
       run_dir: the directory; files of a beginning that was interrupted are replaced.
       recipe: as resolved.
-      record: what the run stands on.
-      files: what goes with the model, by name.
+      record: the inputs of the run.
+      files: files that go with the model, by name.
     """
     replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
     folder = run_dir / _TOKENIZER
@@ -208,7 +208,7 @@ def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Map
 
 
 def files_of_run(run_dir: Path) -> tuple[Path, ...]:
-    """The files that go with the model of a run: its tokenizer's, and others."""
+    """Returns the files that go with the model of a run: its tokenizer's, and others."""
     return companions_in(run_dir / _TOKENIZER)
 
 
@@ -230,8 +230,8 @@ def write_model(
     Args:
       model: with the trained parameters.
       recipe: of the run.
-      source: what it started from; its lineage is continued.
-      files: what goes with the model, copied.
+      source: the model that training started from; its lineage is continued.
+      files: files that go with the model, copied.
       measured: measurements for the lineage.
       trainable: paths in memory of the trained parameters.
       restarts: of the run, for the lineage.
@@ -242,7 +242,7 @@ def write_model(
     target = as_path(recipe.run_dir) / MODEL
     started_from = source if recipe.model.init == "checkpoint" else None
     lineage = lineage_of(recipe, source, measured, restarts)
-    # In a bucket nothing takes the place of an earlier model at once; the checkpoint has all to write it again.
+    # In a bucket an earlier model cannot be replaced in one step; but the checkpoint has everything to write it again.
     fresh = target if isinstance(target, BucketPath) else target.with_name("model.new")
 
     def remove_stale() -> None:
@@ -279,7 +279,7 @@ def write_model(
 def lineage_of(
     recipe: Recipe, source: ModelSource | None, measured: Mapping[str, Any], restarts: Sequence[Restart]
 ) -> list[dict[str, Any]]:
-    """The lineage of a trained model; see `write_model`."""
+    """Returns the lineage of a trained model; see `write_model`."""
     options = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items() if value is not None}
     if restarts:
         options["restarts"] = [dataclasses.asdict(restart) for restart in restarts]
@@ -289,7 +289,7 @@ def lineage_of(
 
 
 def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """The config of the trained model; it says in which dtype that is."""
+    """Returns the config of the trained model, with the dtype of its output."""
     begun_with = config.dtype if recipe.model.init == "checkpoint" else recipe.model.param_dtype
     return dataclasses.replace(config, dtype=recipe.model.output_dtype or begun_with)
 
@@ -297,13 +297,13 @@ def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
 def output_dtype(
     path: str, held: jnp.dtype, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None
 ) -> jnp.dtype:
-    """The dtype in which the trained model has a leaf.
+    """Returns the dtype in which the trained model has a leaf.
 
     Args:
       path: of the leaf.
       held: its dtype in training.
       recipe: of the run.
-      stored: the leaves of the model that training started from; None: it started from new ones.
+      stored: the leaves of the model that training started from; None: it started from new weights.
     """
     if not may_be_cast(path, held):
         return held
@@ -315,7 +315,7 @@ def output_dtype(
 def _outputs(
     model: Decoder, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None, only: Collection[str] | None
 ) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
-    """Yields leaves, all or some: as they are written, or, where they are sharded over processes, as they are held."""
+    """Yields leaves, all or some, in the output dtype; leaves sharded over processes as they are in training."""
     for path, leaf in model_leaves(model):
         if only is not None and path not in only:
             continue

@@ -7,7 +7,7 @@ from moe_jax.compression import compress, make_method
 from moe_jax.compression.alignment.design_matrix import mean_kernel, unaligned
 from moe_jax.compression.allocation.budget import schemes_to_try
 from moe_jax.compression.allocation.trials import trials
-from moe_jax.compression.calibration.expert_coders import centre_coder
+from moe_jax.compression.calibration.expert_coders import shared_base_coder
 from moe_jax.compression.coding.centre import Centre, code_residuals, encoded_centre
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.schemes import LowRank, Pruned, Quantized
@@ -168,6 +168,6 @@ def test_sparse_deltas_have_such_a_base_too(models, tmp_path):
         found[name] = ModelDirectory(tmp_path / name).read("layers/0/mlp/experts/base/up/coded/codes")
     layer = SourceLayer(source, 0, calibration=calibration.layers[0])
     mean = mean_kernel(layer.kernels("up"))
-    codes, _ = encoded_centre(BaseCodes(code="2"), mean, layer.matrices["up"], centre_coder(layer, "up"))
+    codes, _ = encoded_centre(BaseCodes(code="2"), mean, layer.matrices["up"], shared_base_coder(layer, "up"))
     np.testing.assert_array_equal(found["calibrated"], codes["coded/codes"])
     assert not np.array_equal(found["calibrated"], found["not"])

@@ -27,11 +27,12 @@ from moe_jax.conversion.families.parts.gemma_norms import (
     write_scale,
 )
 from moe_jax.conversion.families.parts.windows import SLIDING, read_layer_types, write_layer_types
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import LayerConfig, ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     refuse_bidirectional(config)
     config.require("head_dim")
     types, window = read_layer_types(config, full_every=2)
@@ -62,6 +63,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     ffn = dense_ffn(config)
     soft_cap = same_in_all_layers(config, "soft cap on scores", lambda layer: layer.attention.score_soft_cap)
     return {

@@ -18,11 +18,12 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     bias = config.flag("attention_bias")
     attention = read_attention(config, biases=("q", "k", "v", "o") if bias else ())
     ffn = read_gated_ffn(config, bias=config.flag("mlp_bias"))
@@ -30,6 +31,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     ffn = dense_ffn(config)
     return {
         **write_decoder(config),

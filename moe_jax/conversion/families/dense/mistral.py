@@ -18,16 +18,18 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     attention = read_attention(config, sliding_window=config.integer("sliding_window"))
     return read_decoder(config, "mistral", repeat_layers(config, attention, read_gated_ffn(config)))
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     ffn = dense_ffn(config)
     return {
         **write_decoder(config),

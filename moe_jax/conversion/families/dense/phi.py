@@ -15,12 +15,13 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import linear, norm
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     config.must_be("qk_layernorm", False)
     layer = LayerConfig(
         attention=read_attention(config, biases=("q", "k", "v", "o")),
@@ -37,6 +38,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     ffn = dense_ffn(config)
     return {
         **write_decoder(config, eps="layer_norm_eps"),

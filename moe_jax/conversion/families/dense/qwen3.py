@@ -18,11 +18,12 @@ from moe_jax.conversion.families.parts.family import (
     write_decoder,
 )
 from moe_jax.conversion.families.parts.windows import read_windows, write_windows
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import LayerConfig, ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     config.require("head_dim")
     biases = ("q", "k", "v", "o") if config.flag("attention_bias") else ()
     ffn = read_gated_ffn(config)
@@ -37,6 +38,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     ffn = dense_ffn(config)
     return {
         **write_decoder(config),

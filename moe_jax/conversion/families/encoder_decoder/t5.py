@@ -16,26 +16,27 @@ from moe_jax.conversion.families.parts.two_stacks import (
     read_lengths,
     write_encoder_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Row, in_stack, linear, norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import FFNConfig, ModelConfig
 
-# Of the names of an activation, the one that checkpoints of the family have.
+# For each activation, the name that checkpoints of the family have.
 _NAMES = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 _GATE = "layers/{i}/mlp/gate/kernel"
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     ffn = _read_ffn(config)
     encoder, decoder = read_lengths(config)
-    # Transformers scales what a tied head is given. The other key is of its release 5, in which all heads are tied.
+    # Transformers scales the input of a tied head. The other key is of its release 5, in which all heads are tied.
     named = "scale_decoder_outputs" if config.given("scale_decoder_outputs") else "tie_word_embeddings"
     return read_encoder_decoder(config, "t5", [ffn] * encoder, [ffn] * decoder, scaled_head=config.flag(named))
 
 
-def _read_ffn(config: ForeignConfig) -> FFNConfig:
-    """`feed_forward_proj` is the name of an activation, with `gated-` before it where the FFN is gated."""
+def _read_ffn(config: HFConfig) -> FFNConfig:
+    """Reads `feed_forward_proj`, the name of an activation, with `gated-` before it if the FFN is gated."""
     given = config.text("feed_forward_proj") or ""
     kind, _, name = given.rpartition("-")
     if given == "gated-gelu":
@@ -52,6 +53,7 @@ def _read_ffn(config: ForeignConfig) -> FFNConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     keys, ffn = write_encoder_decoder(config), dense_ffn(config)
     projection = f"gated-{_NAMES[ffn.activation]}" if ffn.gated else _NAMES[ffn.activation]
     keys |= {"d_ff": ffn.dim, "feed_forward_proj": projection.replace("gated-gelu_new", "gated-gelu")}
@@ -62,7 +64,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _ffn_rows(block: str) -> tuple[Row, ...]:
-    """Rows of the FFN in a block's last part."""
+    """Returns the rows of the FFN in a block's last part."""
     return (
         *norm(f"{block}.layer_norm", "layers/{i}/mlp_norm"),
         Row(f"{block}.DenseReluDense.wi.weight", "layers/{i}/mlp/up/kernel", transpose=True, without=_GATE),

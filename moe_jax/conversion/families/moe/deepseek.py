@@ -16,12 +16,13 @@ from moe_jax.conversion.families.parts.family import (
     same_in_all_layers,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError
 from moe_jax.models import ModelConfig, SelectionConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     config.must_be("scoring_func", "softmax")
     attention = read_attention(config, biases=("q", "k", "v", "o") if config.flag("attention_bias") else ())
     d_model = config.required_integer("hidden_size")
@@ -37,6 +38,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     keys = write_decoder(config) | write_layers(config)
     keys["attention_bias"] = same_in_all_layers(config, "attention bias", lambda layer: bool(layer.attention.biases))
     if config.moe_layers:
@@ -48,7 +50,7 @@ FAMILY = Family(
     name="deepseek",
     own_code=True,
     architecture="DeepseekForCausalLM",
-    # Those of the config class that comes with the checkpoint.
+    # From the config class that comes with the checkpoint.
     defaults={
         "hidden_act": "silu",
         "intermediate_size": 11008,

@@ -13,18 +13,19 @@ from moe_jax.conversion.families.parts.deepseek_moes import (
     write_layers,
 )
 from moe_jax.conversion.families.parts.family import EMBEDDING, HEAD, Family, read_decoder
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import ModelConfig, SelectionConfig
 
 GREEDY, IN_GROUPS = "greedy", "group_limited_greedy"
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     config.must_be("scoring_func", "softmax")
     config.must_be("mlp_bias", False)
     config.must_be("moe_layer_freq", 1)
-    # As in all released checkpoints. If true, the code that came with them renormalises and does not scale, and
+    # False in all released checkpoints. If true, the code that came with them renormalises and does not scale, and
     # Transformers scales and does not renormalise.
     config.must_be("norm_topk_prob", False)
     attention = read_latent_attention(config, interleaved=True)
@@ -38,7 +39,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "deepseek_v2", layers)
 
 
-def _read_selection(config: ForeignConfig) -> SelectionConfig:
+def _read_selection(config: HFConfig) -> SelectionConfig:
     method = config.text("topk_method")
     if method == GREEDY:
         return SelectionConfig()
@@ -49,6 +50,7 @@ def _read_selection(config: ForeignConfig) -> SelectionConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     keys = write_latent_decoder(config) | write_layers(config)
     if config.moe_layers:
         moe = config.moe(config.moe_layers[0])
@@ -85,7 +87,7 @@ FAMILY = Family(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    # Groups are those of the other method than `greedy`.
+    # Only the method other than `greedy` uses groups.
     harmless=("n_group", "topk_group", *DERIVED_WIDTHS, *TRAINING_KEYS),
     read=read,
     write=write,

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, and sigmoid scores with a bias to choose by, which keeps experts in balance."""
+"""DeepSeek-V3: latent attention, and sigmoid scores with a selection bias, which keeps experts in balance."""
 
 from typing import Any
 
@@ -13,16 +13,17 @@ from moe_jax.conversion.families.parts.deepseek_moes import (
     write_layers,
 )
 from moe_jax.conversion.families.parts.family import EMBEDDING, HEAD, Family, read_decoder
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Ignored
 from moe_jax.models import ModelConfig, SelectionConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     config.must_be("scoring_func", "sigmoid")
     config.must_be("topk_method", "noaux_tc")
     config.must_be("moe_layer_freq", 1)
-    # How many layers the checkpoint has that predict further tokens: they are left out.
+    # The number of layers that predict further tokens: they are left out.
     config.integer("num_nextn_predict_layers")
     config.integer("num_mtp_layers")
     attention = read_latent_attention(config, interleaved=config.flag("rope_interleave"))
@@ -42,6 +43,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     latent = config.layers[0].attention.latent
     keys = write_latent_decoder(config) | write_layers(config)
     keys |= {"rope_interleave": latent is not None and latent.interleaved, "num_nextn_predict_layers": 0}
@@ -94,7 +96,7 @@ FAMILY = Family(
         *LATENT_ATTENTION,
         *MLP,
         *HEAD,
-        # In the released checkpoint, as many as that has layers; Transformers leaves it out by this name, too.
+        # In the released checkpoint, the index after its last layer; Transformers also leaves it out by this name.
         Ignored(r"model\.layers\.61\..*", "the layer that predicts a second token, which is no part of the decoder"),
     ),
 )

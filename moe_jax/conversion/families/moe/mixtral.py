@@ -18,12 +18,13 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
 from moe_jax.models import ModelConfig, MoEConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     config.require("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
     attention = read_attention(config, sliding_window=config.integer("sliding_window"))
     moe = MoEConfig(
@@ -37,6 +38,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     moe = uniform_moe(config)
     return {
         **write_decoder(config),

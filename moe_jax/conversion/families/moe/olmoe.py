@@ -17,12 +17,13 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig, MoEConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     config.require("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     bias = config.flag("attention_bias")
     attention = read_attention(
@@ -39,6 +40,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     moe = uniform_moe(config)
     return {
         **write_decoder(config),

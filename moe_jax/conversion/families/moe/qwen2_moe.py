@@ -17,14 +17,15 @@ from moe_jax.conversion.families.parts.family import (
 )
 from moe_jax.conversion.families.parts.sparse_layers import read_layers, write_layers
 from moe_jax.conversion.families.parts.windows import read_windows, write_windows
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig
 
 SHARED_EXPERT = "shared_expert_intermediate_size"
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def read(config: HFConfig) -> ModelConfig:
+    """Returns the config of a model of this family, read from its config.json."""
     biases = ("q", "k", "v") if config.flag("qkv_bias") else ()
     # Unlike in Qwen2, windows are in every second layer, and below `max_window_layers`.
     windows = read_windows(config, slides=lambda i, limit: i % 2 == 0 and i < limit)
@@ -33,6 +34,7 @@ def read(config: ForeignConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for a model of this family."""
     return {
         **write_decoder(config),
         "qkv_bias": same_in_all_layers(config, "q/k/v bias", lambda layer: bool(layer.attention.biases)),
