@@ -1,4 +1,4 @@
-"""A family of models is one description: one that is defined here goes through every command that takes a checkpoint."""
+"""A family of models is one description: one that is defined here is converted, upcycled and exported."""
 
 import json
 
