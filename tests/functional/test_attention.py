@@ -17,7 +17,7 @@ from moe_jax.functional.attention import grouped_query as module
 from moe_jax.functional.attention.grouped_query import Placement, Visibility, attention
 from moe_jax.functional.attention.relative_bias import RelativeBiasConfig, bias_by_distance
 from tests.support.jaxprs import equations
-from tests.support.tiers import one_in
+from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -77,7 +77,7 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
 def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap, chunk, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK", chunk)
 
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=examples(8), deadline=None)
     @given(boundary=st.floats(0, 1), seed=st.integers(0, 999))
     def check(boundary, seed):
         rng = np.random.default_rng(seed)

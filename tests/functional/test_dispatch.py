@@ -20,6 +20,7 @@ from moe_jax.functional.routing.dispatch import (
     weighted_sum,
 )
 from moe_jax.kernels.tpu.chip import Core
+from tests.support.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -76,7 +77,7 @@ def sum_of_parts(experts, x, weights, target, *, num_experts, room):
     return jax.value_and_grad(value, argnums=(0, 1))(x, weights)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.sampled_from([(12, 3, 4), (7, 2, 5)]), st.sampled_from([3, 5]), st.integers(0, 999))
 def test_parts_of_the_sorted_rows_add_up_to_the_whole(shape, room, seed):
     tokens, top_k, num_experts = shape

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moe_jax.functional.products import grouped
 from moe_jax.functional.products.grouped import FEW_ROWS, TILE_ENTRIES, TILE_ENTRIES_FOR_FEW, grouped_matmul, tile_width
+from tests.support.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -38,7 +39,7 @@ def values_and_gradients(backend, lhs, rhs, group_sizes, weight):
 
 
 # The shapes are few, so that programs are compiled once; the groups, which are data, are drawn freely.
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     shape=st.sampled_from([(1, 3, 6, 4), (40, 1, 5, 7), (40, 4, 6, 4)]),
     cuts=st.lists(st.integers(0, 40), min_size=4, max_size=4),

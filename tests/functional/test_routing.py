@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moe_jax.core.errors import InputError
 from moe_jax.functional.routing.decision import NO_EXPERT, route
 from moe_jax.functional.routing.dispatch import sort_by_expert
+from tests.support.tiers import examples
 
 # What is said of losses here is said of them all; the others are in `test_gates`.
 SOFTMAX_GATES = ("softmax_topk", "topk_softmax", "top1", "coder")
@@ -150,7 +151,7 @@ def capacity_reference(experts, valid, num_experts, factor, num_sequences):
     return kept
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.sampled_from([0.25, 1.0, 1.2, 2.0]),
     st.sampled_from([(1, 16), (3, 8)]),

@@ -32,7 +32,7 @@ from moe_jax.training.recipe.schema import (
     TrainSection,
 )
 from moe_jax.training.step import StepMetrics, TrainState, step_key, updated
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.support.training_models import ATTENTION, BANKS, FFN, config_of, moe, recipe_of
 
 
@@ -134,6 +134,7 @@ def one_device():
     return *run(recipe_of(), EVERYTHING, kept=kept), kept[-1]
 
 
+@long
 def test_noise_is_the_same_after_an_interruption(one_device):
     records, program, state, frozen, before = one_device
     with jax.set_mesh(program.mesh):
