@@ -21,8 +21,7 @@ from moe_jax.distributed.sharding import AXES, mesh_sizes, path_name
 from moe_jax.experts.layout.mesh import spec_on_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight
-from moe_jax.planning.expected_step import expected_step
-from moe_jax.planning.expected_transfers import totals
+from moe_jax.planning.expected_step import expected_step, totals
 from moe_jax.planning.placed_leaves import placed_leaves
 from moe_jax.planning.planned_devices import PlannedDevices, planned_devices
 from moe_jax.planning.planned_strategies import TOKENS
