@@ -22,11 +22,15 @@ adds them up there:
   backward.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from moe_jax.core.data_sheets import Chip
 from moe_jax.data.sections import input_length
@@ -39,12 +43,12 @@ from moe_jax.experts.parallel.exchange_choice import Exchange, exchange_from_env
 from moe_jax.experts.strategy import strategy_on
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.planning.hlo import KINDS, Collectives, Transfer
-from moe_jax.planning.kept_bytes import kept_bytes
 from moe_jax.planning.placed_leaves import PlacedLeaf
 from moe_jax.planning.step_roofline import StateNumbers, StepRoofline, step_roofline
 from moe_jax.training.flops import step_flops
-from moe_jax.training.program import Program
+from moe_jax.training.program import Program, abstract_batch
 from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.step import make_loss
 
 _COPIES = {
     # Kernels that are gathered for a layer, with their gradients, and those of the next layer.
@@ -361,3 +365,26 @@ def expected_step(
     )
     roofline = step_roofline(recipe, chip, model_flops, state, temporaries, sent, devices, per_host)
     return ExpectedStep(temporaries, kept, sent, model_flops, roofline)
+
+
+def kept_bytes(program: Program, recipe: Recipe) -> int:
+    """Returns the bytes that a microbatch keeps for its backward pass, traced by JAX, without parameters and batch."""
+    loss = make_loss(program.graphdef, program.config, accumulation=recipe.train.accumulation)
+    rows = recipe.train.batch_size // recipe.train.accumulation
+    micro = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, batch_size=rows, accumulation=1))
+
+    def kept(params: nnx.State, frozen: nnx.State, batch: dict[str, jax.Array]) -> list[jax.Array]:
+        key = jax.random.key(recipe.seed)
+        _, vjp, _ = jax.vjp(lambda params: loss(params, frozen, batch, 1.0, key), params, has_aux=True)
+        return jax.tree.leaves(vjp)
+
+    with jax.set_mesh(program.mesh):
+        batch = abstract_batch(micro, program.config, program.mesh)
+        traced = jax.make_jaxpr(kept)(program.state.params, program.frozen, batch).jaxpr
+    given = {id(var) for var in (*traced.invars, *traced.constvars)}
+    found = {id(var): var.aval for var in traced.outvars if id(var) not in given}
+    return sum(
+        math.prod(getattr(aval, "shape", ())) * np.dtype(aval.dtype).itemsize
+        for aval in found.values()
+        if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    )
