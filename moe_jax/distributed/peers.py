@@ -39,7 +39,7 @@ _GRACE = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a process stands among all.
+    """The place of a process among all processes of a job.
 
     Attributes:
       address: host and port at which the first process listens.
@@ -55,10 +55,12 @@ class Place:
 
     @property
     def port(self) -> int:
+        """Port at which the first process listens."""
         return int(self.address.rpartition(":")[2])
 
     @property
     def host(self) -> str:
+        """Host on which the first process listens."""
         return self.address.rpartition(":")[0].strip("[]")
 
 
@@ -144,7 +146,7 @@ class Peers:
         self._do(self._say(json.dumps({"news": news})))
 
     def news(self, seconds: float) -> list[Any]:
-        """What the others have told this process, the first, since the last call; waits a while if that is nothing."""
+        """Returns what the others have told this process, the first, since the last call; waits a while for it."""
         found = []
         with contextlib.suppress(queue.Empty):
             found.append(self._news_of_work.get(timeout=seconds) if seconds else self._news_of_work.get_nowait())

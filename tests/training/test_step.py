@@ -15,7 +15,6 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
 from moe_jax.distributed.batch_placement import local_rows, place
 from moe_jax.distributed.sharding import make_mesh, path_name, state_shardings
-from moe_jax.functional.heads.losses import token_losses
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model
@@ -30,6 +29,7 @@ from moe_jax.training.recipe.schema import (
     TrainSection,
 )
 from moe_jax.training.step import StepMetrics, TrainState, step_key, updated
+from tests.support.losses import token_losses
 from tests.support.tiers import one_in
 from tests.support.training_models import ATTENTION, BANKS, FFN, config_of, moe, recipe_of
 
