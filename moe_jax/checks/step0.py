@@ -16,7 +16,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.checks.predictions import ProbeText, TextComparison, compare_predictions, text_rows
-from moe_jax.checks.streamed_layers import EMBEDDING, TABLE, apply_layer, embed_tokens, finish, mlp_inputs, normalise
+from moe_jax.checks.streamed_layers import (
+    EMBEDDING,
+    TABLE,
+    apply_final_norm,
+    apply_layer,
+    embed_tokens,
+    mlp_inputs,
+    output_logits,
+)
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import REMEDY, check_finite
 from moe_jax.core.formatting import show_bytes
@@ -73,7 +81,7 @@ def probe_tokens(config: ModelConfig, seed: int) -> Int[np.ndarray, "B T"]:
     return random.integers(0, config.vocab_size, (batch, min(length, config.max_positions)), dtype=np.int32)
 
 
-class _Part(NamedTuple):
+class _Stack(NamedTuple):
     """An encoder, or a decoder, which without an encoder is the whole model.
 
     Attributes:
@@ -89,14 +97,14 @@ class _Part(NamedTuple):
     tokens: Int[np.ndarray, "B T"]
 
 
-def _parts(config: ModelConfig, tokens: Int[np.ndarray, "B T"]) -> list[_Part]:
+def _stacks(config: ModelConfig, tokens: Int[np.ndarray, "B T"]) -> list[_Stack]:
     """Returns the parts in the order in which they run. With an encoder, the decoder gets its tokens, shifted."""
     if not config.has_encoder:
-        return [_Part(config, 0, "", tokens)]
+        return [_Stack(config, 0, "", tokens)]
     start = np.full_like(tokens[:, :1], config.decoder_start_id)
     shifted = np.concatenate([start, tokens[:, :-1]], axis=1)
-    encoder = _Part(config.encoder, 0, "encoder_", tokens)
-    return [encoder, _Part(config.decoder, config.num_encoder_layers, "", shifted)]
+    encoder = _Stack(config.encoder, 0, "encoder_", tokens)
+    return [encoder, _Stack(config.decoder, config.num_encoder_layers, "", shifted)]
 
 
 class StreamedModel:
@@ -125,7 +133,7 @@ class StreamedModel:
           with_logits: whether `logits` will be called.
         """
         self._config = config
-        self._parts = _parts(config, tokens)
+        self._stacks = _stacks(config, tokens)
         self._x = jax.ShapeDtypeStruct((*tokens.shape, config.d_model), jnp.float32)
         self._programs: dict[Any, jax.stages.Compiled] = {} if like is None else dict(like._programs)
         self._embed_leaves = [name for name in specs if name.startswith("embed/")]
@@ -137,15 +145,19 @@ class StreamedModel:
         self._norm_leaves = list(norm)
         with _on_cpu():
             self._layers = [
-                [self._layer(part, i, specs) for i in range(part.config.num_layers)] for part in self._parts
+                [self._layer(part, i, specs) for i in range(part.config.num_layers)] for part in self._stacks
             ]
             if config.has_encoder:
-                self._norm = self._program("norm", lambda: jax.jit(partial(normalise, config)).lower(norm, self._x))
+                self._norm = self._program(
+                    "norm", lambda: jax.jit(partial(apply_final_norm, config)).lower(norm, self._x)
+                )
             if with_logits:
-                self._finish = self._program("finish", lambda: jax.jit(partial(finish, config)).lower(last, self._x))
+                self._finish = self._program(
+                    "finish", lambda: jax.jit(partial(output_logits, config)).lower(last, self._x)
+                )
         self.memory = max(map(_memory, self._programs.values()))
 
-    def _layer(self, part: _Part, index: int, specs: Specs) -> tuple[dict[str, str], jax.stages.Compiled]:
+    def _layer(self, part: _Stack, index: int, specs: Specs) -> tuple[dict[str, str], jax.stages.Compiled]:
         """Returns a layer's leaves (name below the layer -> path), and the program that takes them."""
         prefix, layer = f"layers/{part.start + index}/", part.config.layers[index]
         paths = {path.removeprefix(prefix): path for path in specs if path.startswith(prefix)}
@@ -190,7 +202,7 @@ class StreamedModel:
         self, read: Read, see: Callable[[int, Float[Array, "B T d"]], None], stop: int | None = None
     ) -> Float[Array, "B T d"]:
         x = source = None
-        for part, layers in zip(self._parts, self._layers, strict=True):
+        for part, layers in zip(self._stacks, self._layers, strict=True):
             if x is not None:
                 source = self._norm({name: read(name) for name in self._norm_leaves}, x)
             x = embed_tokens(part.config, {name: read(name) for name in self._embed_leaves}, part.tokens)
@@ -222,7 +234,7 @@ def _on_cpu() -> Iterator[None]:
         yield
 
 
-class Compared(NamedTuple):
+class Comparisons(NamedTuple):
     """The comparisons that `Probe` makes.
 
     Attributes:
@@ -294,7 +306,9 @@ class Probe:
                 "use a larger machine, or --no-step0-check"
             )
 
-    def compare(self, read: Callable[[str], np.ndarray], progress: Progress, *, may_differ: bool = False) -> Compared:
+    def compare(
+        self, read: Callable[[str], np.ndarray], progress: Progress, *, may_differ: bool = False
+    ) -> Comparisons:
         """Compares the new model that `read` reads with the source.
 
         Args:
@@ -322,12 +336,12 @@ class Probe:
         if self._nf4 is not None:
             model, leaves = self._nf4
             expected = model.logits(leaves.read, on_layer)
-            quantization = compare_logits(self._of_probe(before), self._of_probe(expected), num_layers)
+            quantization = compare_logits(self._probe_logits(before), self._probe_logits(expected), num_layers)
             if self._text is not None:
                 name, rows, scored = self._text
                 on_text = compare_predictions(name, before[-len(rows) :], expected[-len(rows) :], rows, scored)
         after = self._after.logits(read, on_layer)
-        step0 = compare_logits(self._of_probe(expected), self._of_probe(after), num_layers)
+        step0 = compare_logits(self._probe_logits(expected), self._probe_logits(after), num_layers)
         if may_differ and not np.isfinite(step0.difference):
             raise InputError("step-0 check: the new model's logits are not finite; nothing was kept")
         if not (may_differ or step0.equal):
@@ -335,9 +349,9 @@ class Probe:
                 f"step-0 check: the new model's logits differ from the source's by {step0.difference:.3g} "
                 f"(largest logit {step0.largest:.3g}, allowed {step0.allowed:.3g}); nothing was kept"
             )
-        return Compared(step0, quantization, on_text)
+        return Comparisons(step0, quantization, on_text)
 
-    def _of_probe(self, logits: np.ndarray) -> np.ndarray:
+    def _probe_logits(self, logits: np.ndarray) -> np.ndarray:
         """Returns the logits of the probe tokens, without the rows of the text and the padding to its length."""
         rows, length = self._probed
         return logits[:rows, :length]

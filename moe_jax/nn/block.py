@@ -57,7 +57,7 @@ class Block(nnx.Module):
             assert context.source is not None
             source, visible = context.source
             kept, cross_key = None if cache is None else cache.cross, keys.fold_in(key, keys.CROSS_ATTENTION)
-            return self.cross_attention.across(x, visible, source=source, cache=kept, key=cross_key)
+            return self.cross_attention.attend_across(x, visible, source=source, cache=kept, key=cross_key)
 
         def apply_mlp(x: Array) -> tuple[Array, tuple[RouterStats, ...]]:
             if self.is_moe:

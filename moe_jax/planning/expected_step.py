@@ -92,7 +92,7 @@ def expected_temporaries(
         for leaf in trained
         if leaf.is_in_stack and leaf.axes and leaf.dtype.itemsize != number
     )
-    work = [_work(layer, recipe, config, mesh, chip) for layer in config.layers]
+    work = [_layer_work(layer, recipe, config, mesh, chip) for layer in config.layers]
     alone = [leaf for leaf in trained if leaf.is_in_stack and not leaf.gathered_over]
     parts = {
         "kernels": _most_gathered(trained, number),
@@ -122,7 +122,7 @@ def _unpacked(leaf: PlacedLeaf, number: int) -> int:
     return 2 * number if "/nf4/" in leaf.path else 1
 
 
-class _Work(NamedTuple):
+class _LayerWork(NamedTuple):
     """The work of a device in a layer.
 
     Attributes:
@@ -134,15 +134,17 @@ class _Work(NamedTuple):
     hidden: float
 
 
-def _work(layer: LayerConfig, recipe: Recipe, config: ModelConfig, mesh: Mapping[str, int], chip: Chip) -> _Work:
+def _layer_work(
+    layer: LayerConfig, recipe: Recipe, config: ModelConfig, mesh: Mapping[str, int], chip: Chip
+) -> _LayerWork:
     mlp, tokens = layer.mlp, local_tokens(recipe, mesh)
     if isinstance(mlp, FFNConfig):
-        return _Work(0, tokens * mlp.dim / mesh["tensor"])
+        return _LayerWork(0, tokens * mlp.dim / mesh["tensor"])
     rows = float(tokens * mlp.bank_top_k)
     if exchanges(mlp, config, mesh, tokens, np.dtype(recipe.model.compute_dtype).itemsize, chip):
         rows *= exchange_of(recipe).capacity
     beside = tokens * mlp.universal_ffn.dim if mlp.universal_beside else 0
-    return _Work(rows, (rows * mlp.expert.dim + beside) / mesh["tensor"])
+    return _LayerWork(rows, (rows * mlp.expert.dim + beside) / mesh["tensor"])
 
 
 def expected_kept(recipe: Recipe, config: ModelConfig, mesh: Mapping[str, int]) -> int:
@@ -165,11 +167,14 @@ def expected_transfers(
       mesh: size of every axis.
       chip: of the mesh, on which depends how experts are applied.
     """
-    sent = [*_of_parameters(recipe, config, leaves, mesh, chip), *_of_activations(recipe, config, mesh, chip)]
+    sent = [
+        *_parameter_transfers(recipe, config, leaves, mesh, chip),
+        *_activation_transfers(recipe, config, mesh, chip),
+    ]
     return [one for one in sent if one.bytes and len(one.group) > 1]
 
 
-def totals(sent: Sequence[Transfer]) -> dict[str, Collectives]:
+def sums_by_kind(sent: Sequence[Transfer]) -> dict[str, Collectives]:
     """Returns the sums by kind; see `hlo.collectives`."""
     found: dict[str, Collectives] = {}
     for one in sent:
@@ -184,7 +189,7 @@ def local_tokens(recipe: Recipe, mesh: Mapping[str, int]) -> int:
     return math.ceil(rows * recipe.data.seq_len / math.prod(mesh[axis] for axis in TOKEN_AXES))
 
 
-def _of_parameters(
+def _parameter_transfers(
     recipe: Recipe, config: ModelConfig, leaves: Sequence[PlacedLeaf], mesh: Mapping[str, int], chip: Chip
 ) -> Iterator[Transfer]:
     number = np.dtype(recipe.model.compute_dtype).itemsize
@@ -238,7 +243,9 @@ def _gathers(leaf: PlacedLeaf, remat: str, *, gathered_explicitly: bool, tied: b
     return 3 if remat == "full" and is_dense_product else 2
 
 
-def _of_activations(recipe: Recipe, config: ModelConfig, mesh: Mapping[str, int], chip: Chip) -> Iterator[Transfer]:
+def _activation_transfers(
+    recipe: Recipe, config: ModelConfig, mesh: Mapping[str, int], chip: Chip
+) -> Iterator[Transfer]:
     number = np.dtype(recipe.model.compute_dtype).itemsize
     tokens, microbatches = local_tokens(recipe, mesh), recipe.train.accumulation
     again = recipe.model.remat == "full"
@@ -247,7 +254,7 @@ def _of_activations(recipe: Recipe, config: ModelConfig, mesh: Mapping[str, int]
         # Forward the outputs of both halves of a layer, backward the gradients of their inputs; of these, only the
         # first half's output is computed again: nothing in the layer needs the output of the second.
         yield Transfer("all-reduce", microbatches * (5 if again else 4), tokens * row, group(mesh, ("tensor",)))
-        yield from _of_heads(layer, tokens * number, microbatches * (3 if again else 2), mesh)
+        yield from _head_transfers(layer, tokens * number, microbatches * (3 if again else 2), mesh)
         if not isinstance(layer.mlp, MoEConfig) or not exchanges(layer.mlp, config, mesh, tokens, number, chip):
             continue
         devices, top_k = mesh["expert"], layer.mlp.bank_top_k
@@ -261,7 +268,7 @@ def _of_activations(recipe: Recipe, config: ModelConfig, mesh: Mapping[str, int]
             yield Transfer("reduce-scatter", microbatches * 2, size, group(mesh, ("expert",)))
 
 
-def _of_heads(layer: LayerConfig, column: int, passes: int, mesh: Mapping[str, int]) -> Iterator[Transfer]:
+def _head_transfers(layer: LayerConfig, column: int, passes: int, mesh: Mapping[str, int]) -> Iterator[Transfer]:
     """Yields the transfers of queries, keys and values to the devices of their heads, and of outputs back."""
     attention, devices = layer.attention, mesh["sequence"] * mesh["tensor"]
     keys = attention.num_kv_heads * (attention.head_dim + attention.value_dim)
