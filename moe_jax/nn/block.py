@@ -80,10 +80,10 @@ class Block(nnx.Module):
         """Returns the input plus a branch of it, with norms at their places, and the branch's second result."""
         norm = getattr(self, f"{name}_norm")
         if self.norm_position == "post":
-            y, rest = branch(x)
-            return norm(x + y), rest
+            y, extra = branch(x)
+            return norm(x + y), extra
         if self.norm_position == "output":
-            y, rest = branch(x)
-            return x + norm(y), rest
-        y, rest = branch(norm(x))
-        return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), rest
+            y, extra = branch(x)
+            return x + norm(y), extra
+        y, extra = branch(norm(x))
+        return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), extra

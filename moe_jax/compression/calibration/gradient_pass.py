@@ -67,13 +67,13 @@ def record_gradients(
     states.mkdir(exist_ok=True)
     layers = source.config.num_layers
     _check_room(states, windows.size, source.config.d_model, layers)
-    it = _Pass(source, windows, folder, states, mesh, batch_size, progress)
+    work = _Pass(source, windows, folder, states, mesh, batch_size, progress)
     direction, begin = _begin(states)
     if direction == _FORWARDS:
-        it.forwards(begin)
-        it.begin_backwards()
+        work.forwards(begin)
+        work.begin_backwards()
         begin = layers
-    it.backwards(begin)
+    work.backwards(begin)
     (states / _NEXT).unlink()  # from here on a pass that is stopped has nothing left to do
     shutil.rmtree(states)
 

@@ -235,8 +235,8 @@ def _by_platform(
 ) -> Any:
     """Uses the kernel on these platforms; uses chunks on all others, and where the compiler divides the program."""
     by_chunks = Bound(chunks, options=options)
-    options: Any = dict(out=out, divided=by_chunks, options=options)
-    kernels = {_LOWERED[one]: partial(deferred, kernel, **options, platform=one) for one in platforms}
+    common: Any = dict(out=out, divided=by_chunks, options=options)
+    kernels = {_LOWERED[one]: partial(deferred, kernel, **common, platform=one) for one in platforms}
     return jax.lax.platform_dependent(*given, default=by_chunks, **kernels)
 
 

@@ -81,20 +81,20 @@ def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Any], Any], c
     long, short = (min(tile, longest_tile(rows)) for tile in TILES)
     full = size // long
     carry = lax.fori_loop(0, full, lambda t, carry: body(long, t * long, carry), carry)
-    rest = size - full * long
+    remainder = size - full * long
     return lax.fori_loop(
-        0, (rest + short - 1) // short, lambda t, carry: body(short, full * long + t * short, carry), carry
+        0, (remainder + short - 1) // short, lambda t, carry: body(short, full * long + t * short, carry), carry
     )
 
 
 def over_columns(tile: int, columns: int, body: Callable[[Array, int, Any], Any], carry: Any) -> Any:
     """Folds `body(start, width, carry)` over tiles of columns; the last is narrower where `tile` does not divide."""
-    full, rest = divmod(columns, tile)
+    full, remainder = divmod(columns, tile)
     if full == 1:
         carry = body(jnp.zeros((), jnp.int32), tile, carry)
     else:
         carry = lax.fori_loop(0, full, lambda t, carry: body(t * tile, tile, carry), carry)
-    return body(jnp.full((), full * tile, jnp.int32), rest, carry) if rest else carry
+    return body(jnp.full((), full * tile, jnp.int32), remainder, carry) if remainder else carry
 
 
 def tile_width(shape: tuple[int, int], rows: int) -> int:
