@@ -17,9 +17,8 @@ def main(dense: str, out: str) -> Path:
     moe = moe_jax.upcycle(moe_jax.load(dense), experts=4, top_k=2, every=1)
     print(moe)
     folder = moe_jax.export(moe, out)
-    print(
-        f"{folder}: logits differ by {moe.lineage[-1]['measured']['step0_max_abs_difference']:.2g} from the dense model's"
-    )
+    difference = moe.lineage[-1]["measured"]["step0_max_abs_difference"]
+    print(f"{folder}: logits differ by {difference:.2g} from the dense model's")
     return folder
 
 

@@ -11,7 +11,8 @@ from tests.support.chat_templates import REASONING, SPECIAL, STYLES, SYSTEM, TUR
 
 
 def transformers_tokenizer(tmp_path, template):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     file = str(byte_tokenizer(tmp_path / "tokenizer.json"))
     return transformers.PreTrainedTokenizerFast(tokenizer_file=file, chat_template=template, **SPECIAL)
 

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from flax import nnx
 from rich.console import Console
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 from moe_jax.conversion import HuggingFaceDirectory, convert, export  # noqa: E402
 from moe_jax.functional.attention.relative_bias import RelativeBiasConfig  # noqa: E402

@@ -62,7 +62,8 @@ def test_levels_of_scales_are_the_published_ones():
 
 
 def test_equals_bitsandbytes():
-    torch = pytest.importorskip("torch")
+    import torch
+
     theirs = pytest.importorskip("bitsandbytes").functional
     np.testing.assert_array_equal(LEVELS, theirs.get_4bit_type("nf4", device="cpu").numpy())
     np.testing.assert_allclose(SCALE_LEVELS, theirs.create_dynamic_map().numpy(), rtol=2e-7)

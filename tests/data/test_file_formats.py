@@ -4,18 +4,17 @@ import gzip
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.sources.cached_copies import uncompressed
+from tests.data.test_chat_data import CONFIG
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import TURNS, plain
-from tests.training.test_chat_data import CONFIG
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 CHAT = [{"messages": [{**TURNS[0], "content": f"What is {i}?"}, TURNS[1]], "id": i} for i in range(40)]
 TEXT = [{"text": f"document number {i} é", "id": i} for i in range(3000)]

@@ -4,40 +4,36 @@ import dataclasses
 import json
 import pathlib
 import shutil
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from flax import nnx
 
+import moe_jax
+from evidence.studies import bfloat16, compression_job, noise_job, probes
+from evidence.studies.claims_file import ClaimsFile
+from evidence.studies.compression_job import Compression, compress_model, describe_model
+from evidence.studies.compression_plan import of_middle, of_smollm, of_stories
+from evidence.studies.compression_tables import checks, compression_tables, noise_tables
+from evidence.studies.compressions import Compressions, DeltaSizes
+from evidence.studies.full_experts import all_full_experts, designs
+from evidence.studies.jobs import Place, same
+from evidence.studies.likeness import cosines, least_error_per_neuron
+from evidence.studies.models import Leaves, grown, keep, model_of, read_leaves
+from evidence.studies.noise_figure import draw_noise
+from evidence.studies.noise_job import DeltaNoise, measure_noise
+from evidence.studies.scales import STORIES
+from evidence.studies.summary import Measured, difference, mean_losses
+from evidence.studies.training_job import kept_folder, kept_path
+from evidence.studies.variants import NO_DELTAS, REFIT_PAIRS, UNCOMPRESSED, VARIANTS, chosen, label
+from moe_jax.compression import METHODS, make_method
+from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.harness.likelihood import Continuation, Likelihoods
+from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.nn import Decoder
+from moe_jax.upcycling import Start, UpcycleOptions, upcycled_config
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import moe_jax  # noqa: E402
-from evidence.studies import bfloat16, compression_job, noise_job, probes  # noqa: E402
-from evidence.studies.claims_file import ClaimsFile  # noqa: E402
-from evidence.studies.compression_job import Compression, compress_model, describe_model  # noqa: E402
-from evidence.studies.compression_plan import of_middle, of_smollm, of_stories  # noqa: E402
-from evidence.studies.compression_tables import checks, compression_tables, noise_tables  # noqa: E402
-from evidence.studies.compressions import Compressions, DeltaSizes  # noqa: E402
-from evidence.studies.full_experts import all_full_experts, designs  # noqa: E402
-from evidence.studies.jobs import Place, same  # noqa: E402
-from evidence.studies.likeness import cosines, least_error_per_neuron  # noqa: E402
-from evidence.studies.models import Leaves, grown, keep, model_of, read_leaves  # noqa: E402
-from evidence.studies.noise_figure import draw_noise  # noqa: E402
-from evidence.studies.noise_job import DeltaNoise, measure_noise  # noqa: E402
-from evidence.studies.scales import STORIES  # noqa: E402
-from evidence.studies.summary import Measured, difference, mean_losses  # noqa: E402
-from evidence.studies.training_job import kept_folder, kept_path  # noqa: E402
-from evidence.studies.variants import NO_DELTAS, REFIT_PAIRS, UNCOMPRESSED, VARIANTS, chosen, label  # noqa: E402
-from moe_jax.compression import METHODS, make_method  # noqa: E402
-from moe_jax.data.tokens.tokenizer import Tokenizer  # noqa: E402
-from moe_jax.harness.likelihood import Continuation, Likelihoods  # noqa: E402
-from moe_jax.model_io.model_dir import ModelDirectory  # noqa: E402
-from moe_jax.nn import Decoder  # noqa: E402
-from moe_jax.upcycling import Start, UpcycleOptions, upcycled_config  # noqa: E402
 
 SCALE, MODEL = STORIES.name, "tiny-s0"
 """Of the scale only the length of rows counts here."""
@@ -193,7 +189,6 @@ def test_agreement_of_texts(place: Place):
 
 
 def test_questions_are_answered_by_likelihood(tmp_path: pathlib.Path):
-    pytest.importorskip("lm_eval")
     asked = {
         "piqa": ("piqa", "Solution", ["how?", "why?", "when?"], ["up", "go down", "go nowhere at all"]),
         "arc_easy": ("ARC-Easy", "Answer", ["who?", "where?", "what?"], ["me", "there", "a word"]),

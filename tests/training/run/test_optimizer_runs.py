@@ -23,7 +23,7 @@ from moe_jax.training.recipe.schema import (
 )
 from tests.support.tiers import long, one_in
 from tests.support.training_models import BANKS, config_of, moe, recipe_of
-from tests.training.test_restart import losses
+from tests.training.run.test_restart import losses
 from tests.training.test_step import initial_states, largest_difference, leaves, random_batch, run
 
 ROUTER = GroupSection(match=(".*/router/.*",), learning_rate=1e-3)

@@ -1,13 +1,8 @@
 """How `benchmarks/hot_path.py` counts what a compiled program moves."""
 
-import pathlib
-import sys
-
 import pytest
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from hbm.traffic import Traffic, traffic  # noqa: E402
+from hbm.traffic import Traffic, traffic
 
 TPU = """
 HloModule m

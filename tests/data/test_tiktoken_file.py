@@ -8,6 +8,7 @@ import unicodedata
 
 import numpy as np
 import pytest
+import regex
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +20,6 @@ from moe_jax.data.tokens.tiktoken_file import QWEN_PIECES, QWEN_SPECIAL, qwen_to
 from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
-
-regex = pytest.importorskip("regex")
 
 TEXTS = [
     "The cat's hat, the bat's mat; I'LL say they'Ve 1234567 hats.\r\n\r\n  And  three\tmore   ",

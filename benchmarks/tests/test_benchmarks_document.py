@@ -4,21 +4,18 @@ import json
 import pathlib
 import re
 import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import document  # noqa: E402
-import pods  # noqa: E402
-import stale  # noqa: E402
-from evidence.layouts import UPCYCLED  # noqa: E402
-from evidence.results import RESULTS, Figures, ResultsFile  # noqa: E402
-from evidence.sections import SECTIONS, Section, made_line  # noqa: E402
-from evidence.stamp import Stamp, current_stamp, git  # noqa: E402
-from evidence.tables import tables_of  # noqa: E402
+import document
+import pods
+import stale
+from evidence.layouts import UPCYCLED
+from evidence.results import RESULTS, Figures, ResultsFile
+from evidence.sections import SECTIONS, Section, made_line
+from evidence.stamp import Stamp, current_stamp, git
+from evidence.tables import tables_of
+from tests.support.environment import ROOT
 
 DOCUMENT = (ROOT / "BENCHMARKS.md").read_text()
 BY_NAME = {section.name: section for section in SECTIONS}

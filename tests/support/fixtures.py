@@ -1,4 +1,4 @@
-"""A byte-level tokenizer, and a run to continue, for the tests of the training program."""
+"""Fixtures of several rooms: a byte-level tokenizer, and a run of the training program to continue."""
 
 import shutil
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 
 from moe_jax.commands.line import cli
 from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.dense_models import random_leaves, write_model
+from tests.support.training_models import FFN, config_of
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +42,6 @@ tensorboard = false
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, data, a tokenizer under a name of its own, and a run of 4 steps."""
-    # They import this module.
-    from tests.support.dense_models import random_leaves, write_model
-    from tests.support.training_models import FFN, config_of
-
     folder = tmp_path_factory.mktemp("finished")
     (folder / "words").mkdir()
     byte_tokenizer(folder / "words" / "bytes.json", adds_bos=True)

@@ -18,23 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moe_jax
-from moe_jax.distributed.sharding import path_name
-from moe_jax.model_io.loading import abstract_model, model_leaves
-from moe_jax.nn.perft import Perft
-from moe_jax.peft import trainable_paths
-from moe_jax.training.program import draw_model
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-from evidence.results import Figures  # noqa: E402
-from evidence.stamp import Stamp  # noqa: E402
-from evidence.studies import training_job, verdicts  # noqa: E402
-from evidence.studies.claims import CLAIMS  # noqa: E402
-from evidence.studies.claims_file import ClaimsFile  # noqa: E402
-from evidence.studies.compression_plan import COMPRESSION  # noqa: E402
-from evidence.studies.compressions import UNCOMPRESSED, Compressions  # noqa: E402
-from evidence.studies.jobs import (  # noqa: E402
+from evidence.results import Figures
+from evidence.stamp import Stamp
+from evidence.studies import training_job, verdicts
+from evidence.studies.claims import CLAIMS
+from evidence.studies.claims_file import ClaimsFile
+from evidence.studies.compression_plan import COMPRESSION
+from evidence.studies.compressions import UNCOMPRESSED, Compressions
+from evidence.studies.jobs import (
     DIVERGED,
     SECONDS,
     DiffersError,
@@ -47,19 +38,26 @@ from evidence.studies.jobs import (  # noqa: E402
     repeat_jobs,
     store,
 )
-from evidence.studies.models import Leaves, grown, model_of  # noqa: E402
-from evidence.studies.parameter_groups import group_of, groups_of  # noqa: E402
-from evidence.studies.plan import studies  # noqa: E402
-from evidence.studies.rates import as_rates, rate, rates_of, search, text_of  # noqa: E402
-from evidence.studies.report import report  # noqa: E402
-from evidence.studies.scales import RATE_SEED, SEEDS  # noqa: E402
-from evidence.studies.shapes import shape_of  # noqa: E402
-from evidence.studies.summary import Measured  # noqa: E402
-from evidence.studies.texts import Text  # noqa: E402
-from evidence.studies.trainer import Trainer  # noqa: E402
-from evidence.studies.trainings import Trainings  # noqa: E402
-from evidence.studies.variants import label  # noqa: E402
+from evidence.studies.models import Leaves, grown, model_of
+from evidence.studies.parameter_groups import group_of, groups_of
+from evidence.studies.plan import studies
+from evidence.studies.rates import as_rates, rate, rates_of, search, text_of
+from evidence.studies.report import report
+from evidence.studies.scales import RATE_SEED, SEEDS
+from evidence.studies.shapes import shape_of
+from evidence.studies.summary import Measured
+from evidence.studies.texts import Text
+from evidence.studies.trainer import Trainer
+from evidence.studies.trainings import Trainings
+from evidence.studies.variants import label
+from moe_jax.distributed.sharding import path_name
+from moe_jax.model_io.loading import abstract_model, model_leaves
+from moe_jax.nn.perft import Perft
+from moe_jax.peft import trainable_paths
+from moe_jax.training.program import draw_model
+from tests.support.environment import ROOT
 
+HERE = pathlib.Path(__file__).parent
 PLACE = Place(ROOT, ROOT, ROOT)
 STAMP = Stamp(commit="1" * 40, date="2026-11-23", machine="x86_64 with 2 threads", versions={"python": "3.11.7"})
 
@@ -417,10 +415,10 @@ class _Sleeping(Open):
 
 _PROGRAM = """
 import pathlib, sys
-sys.path[:0] = [{root!r}, {benchmarks!r}]
+sys.path[:0] = [{root!r}, {benchmarks!r}, {tests!r}]
 from evidence.results import Figures
 from evidence.studies.jobs import Place, do_jobs
-from tests.benchmarks.test_claims import _Sleeping
+from test_claims import _Sleeping
 if __name__ == "__main__":
     work = pathlib.Path(sys.argv[1])
     do_jobs([_Sleeping()], Figures("claims", work, writes=True), Place(work, work), workers=1)
@@ -429,7 +427,7 @@ if __name__ == "__main__":
 
 def test_a_killed_program_leaves_no_worker(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(_PROGRAM.format(root=str(ROOT), benchmarks=str(ROOT / "benchmarks")))
+    program.write_text(_PROGRAM.format(root=str(ROOT), benchmarks=str(ROOT / "benchmarks"), tests=str(HERE)))
     work = tmp_path / "work"
     work.mkdir()
     parent = subprocess.Popen([sys.executable, str(program), str(work)])

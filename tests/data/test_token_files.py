@@ -20,10 +20,10 @@ from moe_jax.data.sources.token_files import INDEX, pack, unpack
 from moe_jax.data.tokens import tokenize_sources as tokenizing
 from moe_jax.data.tokens.tokenize_sources import Task, source_patterns, tokenize, totals
 from moe_jax.files.resume import leftovers
+from tests.data.test_chat_data import CONFIG
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import TURNS, plain
 from tests.support.environment import ROOT
-from tests.training.test_chat_data import CONFIG
 
 
 def a_task(folder, **options):
@@ -115,8 +115,8 @@ def test_two_processes_write_what_one_does(tmp_path, small_shards):
 
 _KILLED = """
 import sys, pathlib
-from moe_jax.training import tokenize
-from tests.training.test_token_files import a_task
+from moe_jax.data.tokens import tokenize_source as tokenize
+from tests.data.test_token_files import a_task
 tokenize.LEAST_BYTES = 2000
 folder = pathlib.Path(sys.argv[1])
 def progress(what, done, total):

@@ -9,7 +9,7 @@ import pytest
 from moe_jax.commands.line import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.tiers import long
-from tests.training.test_continuation import content
+from tests.training.run.test_continuation import content
 
 TRAIN = ["train", "recipe.toml", "--set", "checkpoint.every=1"]
 

@@ -34,6 +34,8 @@ import pytest  # noqa: E402
 
 from tests.support.tiers import MARKERS, chosen  # noqa: E402
 
+pytest_plugins = ("tests.support.fixtures",)
+
 # The same examples in every run: what passes here passes on another machine.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("reproducible")

@@ -1,32 +1,26 @@
 """The comparison at equal bytes, but for the models that it compares: what it plans and what it reports."""
 
 import json
-import pathlib
-import sys
 
 import numpy as np
 import pytest
 
+from evidence.equal_bytes.aims import aims
+from evidence.equal_bytes.entries import ABLATIONS, DRAWS, ENTRIES, RECOVERIES, UNCOMPRESSED
+from evidence.equal_bytes.models import Subject
+from evidence.equal_bytes.own_models import adopt, own_models
+from evidence.equal_bytes.plan import comparisons
+from evidence.equal_bytes.report import ablations, blocks, permutations, recoveries, tables, write_report
+from evidence.equal_bytes.study import Comparison
+from evidence.results import RESULTS, NoSettings, ResultsFile
+from evidence.stamp import Stamp
+from evidence.studies.claims_file import ClaimsFile
+from evidence.studies.jobs import MADE, DiffersError, Place, open_jobs
+from evidence.studies.probes import Probes
+from evidence.studies.rates import text_of
+from evidence.studies.training_job import kept_folder, kept_path
+from evidence.studies.trainings import Kept
 from moe_jax.compression import make_method
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from evidence.equal_bytes.aims import aims  # noqa: E402
-from evidence.equal_bytes.entries import ABLATIONS, DRAWS, ENTRIES, RECOVERIES, UNCOMPRESSED  # noqa: E402
-from evidence.equal_bytes.models import Subject  # noqa: E402
-from evidence.equal_bytes.own_models import adopt, own_models  # noqa: E402
-from evidence.equal_bytes.plan import comparisons  # noqa: E402
-from evidence.equal_bytes.report import ablations, blocks, permutations, recoveries, tables, write_report  # noqa: E402
-from evidence.equal_bytes.study import Comparison  # noqa: E402
-from evidence.results import RESULTS, NoSettings, ResultsFile  # noqa: E402
-from evidence.stamp import Stamp  # noqa: E402
-from evidence.studies.claims_file import ClaimsFile  # noqa: E402
-from evidence.studies.jobs import MADE, DiffersError, Place, open_jobs  # noqa: E402
-from evidence.studies.probes import Probes  # noqa: E402
-from evidence.studies.rates import text_of  # noqa: E402
-from evidence.studies.training_job import kept_folder, kept_path  # noqa: E402
-from evidence.studies.trainings import Kept  # noqa: E402
 
 STAMP = Stamp(commit="1" * 40, date="2026-11-23", machine="x86_64 with 2 threads", versions={"python": "3.11.7"})
 

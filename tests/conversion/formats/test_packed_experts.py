@@ -6,6 +6,8 @@ import pathlib
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from rich.console import Console
 
 import moe_jax
@@ -14,10 +16,6 @@ from moe_jax.conversion import convert
 from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import CONFIGS
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
 
 QUIET = Console(quiet=True)
 TOKENS = [[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]]
