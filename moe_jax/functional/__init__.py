@@ -24,7 +24,6 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.functional.heads.cross_entropy import token_cross_entropies as token_cross_entropies
     from moe_jax.functional.heads.cross_entropy import weighted_cross_entropy as weighted_cross_entropy
     from moe_jax.functional.heads.distilled_cross_entropy import distilled_cross_entropy as distilled_cross_entropy
-    from moe_jax.functional.heads.losses import next_token_loss as next_token_loss
     from moe_jax.functional.heads.sampling import sample as sample
     from moe_jax.functional.norms import layer_norm as layer_norm
     from moe_jax.functional.norms import rms_norm as rms_norm

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
-from moe_jax.data.ranges import at_least
-from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSection
+from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSection, at_least
 from moe_jax.files import strict
 from moe_jax.files.json_toml import read_toml
 from moe_jax.files.local_paths import check_model_path
