@@ -34,8 +34,8 @@ from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh, path_name
 from moe_jax.experts import BankConfig, ExpertBank, make_bank
 from moe_jax.experts.forms.fresh import shapes_of
-from moe_jax.files.remote.remote_path import BucketPath, as_path
 from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.cast_source import CastSource
 from moe_jax.model_io.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.model_io.model_source import ModelLike, ModelSource
@@ -237,9 +237,10 @@ def _calibration_folder(model: ModelOrPath, spec: CompressSpec) -> Path | None:
     """Where recordings of the model are kept: beside it if that can be written; None: nowhere."""
     if spec.calibration_dir is not None:
         return Path(spec.calibration_dir)
-    if isinstance(model, Model) or isinstance(as_path(model), BucketPath) or not os.path.isdir(model):
+    on_disk = None if isinstance(model, Model) else as_path(model).on_disk
+    if on_disk is None or not on_disk.is_dir():
         return None
-    place = Path(os.path.abspath(model))  # `.` and `..` have no name of their own
+    place = Path(os.path.abspath(on_disk))  # `.` and `..` have no name of their own
     return place.with_name(f"{place.name}.calibration") if os.access(place.parent, os.W_OK) else None
 
 

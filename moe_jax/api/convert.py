@@ -17,7 +17,7 @@ from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import shows_work
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 
 @model_verb(ConvertSpec)

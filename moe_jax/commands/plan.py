@@ -10,7 +10,7 @@ import tyro
 from moe_jax.commands.line.mesh_option import mesh_section, parse_mesh
 from moe_jax.commands.line.spec_options import command_options, either_options, given_fields
 from moe_jax.core.errors import InputError, flag_of
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.upcycling.spec import UpcycleSpec
 

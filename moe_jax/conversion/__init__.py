@@ -1,4 +1,4 @@
-"""Conversion from and to foreign checkpoints: Hugging Face directories, GGUF files, and LoRA of the PEFT library.
+"""Conversion from and to other libraries' formats: Hugging Face directories, GGUF files, and LoRA of PEFT.
 
 Names are imported when they are first asked for: options are read without JAX.
 """

@@ -1,4 +1,12 @@
-"""Dense model to MoE model (methods.md 2, 6): vanilla copies, a shared base with deltas, or adapter experts (PESC).
+"""A dense model made into an MoE (methods.md 2, 6): of copies, of a shared base with deltas, or of adapters (PESC).
+
+`moe_jax.upcycle` is the verb. Here are its options as one object, the config that they give, and the check that the new
+model computes what the old one did.
+
+    >>> from moe_jax.upcycling import UpcycleSpec, upcycled_config
+    >>> dense = moe_jax.tiny_model().config
+    >>> upcycled_config(dense, UpcycleSpec(experts=4, every=1)).moe_layers
+    (0, 1)
 
 Names are imported when they are first asked for: options are read without JAX.
 """

@@ -13,6 +13,7 @@ from moe_jax.core.verb_spec import NOT_GIVEN, Shown, TakesMovedBase, TakesNonfin
 
 if TYPE_CHECKING:  # they import JAX, and the command line should read options without it
     from moe_jax.experts import BankConfig
+    from moe_jax.experts.forms.protocol import ExpertForm
     from moe_jax.model_io.model_source import ModelLike
     from moe_jax.upcycling.dense_parameters import DenseParameters
 
@@ -31,6 +32,8 @@ _WHY_FULL = {
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     """The options of `upcycle`: which Mixture-of-Experts is made of a dense model.
+
+    The form of the experts may also be given as an object, such as `delta=moe_jax.configs.LowRank(rank=16)`.
 
         >>> spec = moe_jax.UpcycleSpec(experts=4, delta="low-rank:2", every=1)
         >>> moe_jax.upcycle(moe_jax.tiny_model(), None, spec).config.moe_layers
@@ -53,7 +56,9 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     """Every N-th layer becomes an MoE: with 2, the layers 1, 3, 5, ... counted from 0; with 1, all layers."""
     layers: Annotated[Sequence[int] | None, Shown("INT [INT ...]", "by --every", tuple[int, ...] | None)] = None
     """The layers that become MoEs, counted from 0."""
-    delta: Annotated["str | BankConfig | None", Shown("full|low-rank:R|sparse:RATE", "full", str | None)] = None
+    delta: Annotated[
+        "str | ExpertForm | BankConfig | None", Shown("full|low-rank:R|sparse:RATE", "full", str | None)
+    ] = None
     """The form of an expert: full, a copy of the FFN; or the shared FFN plus a delta per matrix, either of rank R or
     sparse, with the share RATE of its entries (such as 0.9) fixed to zero."""
     adapter: Annotated[str | int | None, Shown("INT", "512", str | None)] = None
@@ -116,6 +121,11 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     shown; its first 512 tokens."""
 
     def __post_init__(self) -> None:
+        from moe_jax.experts import BankConfig
+        from moe_jax.experts.forms.by_name import option_of_form
+
+        if self.delta is not None and not isinstance(self.delta, BankConfig):
+            object.__setattr__(self, "delta", option_of_form(self.delta))
         headline = "upcycling" if self.method is None else f"--method {self.method}"
         if self.method == "pesc":
             problems = [f"{flag_of(name)} does not go with adapter experts" for name in _NOT_OF_PESC if self._has(name)]

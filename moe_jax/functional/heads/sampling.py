@@ -34,7 +34,7 @@ def sample(
         descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
         probabilities = jax.nn.softmax(descending, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        # Rounded, the sum may come to 1 before the last token.
+        # Rounding can make the sum reach 1 before the last token.
         kept = jnp.sum((before < top_p) | (top_p >= 1.0), axis=-1, keepdims=True)
         threshold = jnp.take_along_axis(descending, jnp.maximum(kept - 1, 0), axis=-1)
         logits = jnp.where(logits < threshold, lowest, logits)
@@ -51,7 +51,7 @@ def sample_rows(
     greedy: bool = False,
     has_top_p: bool = True,
 ) -> Int[Array, " B"]:
-    """Samples one token per row, every row in its own way: as `sample` would from it alone.
+    """Samples one token per row, every row with its own seed and options: as `sample` would from this row alone.
 
     Args:
       logits: float32.
@@ -59,7 +59,7 @@ def sample_rows(
       steps: folded into the keys.
       temperature: divides the logits; 0 is greedy.
       top_p: see `sample`; 1: all.
-      greedy: whether every temperature is 0, so that nothing need be drawn.
+      greedy: whether every temperature is 0, so that no random number is needed.
       has_top_p: whether any `top_p` is below 1, so that tokens have to be sorted.
     """
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
