@@ -187,7 +187,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
             return self._adapter_bank()
         if isinstance(self.delta, BankConfig):
             return self.delta
-        return parse_delta(self.delta or "full", freeze_base=self.freeze_base)
+        return parse_delta(str(self.delta or "full"), freeze_base=self.freeze_base)
 
     @cached_property
     def dense_parameters(self) -> "DenseParameters":
@@ -267,10 +267,11 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
 
     def _delta_problems(self) -> list[str]:
         """Problems of `delta` with a method that has deltas or copies."""
+        from moe_jax.experts import BankConfig
         from moe_jax.experts.forms.by_name import delta_options, form_named, form_of_option
 
-        form = form_of_option(self.delta) if isinstance(self.delta, str) else self.delta and self.delta.form
-        over_base = form is not None and form.over_base
+        form = self.delta.form if isinstance(self.delta, BankConfig) else self.delta and form_of_option(str(self.delta))
+        over_base = bool(form and form.over_base)
         if self.method == "vanilla" and over_base:
             return [f"its experts are copies, and --delta {self.delta} is another kind; use --method ders"]
         if self.method == "ders" and not over_base:
