@@ -18,7 +18,7 @@ from moe_jax.api.calibrate import open_calibration
 from moe_jax.api.model import Loading, Model, ModelOrPath, OutPath, destination, open_model, result
 from moe_jax.api.run import read_ids, score
 from moe_jax.api.verb import model_verb, work_bars
-from moe_jax.compression import Calibration, Method, Sweep
+from moe_jax.compression import Calibration, Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
 from moe_jax.compression.choose_layers import parse_layers
@@ -154,13 +154,13 @@ def sweep(
     described |= {"seq_len": spec.seq_len}
     read = [job.source, *([job.shared["base"]] if job.shared["base"] is not None else []), text]
     read += [] if spec.calibrate is None else [as_path(spec.calibrate)]
-    ids, windows = read_ids(_over_devices(job.source), text), _windows(job.source, spec)
+    scored_by = _scorer(job.source, spec)
     with work_bars() as progress:
         return _sweep(
             job.source,
             out,
             methods,
-            lambda one: score(_over_devices(one), ids, **windows).nll,
+            scored_by,
             described=described,
             sources=read,
             progress=progress,
@@ -242,6 +242,13 @@ def _calibration_folder(model: ModelOrPath, spec: CompressSpec) -> Path | None:
         return None
     place = Path(os.path.abspath(on_disk))  # `.` and `..` have no name of their own
     return place.with_name(f"{place.name}.calibration") if os.access(place.parent, os.W_OK) else None
+
+
+def _scorer(source: ModelSource, spec: SweepSpec) -> Score:
+    """Scores models by the text of a sweep, as `evaluate` does."""
+    assert spec.text is not None
+    ids, windows = read_ids(_over_devices(source), spec.text), _windows(source, spec)
+    return lambda model: score(_over_devices(model), ids, **windows).nll
 
 
 def _over_devices(source: ModelSource) -> Model:

@@ -61,7 +61,7 @@ def test_stablelm_with_sparse_deltas():
 
 
 def test_phi_with_full_experts():
-    plan = make_plan(upcycled(PHI_2, num_experts=4))
+    plan = make_plan(upcycled(PHI_2, experts=4))
     assert plan.added_params == 3 * (2 * 2560 * 10240 + 12_800) * 16 + 16 * 4 * 2560
     assert round(plan.added_params / 1e9, 3) == 2.517
 
@@ -250,7 +250,7 @@ def test_upcycles_options_are_understood(config_file, capsys):
         return dataclasses.asdict(make_plan(upcycled(dense_model(16, 24, 4), **options)))
 
     assert plan(capsys, config_file, "--delta", "full") == expected()
-    assert plan(capsys, config_file, "--experts", 4) == expected(num_experts=4)
+    assert plan(capsys, config_file, "--experts", 4) == expected(experts=4)
     low_rank = BankConfig(kind="low-rank", rank=2, train_base=False)
     assert plan(
         capsys, config_file, "--experts", 4, "--top-k", 1, "--every", 1, "--delta", "low-rank:2", "--freeze-base",
