@@ -141,7 +141,7 @@ def describe_devices() -> str | None:
 
 
 def leave_processes() -> None:
-    """Ends what `join_processes` began, at the end of a command that went well."""
+    """Ends the connection that `join_processes` began, at the end of a command that went well."""
     global _peers
     if _peers is not None:
         if jax.distributed.is_initialized():
