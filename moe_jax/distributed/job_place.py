@@ -111,7 +111,7 @@ def _parsed(value: str) -> Place:
 
 def _detected() -> Place:
     """Finds the place as JAX does, except for the devices: JAX would give each process one GPU of a node."""
-    from jax._src import clusters  # no public function says these without starting what they are for
+    from jax._src import clusters  # no public function returns these without starting JAX's distributed service
 
     try:
         address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(

@@ -18,7 +18,7 @@ from moe_jax.conversion import export, read_hf_config
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
-from tests.conversion.test_foreign_view import write_model
+from tests.conversion.hf.test_hf_view import write_model
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves
 from tests.support.dense_models import write_model as write_leaves
