@@ -105,6 +105,7 @@ class MetricsWriter:
             self._wandb = wandb()
 
     def write(self, record: Record) -> None:
+        """Writes the record of a step to all places."""
         if self._file:
             self._file.write(json.dumps(record) + "\n")
         if self._events:
@@ -120,6 +121,7 @@ class MetricsWriter:
             self._events.flush()
 
     def close(self) -> None:
+        """Stores what was written, and closes all files."""
         if self._file:
             self._file.close()
         if self._events:

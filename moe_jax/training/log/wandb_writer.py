@@ -60,4 +60,5 @@ class WandbWriter:
         self._run.log({"step": step, **dict(scalars)})
 
     def close(self) -> None:
+        """Ends the run there; all is sent, or in its files."""
         self._run.finish()
