@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,7 +89,7 @@ def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap
         expected = values_and_gradients(q, k, v, weight, segments, prefix, form="reference", **given)
         for form in ("aligned", "unaligned"):
             got = values_and_gradients(q, k, v, weight, segments, prefix, form=form, **given)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, expected)
+            chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=2e-5)
 
     check()
 
@@ -279,7 +280,7 @@ def test_a_kernel_is_called_by_every_device_for_its_rows_and_heads(sizes, rows, 
     axes, parts = ("tensor", *["sequence"] * ("sequence" in sizes)), sizes.get("tensor", 1) * sizes.get("sequence", 1)
     batch = ("data", "fsdp", "expert") if rows == 4 else ()
     assert placement == Placement("cpu", batch, axes, parts, 8, sequence)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mask", ["causal", "bidirectional"])

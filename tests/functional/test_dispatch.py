@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +58,7 @@ def test_order_and_gradients(shape, seed):
     draw = lambda *s: jnp.asarray(rng.standard_normal(s), jnp.float32)  # noqa: E731
     arrays = experts, draw(tokens, 3), draw(tokens, top_k), draw(tokens, 3), draw(flat.size, 1)
     got, expected = (values_and_gradients(*arrays, num_experts=num_experts, plain=plain) for plain in (False, True))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @partial(jax.jit, static_argnames=("num_experts", "room"))
@@ -87,7 +88,7 @@ def test_parts_of_the_sorted_rows_add_up_to_the_whole(shape, room, seed):
     )
     rooms = (room, experts.size)
     parts, whole = (sum_of_parts(experts, x, weights, target, num_experts=num_experts, room=one) for one in rooms)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), parts, whole)
+    chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(512, [128, 128, 128, 128]), (300, [128, 128, 44])])

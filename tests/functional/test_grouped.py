@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +58,7 @@ def test_product_and_gradients(shape, cuts, seed):
     expected = values_and_gradients("reference", lhs, rhs, group_sizes, weight)
     for backend in ("blocked", "ragged_dot", "auto"):
         got = values_and_gradients(backend, lhs, rhs, group_sizes, weight)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), got, expected)
+        chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_groups_longer_than_a_tile(monkeypatch):
@@ -98,7 +99,7 @@ def test_columns_that_tiles_do_not_divide(fan_out, monkeypatch):
     lhs, rhs, weight = (jnp.asarray(a, jnp.float32) for a in arrays)
     group_sizes = jnp.asarray(sizes, jnp.int32)
     got, expected = (values_and_gradients(b, lhs, rhs, group_sizes, weight) for b in ("blocked", "reference"))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_bfloat16_is_within_its_rounding():

@@ -13,11 +13,11 @@ from moe_jax.api.calibrate import calibrate
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.allocation.by_expert import Alike, in_two_parts
 from moe_jax.compression.allocation.knapsack import Candidate, allocate
-from moe_jax.compression.calibration.drawn_windows import sample_windows
-from moe_jax.compression.calibration.expert_coders import expert_coders
+from moe_jax.compression.allocation.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
+from moe_jax.compression.calibration.layerwise_pass import sample_windows
 from moe_jax.compression.calibration.recorded import Calibration
-from moe_jax.compression.calibration.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
 from moe_jax.compression.coding import storage
+from moe_jax.compression.coding.expert_coders import expert_coders
 from moe_jax.compression.coding.storage import layer_bytes
 from moe_jax.compression.job.stream import check_before_calibration
 from moe_jax.compression.methods import bits_by_matrix

@@ -105,7 +105,7 @@ def test_what_stays_is_not_changed_by_a_bit(kind, tmp_path):
         lost = norm_of([expert for e, expert in enumerate(experts) if e not in kept]) / norm_of(experts)
         assert report.relative_error == pytest.approx(np.sqrt(lost), rel=1e-5)
     assert any("/base/" in path and path.endswith("codes") for path in out.specs()) == (kind == "coded base")
-    (counted,) = stored_bytes(source.config, [0], [REMOVED], keep=0.5, dtype="float32")
+    (counted,) = stored_bytes(source.config, [0], [REMOVED], {"keep": 0.5}, dtype="float32")
     assert counted.expert_bytes == sum(out.read(path).nbytes for path in out.specs() if "/experts/" in path)
     assert counted.model_bytes == sum(out.read(path).nbytes for path in out.specs())
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import moe_jax
 from moe_jax.compression import compress, make_method
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from tests.support.dense_models import dense_config, random_leaves, write_model
@@ -36,7 +36,7 @@ from moe_jax.conversion import convert
 from moe_jax.model_io.loading import load_model, model_leaves
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.files.remote import traffic
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.distributed.sharding import make_mesh
 
 said, before = {}, traffic.total()

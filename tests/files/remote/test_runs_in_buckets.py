@@ -11,8 +11,8 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
 from moe_jax.core.errors import InputError
-from moe_jax.data.sources.remote_lines import RemoteLines, part_of, read_remote_lines
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files import storage_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.training.log.metrics import read_metrics
 from moe_jax.training.run.checkpoint_copy import copy_checkpoint
 from moe_jax.training.run.restart import find_origin, write_restart
@@ -209,14 +209,14 @@ def test_a_checkpoint_that_is_not_whole_is_not_copied(bucket, place):
 
 
 def test_lines_that_grow(bucket, monkeypatch):
-    monkeypatch.setattr(sys.modules[RemoteLines.__module__], "_PART_BYTES", 20)
+    monkeypatch.setattr(storage_path.GrowingObjects, "PART_BYTES", 20)
     path = as_path("gs://bucket/run/metrics.jsonl")
     lines = [f"{{{i:03}}}\n" for i in range(20)]
-    writer = RemoteLines(path, lines[:3])
+    writer = path.growing(lines[:3])
     for line in lines[3:]:
         writer.write(line)
-    assert len(read_remote_lines(path)) < 120  # the last part is not due
+    assert len(path.read_grown()) < 120  # the last part is not due
     writer.close()
-    assert read_remote_lines(path).decode() == "".join(lines) and part_of(path, 3).is_file()
-    RemoteLines(path, lines[:5]).close()
-    assert read_remote_lines(path).decode() == "".join(lines[:5])
+    assert path.read_grown().decode() == "".join(lines) and path.part(3).is_file()
+    path.growing(lines[:5]).close()
+    assert path.read_grown().decode() == "".join(lines[:5])
