@@ -105,7 +105,7 @@ class Coordination:
             raise InputError("; ".join(problems))
 
     def _hello(self, index: int) -> dict[str, Any]:
-        """What a process said when it came."""
+        """Returns the greeting that a process gave when it came, waiting for it."""
         return json.loads(self._client.blocking_key_value_get(f"{_HELLO}/{index}", math.ceil(1000 * self._wait)))
 
     def fail(self, code: int, message: str) -> None:

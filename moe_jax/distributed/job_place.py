@@ -18,7 +18,7 @@ _SECONDS = {"MOE_JAX_DISTRIBUTED_WAIT": 300.0, "MOE_JAX_DISTRIBUTED_SILENCE": 20
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a process stands among all.
+    """The place of a process among all of a job.
 
     Attributes:
       address: host and port at which the first process listens.
@@ -34,10 +34,12 @@ class Place:
 
     @property
     def port(self) -> int:
+        """Port at which the first process listens."""
         return int(self.address.rpartition(":")[2])
 
     @property
     def host(self) -> str:
+        """Host of the first process."""
         return self.address.rpartition(":")[0].strip("[]")
 
 
