@@ -112,6 +112,18 @@ class Model:
             self._source = None
         return self._decoder
 
+    def split(self) -> tuple[nnx.GraphDef, nnx.State]:
+        """Returns the decoder as `nnx.split` does: what to compute, and the arrays, for pure functions under `jax.jit`.
+
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> graphdef, state = moe_jax.tiny_model().split()
+        >>> logits = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens).logits)
+        >>> logits(state, jnp.zeros((1, 5), jnp.int32)).shape
+        (1, 5, 64)
+        """
+        return nnx.split(self.decoder)
+
     @property
     def config(self) -> ModelConfig:
         """The complete description of the decoder."""

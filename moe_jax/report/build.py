@@ -4,6 +4,8 @@ import datetime
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from markupsafe import Markup
+
 import moe_jax
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.local_paths import check_beside
@@ -12,11 +14,9 @@ from moe_jax.files.storage_path import as_path
 from moe_jax.report.bytes_and_errors import compression_tables, sweep_pictures
 from moe_jax.report.comparison import side_by_side_table
 from moe_jax.report.describe_model import Sizes, model_facts, sizes_of
-from moe_jax.report.elements import note, section
+from moe_jax.report.elements import html_page, joined, note, section
 from moe_jax.report.expert_pictures import measure_layers, measured_pictures, similarity_pictures
-from moe_jax.report.html_page import html_page
 from moe_jax.report.lineage_steps import lineage_steps
-from moe_jax.report.markup import Markup, joined
 from moe_jax.report.run_curves import recipe_text, training_curves, training_facts, use_of_experts
 from moe_jax.report.scores import score_tables
 from moe_jax.report.subjects import Subject, named, open_subject, with_evaluations
@@ -75,8 +75,8 @@ def build_report(subjects: Sequence[Subject], *, weights: bool = True, progress:
     return html_page(f"Report: {names}", compared, joined(*sections), subtitle=subtitle, contents=contents)
 
 
-def _parts(subject: Subject, sizes: Sizes | None, weights: bool, progress: Progress) -> Iterator[Markup | None]:
-    """The sections about one subject; None is what there is nothing to say of."""
+def _parts(subject: Subject, sizes: Sizes | None, weights: bool, progress: Progress) -> Iterator[Markup]:
+    """Yields the sections about one subject; empty is what there is nothing to say of."""
     title = subject.name
     if subject.model is not None and sizes is not None:
         yield section("The model", model_facts(subject.model, sizes), level=3)

@@ -53,7 +53,7 @@ class LayerCalibration(NamedTuple):
     sensitivities: Mapping[str, float] | None = None
 
 
-PROMISED = LayerCalibration(
+NOT_YET_RECORDED = LayerCalibration(
     RouterStatistics(np.zeros(0), np.zeros(0), np.zeros((0, 0))),
     LayerRows(np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)),
 )

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from moe_jax.compression.calibration.recorded import PROMISED, Calibration
-from moe_jax.compression.calibration.sensitivity_pass import check_full_experts
+from moe_jax.compression.allocation.sensitivity_pass import check_full_experts
+from moe_jax.compression.calibration.recorded import NOT_YET_RECORDED, Calibration
 from moe_jax.compression.job.analyses import AnalysisStore
 from moe_jax.compression.job.board import Board
 from moe_jax.compression.job.report import LayerReport, Report
@@ -81,7 +81,7 @@ def compress(
       OSError: if the disk is full. Finished work stays beside `dst`, to be continued.
     """
     shared = isinstance(dst, Path)
-    decided = first_decides if shared else _alone
+    decided = first_decides if shared else _decide_alone
     if isinstance(dst, Path):
         first_decides(lambda: check_target(dst, buckets=True))
     indices = choose_layers(source.config, layers)
@@ -152,7 +152,7 @@ def _analyse(
     if type(method).analyse is Method.analyse:
         return {i: {} for i in sizes}
     analyses: dict[int, Analysis] = {} if store is None else store.known(sizes)
-    before = (first_decides if shared else _alone)(lambda: sorted(analyses))
+    before = (first_decides if shared else _decide_alone)(lambda: sorted(analyses))
     owners = dealt({i: size for i, size in sizes.items() if i not in before})
     board = Board("analysing", tuple(sizes), progress, shared=shared)
     for i in sizes:
@@ -211,7 +211,7 @@ def check_before_calibration(source: ModelSource, method: Method, layers: Iterab
     if extended:
         _check_universal(source.config, layers)
     universal = {i: extended and source.config.moe(i).universal_beside for i in layers}
-    method.check([SourceLayer(source, i, with_universal=universal[i], calibration=PROMISED) for i in layers])
+    method.check([SourceLayer(source, i, with_universal=universal[i], calibration=NOT_YET_RECORDED) for i in layers])
 
 
 def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:
@@ -254,7 +254,7 @@ def _write(
     notes = {int(name): note for name, note in writer.notes(map(str, indices)).items()}
     # Figures may be noted before or after the last leaves of a layer are on the disk: both have to be there.
     left = [i for i in indices if not (i in notes and writer.done.issuperset(by_layer[i]))]
-    owners = _deal(source, writer, by_layer, left)
+    owners = _distribute(source, writer, by_layer, left)
     board = Board(
         "compressing",
         indices,
@@ -293,7 +293,7 @@ def _write(
     return {i: LayerFigures.from_note(notes[i]["figures"]) for i in indices}
 
 
-def _deal(
+def _distribute(
     source: ModelSource, writer: ModelWriter, by_layer: Mapping[int, Sequence[str]], left: Sequence[int]
 ) -> dict[int, int]:
     """Distributes the remaining work: returns which process compresses each layer, and which copies each other leaf."""
@@ -323,7 +323,7 @@ def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
     return spec.size * np.dtype(spec.dtype).itemsize
 
 
-def _alone(action: Callable[[], T]) -> T:
+def _decide_alone(action: Callable[[], T]) -> T:
     """Does for one process what `first_decides` does for several."""
     return action()
 

@@ -19,7 +19,7 @@ from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn.router_stats import stats_per_layer
-from moe_jax.training.log.tensorboard import EventWriter
+from moe_jax.training.log import tensorboard as tensorboard_log
 from moe_jax.training.log.wandb_writer import WandbWriter
 from moe_jax.training.step import StepMetrics
 
@@ -80,7 +80,7 @@ class MetricsWriter:
     Args:
       run_dir: the directory that holds both.
       last_step: the step after which training continues; 0 for a new run.
-      tensorboard: whether to write events.
+      tensorboard: whether to write events, where tensorboardX is installed.
       wandb: makes a writer for Weights & Biases; None: nothing is logged there.
     """
 
@@ -99,8 +99,8 @@ class MetricsWriter:
         self._file = path.growing(
             [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= last_step]
         )
-        if tensorboard:
-            self._events = EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
+        if tensorboard and tensorboard_log.is_installed():
+            self._events = tensorboard_log.EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
         if wandb is not None:
             self._wandb = wandb()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.data.ranges import at_least
+from moe_jax.data.sections import at_least
 from moe_jax.data.sources.text_files import find_files
 from moe_jax.data.tokens.tokenizer import tokenizer_identity
 from moe_jax.files.fingerprint import fingerprint_contents

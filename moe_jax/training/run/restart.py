@@ -77,7 +77,7 @@ def check_restarted(run_dir: Path, record: RunRecord | None, saved: Path, *, ski
         )
 
 
-def restarted(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> RunRecord:
+def restart_record(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> RunRecord:
     """Returns the record of a run that begins with a checkpoint.
 
     Args:
@@ -112,7 +112,7 @@ def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunReco
       origin: the checkpoint.
       run_dir: where the directory appears.
       recipe: as resolved.
-      record: what `restarted` returned.
+      record: what `restart_record` returned.
 
     Raises:
       InputError: if something has appeared at `run_dir`, or the disk has not enough space.

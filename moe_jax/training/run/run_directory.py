@@ -218,7 +218,7 @@ def write_model(
     # Every process must make these calls, and writes the shards that it has.
     with writer:
         stored = None if started_from is None else started_from.specs()
-        for path, leaf in _outputs(model, recipe, stored, own):
+        for path, leaf in _written_leaves(model, recipe, stored, own):
             if isinstance(leaf, jax.Array):
                 writer.write_sharded(path, leaf, output_dtype(path, leaf.dtype, recipe, stored))
             else:
@@ -263,7 +263,7 @@ def output_dtype(
     return held if stored is None or path not in stored else stored[path].dtype
 
 
-def _outputs(
+def _written_leaves(
     model: Decoder, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None, only: Collection[str] | None
 ) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
     """Yields leaves, all or some, in the output dtype; leaves sharded over processes as they are in training."""

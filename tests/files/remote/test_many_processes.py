@@ -17,6 +17,7 @@ from moe_jax.models import BankConfig
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import COMPILER_FLAGS, ROOT
 from tests.support.moe_models import memory_moe, same_weights
+from tests.support.tiers import long
 
 PROCESSES = 4
 
@@ -108,6 +109,7 @@ def run(program, folder):
     return codes, [(folder / f"err{index}").read_text() for index in range(PROCESSES)]
 
 
+@long
 def test_each_process_reads_and_writes_its_share(bucket, tmp_path):
     config = dense_config(num_layers=4, d_model=64, dim=128, vocab_size=256)
     leaves = random_leaves(config)

@@ -20,7 +20,7 @@ from moe_jax.training.run.run_directory import folder_of
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.environment import COMPILER_FLAGS, ROOT
-from tests.support.tiers import long, one_in
+from tests.support.tiers import long
 from tests.support.training_models import BANKS, FFN, config_of, moe, write_config
 
 RECIPE = """
@@ -176,7 +176,7 @@ def test_a_restart_from_one_place_to_another(bucket, place, before, after, capsy
     assert "already exists, and a restart is a new run" in capsys.readouterr().err
 
 
-@one_in(2, first=1)
+@long
 @pytest.mark.parametrize("delay", [0, 1000], ids=["lists at once", "lists much later"])
 def test_a_restart_is_killed_and_given_again(bucket, place, monkeypatch, no_waiting, delay):  # noqa: F811
     assert cli.main(["train", "recipe.toml", "--set", "train.steps=4"]) == 0
