@@ -87,7 +87,7 @@ def embed_tokens(
     """Returns the activations of tokens before the first layer; `leaves` by their paths, on the host."""
     # Only the rows of these tokens are taken from the table, which may be larger than a layer.
     leaves = {**leaves, EMBEDDING: leaves[EMBEDDING][tokens.reshape(-1)]}
-    embed: Any = filled(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, leaves), "embed/")
+    embed: Any = module_with_leaves(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, leaves), "embed/")
     return embed(jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape))
 
 
@@ -116,21 +116,23 @@ def apply_layer(
     if attention.relative_bias is not None:
         bias = bias_by_distance(leaves[TABLE], attention.relative_bias, attention.mask)
     context = make_context(config, x.shape[:2], valid=valid, encoder_output=source, relative_bias=bias)
-    block: Any = filled(lambda rngs: Block(layer, config, rngs=rngs, dtype=jnp.dtype(config.dtype)), leaves)
+    block: Any = module_with_leaves(lambda rngs: Block(layer, config, rngs=rngs, dtype=jnp.dtype(config.dtype)), leaves)
     noted = watch(block)
     return block(x, context, None)[0], noted
 
 
-def normalise(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
+def apply_final_norm(
+    config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]
+) -> Float[Array, "B T d"]:
     """Applies the norm after an encoder."""
-    norm: Any = filled(lambda _: make_final_norm(config), leaves, "encoder_norm/")
+    norm: Any = module_with_leaves(lambda _: make_final_norm(config), leaves, "encoder_norm/")
     return norm(x)
 
 
-def finish(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
+def output_logits(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
     """Returns the logits: applies the norm after the last layer, and the head."""
-    norm = filled(lambda _: make_final_norm(config), leaves, "final_norm/")
-    head = filled(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
+    norm = module_with_leaves(lambda _: make_final_norm(config), leaves, "final_norm/")
+    head = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
     return head(norm(x), leaves.get(EMBEDDING))
 
 
@@ -145,14 +147,16 @@ def text_loss(
       x: activations after the last layer.
       tokens: that the rows consist of.
     """
-    norm: Any = filled(lambda _: make_final_norm(config), leaves, "final_norm/")
-    head: Any = filled(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
+    norm: Any = module_with_leaves(lambda _: make_final_norm(config), leaves, "final_norm/")
+    head: Any = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
     last = jnp.arange(tokens.shape[1], dtype=jnp.int32) == tokens.shape[1] - 1
     weights = jnp.broadcast_to(jnp.where(last, jnp.float32(0), jnp.float32(1)), tokens.shape)
     return head.weighted_loss(norm(x), jnp.roll(tokens, -1, axis=1), weights, leaves.get(EMBEDDING))
 
 
-def filled(make: Callable[[nnx.Rngs], nnx.Module], leaves: Mapping[str, Array], prefix: str = "") -> nnx.Module:
+def module_with_leaves(
+    make: Callable[[nnx.Rngs], nnx.Module], leaves: Mapping[str, Array], prefix: str = ""
+) -> nnx.Module:
     """Returns the module that `make` makes, with these leaves: prefix and path below the module -> array."""
     graphdef, state = nnx.split(shapes_of(make))
     return nnx.merge(

@@ -149,7 +149,7 @@ class CheckpointSource(abc.ABC):
             whole = np.ascontiguousarray(self._files.read_strided(entry)).reshape(-1)
             return whole[piece.offset :][start * row : stop * row].reshape(stop - start, *piece.shape[1:])
         if entry.interleaved is not None:
-            places = _places(entry.shape[0] // entry.interleaved, start, stop)
+            places = _interleaved_places(entry.shape[0] // entry.interleaved, start, stop)
             first = int(places.min())
             return self._run(entry, piece, first, int(places.max()) + 1)[places - first]
         return self._run(entry, piece, start, stop)
@@ -184,7 +184,7 @@ def _leaf_shape(piece: Piece, count: int) -> tuple[int, ...]:
     return shape if piece.expert is None else (count, *shape)
 
 
-def _places(width: int, start: int, stop: int) -> np.ndarray:
+def _interleaved_places(width: int, start: int, stop: int) -> np.ndarray:
     """Returns where rows of interleaved heads are stored: in every head, first the even ones, then the odd ones."""
     head, row = np.divmod(np.arange(start, stop), width)
     half, index = np.divmod(row, width // 2)

@@ -70,7 +70,7 @@ def match_weights(
 
     problems = [f"{name} is missing" for name in mapped.tensors if name not in checkpoint.tensors] + unexpected
     expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
-    problems += _unlike(checkpoint, expected, described_by)
+    problems += _shape_problems(checkpoint, expected, described_by)
     if not problems:
         problems = _mixed_dtypes(checkpoint, mapped)
     raise_if_any(problems, f"{where} does not hold the model its {described_by} describes")
@@ -88,7 +88,9 @@ def _declared(table: Any, name: str) -> Tied | Ignored | None:
     return None
 
 
-def _unlike(checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]], described_by: str) -> list[str]:
+def _shape_problems(
+    checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]], described_by: str
+) -> list[str]:
     problems = []
     for name, shape in expected.items():
         found = checkpoint.tensors.get(name)

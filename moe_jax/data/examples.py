@@ -155,6 +155,6 @@ class RowReader:
             wanted = " or ".join(shown(role) for role, _ in self._role_keys)
             raise InputError(f"message {number} has no {wanted}, but {clipped(', '.join(map(shown, message)))}")
         role, content = (message.get(name) for name in names)
-        rest = {key: item for key, item in message.items() if key not in names and item is not None}
+        others = {key: item for key, item in message.items() if key not in names and item is not None}
         known = _ROLES.get(role, role) if isinstance(role, str) else role
-        return {"role": known, "content": content, **rest}
+        return {"role": known, "content": content, **others}

@@ -4,8 +4,21 @@ import dataclasses
 from pathlib import PurePath
 from typing import Literal
 
-from moe_jax.core.errors import InputError, is_finite
-from moe_jax.data.ranges import at_least
+from moe_jax.core.errors import MAX_FLOAT32, MAX_SIZE, InputError, is_finite, shown
+
+
+def at_least(section: object, least: int, *names: str) -> None:
+    """Raises `InputError` for the first of these fields that is below `least`, or not finite; None is not checked."""
+    for name in names:
+        value = getattr(section, name)
+        if value is None:
+            continue
+        most = MAX_SIZE if isinstance(value, int) else MAX_FLOAT32
+        if not value >= least:
+            raise InputError(f"{name} = {shown(value)} must be at least {least}")
+        if value > most:
+            raise InputError(f"{name} = {shown(value)} must be at most {most:,}")
+
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"]
 """Formats of data files; see `SourceSection`."""

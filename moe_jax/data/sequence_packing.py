@@ -154,11 +154,11 @@ class _Row:
     def _take(self, space: int) -> int:
         """Returns the number of pairs to put into the `space` left in the row; 0 to end the row here."""
         assert self._pairs is not None
-        rest = len(self._pairs.tokens) - self.offset
+        left = len(self._pairs.tokens) - self.offset
         if not self._whole:
-            return min(space, rest)
+            return min(space, left)
         later_starts = np.flatnonzero(self._pairs.starts[self.offset + 1 :])
-        document = int(later_starts[0]) + 1 if len(later_starts) else rest
+        document = int(later_starts[0]) + 1 if len(later_starts) else left
         if document <= space:
             return document
         return 0 if space < self._seq_len else space

@@ -22,7 +22,7 @@ from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.forward import Batch, run_model
 from moe_jax.evaluation.pair_loss import PairEvaluator, RowScores
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
 # Names that data sets have for the texts to be labelled; the first entry of which a line has all names counts.
@@ -176,7 +176,7 @@ class ClassScorer:
         batch_size: int,
         mesh: Mesh | None = None,
     ):
-        rows = [_whole(np.asarray(ids, np.int32), config.decoder_start_id) for ids in texts]
+        rows = [_text_row(np.asarray(ids, np.int32), config.decoder_start_id) for ids in texts]
         self._scores = RowScores(_class_scores, graphdef, rows, batch_size=batch_size, mesh=mesh)
 
     def __call__(self, *states: nnx.State) -> Float[np.ndarray, "n C"]:
@@ -190,7 +190,7 @@ def _class_scores(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: 
     return run_model(nnx.merge(graphdef, *states), batch, last_only=last).logits[:, 0]
 
 
-def _whole(ids: np.ndarray, start: int | None) -> Pair:
+def _text_row(ids: np.ndarray, start: int | None) -> Pair:
     """Makes a row of a whole text."""
     nothing = np.zeros(len(ids), np.float32)
     if start is None:

@@ -18,7 +18,7 @@ from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.forward import Batch, run_to_head
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.nn import Decoder
 
 
@@ -113,7 +113,7 @@ class Evaluator:
                 total += float(np.asarray(self._row_losses(states, placed), np.float64).sum())
         tokens = len(self._ids) - self._windows
         nll = total / tokens
-        return Evaluation(tokens, nll, exp(nll), total, self._windows)
+        return Evaluation(tokens, nll, exp_or_inf(nll), total, self._windows)
 
 
 def next_token_row_losses(model: Decoder, batch: Batch) -> Float[Array, " B"]:
@@ -143,7 +143,7 @@ def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[
         yield {"tokens": tokens.reshape(shape), "segment_ids": inside.reshape(shape)}
 
 
-def exp(value: float) -> float:
+def exp_or_inf(value: float) -> float:
     """Returns the exponential, or inf if it is too large for a float."""
     try:
         return math.exp(value)

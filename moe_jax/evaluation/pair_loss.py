@@ -15,7 +15,7 @@ from moe_jax.data.tokens.tokenizer import Pair
 from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.forward import Batch, run_to_head
-from moe_jax.evaluation.held_out_loss import Evaluation, exp
+from moe_jax.evaluation.held_out_loss import Evaluation, exp_or_inf
 
 # Pairs are padded to a power of two of tokens, at least this: few programs for pairs of all lengths.
 _SHORTEST = 16
@@ -96,7 +96,7 @@ class PairEvaluator:
         tokens = int(sum(pair.weights.sum() for pair in self._pairs))
         cut = sum(pair.input_was_cut or pair.target_was_cut for pair in self._pairs)
         nll = total / tokens
-        return Evaluation(tokens, nll, exp(nll), total, len(self._pairs), cut)
+        return Evaluation(tokens, nll, exp_or_inf(nll), total, len(self._pairs), cut)
 
     def losses(self, *states: nnx.State) -> Float[np.ndarray, " n"]:
         """Returns the negative log-likelihood of every pair's target, float64; parameters as in the call."""

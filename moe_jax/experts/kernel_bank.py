@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from moe_jax.core.errors import InputError, shown
 from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.factored import factored_ffn
@@ -158,6 +159,13 @@ def make_bank(
       d_model: width of the model.
       rngs: random keys, stream `params`.
       dtype: dtype of the parameters.
+
+    Raises:
+      InputError: if a size is below 1, or the form does not fit experts of this shape, such as a rank above it.
     """
+    for name, size in (("num_experts", num_experts), ("d_model", d_model)):
+        if not isinstance(size, int) or size < 1:
+            raise InputError(f"{name}={shown(size)} must be a positive integer")
+    config.check_fits(expert, d_model)
     bank = config.form.bank or KernelBank
     return bank(config, expert, num_experts, d_model, rngs=rngs, dtype=jnp.dtype(dtype))

@@ -155,7 +155,7 @@ class HarnessModel(TemplateLM):
         if self._unstacked is None:
             self._unstacked = unstacked(self._model)
         prompts = [self.tok_encode(request.args[0]) for request in requests]
-        settings = [_settings(_wanted(request)) for request in requests]
+        settings = [_settings(_generation_options(request)) for request in requests]
         groups: dict[str, list[int]] = {}
         for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index])):
             groups.setdefault(repr(settings[index]), []).append(index)
@@ -267,14 +267,14 @@ class HarnessModel(TemplateLM):
         return hashlib.sha256(self._tokens.path.read_bytes()).hexdigest()
 
 
-def _wanted(request: Instance) -> dict[str, Any]:
+def _generation_options(request: Instance) -> dict[str, Any]:
     """Returns the `generation_kwargs` of a request for a text."""
     _, wanted = cast(tuple[str, dict[str, Any]], request.args)
     return wanted
 
 
 def _is_random(kind: str, request: Instance) -> bool:
-    return kind == "generate_until" and _settings(_wanted(request))["temperature"] > 0
+    return kind == "generate_until" and _settings(_generation_options(request))["temperature"] > 0
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def read_examples(path: Path) -> list[dict[str, Any]]:
     content = read_regular(path, max_bytes=MAX_BYTES)
     if path.suffix == ".gz":
         content = _unpacked(content, path)
-    examples = _of_list(content, path) if content.lstrip()[:1] == b"[" else _of_lines(content, path)
+    examples = _read_list(content, path) if content.lstrip()[:1] == b"[" else _read_lines(content, path)
     if not examples:
         raise InputError(f"{path} holds no examples")
     return examples
@@ -46,14 +46,14 @@ def _unpacked(content: bytes, path: Path) -> bytes:
     return unpacked
 
 
-def _of_list(content: bytes, path: Path) -> list[dict[str, Any]]:
+def _read_list(content: bytes, path: Path) -> list[dict[str, Any]]:
     found = parse_json(content, where=str(path), allow=ANYTHING, max_values=len(content))
     for number, example in enumerate(found, start=1):
         _check(example, f"{path}, example {number}")
     return found
 
 
-def _of_lines(content: bytes, path: Path) -> list[dict[str, Any]]:
+def _read_lines(content: bytes, path: Path) -> list[dict[str, Any]]:
     examples = []
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line and not line.isspace():

@@ -74,7 +74,7 @@ def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
         manager.task_index[name] = Entry(name, Kind.GROUP, None, config)
     on_hub = [name for name in sorted(needed) if "custom_dataset" not in known.tasks.get(name, {}) and
               name not in known.groups]  # fmt: skip
-    with _quiet(), _hub(on_hub):
+    with _quiet(), _hub_errors(on_hub):
         loaded: dict[str, Any] = dict(manager.load(list(wanted)))
     for task in loaded["tasks"].values():
         _check_safe(task)
@@ -164,7 +164,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hub(names: Iterable[str]) -> Iterator[None]:
+def _hub_errors(names: Iterable[str]) -> Iterator[None]:
     """Reports a problem with a task's data on the Hub in one line, and at once if there is no network.
 
     Data that was fetched before is found without a network.

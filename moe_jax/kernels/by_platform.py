@@ -11,8 +11,21 @@ from jaxtyping import PyTree
 
 from moe_jax.kernels.deferred import Bound, deferred
 from moe_jax.kernels.gpu.nvidia import compute_capability, triton_fits
-from moe_jax.kernels.one_device import one_device
 from moe_jax.kernels.tpu.chip import current_core
+
+
+def one_device() -> bool:
+    """Whether the function being traced runs on one device, or is the part of one inside `shard_map`.
+
+    Only there can it call a kernel: the compiler cannot divide one between devices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.size == 1 or all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types)
+
+
+# Rematerialisation recognises a plain product by its primitive. Products of sorted rows, or with kernels that are
+# unpacked or made on the way, are loops or a platform's own kernels and need a name.
+PRODUCT = "kernel_product"
 
 
 def by_platform(

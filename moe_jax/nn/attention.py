@@ -90,7 +90,7 @@ class Attention(nnx.Module):
             y = self._attend_to_cache(q, cache, visible, bias)
         return self.o(y, keys["o"]), cache
 
-    def across(
+    def attend_across(
         self,
         x: Float[Array, "B T d"],
         visible: Visibility,

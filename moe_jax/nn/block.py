@@ -57,7 +57,7 @@ class Block(nnx.Module):
             assert context.source is not None
             source, visible = context.source
             kept, cross_key = None if cache is None else cache.cross, keys.fold_in(key, keys.CROSS_ATTENTION)
-            return self.cross_attention.across(x, visible, source=source, cache=kept, key=cross_key)
+            return self.cross_attention.attend_across(x, visible, source=source, cache=kept, key=cross_key)
 
         def apply_mlp(x: Array) -> tuple[Array, tuple[RouterStats, ...]]:
             if self.is_moe:
@@ -80,10 +80,10 @@ class Block(nnx.Module):
         """Returns the input plus a branch of it, with norms at their places, and the branch's second result."""
         norm = getattr(self, f"{name}_norm")
         if self.norm_position == "post":
-            y, rest = branch(x)
-            return norm(x + y), rest
+            y, extra = branch(x)
+            return norm(x + y), extra
         if self.norm_position == "output":
-            y, rest = branch(x)
-            return x + norm(y), rest
-        y, rest = branch(norm(x))
-        return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), rest
+            y, extra = branch(x)
+            return x + norm(y), extra
+        y, extra = branch(norm(x))
+        return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), extra

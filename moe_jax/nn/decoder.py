@@ -234,7 +234,7 @@ class Decoder(nnx.Module):
           weight: of the divergence, in (0, 1].
           temperature: divides both models' logits in the divergence.
         """
-        right, head = teacher.lm_head.to_distill(teacher_x, teacher._tied())
+        right, head = teacher.lm_head.teacher_inputs(teacher_x, teacher._tied())
         mixing = {"weight": weight, "temperature": temperature}
         return self.lm_head.distilled_loss(x, targets, weights, self._tied(), right, head, **mixing)
 

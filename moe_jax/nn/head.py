@@ -79,12 +79,12 @@ class Head(Leaves):
         weight: float,
         temperature: float,
     ) -> DistilledLoss:
-        """Returns `weighted_loss` mixed with the divergence from a teacher, whose arrays are from its `to_distill`."""
+        """Returns `weighted_loss` mixed with the divergence from a teacher; see `teacher_inputs`."""
         x, kernel, bias = self._hidden(x), *self._arrays(embedding)
         mixing = Distillation(weight, temperature, teacher_head)
         return distilled_cross_entropy(self._options(x, kernel), mixing, x, kernel, bias, targets, weights, teacher)
 
-    def to_distill(
+    def teacher_inputs(
         self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None
     ) -> tuple[TeacherArrays, HeadOptions]:
         """Returns the arrays and options of a teacher that a student's `distilled_loss` takes instead of logits."""

@@ -15,7 +15,7 @@ from moe_jax.experts.layout.mesh import shard_batch
 from moe_jax.functional import keys
 from moe_jax.functional.attention.relative_bias import bias_by_distance
 from moe_jax.functional.routing.decision import RouterStats
-from moe_jax.kernels.saved_name import PRODUCT
+from moe_jax.kernels.by_platform import PRODUCT
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
 from moe_jax.models.segments import Segment, segments_of
 from moe_jax.nn.block import Block

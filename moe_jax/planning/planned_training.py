@@ -21,8 +21,7 @@ from moe_jax.distributed.sharding import AXES, mesh_sizes, path_name
 from moe_jax.experts.layout.mesh import spec_on_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight
-from moe_jax.planning.expected_step import expected_step
-from moe_jax.planning.expected_transfers import totals
+from moe_jax.planning.expected_step import expected_step, sums_by_kind
 from moe_jax.planning.placed_leaves import placed_leaves
 from moe_jax.planning.planned_devices import PlannedDevices, planned_devices
 from moe_jax.planning.planned_strategies import TOKENS
@@ -51,7 +50,7 @@ _USUAL_PROGRAM = 100 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Item:
+class MemoryItem:
     """Bytes on every device, or on a CPU of the process.
 
     Attributes:
@@ -106,7 +105,7 @@ class PlannedTraining:
     platform: str
     devices: int
     mesh: dict[str, int]
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
     total: int
     memory: int | None
     is_compiled: bool
@@ -147,9 +146,9 @@ def planned_training(
     """
     target = planned_devices(recipe.mesh, platform, compiles=compiles)
     if target.devices is None:
-        return _expected(recipe, config, target, teacher)
+        return _planned_from_shapes(recipe, config, target, teacher)
     program = make_program(recipe, config, target.devices, teacher=teacher)
-    exact = _held(program, recipe, dict(program.mesh.shape))
+    exact = _held_bytes(program, recipe, dict(program.mesh.shape))
     used: int | None = None
     sizes: dict[str, int] = {}
     try:
@@ -161,21 +160,21 @@ def planned_training(
     items = list(exact.items())
     held = exact.total
     if sizes:
-        items += _working(exact, sizes["temporaries"])
+        items += _temporary_items(exact, sizes["temporaries"])
         padding = sizes["arguments"] - held
         if padding > 0:
-            items.append(Item(name="padding", bytes=padding, note="of the above, as arrays lie in this memory"))
-        items.append(Item(name="results", bytes=sizes["outputs"] - sizes["aliased"], note="metrics of the step"))
+            items.append(MemoryItem(name="padding", bytes=padding, note="of the above, as arrays lie in this memory"))
+        items.append(MemoryItem(name="results", bytes=sizes["outputs"] - sizes["aliased"], note="metrics of the step"))
         if sizes["code"]:
-            items.append(Item(name="program", bytes=sizes["code"], note="the compiled step"))
+            items.append(MemoryItem(name="program", bytes=sizes["code"], note="the compiled step"))
     else:
         note = "the compiler says no more than that there is too little room"
-        items += _working(exact, max(0, used - held) if used is not None else exact.gradients, note)
+        items += _temporary_items(exact, max(0, used - held) if used is not None else exact.gradients, note)
     if is_cpu:
-        items += _checkpoint(exact, recipe)
+        items += _checkpoint_items(exact, recipe)
         # All devices of a CPU are in one process.
         items = [dataclasses.replace(item, bytes=item.bytes * target.count) for item in items]
-        items += _process()
+        items += _process_items()
     activations = next(item.bytes for item in items if item.name == _ACTIVATIONS) // (target.count if is_cpu else 1)
     memory = total_memory() if is_cpu else None if target.chip is None else target.chip.memory
     known: dict[str, Any] = {"is_compiled": True, "fits": fits, "teacher": teacher}
@@ -218,7 +217,7 @@ TEACHER_ITEM = "parameters, teacher"
 _ACTIVATIONS = "activations"
 
 
-class _Held(NamedTuple):
+class _HeldBytes(NamedTuple):
     """Bytes on every device that are known exactly.
 
     Attributes:
@@ -243,7 +242,7 @@ class _Held(NamedTuple):
         """Bytes that are held all the time, with the batch."""
         return self.params + self.frozen + self.teacher + self.optimizer + self.average + self.batch
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[MemoryItem]:
         names = {
             "params": "parameters, trained",
             "frozen": "parameters, frozen",
@@ -253,13 +252,13 @@ class _Held(NamedTuple):
             "batch": "batch",
         }
         return [
-            Item(name=name, bytes=getattr(self, key), note=self.notes.get(key, ""))
+            MemoryItem(name=name, bytes=getattr(self, key), note=self.notes.get(key, ""))
             for key, name in names.items()
             if getattr(self, key)
         ]
 
 
-def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
+def _held_bytes(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _HeldBytes:
     """Counts the arrays of a state, a batch and gradients on one device of a mesh with these axes."""
     abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
 
@@ -277,7 +276,7 @@ def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
     state = program.state
     section = recipe.optimizer
     moments = "float32" if section.moments == "float32" else f"first moments {section.moments}, the rest float32"
-    return _Held(
+    return _HeldBytes(
         params=count(state.params),
         frozen=count(program.frozen),
         teacher=count(program.arguments),
@@ -299,12 +298,12 @@ def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
     )
 
 
-def _working(exact: _Held, temporaries: int, note: str = "") -> list[Item]:
+def _temporary_items(exact: _HeldBytes, temporaries: int, note: str = "") -> list[MemoryItem]:
     """Returns the temporary memory of a step. XLA may reuse memory of gradients: they take no more than all of it."""
     gradients = min(exact.gradients, temporaries)
     return [
-        Item(name="gradients", bytes=gradients, note="float32"),
-        Item(
+        MemoryItem(name="gradients", bytes=gradients, note="float32"),
+        MemoryItem(
             name=_ACTIVATIONS,
             bytes=temporaries - gradients,
             note=note or "and what else the compiled step holds meanwhile",
@@ -312,7 +311,7 @@ def _working(exact: _Held, temporaries: int, note: str = "") -> list[Item]:
     ]
 
 
-def _checkpoint(exact: _Held, recipe: Recipe) -> list[Item]:
+def _checkpoint_items(exact: _HeldBytes, recipe: Recipe) -> list[MemoryItem]:
     """Returns the additional memory of a step on a CPU while a checkpoint is written.
 
     Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer makes a copy
@@ -322,18 +321,20 @@ def _checkpoint(exact: _Held, recipe: Recipe) -> list[Item]:
         return []
     size = 2 * (exact.params + exact.optimizer + exact.average)
     note = "the state before, which is written while the next step runs, and the writer's copy of it"
-    return [Item(name="checkpoint", bytes=size, note=note)]
+    return [MemoryItem(name="checkpoint", bytes=size, note=note)]
 
 
-def _process() -> list[Item]:
+def _process_items() -> list[MemoryItem]:
     """Returns this process's own memory with the step compiled; the process that trains will have as much."""
     resident = resident_memory()
     if resident is None:
         return []
-    return [Item(name="process", bytes=resident, note="Python, its libraries and the compiled step, as measured here")]
+    return [
+        MemoryItem(name="process", bytes=resident, note="Python, its libraries and the compiled step, as measured here")
+    ]
 
 
-def _expected(
+def _planned_from_shapes(
     recipe: Recipe, config: ModelConfig, target: PlannedDevices, teacher: ModelConfig | None
 ) -> PlannedTraining:
     """Predicts a run from shapes, without compiling its step."""
@@ -344,17 +345,17 @@ def _expected(
     abstract: Any = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     check_batch_divides(abstract, recipe.train.batch_size, recipe.train.accumulation)
     leaves = placed_leaves(program, mesh)
-    exact = _held(program, recipe, mesh)
+    exact = _held_bytes(program, recipe, mesh)
     changed = exact.params + exact.optimizer + exact.average
     expected = expected_step(recipe, config, program, leaves, mesh, target.chip, changed, target.per_host)
     why = f", for {target.missing} is not installed" if target.missing else ""
     without = "" if teacher is None else ", without what the teacher's forward pass holds"
     note = f"and what else a step holds; from shapes, not compiled{why}{without}"
-    program_size = Item(name="program", bytes=_USUAL_PROGRAM, note="the compiled step; usually as much")
-    items = [*exact.items(), *_working(exact, expected.temporaries, note), program_size]
+    program_size = MemoryItem(name="program", bytes=_USUAL_PROGRAM, note="the compiled step; usually as much")
+    items = [*exact.items(), *_temporary_items(exact, expected.temporaries, note), program_size]
     known: dict[str, Any] = {"is_compiled": False, "fits": True, "teacher": teacher}
     planned = _planned(recipe, config, target, items, target.chip.memory, exact, expected.kept, **known)
-    sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in totals(expected.sent).items()}
+    sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in sums_by_kind(expected.sent).items()}
     return dataclasses.replace(planned, sent=sent, model_flops=expected.model_flops, roofline=expected.roofline)
 
 
@@ -362,9 +363,9 @@ def _planned(
     recipe: Recipe,
     config: ModelConfig,
     target: PlannedDevices,
-    items: list[Item],
+    items: list[MemoryItem],
     memory: int | None,
-    exact: _Held,
+    exact: _HeldBytes,
     activations: int,
     *,
     is_compiled: bool,

@@ -159,7 +159,7 @@ def make_step(
             router=router,
             distillation=distillation,
         )
-        params = updated(state.params, updates, jax.random.fold_in(key, _ROUNDING))
+        params = updated_params(state.params, updates, jax.random.fold_in(key, _ROUNDING))
         average = state.ema
         if average is not None:
             assert ema_decay is not None
@@ -210,7 +210,7 @@ def make_loss(
     return microbatch_loss
 
 
-def updated(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:
+def updated_params(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:
     """Returns the parameters after an update.
 
     Parameters in bfloat16 are rounded stochastically, as most of their updates are smaller than a step of bfloat16.

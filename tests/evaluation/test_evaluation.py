@@ -15,10 +15,10 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out_loss import Evaluator, read_text
-from moe_jax.functional.heads.losses import token_losses
 from moe_jax.model_io.loading import model_leaves
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.nn import Decoder
+from tests.support.losses import token_losses
 from tests.support.training_models import FFN, config_of, moe
 
 CONFIG = config_of(FFN, moe())

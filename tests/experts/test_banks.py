@@ -28,7 +28,7 @@ from moe_jax.functional.ffn import ffn
 from moe_jax.functional.products.sparse_tile import entry_rows
 from moe_jax.functional.routing.decision import Routing
 from tests.support.numerics import assert_close, made_at_once, randomised
-from tests.support.tiers import one_in
+from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -154,7 +154,7 @@ def draw(rng, tokens, top_k, concentration):
 )
 def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     # The shapes are few, so that programs are compiled once; routing, which is data, is drawn freely.
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=examples(12), deadline=None)
     @given(st.sampled_from(SHAPES[ffn_kind]), st.sampled_from([0.05, 5.0]), st.integers(0, 999))
     def check(shape, concentration, seed):
         data = draw(np.random.default_rng(seed), *shape, concentration)
@@ -166,7 +166,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     check()
 
 
-@one_in(19)
+@one_in(25)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
@@ -432,7 +432,7 @@ def test_sparse_positions_are_distinct_and_differ_between_experts():
     assert len({tuple(one) for one in positions}) == 4
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.integers(1, 7), st.integers(1, 9), st.floats(0, 1), st.integers(0, 99))
 def test_csr_gives_the_positions_back(rows, columns, share, seed):
     count = max(1, round(share * rows * columns))
@@ -440,3 +440,16 @@ def test_csr_gives_the_positions_back(rows, columns, share, seed):
     packed = to_csr(positions, (rows, columns))
     np.testing.assert_array_equal(from_csr(*packed, (rows, columns)), positions)
     np.testing.assert_array_equal(entry_rows(jnp.asarray(packed[1]), count), positions // columns)
+
+
+@pytest.mark.parametrize(
+    ("bank", "num_experts", "d_model", "complaint"),
+    [
+        (BankConfig(), 0, 8, "num_experts=0"),
+        (BankConfig(), 4, 8.0, "d_model=8.0"),
+        (BankConfig(kind="low-rank", rank=9), 4, 8, "rank 9 is above"),
+    ],
+)
+def test_a_bank_that_does_not_fit_is_not_made(bank, num_experts, d_model, complaint):
+    with pytest.raises(InputError, match=complaint):
+        make_bank(bank, FFNConfig(dim=16), num_experts, d_model, rngs=nnx.Rngs(0))

@@ -29,7 +29,7 @@ from moe_jax.experts.strategy import _choose, strategy_costs
 from moe_jax.functional.routing.decision import Routing
 from moe_jax.models import MoEConfig
 from tests.support.numerics import assert_close, normal, randomised
-from tests.support.tiers import one_in
+from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -96,7 +96,7 @@ def gradients(graphdef, strategy):
     return jax.jit(jax.grad(value, argnums=(0, 2, 3), has_aux=True))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.sampled_from(CODES), st.integers(1, 70), st.integers(1, 9), st.sampled_from([8, 16, 64]))
 def test_what_is_encoded_is_what_is_read(code, rows, columns, group_size):
     """Odd widths, and groups that do not divide them; on the host and in a linear map."""

@@ -102,7 +102,7 @@ def draw(seed, tokens, experts, skew):
     return x, weights, jnp.asarray(chosen, jnp.int32), target
 
 
-@one_in(7)
+@one_in(11)
 @pytest.mark.parametrize(
     ("kind", "experts", "axes", "exchange"),
     [

@@ -259,7 +259,7 @@ def _check(clouds, start, starts: int, max_rounds: int | None) -> int:
 
 
 def _starts(clouds, orders, start, count: int, seed: int) -> Iterator[tuple[Float[np.ndarray, "n D"], int | None]]:
-    """Where to begin, and the cloud that it is, if any.
+    """Yields the points to begin with, and the cloud that they are, if they are one.
 
     These are the given start or the first cloud, then the other clouds, then points drawn from all.
     """

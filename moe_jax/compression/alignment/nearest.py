@@ -147,8 +147,8 @@ class _Search:
 
     def finish_coarsely(self) -> None:
         """Computes all remaining products from numbers rounded to bfloat16."""
-        rest = slice(self._multiplied, self._dim)
-        self._finish(rest, self._points(slice(None), rest, _COARSE))
+        remaining = slice(self._multiplied, self._dim)
+        self._finish(remaining, self._points(slice(None), remaining, _COARSE))
 
     def _look(self, columns: slice, chunk: np.ndarray, left_target: np.ndarray, left_points: np.ndarray) -> bool:
         """Adds products of some columns and keeps the rows for which they prove nothing.
@@ -300,14 +300,14 @@ def _look_on_host(
     halves_so_far: Float[np.ndarray, " n"],
 ) -> tuple[Int[np.ndarray, " b"], Float[np.ndarray, " b"]]:
     """Does the same as `_look_on_device`, a few rows at a time, which stay in the cache."""
-    some = np.asarray(products)
-    nearest, second = np.empty_like(guess), np.empty(len(some), np.float32)
-    rows = max(1, _CACHED // some.shape[1])
-    for part in (slice(begin, begin + rows) for begin in range(0, len(some), rows)):
-        scores = some[part] - halves_so_far
+    values = np.asarray(products)
+    nearest, second = np.empty_like(guess), np.empty(len(values), np.float32)
+    rows = max(1, _CACHED // values.shape[1])
+    for part in (slice(begin, begin + rows) for begin in range(0, len(values), rows)):
+        scores = values[part] - halves_so_far
         nearest[part] = scores.argmax(axis=1)
         np.multiply(left_target[part, None], left_points, out=scores)
-        scores += some[part]
+        scores += values[part]
         scores -= halves
         guessed = np.where(guess[part] < 0, nearest[part], guess[part])
         scores[np.arange(len(scores)), guessed] = -np.inf

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from moe_jax.checks.streamed_layers import EMBEDDING, embed_tokens, finish
-from moe_jax.compression.calibration.layerwise_pass import PlacedLayer, applied
+from moe_jax.checks.streamed_layers import EMBEDDING, embed_tokens, output_logits
+from moe_jax.compression.calibration.layerwise_pass import PlacedLayer, apply_in_batches
 from moe_jax.compression.calibration.recorded import LayerCalibration
 from moe_jax.compression.coding.expert_coders import expert_coders
 from moe_jax.compression.source_layer import SourceLayer
@@ -75,14 +75,14 @@ def measure_sensitivities(
         for i in range(config.num_layers):
             progress("measuring what depends on layers", i, config.num_layers)
             layer = PlacedLayer(source, i, mesh, programs)
-            after = {tried: applied(layer, copy, batch_size, mesh) for tried, copy in copies.items()}
+            after = {tried: apply_in_batches(layer, copy, batch_size, mesh) for tried, copy in copies.items()}
             if layer.moe:
                 source_layer = SourceLayer(source, i, calibration=calibration(i))
                 for name in source_layer.shapes:
                     coded, errors[i, name] = _coded(source_layer, name)
                     leaves = {f"mlp/experts/{name}/kernel": coded}
-                    after[i, name] = applied(layer.having(leaves), whole, batch_size, mesh)
-            whole, copies = applied(layer, whole, batch_size, mesh), after
+                    after[i, name] = apply_in_batches(layer.with_leaves(leaves), whole, batch_size, mesh)
+            whole, copies = apply_in_batches(layer, whole, batch_size, mesh), after
     progress("measuring what depends on layers", config.num_layers, config.num_layers)
     last = {path: source.read(path) for path in source.specs() if path.startswith(("final_norm/", "lm_head/"))}
     if config.tie_embeddings:
@@ -134,7 +134,7 @@ def _divergence_from(
 
     @jax.jit
     def of_window(leaves, one, other):
-        p, q = (jax.nn.log_softmax(finish(config, leaves, x[None])[0].astype(jnp.float32)) for x in (one, other))
+        p, q = (jax.nn.log_softmax(output_logits(config, leaves, x[None])[0].astype(jnp.float32)) for x in (one, other))
         return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=1))
 
     placed = jax.tree.map(jnp.asarray, dict(last))

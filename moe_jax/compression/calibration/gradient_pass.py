@@ -26,7 +26,7 @@ from moe_jax.compression.calibration.recorded import gradients_file
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.files.staging import replace_file, replacing
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 
 # Below the folder of the recording, as long as the pass is not complete.
@@ -67,13 +67,13 @@ def record_gradients(
     states.mkdir(exist_ok=True)
     layers = source.config.num_layers
     _check_room(states, windows.size, source.config.d_model, layers)
-    it = _Pass(source, windows, folder, states, mesh, batch_size, progress)
+    work = _Pass(source, windows, folder, states, mesh, batch_size, progress)
     direction, begin = _begin(states)
     if direction == _FORWARDS:
-        it.forwards(begin)
-        it.turn()
+        work.forwards(begin)
+        work.begin_backwards()
         begin = layers
-    it.backwards(begin)
+    work.backwards(begin)
     (states / _NEXT).unlink()  # from here on a pass that is stopped has nothing left to do
     shutil.rmtree(states)
 
@@ -103,20 +103,20 @@ class _Pass:
         """Stores the input of every layer from layer `begin` on, and the output of the last one."""
         if begin == 0:
             leaves = self._leaves("embed/")
-            given = _halves(self._states, 0, self._shape)
+            given = _inputs_of(self._states, 0, self._shape)
             for batch in self._batches:
                 given[batch] = _bits(embed_tokens(self._config, leaves, self._windows[batch]))
-            _go_on(self._states, given, _FORWARDS, 0)
+            _note_progress(self._states, given, _FORWARDS, 0)
         with jax.set_mesh(self._mesh):
             for i in range(begin, self._layers):
                 self._tell(i)
                 layer = PlacedLayer(self._source, i, self._mesh, self._programs)
-                given, after = _halves(self._states, i), _halves(self._states, i + 1, self._shape)
+                given, after = _inputs_of(self._states, i), _inputs_of(self._states, i + 1, self._shape)
                 for batch in self._batches:
-                    after[batch] = _bits(layer.of_batch(_floats(given[batch]), self._size)[0])
-                _go_on(self._states, after, _FORWARDS, i + 1)
+                    after[batch] = _bits(layer.apply(_floats(given[batch]), self._size)[0])
+                _note_progress(self._states, after, _FORWARDS, i + 1)
 
-    def turn(self) -> None:
+    def begin_backwards(self) -> None:
         """Stores the gradient of the loss with respect to the output of the last layer.
 
         The logits of one window are in memory at a time.
@@ -128,10 +128,10 @@ class _Pass:
             return text_loss(self._config, placed, x[None], tokens[None])
 
         of_window = jax.jit(jax.grad(loss))
-        given, gradients = _halves(self._states, self._layers), _gradients(self._states, self._layers, self._shape)
+        given, gradients = _inputs_of(self._states, self._layers), _gradients(self._states, self._layers, self._shape)
         for n, tokens in enumerate(self._windows):
             gradients[n] = np.asarray(of_window(_floats(given[n]), placed, tokens))
-        _go_on(self._states, gradients, _BACKWARDS, self._layers)
+        _note_progress(self._states, gradients, _BACKWARDS, self._layers)
 
     def backwards(self, begin: int) -> None:
         """Takes the gradient with respect to the input of layer `begin` back to the first MoE layer."""
@@ -144,11 +144,11 @@ class _Pass:
                 if i == self._first:
                     break
                 layer = PlacedLayer(self._source, i, self._mesh, self._programs)
-                given, before = _halves(self._states, i), _gradients(self._states, i, self._shape)
+                given, before = _inputs_of(self._states, i), _gradients(self._states, i, self._shape)
                 for batch in self._batches:
                     gradient = np.asarray(after[batch])
                     before[batch] = layer.gradient_before(_floats(given[batch]), gradient, self._size)
-                _go_on(self._states, before, _BACKWARDS, i)
+                _note_progress(self._states, before, _BACKWARDS, i)
         self._tell(2 * self._layers - self._first)
 
     def _leaves(self, *prefixes: str) -> dict[str, np.ndarray]:
@@ -166,7 +166,7 @@ def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"]) -> N
         raise InputError(f"calibration: the gradients at what layer {layer} gives are not finite; mend the model")
     if mean <= 0:
         raise InputError(f"calibration: the loss of the text does not depend on what layer {layer} gives")
-    with replacing(gradients_file(folder, layer)) as file:
+    with as_path(gradients_file(folder, layer)).replacing() as file:
         np.save(file, (squares / mean).astype(np.float32), allow_pickle=False)
 
 
@@ -178,13 +178,13 @@ def _begin(states: Path) -> tuple[str, int]:
     return direction, int(layer)
 
 
-def _go_on(states: Path, made: np.memmap, direction: str, layer: int) -> None:
+def _note_progress(states: Path, made: np.memmap, direction: str, layer: int) -> None:
     """Notes that a file is complete: forwards, the layer's input; backwards, the gradients with respect to it."""
     made.flush()
-    replace_file(states / _NEXT, f"{direction} {layer}".encode())
+    as_path(states / _NEXT).replace_content(f"{direction} {layer}".encode())
 
 
-def _halves(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
+def _inputs_of(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
     """Opens the input of a layer, bfloat16 as 16 bits: a file to read, or with a shape to fill."""
     return _memmap(states / f"{layer}.npy", np.uint16, shape)
 

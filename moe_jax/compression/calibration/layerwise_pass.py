@@ -25,9 +25,39 @@ from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.sharding import batch_spec, leaf_spec
 from moe_jax.experts.layout.mesh import spec_on_mesh
-from moe_jax.files.staging import replace_file
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.nn.router_stats import RouterSums
+
+DEFAULT_SAMPLES = 128
+"""Default number of windows, if the text has as many: as many as GPTQ's authors took."""
+
+
+def sample_windows(
+    ids: Int[np.ndarray, " n"], *, seq_len: int, samples: int | None = None, seed: int = 0
+) -> Int[np.ndarray, "N L"]:
+    """Draws windows, none of them twice; in the order of the text.
+
+    Args:
+      ids: of the tokens of the text.
+      seq_len: L, tokens of a window; for a shorter text all of it.
+      samples: N; None: `DEFAULT_SAMPLES`, or as many as there are.
+      seed: of the draw.
+
+    Raises:
+      InputError: if the text has fewer windows than requested.
+    """
+    length = min(seq_len, len(ids))
+    count = len(ids) // length
+    if samples is not None and not 1 <= samples <= count:
+        raise InputError(
+            f"samples={samples}: the calibration text has {len(ids)} tokens, which are {count} windows of {length}; "
+            "ask for at most so many, or give a longer text"
+        )
+    wanted = min(DEFAULT_SAMPLES, count) if samples is None else samples
+    chosen = np.sort(np.random.Generator(np.random.Philox(seed)).permutation(count)[:wanted])
+    return ids[: count * length].reshape(count, length)[chosen].astype(np.int32)
+
 
 # Name of the file with the index of the next layer, while a pass is not complete.
 _NEXT = "next"
@@ -75,7 +105,7 @@ def record(
         for batch in batches:
             states[batch] = np.asarray(embed_tokens(config, embedding, windows[batch]))
         del embedding
-        _go_on(folder, states, 0)
+        _note_progress(folder, states, 0)
     programs: dict[Any, Any] = {}
     with jax.set_mesh(mesh):
         for i in range(begin, last + 1):
@@ -83,7 +113,7 @@ def record(
             before, after = _states(folder, i), _states(folder, i + 1, shape)
             layer = PlacedLayer(source, i, mesh, programs)
             _run(layer, before, after, batches, size, folder)
-            _go_on(folder, after, i + 1)
+            _note_progress(folder, after, i + 1)
     progress("calibrating", last + 1, last + 1)
     for parity in (0, 1):  # a pass that is stopped from here on has nothing left to do
         _states_file(folder, parity).unlink(missing_ok=True)
@@ -109,16 +139,16 @@ class PlacedLayer:
         self._paths = paths
         self._leaves = {name: self._placed(path, source.read(path)) for name, path in paths.items()}
 
-    def having(self, leaves: Mapping[str, np.ndarray]) -> "PlacedLayer":
+    def with_leaves(self, leaves: Mapping[str, np.ndarray]) -> "PlacedLayer":
         """Returns the layer with some leaves replaced, by their names below it."""
         changed = copy.copy(self)
         placed = {name: self._placed(self._paths[name], leaf) for name, leaf in leaves.items()}
         changed._leaves = self._leaves | placed
         return changed
 
-    def of_batch(self, x: Float[np.ndarray, "B L d"], size: int) -> tuple[Float[np.ndarray, "B L d"], list[BankCall]]:
+    def apply(self, x: Float[np.ndarray, "B L d"], size: int) -> tuple[Float[np.ndarray, "B L d"], list[BankCall]]:
         """Applies the layer to at most `size` windows, padded to this many; also returns the calls of its bank."""
-        y, calls = self._program(self._leaves, self._filled(x, size), self._valid(x, size))
+        y, calls = self._program(self._leaves, self._padded(x, size), self._valid(x, size))
         return np.asarray(y)[: len(x)], calls
 
     def gradient_before(
@@ -126,12 +156,12 @@ class PlacedLayer:
     ) -> Float[np.ndarray, "B L d"]:
         """Returns the gradient of a loss with respect to the layer's input, given that with respect to its output."""
         valid = self._valid(x, size)
-        return np.asarray(self._pull(self._leaves, self._filled(x, size), valid, self._filled(after, size)))[: len(x)]
+        return np.asarray(self._pull(self._leaves, self._padded(x, size), valid, self._padded(after, size)))[: len(x)]
 
-    def _filled(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
+    def _padded(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
         """Returns `size` windows on the mesh, with zeros after the given ones."""
-        filled = np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
-        return jax.device_put(filled, NamedSharding(self._mesh, P(batch_spec()[0])))
+        padded = np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
+        return jax.device_put(padded, NamedSharding(self._mesh, P(batch_spec()[0])))
 
     def _valid(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
         """Returns Bool[size, L], false for the windows that were added."""
@@ -143,10 +173,10 @@ class PlacedLayer:
         return jax.device_put(leaf, NamedSharding(self._mesh, spec))
 
 
-def applied(layer: PlacedLayer, x: Float[np.ndarray, "N L d"], batch_size: int, mesh: Mesh) -> np.ndarray:
+def apply_in_batches(layer: PlacedLayer, x: Float[np.ndarray, "N L d"], batch_size: int, mesh: Mesh) -> np.ndarray:
     """Applies a layer to windows, one batch after another."""
     size, batches = batches_of(len(x), batch_size, mesh)
-    return np.concatenate([layer.of_batch(x[batch], size)[0] for batch in batches])
+    return np.concatenate([layer.apply(x[batch], size)[0] for batch in batches])
 
 
 def batches_of(windows: int, batch_size: int, mesh: Mesh) -> tuple[int, list[slice]]:
@@ -182,7 +212,7 @@ def _run(
     inputs = create_inputs(folder, layer.index, (windows * length, width)) if layer.moe and not recorded else None
     experts, weights, sums = [], [], RouterSums()
     for batch in batches:
-        y, calls = layer.of_batch(np.asarray(before[batch]), size)
+        y, calls = layer.apply(np.asarray(before[batch]), size)
         if not np.isfinite(y).all():
             raise InputError(f"calibration: what layer {layer.index} gives is not finite; mend the model")
         after[batch] = y
@@ -225,7 +255,7 @@ def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None)
     return np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=shape)
 
 
-def _go_on(folder: Path, states: np.memmap, index: int) -> None:
+def _note_progress(folder: Path, states: np.memmap, index: int) -> None:
     """Notes that everything before layer `index` is done."""
     states.flush()
-    replace_file(folder / _NEXT, str(index).encode())
+    as_path(folder / _NEXT).replace_content(str(index).encode())

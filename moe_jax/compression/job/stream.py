@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from moe_jax.compression.allocation.sensitivity_pass import check_full_experts
-from moe_jax.compression.calibration.recorded import PROMISED, Calibration
+from moe_jax.compression.calibration.recorded import NOT_YET_RECORDED, Calibration
 from moe_jax.compression.job.analyses import AnalysisStore
 from moe_jax.compression.job.board import Board
 from moe_jax.compression.job.report import LayerReport, Report
@@ -24,8 +24,8 @@ from moe_jax.core.finite import DoesNotFit
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.gather import gathered, gathered_arrays
 from moe_jax.distributed.processes import check_equal, first_decides, is_first_process
-from moe_jax.files.remote.remote_path import BucketPath
 from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import Destination, InMemory, ModelWriter, open_writer
 from moe_jax.model_io.leaves_to_write import dealt
 from moe_jax.model_io.lineage import new_lineage_entry
@@ -81,7 +81,7 @@ def compress(
       OSError: if the disk is full. Finished work stays beside `dst`, to be continued.
     """
     shared = isinstance(dst, Path)
-    decided = first_decides if shared else _alone
+    decided = first_decides if shared else _decide_alone
     if isinstance(dst, Path):
         first_decides(lambda: check_target(dst, buckets=True))
     indices = choose_layers(source.config, layers)
@@ -108,7 +108,7 @@ def compress(
         given = {name: str(value) for name, value in described.items()}
         check_equal({"the options": given, "the model": config_to_json(source.config)})
     # Not in a bucket: there they are made again.
-    on_disk = None if isinstance(dst, InMemory | BucketPath) else dst
+    on_disk = None if isinstance(dst, InMemory) else as_path(dst).on_disk
     with contextlib.nullcontext() if on_disk is None else AnalysisStore(on_disk, job) as store:
         analyses = _analyse(method, open_layer, _expert_sizes(source, indices), store, progress, shared=shared)
         planned = method.plan([open_layer(i) for i in indices], analyses)
@@ -152,7 +152,7 @@ def _analyse(
     if type(method).analyse is Method.analyse:
         return {i: {} for i in sizes}
     analyses: dict[int, Analysis] = {} if store is None else store.known(sizes)
-    before = (first_decides if shared else _alone)(lambda: sorted(analyses))
+    before = (first_decides if shared else _decide_alone)(lambda: sorted(analyses))
     owners = dealt({i: size for i, size in sizes.items() if i not in before})
     board = Board("analysing", tuple(sizes), progress, shared=shared)
     for i in sizes:
@@ -211,7 +211,7 @@ def check_before_calibration(source: ModelSource, method: Method, layers: Iterab
     if extended:
         _check_universal(source.config, layers)
     universal = {i: extended and source.config.moe(i).universal_beside for i in layers}
-    method.check([SourceLayer(source, i, with_universal=universal[i], calibration=PROMISED) for i in layers])
+    method.check([SourceLayer(source, i, with_universal=universal[i], calibration=NOT_YET_RECORDED) for i in layers])
 
 
 def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:
@@ -254,7 +254,7 @@ def _write(
     notes = {int(name): note for name, note in writer.notes(map(str, indices)).items()}
     # Figures may be noted before or after the last leaves of a layer are on the disk: both have to be there.
     left = [i for i in indices if not (i in notes and writer.done.issuperset(by_layer[i]))]
-    owners = _deal(source, writer, by_layer, left)
+    owners = _distribute(source, writer, by_layer, left)
     board = Board(
         "compressing",
         indices,
@@ -293,7 +293,7 @@ def _write(
     return {i: LayerFigures.from_note(notes[i]["figures"]) for i in indices}
 
 
-def _deal(
+def _distribute(
     source: ModelSource, writer: ModelWriter, by_layer: Mapping[int, Sequence[str]], left: Sequence[int]
 ) -> dict[int, int]:
     """Distributes the remaining work: returns which process compresses each layer, and which copies each other leaf."""
@@ -323,7 +323,7 @@ def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
     return spec.size * np.dtype(spec.dtype).itemsize
 
 
-def _alone(action: Callable[[], T]) -> T:
+def _decide_alone(action: Callable[[], T]) -> T:
     """Does for one process what `first_decides` does for several."""
     return action()
 

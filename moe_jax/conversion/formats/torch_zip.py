@@ -47,7 +47,7 @@ class TorchZip:
         """
         self.path, self.identity, self._whole = file.path, file.identity, file
         # Headers of members are a few bytes each.
-        self._file = io.BufferedReader(_Kept(file), _BUFFER_BYTES)
+        self._file = io.BufferedReader(_UnclosedFile(file), _BUFFER_BYTES)
         infos = _table(self._file, self.path)
         self._members = {info.filename: info for info in infos}
         if len(self._members) < len(infos):
@@ -112,7 +112,7 @@ class TorchZip:
         return info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
 
 
-class _Kept(io.RawIOBase):
+class _UnclosedFile(io.RawIOBase):
     """A file that stays open when the buffer in front of it goes away."""
 
     def __init__(self, file: ByteFile):

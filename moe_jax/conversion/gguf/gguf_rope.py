@@ -57,10 +57,10 @@ def read_rope_scaling(
         return scaling
     if scaling is not None:
         raise InputError(f"it has both {ROPE_FACTORS} and rope.scaling.type {kind!r}, which is not supported")
-    return _of_factors(factors, config)
+    return _scaling_of_factors(factors, config)
 
 
-def _of_factors(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _scaling_of_factors(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the scaling that divides the frequencies by these factors."""
     if not (np.isfinite(factors).all() and (factors > 0).all()):
         raise InputError(f"{ROPE_FACTORS} holds numbers that are not finite and above 0")

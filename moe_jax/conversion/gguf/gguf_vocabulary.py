@@ -133,7 +133,9 @@ PIECES = {
 }
 
 
-def _of_bytes(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, dict[str, bool]]:
+def _byte_tokenizer(
+    metadata: Mapping[str, Any], vocabulary: _Vocabulary
+) -> tuple[tokenizers.Tokenizer, dict[str, bool]]:
     pre = metadata.get(PRE)
     if not isinstance(pre, str) or pre not in PIECES:
         hint = nearest(pre, PIECES) if isinstance(pre, str) else ""
@@ -160,7 +162,7 @@ def _of_bytes(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[tok
 # --- characters -----------------------------------------------------------------------------------
 
 
-def _of_characters(
+def _character_tokenizer(
     metadata: Mapping[str, Any], vocabulary: _Vocabulary
 ) -> tuple[tokenizers.Tokenizer, dict[str, bool]]:
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.tokens))
@@ -197,8 +199,8 @@ def _merges(vocabulary: _Vocabulary, scores: np.ndarray, ids: Mapping[str, int])
 
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], _Vocabulary], tuple[tokenizers.Tokenizer, dict[str, bool]]]] = {
-    "gpt2": _of_bytes,
-    "llama": _of_characters,
+    "gpt2": _byte_tokenizer,
+    "llama": _character_tokenizer,
 }
 
 # --- both -----------------------------------------------------------------------------------------

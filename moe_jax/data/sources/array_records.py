@@ -58,12 +58,12 @@ class ArrayRecords:
         end = self._file.size - _BLOCK
         if end < _BLOCK or self._file.size % _BLOCK:
             raise ValueError("it does not consist of blocks of 64 KiB")
-        postscript = dict(_numbers(self._records(end, self._file.size)[0]))
+        postscript = dict(_fields(self._records(end, self._file.size)[0]))
         footer = postscript.get(1, 0)
         if postscript.get(2) != _MAGIC or not 0 < footer < end:
             raise ValueError("its last block does not say where the list of records is")
         _, *places = self._records(footer, end)
-        found = [dict(_numbers(place)) for place in places]
+        found = [dict(_fields(place)) for place in places]
         if any(place.get(3) != 1 for place in found):
             raise ValueError("its chunks have more than one record; write it with group_size:1")
         edges = np.array([*(place.get(1, 0) for place in found), footer], np.int64)
@@ -75,10 +75,10 @@ class ArrayRecords:
         """Returns the records of the chunk from `start` to `stop` in the file."""
         chunk = self._chunk(start, stop)
         kind, data = chunk.data[0], chunk.data[1:]
-        length, data = _number(data)
+        length, data = _varint(data)
         sizes = self._uncompressed(kind, data[:length], most=min(10 * chunk.count, _MAX_BYTES))
         values = self._uncompressed(kind, data[length:], most=chunk.decoded)
-        lengths = list(_all_numbers(sizes))
+        lengths = list(_varints(sizes))
         ends = list(itertools.accumulate(lengths))
         if len(ends) != chunk.count or ends[-1] != len(values):
             raise ValueError("the sizes of its records are not those of its chunk")
@@ -100,7 +100,7 @@ class ArrayRecords:
             return data
         if kind not in _CODECS:
             raise ValueError(f"it is compressed in the unknown way {kind}")
-        size, data = _number(data)
+        size, data = _varint(data)
         if size > most:
             raise ValueError(f"it has {size:,} bytes where there can be {most:,}")
         arrow = import_pyarrow(f"{self._file.path}: {_CODECS[kind]}")
@@ -119,7 +119,7 @@ def _without_block_headers(data: bytes, start: int) -> bytes:
     return b"".join(parts)
 
 
-def _number(data: bytes) -> tuple[int, bytes]:
+def _varint(data: bytes) -> tuple[int, bytes]:
     """Returns the number at the beginning, seven bits per byte, and the remaining bytes."""
     value = 0
     for place, byte in enumerate(data[:10]):
@@ -129,7 +129,7 @@ def _number(data: bytes) -> tuple[int, bytes]:
     raise ValueError("a number in it does not end")
 
 
-def _all_numbers(data: bytes) -> Iterator[int]:
+def _varints(data: bytes) -> Iterator[int]:
     """Yields all numbers of a sequence."""
     value = shift = 0
     for byte in data:
@@ -142,9 +142,9 @@ def _all_numbers(data: bytes) -> Iterator[int]:
         raise ValueError("a number in it does not end")
 
 
-def _numbers(message: bytes) -> Iterator[tuple[int, int]]:
+def _fields(message: bytes) -> Iterator[tuple[int, int]]:
     """Yields the fields of a protocol buffer that holds only numbers."""
-    numbers = list(_all_numbers(message))
+    numbers = list(_varints(message))
     if len(numbers) % 2 or any(key & 7 for key in numbers[::2]):
         raise ValueError("its list of records is damaged")
     return ((key >> 3, value) for key, value in zip(numbers[::2], numbers[1::2], strict=True))

@@ -14,7 +14,7 @@ from moe_jax.data.examples import Document, Example
 from moe_jax.data.tokens.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.files.regular_files import read_regular
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER, read_companion, tokenizer_files
 from moe_jax.models import ModelConfig
 
@@ -75,7 +75,7 @@ class Tokenizer:
             raise FileNotFoundError(f"no tokenizer at {path}")
         content = read_regular(path, max_bytes=MAX_BYTES)
         self.path = path
-        with self._faults():
+        with self._library_errors():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         # The file may contain truncation and padding settings from its last use.
         self._tokenizer.no_truncation()
@@ -113,17 +113,17 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Returns the text of ids, with or without special tokens."""
-        with self._faults():
+        with self._library_errors():
             return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def id_of(self, text: str) -> int | None:
         """Returns the id of the token with this text; None if there is none."""
-        with self._faults():
+        with self._library_errors():
             return self._tokenizer.token_to_id(text)
 
     def token(self, token_id: int) -> str:
         """Returns the text of a token in the vocabulary, special ones too; its id where it has none."""
-        with self._faults():
+        with self._library_errors():
             return self._tokenizer.id_to_token(token_id) or str(token_id)
 
     def documents(self, examples: Sequence[Example | Document]) -> list[Document]:
@@ -212,11 +212,11 @@ class Tokenizer:
         return self._checked(ids), np.asarray(scored, np.float32)
 
     def _encoded(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
-        with self._faults():
+        with self._library_errors():
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     @contextlib.contextmanager
-    def _faults(self) -> Iterator[None]:
+    def _library_errors(self) -> Iterator[None]:
         """Turns errors of the library into ours."""
         try:
             yield

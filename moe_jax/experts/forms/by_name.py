@@ -87,6 +87,24 @@ def form_of_option(text: str) -> ExpertForm:
     return form(**{name: value})
 
 
+def option_of_form(form: str | ExpertForm) -> str:
+    """Returns the value of `upcycle --delta` that means a form; a text is returned as it is.
+
+    Raises:
+      InputError: if upcycling does not offer the form, or the form has options that no value of `--delta` has.
+    """
+    if isinstance(form, str):
+        return form
+    if not isinstance(form, ExpertForm) or form.delta_option is None:
+        offered = ", ".join(delta_options().values())
+        raise InputError(f"delta={shown(form)}: upcycling makes no such experts; it is one of {offered}")
+    named, _, number = form.delta_option.partition(":")
+    text = f"{named}:{getattr(form, form.delta_number[0])}" if number and form.delta_number else named
+    if form_of_option(text) != form:
+        raise InputError(f"delta={shown(form)}: upcycling sets no other options than {form.delta_option} has")
+    return text
+
+
 def encodable_forms() -> tuple[type[Encodable], ...]:
     """The forms that residuals around a shared base can be encoded in, in the order in which they were registered."""
     return tuple(form for form in _FORMS.values() if issubclass(form, Encodable) and form.over_base)

@@ -53,7 +53,7 @@ def cached_attention(
     if bias is not None:
         between = jax.vmap(bias_between, in_axes=(None, 0, 0))(bias, visible.positions, visible.key_positions)
         scores = scores + between.reshape(batch, kv_heads, group, length, -1)
-    scores = jnp.where(_seen(visible, mask, window)[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(_mask(visible, mask, window)[:, None, None], scores, jnp.finfo(jnp.float32).min)
     dtype = parts[0][0].dtype
     shares = jax.nn.softmax(scores, axis=-1).astype(dtype).reshape(batch, kv_heads, group * length, -1)
     y = _product(shares, v.astype(dtype), contract_keys=True).astype(dtype)
@@ -66,7 +66,7 @@ def _product(a: Array, b: Array, *, contract_keys: bool) -> Float[Array, "B K m 
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _seen(visible: Visibility, mask: str, window: int | None) -> Bool[Array, "B T S"]:
+def _mask(visible: Visibility, mask: str, window: int | None) -> Bool[Array, "B T S"]:
     keys = visible.key_positions[:, None, :]
     distance = visible.positions[:, :, None] - keys
     seen = jnp.ones_like(distance, bool) if mask == "bidirectional" else distance >= 0

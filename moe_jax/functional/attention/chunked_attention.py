@@ -123,15 +123,15 @@ def _loop_over_heads(
 
 def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned: bool) -> list[_Band]:
     """Cuts the queries into bands of whole chunks; queries that do not fill a chunk make a last band."""
-    chunks, rest = divmod(length, CHUNK)
+    chunks, remainder = divmod(length, CHUNK)
     hides_later = aligned and mask == "causal"
     reach = window - 1 if aligned and window is not None else None
     # Where every chunk needs the same number of keys from the same range, one band is enough.
     num_bands = MAX_BANDS if hides_later or reach is not None else 1
     cuts = [chunks * i // num_bands for i in range(num_bands + 1)]
     ranges = [(a * CHUNK, CHUNK, b - a) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]
-    if rest:
-        ranges.append((chunks * CHUNK, rest, 1))
+    if remainder:
+        ranges.append((chunks * CHUNK, remainder, 1))
 
     def band(start: int, size: int, count: int) -> _Band:
         stop = start + size * count

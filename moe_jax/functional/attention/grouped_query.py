@@ -92,28 +92,30 @@ def attention(
     """
     assert mask in MASKS and not (mask == "prefix" and window is not None), (mask, window)
     assert mask != "prefix" or visible.prefix is not None, "mask 'prefix' needs the lengths of the prefixes"
-    form = _Form(mask, window, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, soft_cap, aligned)
+    options = _Options(mask, window, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, soft_cap, aligned)
     platforms = PLATFORMS if placement is None else {placement.platform} & PLATFORMS
     # cuDNN is called through JAX's custom partitioning, which asks for devices while it is traced. So where the
     # platform is found when the program is lowered the kernel is Triton's, as it is for packed documents.
     packed = visible.segments is not None or placement is None
-    refusals = {one: _beyond_kernels(one, form, q, k, v, bias, packed) for one in sorted(platforms)}
+    refusals = {one: _why_no_kernel(one, options, q, k, v, bias, packed) for one in sorted(platforms)}
     split = placement if placement is not None and placement.sequence is not None else None
     if split is not None and not split.divides_heads(q.shape[2], k.shape[2]):
-        form = form._replace(aligned=False)
+        options = options._replace(aligned=False)
         refusals = dict.fromkeys(refusals, f"{split.parts} devices cannot share {q.shape[2]} heads evenly")
     if q.shape[1] <= FEW_QUERIES or all(refusals.values()):
         if placement is not None and q.shape[1] > FEW_QUERIES:
             _say_once(placement.platform, refusals.get(placement.platform))
-        chunks = partial(chunked_attention, **form._asdict())
+        chunks = partial(chunked_attention, **options._asdict())
         return (chunks if split is None else _over_devices(chunks, split))(q, k, v, visible, bias)
     if placement is None:
-        return _when_lowered(form, tuple(one for one, reason in refusals.items() if reason is None), q, k, v, visible)
-    kernel = partial(_by_kernel, form=form, platform=placement.platform)
+        return _when_lowered(
+            options, tuple(one for one, reason in refusals.items() if reason is None), q, k, v, visible
+        )
+    kernel = partial(_by_kernel, options=options, platform=placement.platform)
     return _over_devices(kernel, placement)(q, k, v, visible, bias)
 
 
-class _Form(NamedTuple):
+class _Options(NamedTuple):
     """The static arguments of `attention`."""
 
     mask: str
@@ -130,34 +132,34 @@ class _Form(NamedTuple):
 
 
 def _by_kernel(
-    q: Array, k: Array, v: Array, visible: Visibility, bias: None = None, *, form: _Form, platform: str
+    q: Array, k: Array, v: Array, visible: Visibility, bias: None = None, *, options: _Options, platform: str
 ) -> Float[Array, "B T H W"]:
     """Computes attention with the kernel of a platform, on one device."""
     segments, key_segments = visible.segments, visible.key_segments
-    nearest, farthest = form.band()
-    given: Any = dict(nearest=nearest, farthest=farthest, scale=form.scale)
+    nearest, farthest = options.band()
+    given: Any = dict(nearest=nearest, farthest=farthest, scale=options.scale)
     if platform == "tpu":
         from moe_jax.kernels.tpu.splash_attention import splash_attention
 
-        return splash_attention(q, k, v, segments, key_segments, soft_cap=form.soft_cap, **given)
+        return splash_attention(q, k, v, segments, key_segments, soft_cap=options.soft_cap, **given)
     return flash_attention.flash_attention(q, k, v, segments, key_segments, **given)
 
 
-def _beyond_kernels(
-    platform: str, form: _Form, q: Array, k: Array, v: Array, bias: Array | None, packed: bool
+def _why_no_kernel(
+    platform: str, options: _Options, q: Array, k: Array, v: Array, bias: Array | None, packed: bool
 ) -> str | None:
     """Returns why the kernels of a platform do not support this case; None: they do."""
-    if form.mask == "prefix":
+    if options.mask == "prefix":
         return "of a prefix mask only the data says what is seen"
     if bias is not None:
         return "scores have a bias"
-    if not form.aligned and (form.mask != "bidirectional" or form.window is not None):
+    if not options.aligned and (options.mask != "bidirectional" or options.window is not None):
         return "only the data says at which positions queries are"
     if platform == "tpu":
         wide = max(q.shape[-1], v.shape[-1]) > SPLASH_WIDTH
         return f"heads are wider than {SPLASH_WIDTH}" if wide else None
-    nearest, farthest = form.band()
-    limits: Any = dict(nearest=nearest, farthest=farthest, soft_cap=form.soft_cap, capability=compute_capability())
+    nearest, farthest = options.band()
+    limits: Any = dict(nearest=nearest, farthest=farthest, soft_cap=options.soft_cap, capability=compute_capability())
     return flash_attention.refusal(q, k, v, packed=packed, **limits)
 
 
@@ -204,7 +206,7 @@ def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callabl
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _when_lowered(
-    form: _Form, platforms: tuple[str, ...], q: Array, k: Array, v: Array, visible: Visibility
+    options: _Options, platforms: tuple[str, ...], q: Array, k: Array, v: Array, visible: Visibility
 ) -> Float[Array, "B T H W"]:
     """Uses the kernel of the platform that the program is lowered for, if that is one of `platforms` with one device.
 
@@ -212,52 +214,54 @@ def _when_lowered(
     the program is lowered.
     """
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
-    return _by_platform(platforms, (q, k, v, visible), out, form=form, kernel=_lowered, chunks=_of_chunks)
+    return _by_platform(platforms, (q, k, v, visible), out, options=options, kernel=_lowered, chunks=_chunked)
 
 
-def _when_lowered_forward(form: _Form, platforms: tuple[str, ...], *given: Any) -> tuple[Array, tuple]:
-    return _when_lowered(form, platforms, *given), given
+def _when_lowered_forward(options: _Options, platforms: tuple[str, ...], *given: Any) -> tuple[Array, tuple]:
+    return _when_lowered(options, platforms, *given), given
 
 
-def _when_lowered_backward(form: _Form, platforms: tuple[str, ...], given: tuple, cotangent: Array) -> tuple:
+def _when_lowered_backward(options: _Options, platforms: tuple[str, ...], given: tuple, cotangent: Array) -> tuple:
     out = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in given[:3])
-    functions: Any = dict(kernel=_lowered_backward, chunks=_of_chunks_backward)
-    return (*_by_platform(platforms, (*given, cotangent), out, form=form, **functions), None)
+    functions: Any = dict(kernel=_lowered_backward, chunks=_chunked_backward)
+    return (*_by_platform(platforms, (*given, cotangent), out, options=options, **functions), None)
 
 
 _when_lowered.defvjp(_when_lowered_forward, _when_lowered_backward)
 
 
 def _by_platform(
-    platforms: tuple[str, ...], given: tuple, out: Any, *, form: _Form, kernel: Callable, chunks: Callable
+    platforms: tuple[str, ...], given: tuple, out: Any, *, options: _Options, kernel: Callable, chunks: Callable
 ) -> Any:
     """Uses the kernel on these platforms; uses chunks on all others, and where the compiler divides the program."""
-    by_chunks = Bound(chunks, form=form)
-    options: Any = dict(out=out, divided=by_chunks, form=form)
-    kernels = {_LOWERED[one]: partial(deferred, kernel, **options, platform=one) for one in platforms}
+    by_chunks = Bound(chunks, options=options)
+    common: Any = dict(out=out, divided=by_chunks, options=options)
+    kernels = {_LOWERED[one]: partial(deferred, kernel, **common, platform=one) for one in platforms}
     return jax.lax.platform_dependent(*given, default=by_chunks, **kernels)
 
 
 def _lowered(
-    q: Array, k: Array, v: Array, visible: Visibility, *, form: _Form, platform: str
+    q: Array, k: Array, v: Array, visible: Visibility, *, options: _Options, platform: str
 ) -> Float[Array, "B T H W"]:
     if platform == "gpu" and visible.segments is None:
         one_document = jnp.zeros(q.shape[:2], jnp.int32)
         visible = visible._replace(segments=one_document, key_segments=one_document)
-    return _by_kernel(q, k, v, visible, form=form, platform=platform)
+    return _by_kernel(q, k, v, visible, options=options, platform=platform)
 
 
 def _lowered_backward(
-    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, form: _Form, platform: str
+    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, options: _Options, platform: str
 ) -> tuple[Array, Array, Array]:
-    return jax.vjp(lambda q, k, v: _lowered(q, k, v, visible, form=form, platform=platform), q, k, v)[1](cotangent)
+    return jax.vjp(lambda q, k, v: _lowered(q, k, v, visible, options=options, platform=platform), q, k, v)[1](
+        cotangent
+    )
 
 
-def _of_chunks(q: Array, k: Array, v: Array, visible: Visibility, *, form: _Form) -> Float[Array, "B T H W"]:
-    return chunked_attention(q, k, v, visible, **form._asdict())
+def _chunked(q: Array, k: Array, v: Array, visible: Visibility, *, options: _Options) -> Float[Array, "B T H W"]:
+    return chunked_attention(q, k, v, visible, **options._asdict())
 
 
-def _of_chunks_backward(
-    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, form: _Form
+def _chunked_backward(
+    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, options: _Options
 ) -> tuple[Array, Array, Array]:
-    return jax.vjp(lambda q, k, v: _of_chunks(q, k, v, visible, form=form), q, k, v)[1](cotangent)
+    return jax.vjp(lambda q, k, v: _chunked(q, k, v, visible, options=options), q, k, v)[1](cotangent)

@@ -155,12 +155,12 @@ def over_chunks(options: HeadOptions, add_chunk: Callable, sums: Any, vocabulary
     """Runs `add_chunk(sums, start, size)` over all tokens; the first array of the sums has an entry per token."""
     tokens = jax.tree.leaves(sums)[0].shape[0]
     size = chunk_size(tokens, vocabulary, options.logit_bytes)
-    count, rest = divmod(tokens, size)
+    count, remainder = divmod(tokens, size)
     if count == 1:
         sums = add_chunk(sums, 0, size)
     else:
         sums = lax.fori_loop(0, count, lambda i, sums: add_chunk(sums, i * size, size), sums)
-    return add_chunk(sums, count * size, rest) if rest else sums
+    return add_chunk(sums, count * size, remainder) if remainder else sums
 
 
 def chunk_size(tokens: int, vocabulary: int, logit_bytes: int = LOGIT_BYTES) -> int:

@@ -22,11 +22,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.by_platform import PRODUCT, one_device
 from moe_jax.kernels.deferred import Bound, deferred
 from moe_jax.kernels.gpu.nvidia import compute_capability
-from moe_jax.kernels.one_device import one_device
 from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product, zero_rows_beyond
-from moe_jax.kernels.saved_name import PRODUCT
 from moe_jax.kernels.tpu.chip import current_core
 
 # Rows of a tile on CPU: long tiles make fast matrix products, short ones at the end of a group waste little.
@@ -82,20 +81,20 @@ def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Any], Any], c
     long, short = (min(tile, longest_tile(rows)) for tile in TILES)
     full = size // long
     carry = lax.fori_loop(0, full, lambda t, carry: body(long, t * long, carry), carry)
-    rest = size - full * long
+    remainder = size - full * long
     return lax.fori_loop(
-        0, (rest + short - 1) // short, lambda t, carry: body(short, full * long + t * short, carry), carry
+        0, (remainder + short - 1) // short, lambda t, carry: body(short, full * long + t * short, carry), carry
     )
 
 
 def over_columns(tile: int, columns: int, body: Callable[[Array, int, Any], Any], carry: Any) -> Any:
     """Folds `body(start, width, carry)` over tiles of columns; the last is narrower where `tile` does not divide."""
-    full, rest = divmod(columns, tile)
+    full, remainder = divmod(columns, tile)
     if full == 1:
         carry = body(jnp.zeros((), jnp.int32), tile, carry)
     else:
         carry = lax.fori_loop(0, full, lambda t, carry: body(t * tile, tile, carry), carry)
-    return body(jnp.full((), full * tile, jnp.int32), rest, carry) if rest else carry
+    return body(jnp.full((), full * tile, jnp.int32), remainder, carry) if remainder else carry
 
 
 def tile_width(shape: tuple[int, int], rows: int) -> int:

@@ -56,14 +56,14 @@ def sum_of_products(one: Product, other: Product) -> Float[Array, "... o"]:
     On a TPU they are computed as one product of concatenated operands, which XLA reads in place; a sum would be
     written, read and written again. Elsewhere concatenation would write a copy first, so the two products are added.
     """
-    return jax.lax.platform_dependent(one, other, default=_one_by_one, tpu=_at_once)
+    return jax.lax.platform_dependent(one, other, default=_added, tpu=_concatenated)
 
 
-def _at_once(one: Product, other: Product) -> Array:
+def _concatenated(one: Product, other: Product) -> Array:
     return linear(jnp.concatenate([one.x, other.x], axis=-1), jnp.concatenate([one.kernel, other.kernel]))
 
 
-def _one_by_one(one: Product, other: Product) -> Array:
+def _added(one: Product, other: Product) -> Array:
     return linear(*one) + linear(*other)
 
 
@@ -72,7 +72,7 @@ def _sum_forward(one: Product, other: Product) -> tuple[Array, tuple[Product, Pr
 
 
 def _sum_backward(products: tuple[Product, Product], cotangent: Array) -> tuple[Product, Product]:
-    return jax.vjp(_one_by_one, *products)[1](cotangent)
+    return jax.vjp(_added, *products)[1](cotangent)
 
 
 sum_of_products.defvjp(_sum_forward, _sum_backward)

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.products.grouped import over_columns, tile_width
 from moe_jax.functional.products.packing import select_levels
-from moe_jax.kernels.saved_name import PRODUCT
+from moe_jax.kernels.by_platform import PRODUCT
 
 BLOCK, SCALE_BLOCK = 64, 256
 

@@ -20,10 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.products.grouped import longest_tile, over_tiles
 from moe_jax.functional.products.sparse_tile import entry_coordinates, scatter_tile
-from moe_jax.kernels.by_platform import by_platform
+from moe_jax.kernels.by_platform import PRODUCT, by_platform
 from moe_jax.kernels.deferred import Bound
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
-from moe_jax.kernels.saved_name import PRODUCT
 
 Positions = dict[str, Array]
 

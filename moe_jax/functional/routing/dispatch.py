@@ -108,7 +108,7 @@ def _sum_of_choices(
     """Returns the sum over the choices of every token, weighted if there are weights, in float32 and rounded once."""
     if not _is_whole(y, order):
         ones = jnp.ones((), jnp.float32) if weights is None else weights
-        weights = jnp.where(_exist(y, order).reshape(-1, top_k), ones, 0.0)
+        weights = jnp.where(_have_rows(y, order).reshape(-1, top_k), ones, 0.0)
     out = jax.ShapeDtypeStruct((order.flat_to_sorted.shape[0] // top_k, y.shape[1]), y.dtype)
     ways = (Bound(way, top_k=top_k) for way in (_all_at_once, _in_parts))
     return by_platform(next(ways), y.dtype, out, tpu=next(ways))(y, order.flat_to_sorted, weights)
@@ -119,7 +119,7 @@ def _is_whole(y: Float[Array, "m d"], order: Order) -> bool:
     return y.shape[0] == order.flat_to_sorted.shape[0]
 
 
-def _exist(y: Float[Array, "m d"], order: Order) -> Bool[Array, " M"]:
+def _have_rows(y: Float[Array, "m d"], order: Order) -> Bool[Array, " M"]:
     """Whether each assignment has a row in this part."""
     return (order.flat_to_sorted >= 0) & (order.flat_to_sorted < y.shape[0])
 
@@ -184,7 +184,11 @@ def _combine_bwd(saved: tuple[Array, Order, Array], dz: Array) -> tuple[Array, N
     dy = _rows(dz, order.sorted_to_flat // top_k).astype(jnp.float32) * of_rows[:, None]
     products = (dz.astype(jnp.float32) * row.astype(jnp.float32) for row in _per_choice(y, order, top_k))
     dw = jnp.stack([jnp.sum(product, axis=1) for product in products], axis=1)
-    return dy.astype(y.dtype), None, dw if _is_whole(y, order) else jnp.where(_exist(y, order).reshape(dw.shape), dw, 0)
+    return (
+        dy.astype(y.dtype),
+        None,
+        dw if _is_whole(y, order) else jnp.where(_have_rows(y, order).reshape(dw.shape), dw, 0),
+    )
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)

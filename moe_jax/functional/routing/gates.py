@@ -113,7 +113,7 @@ def _softmax(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
     return jax.nn.softmax(logits, axis=-1)
 
 
-def _as_they_are(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+def _scores_unchanged(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
     return scores
 
 
@@ -126,7 +126,7 @@ def _softmax_of_chosen(logits: Float[Array, "T k"], scores: Float[Array, "T k"])
     return weights
 
 
-def _xft(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+def _coder_weights(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
     first = scores[:, :1]
     others = (jax.nn.softmax(scores, axis=-1) * first)[:, 1:]
     # The best expert gets p_1 minus the others' weights, for the same reason: together with 1 - p_1 all sum to 1.
@@ -139,15 +139,15 @@ def _renormalised(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> F
 
 GATES: dict[str, Gate] = {
     # Probabilities of the full softmax, not renormalised (OLMoE; DeRS eq. 1).
-    "softmax_topk": Gate(_softmax, _as_they_are, scores_sum_to_one=True),
+    "softmax_topk": Gate(_softmax, _scores_unchanged, scores_sum_to_one=True),
     # Softmax over the kept logits, which is the full one renormalised (Mixtral, PESC).
     "topk_softmax": Gate(_softmax, _softmax_of_chosen, scores_sum_to_one=True, weights_sum_to_one=True),
     # p_1 of the full softmax (Switch): `softmax_topk` with one expert per token.
-    "top1": Gate(_softmax, _as_they_are, scores_sum_to_one=True),
+    "top1": Gate(_softmax, _scores_unchanged, scores_sum_to_one=True),
     # Softmax over the kept probabilities, times p_1 (XFT, beside a universal FFN).
-    "coder": Gate(_softmax, _xft, scores_sum_to_one=True),
+    "coder": Gate(_softmax, _coder_weights, scores_sum_to_one=True),
     # Every expert by itself, not renormalised (Llama 4).
-    "sigmoid_topk": Gate(jax.nn.sigmoid, _as_they_are),
+    "sigmoid_topk": Gate(jax.nn.sigmoid, _scores_unchanged),
     # The same, renormalised over the kept ones (DeepSeek-V3).
     "topk_sigmoid": Gate(jax.nn.sigmoid, _renormalised, weights_sum_to_one=True),
 }

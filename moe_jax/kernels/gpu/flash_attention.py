@@ -68,7 +68,7 @@ def flash_attention(
 ) -> Float[Array, "B T H D"]:
     """Softmax attention, in the dtype of `q`, of operands that `refusal` accepts; arguments as `splash_attention`'s."""
     if segments is not None:
-        return _of_documents(q, k, v, segments, causal=nearest == 0, scale=scale, interpret=interpret)
+        return _packed_attention(q, k, v, segments, causal=nearest == 0, scale=scale, interpret=interpret)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -80,7 +80,7 @@ def flash_attention(
     )
 
 
-def _of_documents(
+def _packed_attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],

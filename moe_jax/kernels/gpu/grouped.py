@@ -39,7 +39,7 @@ def grouped_product(
       rhs: one kernel per group; [E, o, i] if `transposed`.
       group_sizes: rows per group.
       capability: of the GPU; None: unknown.
-      one_device: whether a kernel can be called; see `kernels.one_device`.
+      one_device: whether a kernel can be called; see `kernels.by_platform`.
       transposed: multiplies with the transposed kernels.
     """
     if one_device and mosaic_grouped.fits(lhs, rhs, capability, transposed=transposed):
@@ -64,7 +64,7 @@ def grouped_outer(
       lhs, dout: rows sorted by group.
       group_sizes: rows per group.
       capability: of the GPU; None: unknown.
-      one_device: whether a kernel can be called; see `kernels.one_device`.
+      one_device: whether a kernel can be called; see `kernels.by_platform`.
     """
     if one_device and triton_fits(lhs.dtype, capability):
         return TritonProducts(capability).outer(lhs, dout, group_sizes)

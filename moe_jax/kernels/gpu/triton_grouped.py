@@ -209,11 +209,11 @@ def _product_kernel(
     grid: tuple[int, int],
 ) -> None:
     out_ref, refs = refs[-1], refs[:arrays]
-    row_tile, column_tile = nearby(pl.program_id(0), grid)
+    row_tile, column_tile = tile_position(pl.program_id(0), grid)
     group, first, end = group_ref[row_tile], first_ref[row_tile], end_ref[row_tile]
     terms, fan_out, start = lhs_ref.shape[1], out_ref.shape[1], column_tile * tile.columns
     row_inside = first + jnp.arange(tile.rows, dtype=jnp.int32) < end
-    rows, columns = Range(first, tile.rows, row_inside), existing(start, tile.columns, fan_out)
+    rows, columns = Range(first, tile.rows, row_inside), masked_range(start, tile.columns, fan_out)
 
     @pl.when(first < end)
     def _():
@@ -221,7 +221,7 @@ def _product_kernel(
         kernel = jnp.minimum(group, groups - 1)
 
         def add(step: Array, total: Array) -> Array:
-            at = existing(step * tile.terms, tile.terms, terms)
+            at = masked_range(step * tile.terms, tile.terms, terms)
             left = load(lhs_ref.at[rows.slice, at.slice], rows.inside, at.inside)
             right = maker(refs, kernel, *((columns, at) if transposed else (at, columns))).astype(left.dtype)
             return total + plgpu.dot(left, right, trans_b=transposed)
@@ -272,10 +272,10 @@ def outer(
 def _outer_kernel(
     start_ref: Any, end_ref: Any, lhs_ref: Any, dout_ref: Any, out_ref: Any, *, tile: Tile, grid: tuple[int, int]
 ) -> None:
-    (down, across), group = nearby(pl.program_id(0), grid), pl.program_id(1)
+    (down, across), group = tile_position(pl.program_id(0), grid), pl.program_id(1)
     start, end = start_ref[group], end_ref[group]
-    into = existing(down * tile.rows, tile.rows, lhs_ref.shape[1])
-    out = existing(across * tile.columns, tile.columns, dout_ref.shape[1])
+    into = masked_range(down * tile.rows, tile.rows, lhs_ref.shape[1])
+    out = masked_range(across * tile.columns, tile.columns, dout_ref.shape[1])
 
     def add(step: Array, total: Array) -> Array:
         first = start + step * tile.terms
@@ -296,7 +296,7 @@ def _outer_kernel(
 _TILES_TOGETHER = 8
 
 
-def nearby(index: Array, grid: tuple[int, int]) -> tuple[Array, Array]:
+def tile_position(index: Array, grid: tuple[int, int]) -> tuple[Array, Array]:
     """Returns row and column of a program's tile: down some tiles of rows, then the next column of the same rows."""
     down, across = grid
     band = index // (_TILES_TOGETHER * across)
@@ -305,7 +305,7 @@ def nearby(index: Array, grid: tuple[int, int]) -> tuple[Array, Array]:
     return band * _TILES_TOGETHER + within % height, within // height
 
 
-def existing(start: Any, size: int, whole: int) -> Range:
+def masked_range(start: Any, size: int, whole: int) -> Range:
     """Returns the range from `start` on; it gets a mask of the `whole` indices that exist, unless tiles always fit."""
     inside = None if whole % size == 0 else start + jnp.arange(size, dtype=jnp.int32) < whole
     return Range(start, size, inside)

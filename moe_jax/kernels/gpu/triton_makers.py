@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.gpu.triton_grouped import MIN_TILE, Maker, Range, existing, load
+from moe_jax.kernels.gpu.triton_grouped import MIN_TILE, Maker, Range, load, masked_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LowRankFactors:
         """Multiplies rows of `a` with columns of `b`, float32; arguments as for `Maker`."""
         padded = max(MIN_TILE, 1 << (self.rank - 1).bit_length())
         # The start is traced, so that the range may reach beyond the array.
-        along = existing(jnp.zeros((), jnp.int32), padded, self.rank)
+        along = masked_range(jnp.zeros((), jnp.int32), padded, self.rank)
         a = load(refs[0].at[expert, rows.slice, along.slice], rows.inside, along.inside)
         b = load(refs[1].at[expert, along.slice, columns.slice], along.inside, columns.inside)
         return plgpu.dot(a, b)

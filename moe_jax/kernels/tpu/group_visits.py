@@ -85,7 +85,7 @@ def visits_of_shares(
     return Visits(*(values.reshape(-1) for values in every)), jnp.max(counts)
 
 
-class OfShare:
+class ShareEntries:
     """The entries of one share, in a list of the entries of all shares."""
 
     def __init__(self, values: Any, start: Any):

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.activations import activated
 from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, round_up
-from moe_jax.kernels.tpu.group_visits import OfShare, Visits, visits_of_shares
+from moe_jax.kernels.tpu.group_visits import ShareEntries, Visits, visits_of_shares
 from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
 from moe_jax.kernels.tpu.product_blocks import Made, Plan, Stays, plan_blocks
 from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile, Operand, Piece
@@ -128,7 +128,7 @@ def _product(
     plan = plan_blocks(rows.shape[0], shape, rows.dtype, every, core, transposed=transposed, adds=activation is None)
     sizes, sums = plan.sizes, plan.sizes.stays is Stays.SUMS
     visits, count = visits_of_shares(group_sizes, rows.shape[0], sizes.rows, sizes.shares)
-    places = _Places(plan, visits.block.shape[0] // sizes.shares)
+    places = _GridSteps(plan, visits.block.shape[0] // sizes.shares)
     padded = jnp.pad(rows, ((0, max(0, sizes.rows - rows.shape[0])), (0, 0)))
     width = shape[0] if transposed else shape[1]
     # Sums are written strip by strip.
@@ -196,7 +196,7 @@ def _product(
     return product[: rows.shape[0]]
 
 
-class _Places(NamedTuple):
+class _GridSteps(NamedTuple):
     """The place of a step of the grid. Its first axis, of shares or of panels, is divided between cores.
 
     Attributes:
@@ -243,7 +243,7 @@ def _kernel(
     rows_ref: Any,
     *refs: Any,
     layout: Sequence[_Layout],
-    places: _Places,
+    places: _GridSteps,
     activation: str | None,
     transposed: bool,
 ) -> None:
@@ -251,7 +251,7 @@ def _kernel(
     out_ref, *scratch = refs[sum(one.has_base + one.operands for one in layout) :]
     at_step = [pl.program_id(axis) for axis in range(5)]
     share, n, k, v, last = places.share(*at_step), places.panel(*at_step), *at_step[3:], pl.num_programs(4) - 1
-    own_visits: Any = (OfShare(values, share * places.of_share) for values in visits)
+    own_visits: Any = (ShareEntries(values, share * places.of_share) for values in visits)
     visits, panels, sizes = Visits(*own_visits), [], plan.sizes
     for one in layout:
         base_ref = next(inputs) if one.has_base else None

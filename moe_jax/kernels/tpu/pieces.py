@@ -16,13 +16,13 @@ COLUMNS = 256
 
 def in_pieces(size: int, step: int, body: Callable[[Any, int], None]) -> None:
     """Calls `body(start, size of the piece)` for pieces of `step`; the last is shorter where that does not divide."""
-    whole, rest = divmod(size, step)
+    whole, remainder = divmod(size, step)
     if whole == 1:
         body(0, step)
     elif whole:
         lax.fori_loop(0, whole, lambda n, _: body(pl.multiple_of(n * step, step), step), None)
-    if rest:
-        body(whole * step, rest)
+    if remainder:
+        body(whole * step, remainder)
 
 
 def over_strips(visits: Visits, v: Any, rows: int, strip: int, body: Callable[[Any, Bool[Array, "m 1"]], None]) -> None:

@@ -121,8 +121,8 @@ def plan_blocks(
     """
     chooser = Chooser(rows, shape, jnp.dtype(dtype), kernels, core, transposed)
     best = None
-    for plan in (*chooser.passing(), *chooser.staying(adds)):
-        score = chooser.uneven(plan), plan.traffic + chooser.waits(plan), -plan.sizes.rows
+    for plan in (*chooser.plans_with_rows_passing(), *chooser.plans_with_kernels_passing(adds)):
+        score = chooser.is_uneven(plan), plan.traffic + chooser.idle_bytes(plan), -plan.sizes.rows
         if best is None or score < best[0]:
             best = score, plan
     if best is None:
@@ -149,7 +149,7 @@ class Chooser:
         self.unit, self.deep = (self.step, LANES) if transposed else (LANES, self.step)
         self.most_rows = round_up(rows, 32 // dtype.itemsize)
 
-    def passing(self) -> Iterator[Plan]:
+    def plans_with_rows_passing(self) -> Iterator[Plan]:
         """Yields plans in which all rows pass by every panel."""
         cores = self.core.cores
         for longest, bases in itertools.product(ROW_BLOCKS, (2, 1)):
@@ -162,7 +162,7 @@ class Chooser:
                 if plan is not None:
                     yield plan
 
-    def staying(self, adds: bool) -> Iterator[Plan]:
+    def plans_with_kernels_passing(self, adds: bool) -> Iterator[Plan]:
         """Yields plans in which kernels pass by, with as few shares of the rows as fit."""
         strip = min(self.core.rows, self.most_rows)
         sides = [side for side in SIDES if side % self.unit == 0 and side < self.width]
@@ -219,11 +219,11 @@ class Chooser:
         of_expert = sum(block_bytes(operand.block_of(*panel), operand.array.dtype) for operand in operands)
         return of_base, of_expert, sum(not made.stored for made in self.kernels) * block_bytes(panel, self.dtype)
 
-    def uneven(self, plan: Plan) -> bool:
+    def is_uneven(self, plan: Plan) -> bool:
         """Whether one core has more to do than another."""
         return plan.sizes.split == 1 and plan.sizes.shares % self.core.cores > 0
 
-    def waits(self, plan: Plan) -> int:
+    def idle_bytes(self, plan: Plan) -> int:
         """Returns the number of bytes that are moved while nothing is computed."""
         sizes, itemsize = plan.sizes, self.dtype.itemsize
         if sizes.stays is Stays.ROWS:  # A share arrives.

@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as splash_mask_info
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.saved_name import PRODUCT
+from moe_jax.kernels.by_platform import PRODUCT
 
 
 def splash_attention(

@@ -24,14 +24,16 @@ def learning_rate(section: OptimizerSection, schedule: ScheduleSection, steps: i
     The first step uses the first value of the warm-up above 0, and the last step uses the final value.
     """
     peak = section.learning_rate
-    rest = max(1, steps - schedule.warmup_steps)
+    after_warmup = max(1, steps - schedule.warmup_steps)
     if schedule.kind == "cosine":
-        decay = optax.cosine_decay_schedule(peak, rest, alpha=schedule.final_ratio)
+        decay = optax.cosine_decay_schedule(peak, after_warmup, alpha=schedule.final_ratio)
     elif schedule.kind == "linear":
-        decay = optax.linear_schedule(peak, peak * schedule.final_ratio, rest)
+        decay = optax.linear_schedule(peak, peak * schedule.final_ratio, after_warmup)
     elif schedule.kind == "wsd":
         last = decay_steps(schedule, steps)
-        decay = optax.linear_schedule(peak, peak * schedule.final_ratio, last, transition_begin=max(0, rest - last))
+        decay = optax.linear_schedule(
+            peak, peak * schedule.final_ratio, last, transition_begin=max(0, after_warmup - last)
+        )
     else:
         decay = optax.constant_schedule(peak)
     if schedule.warmup_steps:

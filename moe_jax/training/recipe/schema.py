@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
-from moe_jax.data.ranges import at_least
-from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSection
+from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSection, at_least
 from moe_jax.files import strict
 from moe_jax.files.json_toml import read_toml
 from moe_jax.files.local_paths import check_model_path
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.training.recipe import recipe_toml
 
 
@@ -306,7 +305,8 @@ class LogSection:
 
     Attributes:
       every: steps between progress lines if there is no terminal.
-      tensorboard: whether TensorBoard events are written beside metrics.jsonl.
+      tensorboard: whether TensorBoard events are written beside metrics.jsonl (`pip install 'moe-jax[tensorboard]'`;
+        without it a note says so).
       wandb: whether metrics are logged to Weights & Biases (`pip install 'moe-jax[wandb]'`), at once or into files of
         the run directory (the current one, if that is in a bucket) that `wandb sync` sends.
       wandb_project: the project there.

@@ -99,10 +99,10 @@ class SavedModel:
         """
         if path in self._trained:
             name, index = self._trained[path]
-            leaf = self._state.read(self._exported(name), index)
+            leaf = self._state.read(self._exported_name(name), index)
         else:
             leaf = self._frozen.read(path)
-        return cast(path, cast(path, leaf, self._held[path]), self._specs[path].dtype)
+        return cast(path, cast(path, leaf, self._training_dtypes[path]), self._specs[path].dtype)
 
     def stored_bytes(self, path: str) -> int:
         """Number of bytes of one leaf, as the run would write it."""
@@ -138,7 +138,7 @@ class SavedModel:
             found |= {disk: (name, index if stacked else None) for index, disk in enumerate(leaves)}
         return found
 
-    def _exported(self, name: str) -> str:
+    def _exported_name(self, name: str) -> str:
         """Returns the name in the checkpoint of the array that the run would write: the parameter, or its average."""
         ema = self._recipe.ema
         return name if ema is None or not ema.export else f"ema.{name.removeprefix('params.')}"
@@ -152,7 +152,7 @@ class SavedModel:
         return DecoderLeaves(draw_model(config, self._recipe.seed))
 
     @cached_property
-    def _held(self) -> dict[str, jnp.dtype]:
+    def _training_dtypes(self) -> dict[str, jnp.dtype]:
         """Dtype in training of every leaf, by path."""
         frozen_dtype, dtypes = self._recipe.model.frozen_dtype, {}
         for path in _parameters(abstract_model(self.config)):
@@ -176,7 +176,9 @@ class SavedModel:
     def _specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         stored = None if self._begun_with is None else self._begun_with.specs()
         return {
-            path: jax.ShapeDtypeStruct(spec.shape, output_dtype(path, self._held[path], self._recipe, stored))
+            path: jax.ShapeDtypeStruct(
+                spec.shape, output_dtype(path, self._training_dtypes[path], self._recipe, stored)
+            )
             for path, spec in leaf_specs(self.config).items()
         }
 

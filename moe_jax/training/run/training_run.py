@@ -21,14 +21,15 @@ from moe_jax.distributed.processes import check_equal, describe_devices, first_d
 from moe_jax.evaluation.held_out_loss import Evaluator
 from moe_jax.evaluation.held_out_texts import HeldOut, read_held_out, with_lengths
 from moe_jax.evaluation.pair_loss import PairEvaluator
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.staging import check_writable
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.strict import parse
 from moe_jax.files.tokenizer_files import with_tokenizer
 from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
+from moe_jax.training.log import tensorboard
 from moe_jax.training.log.wandb_writer import import_wandb
 from moe_jax.training.loop import Loop
 from moe_jax.training.optim.average import in_dtypes_of
@@ -62,7 +63,7 @@ from moe_jax.training.run.restart import (
     find_origin,
     keeps_average,
     keeps_moments,
-    restarted,
+    restart_record,
     write_restart,
 )
 from moe_jax.training.run.run_directory import (
@@ -136,7 +137,7 @@ def train(
             raise
 
 
-class _Begun(NamedTuple):
+class _EarlierRun(NamedTuple):
     """A run that is to be continued, or restarted.
 
     Attributes:
@@ -150,7 +151,9 @@ class _Begun(NamedTuple):
     origin: Origin | None = None
 
 
-def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None, skip_batches: int) -> _Begun | None:
+def _read_run(
+    recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None, skip_batches: int
+) -> _EarlierRun | None:
     """Returns the run to continue or to restart, as the first process sees it; None: the run is a new one."""
     run_dir = as_path(recipe.run_dir)
 
@@ -174,10 +177,10 @@ def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | No
             return None
         first_decides(lambda: find_origin(restart, run_dir) and None)
         origin = find_origin(restart, run_dir)
-        return _Begun(origin.recipe, origin.record, origin)
+        return _EarlierRun(origin.recipe, origin.record, origin)
     where, (table, record) = str(run_dir), found
     before = with_horizon(parse(Recipe, table, where=where, language="TOML"))
-    begun = _Begun(before, None if record is None else parse(RunRecord, record, where=where, language="JSON"))
+    begun = _EarlierRun(before, None if record is None else parse(RunRecord, record, where=where, language="JSON"))
     if restart is not None:
         check_restarted(run_dir, begun.record, restart, skip_batches=skip_batches)
     return begun
@@ -190,7 +193,7 @@ def _train(
     teacher: ModelSource | None,
     lock: RunLock,
     console: rich.console.Console,
-    begun: _Begun | None,
+    begun: _EarlierRun | None,
     *,
     skip_batches: int,
     continue_command: str,
@@ -207,6 +210,8 @@ def _train(
     mesh = mesh_for(recipe, config)
     tokenizer = path_of_tokenizer(recipe, source)
     notes = _notes_on_tokenizer(tokenizer, config)
+    if recipe.log.tensorboard and not tensorboard.is_installed():
+        notes.append(tensorboard.MISSING)
     data = open_data(
         recipe.data,
         config,
@@ -229,7 +234,7 @@ def _train(
         check_same(begun.record, record, recipe)
         record = dataclasses.replace(record, restarts=begun.record.restarts)
         if begun.origin is not None:
-            record = restarted(begun.origin, recipe, record, skip_batches=skip_batches)
+            record = restart_record(begun.origin, recipe, record, skip_batches=skip_batches)
 
     def write() -> None:
         if begun is not None and begun.origin is not None:

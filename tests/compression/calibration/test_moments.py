@@ -14,6 +14,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn.router_stats import RouterStatistics
 from tests.compression.methods import recorded_layers
 from tests.support.moe_models import memory_moe
+from tests.support.tiers import one_in
 
 TOKENS, E = 300, 4
 
@@ -128,6 +129,7 @@ METHODS = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_calibrated_layer_changes_its_outputs_less(layer, name, tmp_path):
     """The same form, chosen for the inputs: less changes in the outputs, although the kernels change more."""

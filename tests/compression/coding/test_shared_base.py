@@ -51,6 +51,7 @@ def coded(kernels, centre, bits, refits):
     return found.measure.squared_error / weights, 8 * sum(leaf.nbytes for leaf in stored) / weights
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("rho", "centre", "bits", "error", "once", "twice", "per_weight"),
     [
@@ -91,6 +92,7 @@ OPTIONS = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_is_written_is_what_the_figures_say(name, tmp_path):
     """Errors and bytes of a model on the disk are those of the report, and of its config."""

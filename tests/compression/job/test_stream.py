@@ -324,6 +324,7 @@ class CountingSource(MemorySource):
         self.held -= nbytes
 
 
+@one_in(2)
 @pytest.mark.parametrize("method", [SPARSIFY, QUANTIZE], ids=["sparsify", "quantize"])
 def test_no_layer_is_held_whole(method, tmp_path, monkeypatch):
     monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1)

@@ -119,7 +119,7 @@ def test_product_and_gradients(form, with_base, split):
     check()
 
 
-@one_in(4)
+@one_in(7)
 @ORDERS
 @pytest.mark.parametrize("form", [Quantized(bits=2, group_size=128), Quantized(bits=3, group_size=64), NF4()])
 def test_product_and_gradients_in_every_order(form, order, monkeypatch):

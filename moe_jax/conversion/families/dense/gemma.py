@@ -29,8 +29,7 @@ from moe_jax.core.errors import InputError, shown
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     refuse_bidirectional(config)
     config.require("head_dim", "intermediate_size")
     layer = LayerConfig(
@@ -56,8 +55,7 @@ def _read_activation(config: HFConfig) -> Any:
     return found
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config),
@@ -73,7 +71,7 @@ FAMILY = Family(
     architecture="GemmaForCausalLM",
     classifier=SCORE,
     defaults={**DEFAULTS, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *PLAIN_ATTENTION, *GATED_FFN, *HEAD),
 )

@@ -31,8 +31,7 @@ from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import LayerConfig, ModelConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     refuse_bidirectional(config)
     config.require("head_dim")
     types, window = read_layer_types(config, full_every=2)
@@ -62,8 +61,7 @@ def read(config: HFConfig) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     soft_cap = same_in_all_layers(config, "soft cap on scores", lambda layer: layer.attention.score_soft_cap)
     return {
@@ -93,7 +91,7 @@ FAMILY = Family(
     },
     # Transformers reads the activation and the window from other keys.
     harmless=("cache_implementation", "hidden_act", "sliding_window_size"),
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *FOUR_NORMS, *GATED_FFN, *HEAD),
 )

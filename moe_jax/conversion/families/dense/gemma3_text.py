@@ -33,8 +33,7 @@ from moe_jax.core.errors import InputError, shown
 from moe_jax.models import LayerConfig, ModelConfig, RopeConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     refuse_bidirectional(config)
     # Transformers reads it, and does not apply it.
     config.must_be("attn_logit_softcapping", None)
@@ -99,8 +98,7 @@ def _read_ropes(config: HFConfig) -> dict[str, RopeConfig]:
     return ropes
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn, windows = dense_ffn(config), write_layer_types(config)
     types = windows["layer_types"]
     keys = {
@@ -145,7 +143,7 @@ FAMILY = Family(
     },
     # Transformers reads the activation from another key.
     harmless=("cache_implementation", "hidden_act"),
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *FOUR_NORMS, *GATED_FFN, *HEAD),
 )

@@ -20,8 +20,7 @@ from moe_jax.conversion.table import linear, norm
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     config.must_be("qk_layernorm", False)
     layer = LayerConfig(
         attention=read_attention(config, biases=("q", "k", "v", "o")),
@@ -37,8 +36,7 @@ def read(config: HFConfig) -> ModelConfig:
     return read_decoder(config, "phi", [layer] * num_layers(config), norm="layer", eps="layer_norm_eps", head_bias=True)
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config, eps="layer_norm_eps"),
@@ -64,8 +62,8 @@ FAMILY = Family(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),

@@ -17,8 +17,7 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig,
 _BEYOND_TRAINING = ("use_dynamic_ntk", "use_logn_attn")
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     config.must_be("scale_attn_weights", True)
     config.must_be("use_cache_quantization", False)
     beyond = {key: config.flag(key) for key in _BEYOND_TRAINING}
@@ -63,8 +62,7 @@ def _read_ffn(config: HFConfig, *, bias: bool) -> FFNConfig:
     return FFNConfig(dim=both // 2, gated=True, activation="silu", bias=bias)
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     heads, width = same_in_all_layers(
         config, "choice of heads (query, width)", lambda layer: (layer.attention.num_heads, layer.attention.head_dim)
@@ -120,8 +118,8 @@ FAMILY = Family(
         "softmax_in_fp32",
         "use_cache_kernel",
     ),  # fmt: skip
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         Row("transformer.wte.weight", "embed/embedding"),
         *norm("transformer.h.{i}.ln_1", "layers/{i}/attention_norm"),

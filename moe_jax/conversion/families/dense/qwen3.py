@@ -22,8 +22,7 @@ from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import LayerConfig, ModelConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     config.require("head_dim")
     biases = ("q", "k", "v", "o") if config.flag("attention_bias") else ()
     ffn = read_gated_ffn(config)
@@ -37,8 +36,7 @@ def read(config: HFConfig) -> ModelConfig:
     return read_decoder(config, "qwen3", layers)
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config),
@@ -65,8 +63,8 @@ FAMILY = Family(
         "sliding_window": 4096,
         "max_window_layers": 28,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
     moe_formats=("qwen3_moe",),
 )

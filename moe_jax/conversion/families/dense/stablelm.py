@@ -27,8 +27,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.models import LayerConfig, ModelConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     attention = read_attention(
         config,
         biases=("q", "k", "v") if config.flag("use_qkv_bias") else (),
@@ -46,8 +45,7 @@ def read(config: HFConfig) -> ModelConfig:
     return read_decoder(config, "stablelm", [layer] * num_layers(config), norm="layer", eps="layer_norm_eps")
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config, eps="layer_norm_eps"),
@@ -78,8 +76,8 @@ FAMILY = Family(
         "bos_token_id": 0,
         "eos_token_id": 0,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *PLAIN_ATTENTION,

@@ -30,8 +30,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     for key, value in _FIXED.items():
         config.must_be(key, value)
     activation = read_activation(config, "dense_act_fn")
@@ -75,8 +74,7 @@ def _is_sparse(sparse: int, count: int) -> list[bool]:
     return [step > 0 and (i % step == 1 or step == 1) for i in range(count)]
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_embeddings:
         raise InputError(f"in the format of {config.family!r} the head is the embedding, and this model has its own")
     keys = write_encoder_decoder(config)
@@ -138,8 +136,8 @@ FAMILY = Family(
         "router_aux_loss_coef": 0.001,
         "router_z_loss_coef": 0.001,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *in_stack("encoder", attention_rows("encoder") + _ffn_rows("encoder.block.{i}.layer.1")),

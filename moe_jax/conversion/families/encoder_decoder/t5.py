@@ -26,8 +26,7 @@ _NAMES = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu
 _GATE = "layers/{i}/mlp/gate/kernel"
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     ffn = _read_ffn(config)
     encoder, decoder = read_lengths(config)
     # Transformers scales the input of a tied head. The other key is of its release 5, in which all heads are tied.
@@ -52,8 +51,7 @@ def _read_ffn(config: HFConfig) -> FFNConfig:
     return FFNConfig(dim=config.required_integer("d_ff"), gated=is_gated, activation=ACTIVATIONS[name])
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     keys, ffn = write_encoder_decoder(config), dense_ffn(config)
     projection = f"gated-{_NAMES[ffn.activation]}" if ffn.gated else _NAMES[ffn.activation]
     keys |= {"d_ff": ffn.dim, "feed_forward_proj": projection.replace("gated-gelu_new", "gated-gelu")}
@@ -86,8 +84,8 @@ FAMILY = Family(
         fields={"head_bias": True, "head_hidden": True},
     ),
     defaults={**DEFAULTS, "d_model": 512, "num_layers": 6, "num_heads": 8, "feed_forward_proj": "relu"},
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *in_stack("encoder", attention_rows("encoder") + _ffn_rows("encoder.block.{i}.layer.1")),

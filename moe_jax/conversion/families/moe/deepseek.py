@@ -21,8 +21,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.models import ModelConfig, SelectionConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     config.must_be("scoring_func", "softmax")
     attention = read_attention(config, biases=("q", "k", "v", "o") if config.flag("attention_bias") else ())
     d_model = config.required_integer("hidden_size")
@@ -37,8 +36,7 @@ def read(config: HFConfig) -> ModelConfig:
     return read_decoder(config, "deepseek", read_layers(config, attention, gate=gate, selection=SelectionConfig()))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     keys = write_decoder(config) | write_layers(config)
     keys["attention_bias"] = same_in_all_layers(config, "attention bias", lambda layer: bool(layer.attention.biases))
     if config.moe_layers:
@@ -69,7 +67,7 @@ FAMILY = Family(
         "eos_token_id": 100001,
     },
     harmless=TRAINING_KEYS,
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *PLAIN_ATTENTION, *MLP, *HEAD),
 )

@@ -20,8 +20,7 @@ from moe_jax.models import ModelConfig, SelectionConfig
 GREEDY, IN_GROUPS = "greedy", "group_limited_greedy"
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     config.must_be("scoring_func", "softmax")
     config.must_be("mlp_bias", False)
     config.must_be("moe_layer_freq", 1)
@@ -49,8 +48,7 @@ def _read_selection(config: HFConfig) -> SelectionConfig:
     return SelectionConfig(groups=config.required_integer("n_group"), top_groups=config.required_integer("topk_group"))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     keys = write_latent_decoder(config) | write_layers(config)
     if config.moe_layers:
         moe = config.moe(config.moe_layers[0])
@@ -89,7 +87,7 @@ FAMILY = Family(
     },
     # Only the method other than `greedy` uses groups.
     harmless=("n_group", "topk_group", *DERIVED_WIDTHS, *TRAINING_KEYS),
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *LATENT_ATTENTION, *MLP, *HEAD),
 )

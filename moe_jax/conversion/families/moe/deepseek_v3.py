@@ -18,8 +18,7 @@ from moe_jax.conversion.table import Ignored
 from moe_jax.models import ModelConfig, SelectionConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     config.must_be("scoring_func", "sigmoid")
     config.must_be("topk_method", "noaux_tc")
     config.must_be("moe_layer_freq", 1)
@@ -42,8 +41,7 @@ def read(config: HFConfig) -> ModelConfig:
     return read_decoder(config, "deepseek_v3", layers)
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     latent = config.layers[0].attention.latent
     keys = write_latent_decoder(config) | write_layers(config)
     keys |= {"rope_interleave": latent is not None and latent.interleaved, "num_nextn_predict_layers": 0}
@@ -89,8 +87,8 @@ FAMILY = Family(
         "eos_token_id": 1,
     },
     harmless=(*DERIVED_WIDTHS, *TRAINING_KEYS),
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *LATENT_ATTENTION,

@@ -23,8 +23,7 @@ from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
 from moe_jax.models import ModelConfig, MoEConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     config.require("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
     attention = read_attention(config, sliding_window=config.integer("sliding_window"))
     moe = MoEConfig(
@@ -37,8 +36,7 @@ def read(config: HFConfig) -> ModelConfig:
     return read_decoder(config, "mixtral", repeat_layers(config, attention, moe))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     moe = uniform_moe(config)
     return {
         **write_decoder(config),
@@ -67,8 +65,8 @@ FAMILY = Family(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *ATTENTION,

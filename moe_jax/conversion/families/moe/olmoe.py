@@ -22,8 +22,7 @@ from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig, MoEConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     config.require("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     bias = config.flag("attention_bias")
     attention = read_attention(
@@ -39,8 +38,7 @@ def read(config: HFConfig) -> ModelConfig:
     return read_decoder(config, "olmoe", repeat_layers(config, attention, moe))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     moe = uniform_moe(config)
     return {
         **write_decoder(config),
@@ -69,8 +67,8 @@ FAMILY = Family(
         "norm_topk_prob": False,
         "eos_token_id": 50279,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *ATTENTION,

@@ -24,8 +24,7 @@ from moe_jax.models import ModelConfig
 SHARED_EXPERT = "shared_expert_intermediate_size"
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     biases = ("q", "k", "v") if config.flag("qkv_bias") else ()
     # Unlike in Qwen2, windows are in every second layer, and below `max_window_layers`.
     windows = read_windows(config, slides=lambda i, limit: i % 2 == 0 and i < limit)
@@ -33,8 +32,7 @@ def read(config: HFConfig) -> ModelConfig:
     return read_decoder(config, "qwen2_moe", read_layers(config, attention, shared_expert=SHARED_EXPERT))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **write_decoder(config),
         "qkv_bias": same_in_all_layers(config, "q/k/v bias", lambda layer: bool(layer.attention.biases)),
@@ -66,8 +64,8 @@ FAMILY = Family(
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.001,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *ATTENTION,

@@ -22,8 +22,7 @@ from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig
 
 
-def read(config: HFConfig) -> ModelConfig:
-    """Returns the config of a model of this family, read from its config.json."""
+def _read(config: HFConfig) -> ModelConfig:
     # Unlike in Qwen3, all layers have the window: `max_window_layers` and `layer_types` have no effect.
     window = config.integer("sliding_window") if config.flag("use_sliding_window") else None
     biases = ("q", "k", "v", "o") if config.flag("attention_bias") else ()
@@ -31,8 +30,7 @@ def read(config: HFConfig) -> ModelConfig:
     return read_decoder(config, "qwen3_moe", read_layers(config, [attention] * num_layers(config)))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of config.json for a model of this family."""
+def _write(config: ModelConfig) -> dict[str, Any]:
     window = same_in_all_layers(config, "sliding window", lambda layer: layer.attention.sliding_window)
     return {
         **write_decoder(config),
@@ -66,8 +64,8 @@ FAMILY = Family(
     },
     # All layers have the window.
     harmless=("max_window_layers", "layer_types"),
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *ATTENTION,

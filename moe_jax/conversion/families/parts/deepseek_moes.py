@@ -140,8 +140,8 @@ def write_layers(config: ModelConfig) -> dict[str, Any]:
 def _num_shared(config: ModelConfig, moe: MoEConfig) -> int | None:
     if not moe.universal_beside:
         return None
-    count, rest = divmod(moe.universal_ffn.dim, moe.expert.dim)
-    if rest:
+    count, remainder = divmod(moe.universal_ffn.dim, moe.expert.dim)
+    if remainder:
         raise InputError(
             f"in the format of {config.family!r} shared experts are a whole number of experts wide, but they are "
             f"{moe.universal_ffn.dim} wide and an expert {moe.expert.dim}"

@@ -66,8 +66,8 @@ class NF4Tile:
         codes, scales, offset = (arrays[f"{self.prefix}{name}"] for name in ("scale_codes", "scales", "offset"))
         experts, blocks, width = codes.shape
         # Scales of scales lie row by row: repeated and cut, not looked up one by one.
-        per_row, rest = divmod(self.whole_width, self.scale_block)
-        if rest == 0:
+        per_row, remainder = divmod(self.whole_width, self.scale_block)
+        if remainder == 0:
             # The exact product with ones is computed by XLA:TPU where it is used; `repeat` would be written to memory
             # in float32, and again in another shape.
             few = jnp.pad(scales, ((0, 0), (0, max(0, blocks * per_row - scales.shape[1]))))

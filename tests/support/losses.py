@@ -1,4 +1,4 @@
-"""Losses, in float32."""
+"""Losses of logits in plain JAX, float32, as references for those of the library."""
 
 import jax
 import jax.numpy as jnp
