@@ -38,12 +38,12 @@ class Encoded(NamedTuple):
 
     @property
     def codes(self) -> Any:
-        """Packed codes."""
+        """The packed codes among the leaves."""
         return self.leaves["codes"]
 
     @property
     def scales(self) -> Any:
-        """Their scales."""
+        """The scales among the leaves."""
         return self.leaves["scales"]
 
 
