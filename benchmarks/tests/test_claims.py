@@ -56,6 +56,7 @@ from moe_jax.nn.perft import Perft
 from moe_jax.peft import trainable_paths
 from moe_jax.training.program import draw_model
 from tests.support.environment import ROOT
+from tests.support.tiers import long, one_in
 
 HERE = pathlib.Path(__file__).parent
 PLACE = Place(ROOT, ROOT, ROOT)
@@ -240,6 +241,7 @@ def test_a_lost_model_is_made_again_where_something_begins_with_it(results, tmp_
     assert remade(b=False) == "a" and remade(c=False) == "ab"
 
 
+@long
 def test_jobs_are_done_again_and_compared(results, tmp_path):
     class Study(Open):
         def jobs(self, results, place):
@@ -252,6 +254,7 @@ def test_jobs_are_done_again_and_compared(results, tmp_path):
     assert results.get("repeated", "pilot") == {"jobs": 2, "different": ["pilot / other"]}
 
 
+@long
 def test_a_job_of_two_threads_is_alone(results, tmp_path):
     class Study(Open):
         def jobs(self, results, place):
@@ -278,6 +281,7 @@ class Open:
         return False
 
 
+@long
 def test_a_job_that_fails_loses_nothing_of_those_beside_it(results, tmp_path):
     class Study(Open):
         def jobs(self, results, place):
@@ -318,6 +322,7 @@ def test_a_report_of_runs_that_diverged(results):
     assert "| vanilla | 1 | 1.0000 ± 0.0000 | 1, 1 diverged |" in text and "| LM r=4 |  |  | 1 diverged |" in text
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [
@@ -343,6 +348,7 @@ def test_shapes_and_what_is_trained_of_them(shape, groups):
         assert bases and bool(bases & trained) == ("frozen" not in shape)
 
 
+@long
 def test_as_public_code_has_it_no_gradient_of_the_task_reaches_the_router_of_perft():
     before = Perft.__call__
     wrong, right = "PERFT-R 2/8 r=8, weights of the base's router", "PERFT-R 2/8 r=8"
@@ -357,6 +363,7 @@ def test_as_public_code_has_it_no_gradient_of_the_task_reaches_the_router_of_per
     assert moved == {wrong: {"adapters"}, right: {"adapters", "router"}}
 
 
+@long
 def test_every_group_learns_at_its_own_rate():
     base = _drawn(moe_jax.tiny_model().config)
     config = shape_of("LM r=4").config(base.config)
@@ -425,6 +432,7 @@ if __name__ == "__main__":
 """
 
 
+@long
 def test_a_killed_program_leaves_no_worker(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM.format(root=str(ROOT), benchmarks=str(ROOT / "benchmarks"), tests=str(HERE)))

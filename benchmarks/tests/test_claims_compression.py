@@ -34,6 +34,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn import Decoder
 from moe_jax.upcycling import Start, UpcycleOptions, upcycled_config
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.tiers import long, one_in
 
 SCALE, MODEL = STORIES.name, "tiny-s0"
 """Of the scale only the length of rows counts here."""
@@ -78,6 +79,7 @@ def largest_difference(these: dict[str, float], those: dict[str, float]) -> floa
     return max(abs(loss - those[name]) for name, loss in these.items())
 
 
+@long
 def test_what_changes_nothing_costs_nothing(place: Place):
     whole = describe_model(place, SCALE, MODEL)
     for method, options in {
@@ -92,6 +94,7 @@ def test_what_changes_nothing_costs_nothing(place: Place):
     assert whole["expert_params"] == 2 * 4 * 3 * 16 * 32
 
 
+@one_in(5)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -188,6 +191,7 @@ def test_agreement_of_texts(place: Place):
     }
 
 
+@long
 def test_questions_are_answered_by_likelihood(tmp_path: pathlib.Path):
     asked = {
         "piqa": ("piqa", "Solution", ["how?", "why?", "when?"], ["up", "go down", "go nowhere at all"]),

@@ -23,9 +23,9 @@ from moe_jax.core.errors import check_member
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.distributed.gather import gathered
 from moe_jax.distributed.processes import first_decides, is_first_process
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.resume import require_space
 from moe_jax.files.staging import check_target, refuse_existing
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.hub import local_model, why_a_path
 from moe_jax.model_io.in_memory import InMemory, open_writer
 from moe_jax.model_io.lineage import new_lineage_entry

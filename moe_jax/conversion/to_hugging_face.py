@@ -30,10 +30,10 @@ from moe_jax.core.finite import REMEDY, check_finite, check_fits
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.files.local_paths import check_beside
-from moe_jax.files.remote.remote_path import BucketPath, as_path
 from moe_jax.files.remote.remote_work import RemoteWork
 from moe_jax.files.resume import Workplace, open_work, require_space
-from moe_jax.files.staging import check_target, refuse_existing, write_durably
+from moe_jax.files.staging import check_target, refuse_existing
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import list_companions, read_companion
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
@@ -89,7 +89,7 @@ def export(
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     dst = as_path(dst)
     if max_shard_size is None:
-        max_shard_size = SHARD_SIZE_IN_BUCKETS if isinstance(dst, BucketPath) else SHARD_SIZE
+        max_shard_size = SHARD_SIZE if dst.renames else SHARD_SIZE_IN_BUCKETS
     max_bytes = parse_bytes(max_shard_size, flag="--max-shard-size")
     (refuse_existing if dry_run else check_target)(dst, buckets=True)
     check_beside(dst, [source.path])
@@ -146,14 +146,13 @@ def export(
             # Before the weights, so that no copied file can take their place.
             files = source.tokenizer_files
             for file in files:
-                write_durably(folder / file.name, read_companion(file))
-            if isinstance(folder, BucketPath):
-                list_companions(folder, [file.name for file in files])
+                as_path(folder / file.name).write_durably(read_companion(file))
+            list_companions(folder, [file.name for file in files])
             with shard_writer(work, tensors, max_bytes) as writer:
                 _write_layers(model, mapped, specs, writer, work, progress, packing, allow_nonfinite=allow_nonfinite)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
-            write_durably(folder / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
+            as_path(folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())
             # Opens all files and compares them with the config, which is written last.
             found = open_checkpoint(folder)
             if packing is None:
@@ -163,7 +162,7 @@ def export(
                 _check_planned(found, tensors)
                 keys["quantization_config"] = packing.describe(mapped)
             work.check_alone()
-            write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
+            as_path(folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
 

@@ -20,9 +20,9 @@ from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.finite import REMEDY, check_finite
 from moe_jax.core.terminal import console_for_tables
 from moe_jax.files.local_paths import check_beside
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.resume import staged_directory
-from moe_jax.files.staging import check_target, write_durably
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.hub import hub_origin
 from moe_jax.model_io.lineage import LINEAGE_FILE, new_lineage_entry
 from moe_jax.model_io.model_source import ModelSource, OverBase
@@ -63,10 +63,10 @@ def export_peft(
     options = {"format": "peft", "allow_nonfinite": allow_nonfinite}
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with staged_directory(dst) as folder:
-        write_durably(folder / WEIGHTS_FILE, _safetensors(tensors))
-        write_durably(folder / LINEAGE_FILE, _json(lineage))
+        as_path(folder / WEIGHTS_FILE).write_durably(_safetensors(tensors))
+        as_path(folder / LINEAGE_FILE).write_durably(_json(lineage))
         read_header(folder / WEIGHTS_FILE)  # compares it with the file
-        write_durably(folder / CONFIG_FILE, _json(config))  # last: in a bucket the adapter counts from then on
+        as_path(folder / CONFIG_FILE).write_durably(_json(config))  # last: in a bucket the adapter counts from then on
     parameters = sum(target.is_parameter for target in targets)
     console.print(f"wrote {dst}: LoRA beside {len(targets) - parameters} linear modules", markup=False, end="")
     console.print(f" and {parameters} parameters" if parameters else "", markup=False)

@@ -15,8 +15,7 @@ from moe_jax.data.sequence_packing import PackedBatches
 from moe_jax.data.sources.opening import open_sources
 from moe_jax.data.sources.text_files import Files
 from moe_jax.data.tokens.tokenizer import Pair, Pairs, Tokenizer
-from moe_jax.files.remote.address import is_in_bucket
-from moe_jax.files.remote.objects import AT_ONCE
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
 PairMaker = Callable[[list[Example]], list[Pair]]
@@ -60,7 +59,7 @@ def open_data(
         num_rows=batch_size,
         seq_len=section.seq_len,
         identity={"records": sum(map(len, sources)), "bytes": sum(sizes)},
-        at_once=AT_ONCE if any(is_in_bucket(source.path) for source in section.sources) else 1,
+        at_once=max(as_path(source.path).at_once for source in section.sources),
     )
     records = _ordered(section, sources, sizes, seed)
     if config.has_encoder:

@@ -1,5 +1,6 @@
 """The place of this process among those of a job, from environment variables and cluster managers."""
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -9,11 +10,35 @@ from pathlib import Path
 
 import moe_jax
 from moe_jax.core.errors import InputError, shown
-from moe_jax.distributed.peers import Place
 
 VARIABLE = "MOE_JAX_DISTRIBUTED"
 LOCAL_DEVICES = "MOE_JAX_LOCAL_DEVICES"
-_SECONDS = {"MOE_JAX_DISTRIBUTED_WAIT": 300.0, "MOE_JAX_DISTRIBUTED_SILENCE": 90.0}
+_SECONDS = {"MOE_JAX_DISTRIBUTED_WAIT": 300.0, "MOE_JAX_DISTRIBUTED_SILENCE": 20.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a process stands among all.
+
+    Attributes:
+      address: host and port at which the first process listens.
+      count: of processes.
+      index: of this one, from 0.
+      local_devices: indices of the accelerators of this machine that are this process's; None: all.
+    """
+
+    address: str
+    count: int
+    index: int
+    local_devices: tuple[int, ...] | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0].strip("[]")
 
 
 def find_place() -> Place | None:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError, nearest, raise_if_any, shown
 from moe_jax.experts.forms.by_name import delta_specs, shared_delta_specs
-from moe_jax.experts.forms.lora import whole_kernel_specs
+from moe_jax.experts.forms.kinds.lora import whole_kernel_specs
 from moe_jax.experts.forms.matrix import Split
 from moe_jax.experts.layout.mesh import spec_on_mesh
 

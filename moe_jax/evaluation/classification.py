@@ -22,7 +22,7 @@ from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.forward import Batch, run_model
 from moe_jax.evaluation.pair_loss import PairEvaluator, RowScores
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
 # Names that data sets have for the texts to be labelled; the first entry of which a line has all names counts.

@@ -18,7 +18,7 @@ from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.forward import Batch, run_to_head
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.nn import Decoder
 
 

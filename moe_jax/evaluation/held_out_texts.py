@@ -12,7 +12,7 @@ from moe_jax.data.sections import DataSection, SourceSection, input_length
 from moe_jax.data.sources.opening import check_form, named_files, open_files, template_loader
 from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.held_out_loss import read_text
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
 HeldOut = np.ndarray | list[Pair]

@@ -164,7 +164,7 @@ class MoEConfig:
             )
         self._check_universal()
         self._check_adapters()
-        self.bank.form.check_count(self.bank_experts)
+        self.bank.check_count(self.bank_experts)
 
     def _check_adapters(self) -> None:
         if self.bank.form.needs_unit_weights:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 from moe_jax.experts.kernel_bank import make_bank
 from moe_jax.experts.variables import Fixed
 from moe_jax.functional import keys
+from moe_jax.functional.array_checks import check_shape
 from moe_jax.functional.routing.decision import NO_EXPERT, RouterStats, route
 from moe_jax.functional.routing.gates import Selection
 from moe_jax.functional.routing.universal import add_choice, add_weighted, universal_weight
@@ -47,6 +48,7 @@ class MoE(nnx.Module):
         """
         dtype = jnp.dtype(dtype)
         self.config = config
+        self.d_model = d_model
         if config.universal == "coder":
             self.router = CoderRouter(d_model, config.num_experts, rngs=rngs, dtype=dtype)
         else:
@@ -80,7 +82,13 @@ class MoE(nnx.Module):
 
         Returns:
           The layer's output, and the statistics of its router and of the router of its PEFT experts, if they have one.
+
+        Raises:
+          InputError: if `x` is not of width `d_model`, or `valid` has not one entry for each token.
         """
+        check_shape("x", x, (..., None, self.d_model))
+        if valid is not None:
+            check_shape("valid", valid, x.shape[:-1])
         tokens = x.reshape(-1, x.shape[-1])
         valid = None if valid is None else valid.reshape(-1)
         logits = self.router(tokens, keys.fold_in(key, keys.ROUTER_NOISE))

@@ -39,7 +39,7 @@ from moe_jax.experts.forms.matrix import Load
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.mesh import TOKEN_AXES
 from moe_jax.experts.layout.platforms import Platform
-from moe_jax.experts.parallel.exchange_choice import Exchange, exchange_from_environment
+from moe_jax.experts.parallel.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.strategy import strategy_on
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.planning.hlo import KINDS, Collectives, Transfer

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.experts.parallel.rounds import FURTHER_ROUNDS
+from moe_jax.experts.parallel.over_mesh import FURTHER_ROUNDS
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 

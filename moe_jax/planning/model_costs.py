@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import raise_if_any
 from moe_jax.distributed.sharding import AXES, leaf_spec, parts, path_name, undivided, unknown_axes
+from moe_jax.experts.forms.optional.costs import costs_of
 from moe_jax.experts.layout.mesh import spec_on_mesh
 from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves
@@ -230,7 +231,7 @@ def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
     if not isinstance(layer.mlp, MoEConfig):
         return 0.0
     form, experts = layer.mlp.bank.form, (layer.mlp.expert, config.d_model)
-    by_formula = form.formula_entries(*experts)
+    by_formula = costs_of(form).formula_entries(*experts)
     return 0.0 if by_formula is None else layer.mlp.bank_experts * (by_formula - form.multiplied_entries(*experts))
 
 

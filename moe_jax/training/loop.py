@@ -15,7 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.sections import input_length
 from moe_jax.evaluation.held_out_loss import Evaluator
 from moe_jax.evaluation.pair_loss import PairEvaluator
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.training.device_batches import BatchesOnDevices
 from moe_jax.training.exchange_check import exchange_check
 from moe_jax.training.flops import peak_flops, step_flops

@@ -22,7 +22,7 @@ from tests.compression.test_export import logits
 from tests.support.dense_models import random_leaves
 from tests.support.hf_checkpoints import CONFIGS
 from tests.support.moe_models import RECIPE, MemorySource, run
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.support.training_models import recipe_of
 
 PERFT = ("--method", "perft-r", "--experts", "4", "--top-k", "2", "--adapter", "lora:2")
@@ -94,6 +94,7 @@ def factored(models, tmp_path_factory):
     return out
 
 
+@long
 @pytest.mark.parametrize("form", ["small", "factored"])
 def test_with_perft_experts_beside_it_eight_devices_learn_and_say_what_one_does(form, request, small, tmp_path):
     code, out = small
@@ -120,6 +121,7 @@ def test_with_perft_experts_beside_it_eight_devices_learn_and_say_what_one_does(
     assert said_by_eight == said
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize(
     ("added", "moving", "of_base"),
     [
@@ -177,7 +179,7 @@ def test_a_plan_knows_what_codes_of_allocate_may_have(models, out_of):
     assert all(form["expert_bytes"] > other["expert_bytes"] for form, other in zip(forms, fewer, strict=True))
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("base", ["stored", "nf4"])
 def test_lora_beside_the_centre_is_merged_into_a_plain_one(base, small, tmp_path, out_of):
     _, out = small
@@ -234,6 +236,7 @@ def test_other_methods_have_no_centre_to_code(models, tmp_path, failing):
     assert "--centre-bits does not go with quantize: it belongs to" in message
 
 
+@long
 def test_a_budget_has_room_for_what_codes_of_the_centres_save(models, tmp_path, out_of, failing):
     """Below the bytes of plain centres, and enough for those in codes."""
     budget = ("--method", "resmoe", "--budget-bits", "10.5")

@@ -20,6 +20,7 @@ from moe_jax.models import AttentionConfig, FFNConfig
 from moe_jax.planning.compile_only import prepare_environment
 from moe_jax.training.program import abstract_batch, make_program
 from moe_jax.training.recipe.schema import ModelSection, TrainSection
+from tests.support.tiers import long
 from tests.support.training_models import config_of, recipe_of
 
 VOCABULARY, ROWS, LENGTH, WIDTH = 151_936, 8, 4096, 512
@@ -55,6 +56,7 @@ def test_a_step_holds_no_logits_but_those_of_a_chunk():
     assert compiled.memory_analysis().temp_size_in_bytes < 5 * ONE_GB
 
 
+@long
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
 def test_nor_do_the_loss_and_its_gradient_on_tpu_chips():
     from jax.experimental import topologies

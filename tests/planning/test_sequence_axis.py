@@ -12,6 +12,7 @@ from moe_jax.planning.compile_only import compiled_step, described_devices, prep
 from moe_jax.planning.hlo import transfers
 from moe_jax.training.program import make_program
 from moe_jax.training.recipe.schema import MeshSection, ModelSection, TrainSection
+from tests.support.tiers import long
 from tests.support.training_models import config_of, moe, recipe_of
 from tests.support.uncached import uncached
 
@@ -23,6 +24,7 @@ WIDTH, LENGTH, HEADS, ROWS = 256, 4096, 8, 4
 ACTIVATIONS = LENGTH * WIDTH * jnp.dtype("bfloat16").itemsize  # of one row
 
 
+@long
 def test_attention_exchanges_tokens_for_heads_and_nothing_gathers_a_sequence():
     attention = AttentionConfig(num_heads=HEADS, num_kv_heads=HEADS // 2, head_dim=WIDTH // HEADS)
     layer = LayerConfig(attention=attention, mlp=dataclasses.replace(moe(), expert=FFNConfig(dim=256)))

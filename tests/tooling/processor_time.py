@@ -1,8 +1,8 @@
 """Processor time of every test, children included, and what of it JAX traced, lowered and compiled.
 
-    python -m pytest -p tests.tooling.processor_time --processor-times FOLDER ...
+    python -m pytest -p tests.tooling.processor_time --processor-times=FOLDER ...
 
-writes one file per worker into FOLDER: a line of JSON per test, with the seconds of each kind.
+adds to one file per worker in FOLDER: a line of JSON per test, with the seconds of each kind.
 """
 
 import json
@@ -21,7 +21,6 @@ KINDS = {
     "/jax/compilation_cache/cache_retrieval_time_sec": "read",
 }
 spent: Counter[str] = Counter()
-lines: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,11 +38,21 @@ def heard(event: str, seconds: float, **_: Any) -> None:
         spent[f"times_{KINDS[event]}"] += 1
 
 
-def pytest_collection_finish() -> None:
+def write(config: pytest.Config, test: str, seconds: dict[str, float]) -> None:
+    folder = config.getoption("--processor-times")
+    if folder:
+        path = pathlib.Path(folder, f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            rounded = {kind: round(value, 3) for kind, value in seconds.items()}
+            file.write(json.dumps({"test": test} | rounded) + "\n")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     from jax import monitoring
 
     monitoring.register_event_duration_secs_listener(heard)
-    lines.append(json.dumps({"test": "start and collection", "processor": processor_time()}))
+    write(session.config, "start and collection", {"processor": processor_time()})
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,13 +63,4 @@ def pytest_runtest_protocol(item: pytest.Item):
         return (yield)
     finally:
         seconds = {"processor": processor_time() - processor, "wall": time.monotonic() - wall, **spent}
-        lines.append(json.dumps({"test": item.nodeid} | {kind: round(value, 3) for kind, value in seconds.items()}))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    folder = session.config.getoption("--processor-times")
-    if folder:
-        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-        path = pathlib.Path(folder, f"{worker}.jsonl")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{line}\n" for line in lines))
+        write(item.config, item.nodeid, seconds)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model
 from moe_jax.planning.compile_only import bytes_of, compiled_step
+from moe_jax.training import program as program_module
 from moe_jax.training.program import Program, first_state, make_program
 from moe_jax.training.recipe.schema import (
     MeshSection,
@@ -30,7 +32,7 @@ from moe_jax.training.recipe.schema import (
 )
 from moe_jax.training.step import StepMetrics, TrainState, step_key, updated_params
 from tests.support.losses import token_losses
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.support.training_models import ATTENTION, BANKS, FFN, config_of, moe, recipe_of
 
 
@@ -132,6 +134,7 @@ def one_device():
     return *run(recipe_of(), EVERYTHING, kept=kept), kept[-1]
 
 
+@long
 def test_noise_is_the_same_after_an_interruption(one_device):
     records, program, state, frozen, before = one_device
     with jax.set_mesh(program.mesh):
@@ -154,6 +157,13 @@ def test_the_loss_is_the_mean_over_scored_tokens_and_the_auxiliary_losses_are_re
     balance = sum(0.01 * float(jnp.sum(stats.balance)) for stats in out.router)
     np.testing.assert_allclose(records[0][1], balance, rtol=1e-5)
     assert balance > 0
+
+
+def test_all_steps_of_a_run_are_one_program(monkeypatch):
+    make = program_module._make_step
+    monkeypatch.setattr(program_module, "_make_step", lambda *given: chex.assert_max_traces(make(*given), n=1))
+    losses, *_ = run(recipe_of(), config_of(FFN), steps=4)
+    assert np.isfinite(losses).all()
 
 
 def test_without_a_score_the_router_is_trained_by_the_balance_loss_alone():

@@ -26,7 +26,7 @@ from moe_jax.compression.calibration.recorded import gradients_file
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.files.staging import replace_file, replacing
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 
 # Below the folder of the recording, as long as the pass is not complete.
@@ -166,7 +166,7 @@ def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"]) -> N
         raise InputError(f"calibration: the gradients at what layer {layer} gives are not finite; mend the model")
     if mean <= 0:
         raise InputError(f"calibration: the loss of the text does not depend on what layer {layer} gives")
-    with replacing(gradients_file(folder, layer)) as file:
+    with as_path(gradients_file(folder, layer)).replacing() as file:
         np.save(file, (squares / mean).astype(np.float32), allow_pickle=False)
 
 
@@ -181,7 +181,7 @@ def _begin(states: Path) -> tuple[str, int]:
 def _note_progress(states: Path, made: np.memmap, direction: str, layer: int) -> None:
     """Notes that a file is complete: forwards, the layer's input; backwards, the gradients with respect to it."""
     made.flush()
-    replace_file(states / _NEXT, f"{direction} {layer}".encode())
+    as_path(states / _NEXT).replace_content(f"{direction} {layer}".encode())
 
 
 def _inputs_of(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:

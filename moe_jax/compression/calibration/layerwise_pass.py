@@ -25,7 +25,7 @@ from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.sharding import batch_spec, leaf_spec
 from moe_jax.experts.layout.mesh import spec_on_mesh
-from moe_jax.files.staging import replace_file
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.nn.router_stats import RouterSums
 
@@ -258,4 +258,4 @@ def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None)
 def _note_progress(folder: Path, states: np.memmap, index: int) -> None:
     """Notes that everything before layer `index` is done."""
     states.flush()
-    replace_file(folder / _NEXT, str(index).encode())
+    as_path(folder / _NEXT).replace_content(str(index).encode())

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.files.json_toml import ANYTHING, read_json
-from moe_jax.files.staging import replace_file, replacing, write_durably
+from moe_jax.files.storage_path import as_path
 from moe_jax.nn.router_stats import RouterStatistics
 
 FORMAT = 2
@@ -99,7 +99,7 @@ def write_layer(
     statistics: RouterStatistics,
 ) -> None:
     """Completes a layer whose inputs are on the disk."""
-    with replacing(layer_file(folder, layer)) as file:
+    with as_path(layer_file(folder, layer)).replacing() as file:
         np.savez(file, allow_pickle=False, experts=experts, weights=weights, **statistics._asdict())
 
 
@@ -137,7 +137,7 @@ def write_sensitivities(
     folder: Path, sensitivities: Mapping[int, Mapping[str, float]], *, gradients: bool = False
 ) -> None:
     """Writes the results of `sensitivity_pass`, by layer index and matrix; `gradients` as for `read_layer`."""
-    replace_file(folder / _SENSITIVITIES[gradients], json.dumps(sensitivities).encode())
+    as_path(folder / _SENSITIVITIES[gradients]).replace_content(json.dumps(sensitivities).encode())
 
 
 def read_sensitivities(folder: Path, *, gradients: bool = False) -> dict[int, dict[str, float]] | None:
@@ -173,4 +173,4 @@ def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:
 
 def complete(folder: Path, key: Mapping[str, Any]) -> None:
     """Marks the recording as complete."""
-    write_durably(folder / KEY_FILE, json.dumps(dict(key), indent=1).encode())
+    as_path(folder / KEY_FILE).write_durably(json.dumps(dict(key), indent=1).encode())

@@ -11,7 +11,7 @@ from moe_jax.compression.methods.interface import Analysis
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.processes import fail_together, first_decides, is_first_process
 from moe_jax.files.resume import ANALYSIS, Workplace
-from moe_jax.files.staging import replacing
+from moe_jax.files.storage_path import as_path
 
 
 class AnalysisStore:
@@ -57,7 +57,7 @@ class AnalysisStore:
 
     def put(self, layer: int, analysis: Analysis) -> None:
         """Stores the analysis of a layer, whole or not at all."""
-        with replacing(self._file(layer)) as file:
+        with as_path(self._file(layer)).replacing() as file:
             np.savez(file, allow_pickle=False, **analysis)
 
     def __exit__(

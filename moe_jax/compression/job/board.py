@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.distributed.processes import is_first_process, is_joined_by_peers, news, tell_first
+from moe_jax.distributed.processes import has_coordination, is_first_process, news, tell_first
 
 # Seconds between two looks of the first process for messages of the others, while it waits for them.
 _LOOKS_EVERY = 0.5
@@ -63,7 +63,7 @@ class Board:
 
     def wait(self) -> None:
         """Waits, in the first process, for the others, and shows their progress."""
-        while self._shows and self._shared and is_joined_by_peers() and len(self._found) < len(self._layers):
+        while self._shows and self._shared and has_coordination() and len(self._found) < len(self._layers):
             self._hear(_LOOKS_EVERY)
 
     def complete(self, found: Mapping[int, Any]) -> None:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from moe_jax.compression.allocation.sensitivity_pass import check_full_experts
 from moe_jax.compression.calibration.recorded import NOT_YET_RECORDED, Calibration
-from moe_jax.compression.calibration.sensitivity_pass import check_full_experts
 from moe_jax.compression.job.analyses import AnalysisStore
 from moe_jax.compression.job.board import Board
 from moe_jax.compression.job.report import LayerReport, Report
@@ -24,8 +24,8 @@ from moe_jax.core.finite import DoesNotFit
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.gather import gathered, gathered_arrays
 from moe_jax.distributed.processes import check_equal, first_decides, is_first_process
-from moe_jax.files.remote.remote_path import BucketPath
 from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import Destination, InMemory, ModelWriter, open_writer
 from moe_jax.model_io.leaves_to_write import dealt
 from moe_jax.model_io.lineage import new_lineage_entry
@@ -108,7 +108,7 @@ def compress(
         given = {name: str(value) for name, value in described.items()}
         check_equal({"the options": given, "the model": config_to_json(source.config)})
     # Not in a bucket: there they are made again.
-    on_disk = None if isinstance(dst, InMemory | BucketPath) else dst
+    on_disk = None if isinstance(dst, InMemory) else as_path(dst).on_disk
     with contextlib.nullcontext() if on_disk is None else AnalysisStore(on_disk, job) as store:
         analyses = _analyse(method, open_layer, _expert_sizes(source, indices), store, progress, shared=shared)
         planned = method.plan([open_layer(i) for i in indices], analyses)

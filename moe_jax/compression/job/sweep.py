@@ -16,7 +16,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.processes import first_decides
 from moe_jax.files.resume import staged_directory
-from moe_jax.files.staging import check_target, remove_directory, write_durably
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.model_source import ModelSource
@@ -67,7 +68,7 @@ def sweep(
             warnings |= dict.fromkeys(report.warnings)
             option, found = method.swept[0], score(ModelDirectory(folder / "model"))
             found = min(found, WORST_NLL) if math.isfinite(found) else WORST_NLL
-            first_decides(lambda: remove_directory(folder / "model"))
+            first_decides(lambda: as_path(folder / "model").remove_tree())
             points.append(
                 Point(
                     method=name,
@@ -91,7 +92,7 @@ def sweep(
         entry = new_lineage_entry("compress --sweep", described, sources, dataclasses.asdict(result))
 
         def write() -> None:
-            write_durably(folder / "sweep.json", json.dumps(entry, indent=2).encode())
+            as_path(folder / "sweep.json").write_durably(json.dumps(entry, indent=2).encode())
             plot_sweep(result, folder / "sweep.png", title=str(source.path))
 
         first_decides(write)

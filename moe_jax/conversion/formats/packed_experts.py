@@ -18,6 +18,7 @@ from moe_jax.conversion.formats.safetensors_writer import PlannedTensor
 from moe_jax.conversion.formats.tensors import DTYPE_NAMES
 from moe_jax.conversion.table import Mapped, Piece
 from moe_jax.core.errors import InputError
+from moe_jax.experts.forms.optional.coding import Storable
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 
@@ -185,7 +186,7 @@ class Packing:
 
 def stored_codes(moe: MoEConfig) -> tuple[int, int] | None:
     """Returns bits and group size of experts that are plain codes in groups; None for others."""
-    codes = moe.bank.form.codes_in_groups
+    codes = moe.bank.form.codes_in_groups if isinstance(moe.bank.form, Storable) else None
     return None if moe.bank.has_base or codes is None or codes[0] not in BITS else codes
 
 

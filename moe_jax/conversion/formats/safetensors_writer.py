@@ -17,7 +17,7 @@ from moe_jax.conversion.formats.tensors import DTYPES as PARAMETER_DTYPES
 from moe_jax.files.remote.remote_work import RemoteWork
 from moe_jax.files.remote.traffic import count
 from moe_jax.files.resume import Workplace
-from moe_jax.files.staging import write_durably
+from moe_jax.files.storage_path import as_path
 
 # Also the dtypes of packed codes, and of their shapes.
 DTYPES = PARAMETER_DTYPES | {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
@@ -126,7 +126,7 @@ class ShardWriter(abc.ABC):
         weight_map = {name: file for file, names in self._plan.items() for name in names}
         total = sum(tensor.nbytes for tensor in self._tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_durably(self._directory / SAFETENSORS_INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        as_path(self._directory / SAFETENSORS_INDEX).write_durably((json.dumps(index, indent=2) + "\n").encode())
 
 
 class DiskShards(ShardWriter):
@@ -193,7 +193,7 @@ class BucketShards(ShardWriter):
             if self._missing[file]:
                 return
             del self._begun[file], shard
-        write_durably(self._directory / file, whole.data)
+        as_path(self._directory / file).write_durably(whole.data)
         count(written=whole.size)
         self._work.mark(file)
 
@@ -209,7 +209,7 @@ class BucketShards(ShardWriter):
             for file in self._plan:
                 shard = self._shard(file)
                 if file not in self._kept and shard.size == len(shard.header):
-                    write_durably(self._directory / file, shard.header)
+                    as_path(self._directory / file).write_durably(shard.header)
         super().__exit__(kind, *error)
 
 

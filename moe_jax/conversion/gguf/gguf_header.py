@@ -22,7 +22,7 @@ from moe_jax.conversion.formats.tensors import TensorEntry, check_tensor_name
 from moe_jax.conversion.gguf.gguf_blocks import BLOCKS, NAMES, OTHERS, PLAIN
 from moe_jax.core.errors import InputError, shown
 from moe_jax.files.byte_files import ByteFile, open_bytes
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

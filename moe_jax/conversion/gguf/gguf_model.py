@@ -23,7 +23,7 @@ from moe_jax.conversion.weights import Weights, match_weights
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import open_bytes
 from moe_jax.files.fingerprint import fingerprint_files
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 MAX_FILES = 10_000
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

@@ -16,7 +16,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.files.fingerprint import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER, companions_in
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.models.serialize import FORMAT

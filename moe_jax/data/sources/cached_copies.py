@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.files.byte_files import open_bytes
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import as_path
 
 COMPRESSED = (".gz", ".zst")
 """Suffixes of compressed files."""
@@ -46,7 +46,7 @@ def cached_copy(file: Path, form: str, write: Callable[[IO[bytes]], object]) -> 
       form: name of the copy's form, and so of what `write` does.
       write: writes the copy. Nothing is left of it after an error.
     """
-    identity = f"{file.resolve()}\n{_version(file)}\n{form}"
+    identity = f"{file.resolve()}\n{as_path(file).version()}\n{form}"
     copy = _folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.{form.split()[0]}"
     if copy.is_file():
         return copy
@@ -95,17 +95,6 @@ def read_through(file: Path) -> IO[bytes]:
 def _content(stored: IO[bytes], arrow: Any) -> Any:
     """Returns the content of a compressed file: zstd if arrow is given, else gzip."""
     return gzip.open(stored, "rb") if arrow is None else arrow.CompressedInputStream(stored, "zstd")
-
-
-def _version(file: Path) -> str:
-    """Returns a string that changes with the content of a file."""
-    if isinstance(file, BucketPath):
-        generation = file.objects.generation(file.key)
-        if generation is None:
-            raise FileNotFoundError(f"{file} does not exist")
-        return generation.hex()
-    stat = file.stat()
-    return f"{stat.st_size}\n{stat.st_mtime_ns}"
 
 
 def _folder() -> Path:

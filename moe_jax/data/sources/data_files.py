@@ -8,15 +8,13 @@ files there are.
 import collections
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.files.byte_files import ObjectFile, open_bytes, size_of
-from moe_jax.files.remote.objects import AT_ONCE
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.byte_files import open_bytes, open_to_stay, size_of
+from moe_jax.files.storage_path import as_path
 
 WINDOW_BYTES, MOST_WINDOWS = 4 << 20, 16
 """Bytes that are read ahead of an object, and most such windows that a process keeps."""
@@ -66,7 +64,7 @@ class DataFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._object = ObjectFile(path, head_bytes=0) if isinstance(path, BucketPath) else None
+        self._object = open_to_stay(path)
         self.size = size_of(path) if self._object is None else self._object.size
         self._ends: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
         self._reading_ahead = threading.Lock()
@@ -116,8 +114,7 @@ class DataFile:
             content = np.frombuffer(self.read(start, chunk), np.uint8)
             return np.flatnonzero(content == ord("\n")) + (start + 1)
 
-        with ThreadPoolExecutor(1 if self._object is None else AT_ONCE) as pool:
-            found = list(pool.map(ends, range(0, self.size, chunk)))
+        found = as_path(self.path).map(ends, range(0, self.size, chunk))
         return np.unique(np.concatenate([np.zeros(1, np.int64), *found, np.array([self.size])]))
 
     def _follows(self, start: int, stop: int) -> bool:

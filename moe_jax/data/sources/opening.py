@@ -15,7 +15,7 @@ from moe_jax.data.sources.text_files import Files, JsonLines, TextFile, check_be
 from moe_jax.data.sources.token_files import TokenRecords
 from moe_jax.data.tokens.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from moe_jax.data.tokens.tokenizer import tokenizer_identity
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
 # Each row of the batch should get at least this many pieces per epoch; otherwise rows would be nearly equal.

@@ -15,7 +15,7 @@ from moe_jax.core.errors import InputError, clipped, first_sentence, shown
 from moe_jax.data.examples import Example, RowReader
 from moe_jax.data.sources.cached_copies import cached_copy, import_pyarrow
 from moe_jax.files.byte_files import open_bytes, size_of
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import as_path
 
 _ROWS = 1024  # rows of a batch in a copy
 
@@ -91,8 +91,7 @@ class TableRows:
         try:
             with arrow.ipc.open_file(self._source()) as file:
                 schema = file.schema
-            remote = isinstance(self.path, BucketPath)
-            return self._copy(schema, self._batches_of_file) if remote else self.path, size_of(self.path)
+            return as_path(self.path).on_disk or self._copy(schema, self._batches_of_file), size_of(self.path)
         except arrow.ArrowInvalid:
             with arrow.ipc.open_stream(self._source()) as stream:
                 schema = stream.schema
@@ -101,9 +100,10 @@ class TableRows:
 
     def _source(self) -> Any:
         """Returns the file for arrow: mapped into memory, or, in a bucket, read by ranges."""
-        if isinstance(self.path, BucketPath):
+        on_disk = as_path(self.path).on_disk
+        if on_disk is None:
             return self._arrow.PythonFile(open_bytes(self.path), mode="r")
-        return self._arrow.memory_map(str(self.path))
+        return self._arrow.memory_map(str(on_disk))
 
     def _copy(self, schema: Any, batches: Any) -> Path:
         names = self._needed(schema)

@@ -4,8 +4,6 @@ Records are the units of shuffling: a record is a piece of a text file, or a lin
 """
 
 import bisect
-import fnmatch
-import glob
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,7 @@ from moe_jax.data.examples import Document, Example, RowReader
 from moe_jax.data.sources.cached_copies import cached_copy
 from moe_jax.data.sources.data_files import DataFile
 from moe_jax.files.json_toml import ANYTHING, parse_json
-from moe_jax.files.remote.remote_path import BucketPath, as_path
+from moe_jax.files.storage_path import as_path
 
 # This much of every file is checked before training starts; the rest is checked when it is read.
 CHECKED_BYTES = 64 << 20
@@ -156,7 +154,7 @@ def line_bounds(file: DataFile) -> np.ndarray:
 
     For a large object in a bucket they are kept on the disk: finding them again would take reading the whole object.
     """
-    if not isinstance(file.path, BucketPath) or file.size <= _CHUNK:
+    if as_path(file.path).at_once == 1 or file.size <= _CHUNK:
         return file.line_bounds(_CHUNK)
     kept = cached_copy(file.path, "lines", lambda handle: np.save(handle, file.line_bounds(_CHUNK)))
     return np.load(kept, mmap_mode="r")
@@ -196,37 +194,10 @@ def find_files(pattern: str) -> list[Path]:
     place = as_path(pattern)
     if place.is_file():
         return [place]
-    if isinstance(place, BucketPath):
-        paths = _find_objects(place)
-    else:
-        folder = next(parent for parent in place.parents if parent.is_dir())
-        below = str(place.relative_to(folder))
-        found = (folder / name for name in glob.glob(below, root_dir=folder, recursive=True))
-        paths = sorted(path for path in found if path.is_file())
+    paths = place.matching()
     if not paths:
-        where = "by what listings show" if isinstance(place, BucketPath) else f"looked from {Path.cwd()}"
-        raise FileNotFoundError(f"no file matches {pattern} ({where})")
-    return paths
-
-
-def _find_objects(pattern: BucketPath) -> list[Path]:
-    """Returns the objects in a bucket that match a pattern, as files on a disk would."""
-    parts = pattern.key.split("/")
-    plain = list(itertools.takewhile(lambda part: not any(character in part for character in "*?["), parts[:-1]))
-    folder = "/".join(plain)
-    names = pattern.objects.names(folder)
-    root = as_path(f"{pattern.address.scheme}://{pattern.address.bucket}") / folder
-    return [root / name for name in names if _matches(name.split("/"), parts[len(plain) :])]
-
-
-def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether the parts of a path match those of a pattern, `**` any number of them; hidden parts must be named."""
-    if not patterns or not names:
-        return not names and all(pattern == "**" for pattern in patterns)
-    hidden = names[0].startswith(".") and not patterns[0].startswith(".")
-    if patterns[0] == "**":
-        return _matches(names, patterns[1:]) or (not hidden and _matches(names[1:], patterns))
-    return not hidden and fnmatch.fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+        raise FileNotFoundError(f"no file matches {pattern} ({place.looked_from()})")
+    return list(paths)
 
 
 def check_beginning(files: Sequence[Records]) -> None:
@@ -237,9 +208,9 @@ def check_beginning(files: Sequence[Records]) -> None:
     Raises:
       InputError: for the first mistake found.
     """
-    remote = sum(isinstance(file.path, BucketPath) for file in files)
+    remote = sum(as_path(file.path).at_once > 1 for file in files)
     for file in files:
-        wanted = CHECKED_BYTES // (remote if isinstance(file.path, BucketPath) else 1)
+        wanted = CHECKED_BYTES // (remote if as_path(file.path).at_once > 1 else 1)
         read = 0
         for index in range(len(file)):
             read += sum(len(example.text) for example in file[index] if isinstance(example, Example))

@@ -18,7 +18,7 @@ from moe_jax.data.examples import Document
 from moe_jax.data.sources.array_records import ArrayRecords
 from moe_jax.data.sources.data_files import DataFile
 from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.strict import parse, without_format
 
 INDEX = "tokens.json"
@@ -140,9 +140,8 @@ class TokenRecords:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
         try:
-            if isinstance(self.path, BucketPath):
-                return ArrayRecords(self._file)
-            return ArrayRecordDataSource([str(self.path)])
+            on_disk = as_path(self.path).on_disk
+            return ArrayRecords(self._file) if on_disk is None else ArrayRecordDataSource([str(on_disk)])
         except (ValueError, struct.error, RuntimeError) as error:
             raise InputError(f"{self.path} is not an array_record file: {first_sentence(error)}") from None
 

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
-from moe_jax.core.template_sandbox import MAX_CHARS, MAX_TEMPLATE, Template, Written
+from moe_jax.core.template_sandbox import MAX_CHARS, MAX_TEMPLATE, Template, TemplateFails, Written
 from moe_jax.files.json_toml import ANYTHING, is_unicode, read_json_object
 from moe_jax.files.regular_files import read_regular
 
@@ -58,9 +56,10 @@ class ChatTemplate:
         self._special = dict(special_tokens or {})
         try:
             self._template = Template(source)
-        except (jinja2.TemplateError, ArithmeticError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
-            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise InputError(f"{where} is not a chat template{line}: {first_sentence(error)}") from None
+        except TemplateFails as error:
+            line = "" if error.line is None else f" (line {error.line})"
+            what = "does not end" if error.is_endless else f"is not a chat template{line}"
+            raise InputError(f"{where} {what}: {first_sentence(error)}") from None
 
     def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Returns the text of a conversation.
@@ -119,10 +118,9 @@ class ChatTemplate:
         values = {"messages": messages, "tools": None, "documents": None}
         try:
             return self._template.render({**self._special, **values, "add_generation_prompt": add_generation_prompt})
-        except (MemoryError, RecursionError) as error:
-            raise InputError(f"{self._where} does not end: {type(error).__name__}") from None
-        except Exception as error:  # a template can do anything that raises
-            raise InputError(f"{self._where} refuses the messages: {first_sentence(error)}") from None
+        except TemplateFails as error:
+            what = "does not end" if error.is_endless else "refuses the messages"
+            raise InputError(f"{self._where} {what}: {first_sentence(error)}") from None
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +23,9 @@ from moe_jax.data.sources.text_files import Files, find_files
 from moe_jax.data.sources.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
 from moe_jax.data.tokens.tokenizer import Tokenizer, tokenizer_identity
 from moe_jax.files.fingerprint import fingerprint_contents
-from moe_jax.files.remote.remote_path import BucketPath
 from moe_jax.files.resume import open_work
-from moe_jax.files.staging import check_target, write_durably
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
 LEAST_BYTES, MOST_BYTES, ENOUGH_SHARDS = 1 << 20, 256 << 20, 64
@@ -101,7 +100,7 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
         for unfinished in work.folder.glob(".*.new"):  # of processes that were killed
             unfinished.unlink()
         work.check_alone()
-        write_durably(work.folder / INDEX, json.dumps(content, indent=2).encode())
+        as_path(work.folder / INDEX).write_durably(json.dumps(content, indent=2).encode())
         work.complete()
     return index
 
@@ -197,10 +196,9 @@ def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
     assert _work is not None
     source = _work.sources[shard.source]
     counts = collections.Counter[str]()
-    # A bucket has no writing in small steps: the shard is first written beside it.
-    beside = tempfile.TemporaryDirectory(prefix="moe-jax-") if isinstance(_work.folder, BucketPath) else None
-    fresh = Path(beside.name if beside else _work.folder) / f".{shard.name}.{os.getpid()}.new"
-    # Groups are read and decompressed as a whole.
+    local = as_path(_work.folder).local_folder()
+    fresh = local.path / f".{shard.name}.{os.getpid()}.new"
+    # A group is what is read and decompressed at once.
     writer = ArrayRecordWriter(str(fresh), "group_size:1")
     for index in range(shard.begin, shard.end):
         if _work.stops():
@@ -211,11 +209,8 @@ def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
         counts["tokens"] += sum(len(document.ids) for document in documents)
         counts["scored"] += sum(int(document.scored.sum()) for document in documents)
     writer.close()
-    if beside is None:
-        fresh.replace(_work.folder / shard.name)
-    else:
-        write_durably(_work.folder / shard.name, fresh.read_bytes())
-        beside.cleanup()
+    fresh.replace(local.path / shard.name)
+    local.close()
     records = shard.end - shard.begin
     # Shares of the source's bytes add up to all of them.
     before, after = (source.size * edge // max(len(source), 1) for edge in (shard.begin, shard.end))

@@ -14,7 +14,7 @@ from moe_jax.data.examples import Document, Example
 from moe_jax.data.tokens.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.files.regular_files import read_regular
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER, read_companion, tokenizer_files
 from moe_jax.models import ModelConfig
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.core.errors import InputError
+from moe_jax.functional.array_checks import check_shape
 from moe_jax.functional.routing.gates import UNBOUNDED, Selection, choose
 
 # Stands in place of an expert for padding, and for an assignment beyond the capacity: nothing is computed for it.
@@ -81,9 +83,18 @@ def route(
         sequence of n valid tokens, earlier tokens first. Sequences are what GShard calls groups (Lepikhin et al. 2020,
         section 2.2): which assignments are dropped depends on neither the rest of the batch nor how it is split.
       num_sequences: the tokens are this many sequences of equal length, one after the other.
+
+    Raises:
+      InputError: for arrays of other shapes, logits that are not float32, or `top_k` out of range.
     """
-    assert logits.dtype == jnp.float32, logits.dtype
-    num_experts = logits.shape[-1]
+    check_shape("logits", logits, (None, None))
+    tokens, num_experts = logits.shape
+    if logits.dtype != jnp.float32:
+        raise InputError(f"logits are {logits.dtype}, expected float32")
+    if not 1 <= top_k <= num_experts:
+        raise InputError(f"top_k={top_k} must lie between 1 and the number of experts, {num_experts}")
+    if valid is not None:
+        check_shape("valid", valid, (tokens,))
     experts, weights, top_probabilities, probabilities = choose(logits, top_k, gate, selection, scale)
 
     counted = jnp.ones(logits.shape[:1], jnp.float32) if valid is None else valid.astype(jnp.float32)

@@ -15,7 +15,7 @@ from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSect
 from moe_jax.files import strict
 from moe_jax.files.json_toml import read_toml
 from moe_jax.files.local_paths import check_model_path
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.training.recipe import recipe_toml
 
 
@@ -60,7 +60,7 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         if self.exchange is not None:
-            from moe_jax.experts.parallel.exchange_choice import Exchange
+            from moe_jax.experts.parallel.exchange import Exchange
 
             Exchange.parse(self.exchange, "exchange")
         if (self.path is None) == (self.config is None):
@@ -305,7 +305,8 @@ class LogSection:
 
     Attributes:
       every: steps between progress lines if there is no terminal.
-      tensorboard: whether TensorBoard events are written beside metrics.jsonl.
+      tensorboard: whether TensorBoard events are written beside metrics.jsonl (`pip install 'moe-jax[tensorboard]'`;
+        without it a note says so).
       wandb: whether metrics are logged to Weights & Biases (`pip install 'moe-jax[wandb]'`), at once or into files of
         the run directory (the current one, if that is in a bucket) that `wandb sync` sends.
       wandb_project: the project there.

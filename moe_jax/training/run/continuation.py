@@ -16,8 +16,7 @@ from moe_jax.data.sources.text_files import find_files
 from moe_jax.data.tokens.tokenizer import tokenizer_identity
 from moe_jax.files.fingerprint import fingerprint_contents
 from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.remote.remote_path import as_path
-from moe_jax.files.staging import replace_file
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.strict import parse, without_format
 from moe_jax.model_io.model_reference import ModelReference
 from moe_jax.model_io.model_source import ModelSource
@@ -189,7 +188,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
 def write_record(run_dir: Path, record: RunRecord) -> None:
     """Writes the record into a run directory."""
     content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(record)}
-    replace_file(as_path(run_dir) / RECORD, json.dumps(content, indent=2).encode())
+    as_path(as_path(run_dir) / RECORD).replace_content(json.dumps(content, indent=2).encode())
 
 
 def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:

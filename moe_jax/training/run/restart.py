@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 from moe_jax.checkpoints.steps_in_bucket import begin_with
 from moe_jax.core.errors import InputError
-from moe_jax.files.remote.remote_path import BucketPath
 from moe_jax.files.remote.remote_work import is_begun
 from moe_jax.files.resume import PARTIAL, require_space, staged_directory
-from moe_jax.files.staging import sync
-from moe_jax.training.log.metrics import read_lines, write_lines
+from moe_jax.files.storage_path import as_path
 from moe_jax.training.recipe.schema import Recipe, load_recipe
 from moe_jax.training.run.checkpoint_copy import bytes_of_checkpoint, copy_checkpoint
 from moe_jax.training.run.continuation import RECORD, Restart, RunRecord, changed_keys, with_horizon
@@ -60,7 +58,7 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
         raise InputError(f"cannot restart from {saved}: expected RUN@STEP, as in run@500")
     # In a bucket, the remains of an interrupted restart are where the run will be.
     is_run = (run_dir / RECORD).is_file()
-    begun = isinstance(run_dir, BucketPath) and not is_run and is_begun(run_dir, PARTIAL)
+    begun = not is_run and is_begun(as_path(run_dir), PARTIAL)
     if is_run or (run_dir.exists() and not begun) or run_dir.is_symlink():
         raise InputError(f"{run_dir} already exists, and a restart is a new run; choose another run_dir")
     record = check_saved(*parts)
@@ -123,11 +121,6 @@ def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunReco
     require_space(run_dir, bytes_of_checkpoint(saved))
     with staged_directory(run_dir) as folder:
         # The loop removes the records of later steps.
-        write_lines(folder / METRICS, read_lines(origin.run_dir / METRICS))
-        checkpoints = folder / CHECKPOINTS
-        if isinstance(checkpoints, BucketPath):
-            begin_with(checkpoints, origin.step, lambda target: copy_checkpoint(saved, target))
-        else:
-            copy_checkpoint(saved, checkpoints / str(origin.step))
-            sync(checkpoints)
+        (folder / METRICS).write_grown(as_path(origin.run_dir / METRICS).read_grown())
+        begin_with(folder / CHECKPOINTS, origin.step, lambda target: copy_checkpoint(saved, target))
         write_beginning(folder, recipe, record, {file.name: file for file in files_of_run(origin.run_dir)})

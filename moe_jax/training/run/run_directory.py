@@ -15,11 +15,7 @@ While a process works on the run it holds a lock on the directory, and `.lock` s
 """
 
 import dataclasses
-import datetime
-import os
 import re
-import shutil
-import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -33,16 +29,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from moe_jax.distributed.processes import first_decides
 from moe_jax.files.remote.lease import Lease
-from moe_jax.files.remote.remote_path import BucketPath, as_path
-from moe_jax.files.remote.remote_work import remove_finished
-from moe_jax.files.staging import (
-    lock_directory,
-    remove_directory,
-    remove_replaced,
-    replace_directory,
-    replace_file,
-    write_durably,
-)
+from moe_jax.files.staging import DirectoryLock, hold_alone, place_to_replace, replace_directory
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import companions_in, list_companions, read_companion
 from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.model_io.lineage import new_lineage_entry
@@ -70,9 +58,8 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path):
-        self._run_dir = run_dir
-        self._descriptor: int | None = None
-        self._lease: Lease | None = None
+        self._run_dir = as_path(run_dir)
+        self._held: DirectoryLock | Lease | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -84,29 +71,12 @@ class RunLock:
           InputError: if another process holds the lock; the message says which. In a bucket that is a lease: one that
             nobody renews any more is waited for.
         """
-        if self._descriptor is not None or self._lease is not None:
-            return
-        if isinstance(self._run_dir, BucketPath):
-            lease = Lease(self._run_dir / _HOLDER, self._run_dir)
-            lease.take()
-            self._lease = lease
-            return
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        holder = self._run_dir / _HOLDER
-        try:
-            self._descriptor = lock_directory(self._run_dir, self._run_dir)
-        except InputError:
-            who = holder.read_text(encoding="utf-8")[:80] if holder.is_file() else "another process"
-            raise InputError(f"{self._run_dir} is in use by {who}; wait for it, or choose another run_dir") from None
-        now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
-        holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}", encoding="utf-8")
+        if self._held is None:
+            self._held = hold_alone(self._run_dir, _HOLDER)
 
     def __exit__(self, *_: object) -> None:
-        if self._lease is not None:
-            self._lease.release()
-        if self._descriptor is not None:
-            (self._run_dir / _HOLDER).unlink(missing_ok=True)
-            os.close(self._descriptor)
+        if self._held is not None:
+            self._held.release()
 
 
 def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
@@ -139,17 +109,12 @@ def split_step(path: Path) -> tuple[Path, int] | None:
 
 def saved_steps(run_dir: Path) -> list[int]:
     """Returns the steps of the checkpoints of a run, ascending."""
-    checkpoints = run_dir / CHECKPOINTS
-    if isinstance(checkpoints, BucketPath):
-        return list(read_steps(checkpoints))
-    names = [child.name for child in (run_dir / CHECKPOINTS).glob("*") if child.is_dir()]
-    return sorted(int(name) for name in names if name.isdecimal())
+    return list(read_steps(as_path(run_dir) / CHECKPOINTS))
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
     """Returns the folder of a checkpoint of a run."""
-    folder = run_dir / CHECKPOINTS
-    return read_steps(folder)[step] if isinstance(folder, BucketPath) else folder / str(step)
+    return read_steps(as_path(run_dir) / CHECKPOINTS)[step]
 
 
 def describe_run(path: Path) -> str | None:
@@ -181,7 +146,7 @@ def check_saved(run_dir: Path, step: int) -> RunRecord:
 
 def update_run(run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
     """Writes the resolved recipe of a continued run, and the present path of its model."""
-    replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
+    as_path(run_dir / RECIPE).replace_content(recipe_toml.to_toml(recipe).encode())
     write_record(run_dir, record)
 
 
@@ -194,16 +159,13 @@ def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Map
       record: the inputs of the run.
       files: files that go with the model, by name.
     """
-    replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
-    folder = run_dir / _TOKENIZER
-    if isinstance(folder, BucketPath):
-        remove_directory(folder)
-        list_companions(folder, files)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+    as_path(run_dir / RECIPE).replace_content(recipe_toml.to_toml(recipe).encode())
+    folder = as_path(run_dir / _TOKENIZER)
+    folder.remove_tree()
+    folder.mkdir()
+    list_companions(folder, files)
     for name, file in files.items():
-        write_durably(folder / name, read_companion(file))
+        (folder / name).write_durably(read_companion(file))
     write_record(run_dir, record)
 
 
@@ -242,18 +204,8 @@ def write_model(
     target = as_path(recipe.run_dir) / MODEL
     started_from = source if recipe.model.init == "checkpoint" else None
     lineage = lineage_of(recipe, source, measured, restarts)
-    # In a bucket an earlier model cannot be replaced in one step; but the checkpoint has everything to write it again.
-    fresh = target if isinstance(target, BucketPath) else target.with_name("model.new")
-
-    def remove_stale() -> None:
-        if isinstance(target, BucketPath):
-            remove_finished(target)
-            return
-        remove_replaced(target)
-        if fresh.exists():
-            remove_directory(fresh)
-
-    first_decides(remove_stale)
+    # Where nothing takes the place of an earlier model at once, the checkpoint has all to write it again.
+    fresh = as_path(first_decides(lambda: str(place_to_replace(target))))
     if isinstance(started_from, AdapterDirectory):
         trained = {name for path in trainable for name in disk_paths(model.config, path)}
         own = trained | started_from.own_specs().keys()
@@ -271,8 +223,7 @@ def write_model(
                 writer.write_sharded(path, leaf, output_dtype(path, leaf.dtype, recipe, stored))
             else:
                 writer.write({path: leaf})
-    if fresh != target:
-        first_decides(lambda: replace_directory(target, fresh))
+    first_decides(lambda: replace_directory(target, fresh))
     return target
 
 

@@ -33,7 +33,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            alone = jax.process_count() == 1 or processes.is_joined_by_peers()
+            alone = jax.process_count() == 1 or processes.has_coordination()
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if alone else (signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                     self._previous[number] = signal.signal(number, self._remember if alone else self._pass_on)

@@ -21,14 +21,15 @@ from moe_jax.distributed.processes import check_equal, describe_devices, first_d
 from moe_jax.evaluation.held_out_loss import Evaluator
 from moe_jax.evaluation.held_out_texts import HeldOut, read_held_out, with_lengths
 from moe_jax.evaluation.pair_loss import PairEvaluator
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.staging import check_writable
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.strict import parse
 from moe_jax.files.tokenizer_files import with_tokenizer
 from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
+from moe_jax.training.log import tensorboard
 from moe_jax.training.log.wandb_writer import import_wandb
 from moe_jax.training.loop import Loop
 from moe_jax.training.optim.average import in_dtypes_of
@@ -209,6 +210,8 @@ def _train(
     mesh = mesh_for(recipe, config)
     tokenizer = path_of_tokenizer(recipe, source)
     notes = _notes_on_tokenizer(tokenizer, config)
+    if recipe.log.tensorboard and not tensorboard.is_installed():
+        notes.append(tensorboard.MISSING)
     data = open_data(
         recipe.data,
         config,

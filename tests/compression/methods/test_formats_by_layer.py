@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.calibration.expert_coders import expert_coders
 from moe_jax.compression.calibration.recorded import Calibration
 from moe_jax.compression.coding import storage
 from moe_jax.compression.coding.coder import LeastError
+from moe_jax.compression.coding.expert_coders import expert_coders
 from moe_jax.compression.coding.storage import disk_bytes, layer_bytes
 from moe_jax.compression.methods import bits_by_matrix
 from moe_jax.compression.source_layer import SourceLayer
@@ -128,6 +128,7 @@ def predicted(report) -> float:
     return sum(layer.predicted_divergence for layer in report.layers)
 
 
+@long
 def test_what_is_written_is_within_the_budget_and_no_worse_than_without(source, calibration, tmp_path):
     """Of two layers one gets row scales, on which more depends; what is merged gives the same as what is in codes."""
     layers = dict(calibration.layers)

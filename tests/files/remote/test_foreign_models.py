@@ -13,7 +13,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.files import byte_files
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.remote import objects, traffic
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support import gguf_files
 from tests.support.dense_models import dense_config, random_leaves, write_model

@@ -13,8 +13,8 @@ import rich.console
 from moe_jax.functional.routing.decision import RouterStats
 from moe_jax.models import LayerConfig
 from moe_jax.training.flops import active_matmul_params, train_flops_per_token
+from moe_jax.training.log import tensorboard
 from moe_jax.training.log.metrics import MetricsWriter, StepLine, is_finite, read_metrics, to_record
-from moe_jax.training.log.tensorboard import EventWriter, crc32c
 from moe_jax.training.step import StepMetrics
 from tests.support.training_models import ATTENTION, BANKS, FFN, config_of, moe
 
@@ -69,37 +69,45 @@ def test_a_continued_run_has_every_step_once(tmp_path):
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_events_are_records_of_scalars(tmp_path):
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of RFC 3720's polynomial
-    writer = EventWriter(tmp_path, first_step=3)
-    writer.write(300, [("loss", 1.5)])
-    writer.close()
-    content = next(tmp_path.iterdir()).read_bytes()
-    events = []
-    while content:
-        (length,) = struct.unpack("<Q", content[:8])
-        events.append(content[12 : 12 + length])
-        for start, stop in ((0, 8), (12, 12 + length)):
-            crc = crc32c(content[start:stop])
-            masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-            assert content[stop : stop + 4] == struct.pack("<I", masked)
-        content = content[16 + length :]
-    # Every event begins with its time (field 1, 9 bytes). The rest was checked against TensorBoard's own protocol.
-    assert [event[9:] for event in events] == [
-        b"\x1a\x0dbrain.Event:2",
-        b"\x10\x03\x3a\x02\x08\x01",
-        b"\x10\xac\x02\x2a\x0d\x0a\x0b\x0a\x04loss\x15\x00\x00\xc0\x3f",
-    ]
+def events_in(folder):
+    """The events of the files of a folder, each as TensorBoard's own protocol has it."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    for file in sorted(folder.iterdir()):
+        content = file.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            yield event_pb2.Event.FromString(content[12 : 12 + length])
+            content = content[16 + length :]
 
 
 def test_events_are_written_beside_the_metrics(tmp_path):
-    writer = MetricsWriter(tmp_path, last_step=0, tensorboard=True)
-    writer.write({"step": 1, "loss": 2.0, "expert_load": {"1": [0.25, 0.75]}, "dropped": {"1": 0.5}})
+    writer = MetricsWriter(tmp_path, last_step=2, tensorboard=True)
+    writer.write({"step": 300, "loss": 2.0, "expert_load": {"1": [0.25, 0.75]}, "dropped": {"1": 0.5}})
+    version, start, scalars = events_in(tmp_path / "tensorboard")  # as TensorBoard sees them while training goes on
+    writer.write({"step": 301, "loss": 1.5})
     writer.close()
-    content = next((tmp_path / "tensorboard").iterdir()).read_bytes()
-    for tag in (b"loss", b"expert_load/layer_1/expert_0", b"expert_load/layer_1/expert_1", b"dropped/layer_1"):
-        assert tag in content
-    assert b"step" not in content
+    assert version.file_version == "brain.Event:2"
+    assert start.step == 3 and start.session_log.status == start.session_log.START
+    expected = {"loss": 2.0, "expert_load/layer_1/expert_0": 0.25, "expert_load/layer_1/expert_1": 0.75}
+    assert scalars.step == 300
+    assert {value.tag: value.simple_value for value in scalars.summary.value} == expected | {"dropped/layer_1": 0.5}
+    assert [event.step for event in events_in(tmp_path / "tensorboard")][2:] == [300, 301]
+
+
+def test_a_run_that_goes_on_at_once_has_a_file_of_events_of_its_own(tmp_path):
+    for last_step in (0, 1):
+        writer = MetricsWriter(tmp_path, last_step=last_step, tensorboard=True)
+        writer.write({"step": last_step + 1, "loss": 2.0})
+        writer.close()
+    assert [event.step for event in events_in(tmp_path / "tensorboard")] == [0, 1, 1, 0, 2, 2]
+
+
+def test_without_tensorboardx_metrics_are_written_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorboard, "is_installed", lambda: False)
+    writer = MetricsWriter(tmp_path, last_step=0, tensorboard=True)
+    writer.write({"step": 1, "loss": 2.0})
+    writer.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_without_a_terminal_there_is_a_plain_line_now_and_then():

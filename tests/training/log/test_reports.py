@@ -10,6 +10,7 @@ import pytest
 from moe_jax.commands.line import cli
 from moe_jax.core.errors import InputError
 from moe_jax.training.flops import peak_flops
+from moe_jax.training.log import tensorboard
 from moe_jax.training.log.metrics import MetricsWriter
 from moe_jax.training.log.tracing import StepTrace
 from moe_jax.training.log.wandb_writer import WandbWriter
@@ -69,10 +70,18 @@ def test_without_the_library_a_run_that_asks_for_it_does_not_begin(folder, faili
     assert "log.wandb needs Weights & Biases: pip install 'moe-jax[wandb]'" in line and not Path("new").exists()
 
 
-def test_a_run_logs_traces_and_knows_its_share_of_the_peak(folder, fake, capsys):
-    keys = ["log.wandb=offline", "log.profile_steps=[2, 3]", "log.peak_flops=1e9", "log.every=1"]
+def test_a_run_logs_traces_and_knows_its_share_of_the_peak(folder, fake, capsys, monkeypatch):
+    monkeypatch.setattr(tensorboard, "is_installed", lambda: False)
+    keys = [
+        "log.tensorboard=true",
+        "log.wandb=offline",
+        "log.profile_steps=[2, 3]",
+        "log.peak_flops=1e9",
+        "log.every=1",
+    ]
     assert cli.main(["train", "recipe.toml", "--set", "run_dir=watched", *keys]) == 0
     out = capsys.readouterr().out
+    assert "pip install 'moe-jax[tensorboard]'" in out and not Path("watched/tensorboard").exists()
     assert "wrote a trace to watched/profile" in out and "% MFU" in out
     assert len(list(Path("watched/profile").rglob("*.xplane.pb"))) == 1
     records = [json.loads(line) for line in Path("watched/metrics.jsonl").read_text().splitlines()]

@@ -164,6 +164,7 @@ def kill_in_a_checkpoint(folder: Path, run_dir: str, victim: int, **how) -> tupl
     return seconds, steps[0]
 
 
+@long
 def test_killed_stopped_and_moved_a_run_gives_the_same_curve(workplace, undisturbed):
     """One process is killed in the middle of a checkpoint, the two that go on from the one before it are stopped by a
     signal to one, and one goes on alone."""

@@ -11,10 +11,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.by_hand import product_by_hand
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
+from moe_jax.experts.forms.optional.backends import MadeInPallas, MadeInTriton
+from moe_jax.experts.forms.optional.costs import CostModel
 from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.forms.sharded_linear import product_by_hand
 from moe_jax.experts.layout.platforms import Platform
 from moe_jax.functional.products.block_synthesis import InTriton
 from moe_jax.functional.products.nf4 import (
@@ -35,41 +37,37 @@ _FOLDER = "nf4/"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NF4(KernelForm):
+class NF4(CostModel, MadeInPallas, MadeInTriton, KernelForm):
     """`nf4/codes`, `nf4/scale_codes`, `nf4/scales` and `nf4/offset`, in dtypes of their own."""
 
     over_base: ClassVar[bool] = False
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
-        """See `KernelForm`."""
         kernel = normal_kernel(rngs, (*stack, *matrix.shape), dtype)
         return {_FOLDER + name: leaf for name, leaf in quantize_nf4(kernel).items()}
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
-        """See `KernelForm`. Codes are sharded like the kernel; scales, a thirtieth of the bytes, are replicated."""
+        """Codes are sharded like the kernel; scales, a thirtieth of the bytes, are replicated."""
         codes = P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")
         return {_FOLDER + "codes": codes} | {_FOLDER + name: P() for name in ("scale_codes", "scales", "offset")}
 
     def is_trained(self, path: str, array: Array) -> bool:
-        """See `KernelForm`. Neither codes nor scales are."""
+        """Neither codes nor scales are."""
         return False
 
     def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        """See `KernelForm`."""
         leaves = nf4_leaves(arrays)
         if window.origin is not None:
             leaves["origin"] = window.origin
         return nf4_tile(leaves, window.shape[0], window.whole[1], window.start, window.width)
 
     def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
-        """See `KernelForm`."""
         reason = why_not_nf4(BLOCK, shape[0])
         levels = tuple(map(float, LEVELS))
         return NF4Tile(levels, BLOCK, SCALE_BLOCK, shape[0], whole[1], _FOLDER) if reason is None else reason
 
     def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton:
-        """See `KernelForm`."""
         from moe_jax.kernels.gpu.triton_makers import CodesOfLevels
 
         leaves = nf4_leaves(arrays)
@@ -79,19 +77,16 @@ class NF4(KernelForm):
         return InTriton(CodesOfLevels(BLOCK), own, is_cheap=False)
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
-        """See `KernelForm`."""
         return nf4_linear(x, nf4_leaves(arrays), matrix.shape[0], matrix.split)
 
     def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
-        """See `KernelForm`. Codes, and a byte for the scale of a block."""
+        """Codes, and a byte for the scale of a block."""
         return (1 / 2 + 1 / BLOCK) * sum(matrix.size for matrix in matrices)
 
     def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
-        """See `KernelForm`."""
         return platform.unpack * sum(matrix.size for matrix in matrices)
 
     def specs(self, split: Split) -> dict[str, P]:
-        """See `KernelForm`."""
         specs = {"codes": P("expert", None, "tensor"), "scale_codes": P("expert", None, "tensor")}
         if split == "in":
             specs = {"codes": P("expert", "tensor", None), "scale_codes": P("expert", None, None)}

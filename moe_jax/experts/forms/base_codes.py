@@ -4,9 +4,9 @@ import dataclasses
 from typing import Literal, get_args
 
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels, CodedNF4
-from moe_jax.experts.forms.nf4 import NF4
-from moe_jax.experts.forms.quantized import (
+from moe_jax.experts.forms.kinds.kernel_of_codes import Coded, CodedLevels, CodedNF4
+from moe_jax.experts.forms.kinds.nf4 import NF4
+from moe_jax.experts.forms.kinds.quantized import (
     TABLE_BITS,
     Quantized,
     check_group_size,
@@ -94,7 +94,7 @@ class BaseCodes:
 
     @property
     def adjective(self) -> str:
-        """Such as `4-bit`."""
+        """The codes in one word, such as `4-bit`."""
         if self.group_size is None:
             return "NF4"
         return f"{self.code}-bit{own_bits_in_words(self)}"

@@ -15,22 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from moe_jax.core.draws import INIT_STD
-from moe_jax.experts.forms.by_hand import product_by_hand
-from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.fresh import ShapesOnly
+from moe_jax.experts.forms.kinds.nf4 import NF4, encode_nf4
+from moe_jax.experts.forms.kinds.quantized import Quantized
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
-from moe_jax.experts.forms.nf4 import NF4, encode_nf4
+from moe_jax.experts.forms.optional.coding import Coder, Residual
+from moe_jax.experts.forms.optional.costs import CostModel, costs_of
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.forms.quantized import Quantized
+from moe_jax.experts.forms.sharded_linear import product_by_hand
 from moe_jax.experts.layout.platforms import Platform
 from moe_jax.functional.products.packing import codes_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Coded(KernelForm):
+class Coded(CostModel, KernelForm):
     """A whole kernel in the codes of another form, float32 where it is made. Its arrays have the paths of its leaves.
 
     Attributes:
@@ -61,45 +62,46 @@ class Coded(KernelForm):
 
     @property
     def has_codes(self) -> bool:
-        """See `ExpertForm`."""
         return True
 
     def of_matrix(self, matrix: Matrix) -> "Coded":
-        """See `KernelForm`."""
         return dataclasses.replace(self, codes=self.codes.of_matrix(matrix))
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
-        """See `KernelForm`."""
         return cls._outer(cls.made_of.stored_specs(split))
 
     def is_trained(self, path: str, array: Array) -> bool:
-        """See `KernelForm`."""
         return all(self.codes.is_trained(name, leaf) for name, leaf in self._inner({path: array}).items())
 
     def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        """See `KernelForm`."""
         return self.codes.tile(None, self._inner(arrays), window)
 
     def specs(self, split: Split) -> dict[str, P]:
-        """See `KernelForm`."""
         return self._outer(self.codes.specs(split))
 
     def specs_of_one(self, split: Split) -> dict[str, P]:
-        """The same for the arrays of one kernel."""
+        """Returns the specs of the arrays of one kernel, which lack the axis of experts."""
         return {name: P(*spec[1:]) for name, spec in self.specs(split).items()}
 
     def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
-        """See `KernelForm`."""
-        return self.codes.own_bytes(matrices, itemsize)
+        return costs_of(self.codes).own_bytes(matrices, itemsize)
 
     def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
-        """See `KernelForm`."""
-        return self.codes.making(matrices, platform)
+        return costs_of(self.codes).making(matrices, platform)
 
     @abc.abstractmethod
-    def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
-        """See `KernelForm`."""
+    def encode(
+        self, residual: Residual, matrix: Matrix, coder: Coder
+    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+        """The leaves of a kernel, and the float32 numbers that they stand for."""
+
+    def stored(
+        self, kernel: Float[np.ndarray, "i o"], matrix: Matrix, coder: Coder
+    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+        """Encodes a whole kernel of any floating-point dtype, as `encode` does it for a residual."""
+        wide = Residual(np.asarray(kernel, np.float32), np.dtype(np.float32))
+        return self.of_matrix(matrix).encode(wide, matrix, coder)
 
 
 class CodedLevels(Coded):
@@ -109,7 +111,7 @@ class CodedLevels(Coded):
     folder: ClassVar[str] = "coded/"
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
-        """See `KernelForm`. All codes alike often, so that the standard deviation is that of other kernels."""
+        """All codes alike often, so that the standard deviation is that of other kernels."""
         assert isinstance(self.codes, Quantized)
         bits = self.codes.bits
         shape = (*stack, *codes_shape(matrix.shape, bits))
@@ -122,7 +124,7 @@ class CodedLevels(Coded):
         return self._outer(self.codes.uniform(codes, matrix, scale))
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
-        """See `KernelForm`. The product with the only expert of a bank that has no base."""
+        """The product with the only expert of a bank that has no base."""
         form = self.codes
 
         def multiply(x: Array, arrays: dict[str, Array], part: Part | None) -> Array:
@@ -137,15 +139,10 @@ class CodedLevels(Coded):
         return product_by_hand(x, self._inner(arrays), matrix, specs, multiply, unit=8)
 
     def encode(
-        self,
-        residual: Float[np.ndarray, "i o"],
-        matrix: Matrix,
-        dtype: np.dtype,
-        coder: Coder,
-        kept: Bool[np.ndarray, "i o"] | None = None,
-    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """See `KernelForm`."""
-        leaves, approximation = self.codes.encode(residual, matrix, dtype, coder)
+        self, residual: Residual, matrix: Matrix, coder: Coder
+    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+        assert isinstance(self.codes, Quantized)
+        leaves, approximation = self.codes.encode(residual, matrix, coder)
         return self._outer(leaves), approximation
 
 
@@ -158,21 +155,14 @@ class CodedNF4(Coded):
     inner_folder: ClassVar[str] = "nf4/"
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
-        """See `KernelForm`."""
         return self._outer(self.codes.fresh(rngs, matrix, stack, dtype))
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
-        """See `KernelForm`."""
         return self.codes.apply(x, self._inner(arrays), matrix, key)
 
     def encode(
-        self,
-        residual: Float[np.ndarray, "i o"],
-        matrix: Matrix,
-        dtype: np.dtype,
-        coder: Coder,
-        kept: Bool[np.ndarray, "i o"] | None = None,
-    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """See `KernelForm`. NF4 leaves a coder no choice."""
-        leaves, approximation = encode_nf4(residual)
+        self, residual: Residual, matrix: Matrix, coder: Coder
+    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+        """NF4 leaves a coder no choice."""
+        leaves, approximation = encode_nf4(residual.values)
         return self._outer(leaves), approximation

@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.forms.fresh import uniform_factor
-from moe_jax.experts.forms.full import Full
-from moe_jax.experts.forms.kernel_of_codes import Coded, CodedLevels, CodedNF4
-from moe_jax.experts.forms.low_rank import LowRank, low_rank_specs
+from moe_jax.experts.forms.kinds.full import Full
+from moe_jax.experts.forms.kinds.kernel_of_codes import Coded, CodedLevels, CodedNF4
+from moe_jax.experts.forms.kinds.low_rank import LowRank, low_rank_specs
+from moe_jax.experts.forms.kinds.nf4 import NF4
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
-from moe_jax.experts.forms.nf4 import NF4
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.config import LoRAConfig
 from moe_jax.functional.adapters import adapter
@@ -37,36 +37,32 @@ class WithLoRA(KernelForm):
     lora: LoRAConfig
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
-        """See `KernelForm`."""
         inner, (fan_in, fan_out) = self.kernel.fresh(rngs, matrix, stack, dtype), matrix.shape
         a = uniform_factor(rngs, stack, fan_in, self.lora.rank, dtype)
         return inner | {"lora/a": a, "lora/b": jnp.zeros((*stack, self.lora.rank, fan_out), dtype)}
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
-        """See `KernelForm`. Of the two factors; the other leaves belong to the form of the kernel."""
+        """Only the specs of the two factors; the other leaves belong to the form of the kernel."""
         if split == "in":
             return {"lora/a": P("expert", "tensor", None), "lora/b": P("expert", None, "fsdp")}
         return {"lora/a": P("expert", "fsdp", None), "lora/b": P("expert", None, "tensor")}
 
     def is_trained(self, path: str, array: Array) -> bool:
-        """See `KernelForm`."""
         return path.startswith(_FOLDER) or self.kernel.is_trained(path, array)
 
     def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        """See `KernelForm`."""
         inner, factors = split_lora(arrays)
         product = LowRank(rank=self.lora.rank).tile(None, factors, window)
         return self.kernel.tile(base, inner, window) + self.lora.scale * product
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
-        """See `KernelForm`. Dropout acts on the input of the LoRA product alone."""
+        """Dropout acts on the input of the LoRA product alone."""
         inner, factors = split_lora(arrays)
         y = self.kernel.apply(x, inner, matrix, key)
         return y + adapter(dropout(x, self.lora.dropout, key), factors["a"], factors["b"], "none", self.lora.scale)
 
     def specs(self, split: Split) -> dict[str, P]:
-        """See `KernelForm`."""
         return self.kernel.specs(split) | {_FOLDER + name: spec for name, spec in low_rank_specs(split).items()}
 
     def grouped(
@@ -77,7 +73,7 @@ class WithLoRA(KernelForm):
         matrix: Matrix,
         part: Part | None = None,
     ) -> Float[Array, "M o"]:
-        """See `KernelForm`. LoRA takes two more grouped products, which are thin."""
+        """LoRA takes two more grouped products, which are thin."""
         inner, factors = split_lora(arrays)
         thin = LowRank(rank=self.lora.rank).grouped_delta(rows, factors, group_sizes, matrix, "grouped")
         y = self.kernel.grouped(rows, inner, group_sizes, matrix, part)

@@ -1,37 +1,33 @@
-"""Methods that store every expert on its own, in a form in which ResMoE stores residuals (methods.md 5)."""
+"""Methods that store every expert on its own, in a form in which ResMoE stores residuals (methods.md 4 and 5)."""
 
 import abc
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from moe_jax.compression.alignment.design_matrix import aligned_experts, unaligned
-from moe_jax.compression.allocation.budget import same_scheme
+from moe_jax.compression.allocation.budget import all_alike
 from moe_jax.compression.allocation.trials import mean_shares
-from moe_jax.compression.calibration.expert_coders import ExpertCoder
-from moe_jax.compression.coding.schemes import (
-    DEFAULT_GROUP_SIZE,
-    Levels,
-    LowRank,
-    Pruned,
-    Quantized,
-    Scheme,
-    check_levels,
-)
-from moe_jax.compression.coding.storage import LOW_RANK, QUANTIZED, SPARSE
+from moe_jax.compression.coding.coder import Levels, check_levels
+from moe_jax.compression.coding.expert_coders import ExpertCoder
+from moe_jax.compression.coding.half_quadratic import HalfQuadratic
+from moe_jax.compression.coding.normal_float import NormalFloat
 from moe_jax.compression.coding.write_experts import write_experts
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import NO_BASE, Base
 from moe_jax.compression.methods.interface import Analysis, Method, Tick
 from moe_jax.compression.source_layer import SourceLayer, Write
+from moe_jax.experts.forms import LowRank, Quantized, Sparse
+from moe_jax.experts.forms.kinds.quantized import BITS
+from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Layout, Wanted
 from moe_jax.models import MoEConfig
 
 
-class WithoutCentre(Method):
-    """The experts themselves in a scheme; their neurons stay in order.
+class WithoutBase(Method):
+    """The experts themselves in a form; their neurons stay in order.
 
     Attributes:
       feedback: see `write_experts`.
@@ -46,7 +42,7 @@ class WithoutCentre(Method):
 
     @property
     @abc.abstractmethod
-    def scheme(self) -> Scheme:
+    def wanted(self) -> Wanted:
         """How every expert is stored.
 
         Raises:
@@ -54,24 +50,20 @@ class WithoutCentre(Method):
         """
 
     def __post_init__(self) -> None:
-        self.scheme  # noqa: B018  (checks the options)
+        self.wanted  # noqa: B018  (checks the options)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
-        """See `Method`."""
-        scheme = self.scheme
-        if not (isinstance(scheme, Pruned) and scheme.needs_shares):
+        if not self.wanted.needs_shares:
             return {}
         nothing = dict.fromkeys(layer.shapes, np.zeros((1, 1), np.float32))
-        return {"shares": mean_shares(aligned_experts(layer, unaligned(layer)), nothing, scheme.keep)}
+        return {"shares": mean_shares(aligned_experts(layer, unaligned(layer)), nothing, self.wanted.keep or 1.0)}
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`."""
-        return same_scheme(layers, self.scheme, analyses, base="none")
+        return all_alike(layers, self.wanted, analyses, base="none")
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`."""
         began = time.monotonic()
         measure = write_experts(
             layer,
@@ -87,7 +79,7 @@ class WithoutCentre(Method):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnstructuredPruning(WithoutCentre):
+class UnstructuredPruning(WithoutBase):
     """The weights of largest absolute value, stored sparsely.
 
     Attributes:
@@ -98,20 +90,19 @@ class UnstructuredPruning(WithoutCentre):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
-    forms: ClassVar[tuple[str, ...]] = SPARSE
+    layouts: ClassVar[tuple[Layout, ...]] = Sparse.layouts()
 
     keep: float
     design: Literal["concat", "separate"] = "concat"
     bits: int | None = None
 
     @property
-    def scheme(self) -> Pruned:
-        """See `WithoutCentre`."""
-        return Pruned(keep=self.keep, bits=self.bits, design=self.design)
+    def wanted(self) -> Wanted:
+        return Wanted(form=Sparse, keep=self.keep, bits=self.bits, design=self.design)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SVD(WithoutCentre):
+class SVD(WithoutBase):
     """Truncated singular value decompositions of the kernels; biases stay as they are.
 
     Attributes:
@@ -122,19 +113,18 @@ class SVD(WithoutCentre):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
-    forms: ClassVar[tuple[str, ...]] = LOW_RANK
+    layouts: ClassVar[tuple[Layout, ...]] = LowRank.layouts()
 
     keep: float
     design: Literal["concat", "separate"] = "concat"
 
     @property
-    def scheme(self) -> LowRank:
-        """See `WithoutCentre`."""
-        return LowRank(keep=self.keep, design=self.design)
+    def wanted(self) -> Wanted:
+        return Wanted(form=LowRank, keep=self.keep, design=self.design)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainQuantize(WithoutCentre):
+class PlainQuantize(WithoutBase):
     """Every weight rounded to the nearest level; the scale of a group is the one of least squared error.
 
     Attributes:
@@ -152,7 +142,7 @@ class PlainQuantize(WithoutCentre):
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
-    forms: ClassVar[tuple[str, ...]] = QUANTIZED
+    layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
 
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE
@@ -167,9 +157,9 @@ class PlainQuantize(WithoutCentre):
         super().__post_init__()
 
     @property
-    def scheme(self) -> Quantized:
-        """See `WithoutCentre`."""
-        return Quantized(
+    def wanted(self) -> Wanted:
+        return Wanted(
+            form=Quantized,
             bits=self.bits,
             group_size=self.group_size or None,
             table=self.levels == "fitted",
@@ -177,3 +167,48 @@ class PlainQuantize(WithoutCentre):
             zero_points=self.zero_points,
             row_scales=self.row_scales,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HQQ(WithoutBase):
+    """Codes with zero points by half-quadratic splitting (HQQ), a baseline: --calibrate changes nothing.
+
+    Attributes:
+      bits: of a code: 8, 4, 3, 2 or 1.
+      group_size: entries along the input axis that share a scale and a zero point; as published 64.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups. Zero points have 8 bits.
+    """
+
+    swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
+    layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
+    codes_format: ClassVar[Mapping[str, Any]] = {"group_size": 64, "zero_points": True}
+    coder: ClassVar[HalfQuadratic] = HalfQuadratic()
+
+    bits: int
+    group_size: int = 64
+    scale_bits: int = 16
+
+    @property
+    def wanted(self) -> Wanted:
+        given = {"group_size": self.group_size, "scale_bits": self.scale_bits}
+        return Wanted(form=Quantized, bits=self.bits, **{**self.codes_format, **given})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NF4(WithoutBase):
+    """NF4 with scales of eight bits (QLoRA's double quantisation), a baseline: --calibrate changes nothing.
+
+    Attributes:
+      group_size: entries along the input axis that share a scale; as published 64.
+    """
+
+    swept: ClassVar[tuple[str, tuple[int, ...]]] = ("group_size", (64,))
+    layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts(bits=4)
+    codes_format: ClassVar[Mapping[str, Any]] = {"group_size": 64, "table": True, "scale_bits": 8}
+    coder: ClassVar[NormalFloat] = NormalFloat()
+
+    group_size: int = 64
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(form=Quantized, bits=4, **{**self.codes_format, "group_size": self.group_size})

@@ -5,17 +5,16 @@ import pytest
 
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.alignment.design_matrix import mean_kernel, unaligned
-from moe_jax.compression.allocation.budget import schemes_to_try
 from moe_jax.compression.allocation.trials import trials
-from moe_jax.compression.calibration.expert_coders import shared_base_coder
-from moe_jax.compression.coding.centre import Centre, code_residuals, encoded_centre
 from moe_jax.compression.coding.coder import LeastError
-from moe_jax.compression.coding.schemes import LowRank, Pruned, Quantized
+from moe_jax.compression.coding.expert_coders import shared_base_coder
+from moe_jax.compression.coding.shared_base import SharedBase, code_residuals
 from moe_jax.compression.coding.storage import layer_bytes
 from moe_jax.compression.layer_figures import Measure
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts import BaseCodes, forms
-from moe_jax.experts.forms import Matrix
+from moe_jax.experts.forms import LowRank, Matrix, Quantized, Sparse
+from moe_jax.experts.forms.optional.coding import Wanted
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from tests.compression.methods.recorded_layers import calibration_of, recorded
@@ -39,18 +38,20 @@ def coded(kernels, centre, bits, refits):
     found = code_residuals(
         lambda: kernels,
         None if centre is None else mean_kernel(kernels),
-        lambda mean: Centre(*encoded_centre(BaseCodes(code=centre), mean, matrix, CODER)),
+        lambda mean: SharedBase(*BaseCodes(code=centre).form.stored(mean, matrix, CODER)),
         lambda: [CODER] * EXPERTS,
-        lambda expert, residual, coder: form.encode(residual, matrix, np.dtype(np.float32), coder),
+        lambda expert, residual, coder: form.encode(residual, matrix, coder),
         lambda: Measure(EXPERTS, SIZE),
         num_experts=EXPERTS,
+        dtype=np.dtype(np.float32),
         refits=refits,
     )
-    stored = [*found.leaves.values(), *(() if centre is None else found.centre.leaves.values())]
+    stored = [*found.leaves.values(), *(() if centre is None else found.base.leaves.values())]
     weights = EXPERTS * SIZE * SIZE
     return found.measure.squared_error / weights, 8 * sum(leaf.nbytes for leaf in stored) / weights
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("rho", "centre", "bits", "error", "once", "twice", "per_weight"),
     [
@@ -91,6 +92,7 @@ OPTIONS = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_is_written_is_what_the_figures_say(name, tmp_path):
     """Errors and bytes of a model on the disk are those of the report, and of its config."""
@@ -122,18 +124,20 @@ def test_what_is_written_is_what_the_figures_say(name, tmp_path):
 def test_trials_foretell_the_error_around_a_centre_in_codes(code, refit, tmp_path):
     source, codes = memory_moe(BankConfig(), noise=0.2), BaseCodes(code=code)
     layer = SourceLayer(source, 0)
-    kinds = schemes_to_try([Pruned, LowRank, Quantized], "separate")
-    tried = [s for s in kinds if s in (Pruned(keep=0.25, design="separate"), LowRank(keep=0.2, design="separate"))]
-    tried += [Quantized(bits=3)]
+    tried = [
+        Wanted(form=Sparse, keep=0.25, design="separate"),
+        Wanted(form=LowRank, keep=0.2, design="separate"),
+        Wanted(form=Quantized, bits=3),
+    ]
     options = [{"keep": 0.25}, {"keep": 0.2, "residual": "svd"}, {"residual": "quantized:3"}]
     found = trials(layer, unaligned(layer), tried, refit=refit, codes=codes)
     for trial, chosen in zip(found, options, strict=True):
         made = make_method(
             "resmoe", {**chosen, "design": "separate", "solver": "identity", "refit": refit, "centre_bits": code}
         )
-        report = compress(source, tmp_path / f"{trial.scheme.__class__.__name__}", made, described={})
+        report = compress(source, tmp_path / trial.wanted.form.kind, made, described={})
         error = report.layers[0].relative_error ** 2
-        if refit and isinstance(trial.scheme, Quantized):
+        if refit and trial.wanted.form is Quantized:
             assert error <= trial.error * 1.001
         else:
             assert error == pytest.approx(trial.error, rel=1e-3)
@@ -166,6 +170,6 @@ def test_sparse_deltas_have_such_a_base_too(models, tmp_path):
         found[name] = ModelDirectory(tmp_path / name).read("layers/0/mlp/experts/base/up/coded/codes")
     layer = SourceLayer(source, 0, calibration=calibration.layers[0])
     mean = mean_kernel(layer.kernels("up"))
-    codes, _ = encoded_centre(BaseCodes(code="2"), mean, layer.matrices["up"], shared_base_coder(layer, "up"))
+    codes, _ = BaseCodes(code="2").form.stored(mean, layer.matrices["up"], shared_base_coder(layer, "up"))
     np.testing.assert_array_equal(found["calibrated"], codes["coded/codes"])
     assert not np.array_equal(found["calibrated"], found["not"])

@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from moe_jax.checks.streamed_layers import EMBEDDING, embed_tokens, output_logits
-from moe_jax.compression.calibration.expert_coders import expert_coders
 from moe_jax.compression.calibration.layerwise_pass import PlacedLayer, apply_in_batches
 from moe_jax.compression.calibration.recorded import LayerCalibration
+from moe_jax.compression.coding.expert_coders import expert_coders
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast

@@ -2,19 +2,22 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from moe_jax.core.errors import MAX_SIZE, InputError
 from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.encoded import Coder
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
+from moe_jax.experts.forms.optional.backends import MadeInPallas, MadeInTriton
+from moe_jax.experts.forms.optional.coding import Coder, Design, Encodable, Layout, Residual, Wanted
+from moe_jax.experts.forms.optional.costs import CostModel
 from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.layout.platforms import Platform
 from moe_jax.functional.products.block_synthesis import InTriton
 from moe_jax.functional.products.packing import (
@@ -38,7 +41,7 @@ _OWN_BITS = ("gate_bits", "up_bits", "down_bits")
 
 @register("quantized")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantized(KernelForm):
+class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
     """`W` plus packed `codes` [E, bytes, out] times `scales` [E, groups, out] (or [E, 1, 1]), which are zero at first.
 
     Kernels in Pallas, for TPUs and GPUs, know the codes of the plain format only (`is_plain`); others are made by plain
@@ -53,6 +56,9 @@ class Quantized(KernelForm):
       row_scales: what codes stand for is multiplied by `row_scales` [E, in, 1].
       gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
     """
+
+    residual_option: ClassVar[str | None] = "quantized[:BITS]"
+    asks_for: ClassVar[tuple[str, ...]] = ("bits", "group_size", "table", "scale_bits", "zero_points", "row_scales")
 
     bits: int
     group_size: int | None = None
@@ -82,7 +88,6 @@ class Quantized(KernelForm):
         return own_bits(self)
 
     def of_matrix(self, matrix: Matrix) -> "Quantized":
-        """See `KernelForm`."""
         own = self._own_bits
         bits = own.get(matrix.name, self.bits)
         given = dict.fromkeys(_OWN_BITS) | {"bits": bits, "table": self.table and bits in TABLE_BITS}
@@ -95,24 +100,20 @@ class Quantized(KernelForm):
 
     @property
     def has_codes(self) -> bool:
-        """See `ExpertForm`."""
         return True
 
     @property
     def codes_in_groups(self) -> tuple[int, int] | None:
-        """See `ExpertForm`."""
         alike = self.is_plain and not self._own_bits
         return (self.bits, self.group_size) if alike and self.group_size is not None else None
 
     def describe(self) -> str:
-        """See `ExpertForm`."""
         more = (", zero points" if self.zero_points else "") + (", row scales" if self.row_scales else "")
         return f"quantized, {self.bits} bits{own_bits_in_words(self)}{more_in_words(self)}{more}"
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
-        """See `KernelForm`."""
         if self._own_bits:
             return self.of_matrix(matrix).fresh(rngs, matrix, stack, dtype)
         # No code stands for zero; the scales are zero.
@@ -146,7 +147,6 @@ class Quantized(KernelForm):
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
-        """See `KernelForm`."""
         codes = P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")
         scales = ("scales", "scale_codes", "scale_steps", "zeros", "row_scales")
         return {"codes": codes, **dict.fromkeys(scales, P("expert", None, None)), "table": P("expert", None)}
@@ -154,7 +154,6 @@ class Quantized(KernelForm):
     # ---- what it means, and how it is applied -----------------------------------------------------------------------
 
     def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        """See `KernelForm`."""
         delta = self._delta(arrays, window)
         return delta if base is None else base + delta
 
@@ -175,14 +174,12 @@ class Quantized(KernelForm):
         return numbers * repeat_over_rows(arrays["row_scales"].astype(numbers.dtype), rows, 1, first)
 
     def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
-        """See `KernelForm`."""
         if not self.is_plain:
             return f"{self.describe()}: kernels know no codes but those of a grid with one scale per group"
         reason = why_not_packed(self.bits, self.group_size, shape[0])
         return PackedTile(self.bits, self.group_size, shape[0]) if reason is None else reason
 
     def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton | None:
-        """See `KernelForm`."""
         if not self.is_plain:
             return None
         from moe_jax.kernels.gpu.triton_makers import ScaledCodes
@@ -191,7 +188,6 @@ class Quantized(KernelForm):
         return InTriton(ScaledCodes(self.bits, self.group_size), own, is_cheap=False)
 
     def specs(self, split: Split) -> dict[str, P]:
-        """See `KernelForm`."""
         per_column = None if self.group_size is None or split == "in" else "tensor"
         codes = P("expert", "tensor", None) if split == "in" else P("expert", None, "tensor")
         specs = {"codes": codes, "scales": P("expert", None, per_column)}
@@ -206,31 +202,50 @@ class Quantized(KernelForm):
     # ---- what it costs ----------------------------------------------------------------------------------------------
 
     def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
-        """See `KernelForm`."""
         return sum(self.of_matrix(matrix).bits / 8 * matrix.size for matrix in matrices)
 
     def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
-        """See `KernelForm`."""
         return platform.unpack * sum(matrix.size for matrix in matrices)
 
     # ---- how it is encoded ------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _layouts(cls) -> tuple[Layout, ...]:
+        no_table = {"table": False}
+        options = {bits: {"bits": bits} if bits in TABLE_BITS else {"bits": bits} | no_table for bits in BITS}
+        return tuple(Layout(f"quantized:{bits}", cls, own) for bits, own in options.items())
+
+    @classmethod
+    def sizes_to_try(cls, design: Design) -> tuple[Wanted, ...]:
+        return tuple(Wanted(form=cls, bits=bits) for bits in BITS)
+
+    @classmethod
+    def check_wanted(cls, wanted: Wanted) -> None:
+        if wanted.keep is not None:
+            raise InputError("keep does not go with a quantized residual, of which every entry stays: give bits")
+        cls._of(wanted)
+
+    @classmethod
+    def for_share(
+        cls, wanted: Wanted, expert: FFNConfig, d_model: int, num_experts: int, shares: Sequence[float] | None = None
+    ) -> "Quantized":
+        return cls._of(wanted)
+
+    @classmethod
+    def _of(cls, wanted: Wanted) -> "Quantized":
+        names = (field.name for field in dataclasses.fields(cls) if field.name not in _OWN_BITS)
+        return cls(**{name: getattr(wanted, name) for name in names})
+
     def encode(
-        self,
-        residual: Float[np.ndarray, "i o"],
-        matrix: Matrix,
-        dtype: np.dtype,
-        coder: Coder,
-        kept: Bool[np.ndarray, "i o"] | None = None,
-    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """See `KernelForm`."""
+        self, residual: Residual, matrix: Matrix, coder: Coder
+    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
         options = dataclasses.asdict(self.of_matrix(matrix))
-        made = coder.quantize(residual, **{name: options[name] for name in options if name not in _OWN_BITS})
+        made = coder.quantize(residual.values, **{name: options[name] for name in options if name not in _OWN_BITS})
         return dict(made.leaves), made.approximation
 
 
 class CodesOptions(Protocol):
-    """Those options that codes of experts and of a base have in common."""
+    """The options that codes of experts and of a shared base have in common."""
 
     @property
     def table(self) -> bool: ...
@@ -251,13 +266,13 @@ def own_bits(codes: CodesOptions) -> dict[str, int]:
 
 
 def own_bits_in_words(codes: CodesOptions) -> str:
-    """Such as ` (gate 2, down 4)`, or ` (down none)` of a base; empty if all matrices are alike."""
+    """Returns such as ` (gate 2, down 4)`, or ` (down none)` for a base; empty if all matrices are alike."""
     own = ", ".join(f"{name} {bits or 'none'}" for name, bits in own_bits(codes).items())
     return own and f" ({own})"
 
 
 def more_in_words(codes: CodesOptions) -> str:
-    """What else there is beside bits, such as `, 8-bit scales`."""
+    """Returns the other options of codes in words, such as `, 8-bit scales`."""
     return (", fitted levels" if codes.table else "") + (", 8-bit scales" if codes.scale_bits == 8 else "")
 
 

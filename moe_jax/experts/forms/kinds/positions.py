@@ -91,6 +91,29 @@ def smallest_encoding(shapes: Iterable[tuple[int, int]], entries: Sequence[int])
     return min(ENCODINGS, key=lambda encoding: sum(encoding_bytes(encoding, shape, count) for shape, count in pairs))
 
 
+def kept_entries(size: int, keep: float) -> int:
+    """How many of `size` entries a share is; at least one."""
+    return min(size, max(1, round(size * keep)))
+
+
+def common_counts(shares: Sequence[float], sizes: Sequence[int], keep: float) -> tuple[int, ...]:
+    """Entries that every expert keeps of each matrix, so that the kept share is exact and storage has no gaps.
+
+    Args:
+      shares: of each matrix in what is kept, averaged over experts; they sum to 1.
+      sizes: entries of each matrix.
+      keep: share of all entries that stays.
+    """
+    total = kept_entries(sum(sizes), keep)
+    counts = [min(size, max(1, math.floor(total * share))) for share, size in zip(shares, sizes, strict=True)]
+    while (missing := total - sum(counts)) > 0:
+        # What rounding took away, or a matrix had no room for, goes to those that have.
+        open_ = [m for m, size in enumerate(sizes) if counts[m] < size]
+        for m in open_:
+            counts[m] += min(sizes[m] - counts[m], math.ceil(missing / len(open_)), total - sum(counts))
+    return tuple(counts)
+
+
 def check_addressable(shape: tuple[int, int]) -> None:
     """Raises `InputError` if int32 cannot address the entries of a kernel."""
     if math.prod(shape) > np.iinfo(np.int32).max:

@@ -1,40 +1,40 @@
-"""The centre of a layer's experts as it is stored, and their residuals from that (methods.md 4 and 5).
+"""The shared base of a layer's experts as it is stored, and their residuals from that (methods.md 4 and 5).
 
-A centre in codes is not the one that was asked for, but residuals are taken from what is stored, so that they make up
+A base in codes is not the one that was asked for, but residuals are taken from what is stored, so that they make up
 for its error as far as their own codes go.
 
-*Refit*: once the residuals have their approximations D_e, the best centre is the mean of W_e - D_e. It is encoded in
-turn, and then the residuals again. With 8 Gaussian experts, a centre of 4 bits and residuals of 2, this gains 13 % of
+*Refit*: once the residuals have their approximations D_e, the best base is the mean of W_e - D_e. It is encoded in
+turn, and then the residuals again. With 8 Gaussian experts, a base of 4 bits and residuals of 2, this gains 13 % of
 the squared error, and 18 % if done twice, where the residuals have 0.72 of the variance of the experts. Where they have
-0.074 of it, the grid of the centre is coarser than what it would be moved by, and the gain is 0.2 %.
+0.074 of it, the grid of the base is coarser than what it would be moved by, and the gain is 0.2 %.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from moe_jax.compression.calibration.expert_coders import ExpertCoder
+from moe_jax.compression.coding.expert_coders import ExpertCoder
 from moe_jax.compression.layer_figures import Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import Matrix
-from moe_jax.experts.forms.encoded import Coder
-from moe_jax.experts.forms.fresh import shapes_of
+from moe_jax.experts.forms.optional.coding import Coder, Residual
 
 REFITS = 2
 # What one refit has to gain of the error, for another to be tried.
 _LEAST_GAIN = 0.01
 
-Encode = Callable[[int, np.ndarray, ExpertCoder], tuple[Mapping[str, np.ndarray], np.ndarray | Array]]
-"""`encode(expert, residual, coder)`: float32[in, out] -> the leaves that store it, and what they stand for."""
+Encode = Callable[[int, Residual, ExpertCoder], tuple[Mapping[str, np.ndarray], np.ndarray | Array]]
+"""`encode(expert, residual, coder)`: the leaves that store a residual, and the float32 [in, out] they stand for."""
 
 
-class Centre(NamedTuple):
-    """A centre of one matrix.
+class SharedBase(NamedTuple):
+    """The base of one matrix, which all experts share.
 
     Attributes:
       leaves: as it is stored, by name.
@@ -49,19 +49,19 @@ class Coded(NamedTuple):
     """One matrix of all experts, coded.
 
     Attributes:
-      centre: None: there is none.
+      base: None: there is none.
       leaves: of the residuals, stacked over the experts, by name.
       measure: what that did to the matrix.
     """
 
-    centre: Centre | None
+    base: SharedBase | None
     leaves: dict[str, np.ndarray]
     measure: Measure
 
     def write(self, name: str, write: Write) -> None:
         """Writes all leaves of the matrix `name`."""
-        if self.centre is not None:
-            write_centre(name, self.centre, write)
+        if self.base is not None:
+            write_base(name, self.base, write)
         for leaf, array in self.leaves.items():
             write(f"experts/delta/{name}/{leaf}", array)
 
@@ -89,68 +89,61 @@ def codes_of_options(
     return None
 
 
-def stored_centre(layer: SourceLayer, bank: BankConfig, name: str, centre: np.ndarray, coder: Coder) -> Centre:
-    """A centre as a bank stores it.
+def stored_base(layer: SourceLayer, bank: BankConfig, name: str, base: np.ndarray, coder: Coder) -> SharedBase:
+    """A base as a bank stores it.
 
     Args:
       layer: of the experts.
       bank: what they become.
       name: of the matrix.
-      centre: [in, out].
+      base: [in, out].
       coder: how codes are chosen.
 
     Raises:
       InputError: if a number is too large for the dtype of the experts.
     """
     if bank.base_codes is None:
-        kernel = layer.stored(name, centre)
-        return Centre({"kernel": kernel}, kernel)
-    return Centre(*encoded_centre(bank.base_codes, centre, layer.matrices[name], coder))
+        kernel = layer.stored(name, base)
+        return SharedBase({"kernel": kernel}, kernel)
+    return SharedBase(*bank.base_codes.form.stored(base, layer.matrices[name], coder))
 
 
-def encoded_centre(
-    codes: BaseCodes, centre: Float[np.ndarray, "i o"], matrix: Matrix, coder: Coder
-) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
-    """The leaves of a centre in codes, and what they stand for, float32."""
-    wide = np.asarray(centre, np.float32)
-    return codes.form.of_matrix(matrix).encode(wide, matrix, np.dtype(np.float32), coder)
-
-
-def write_centre(name: str, centre: Centre, write: Write) -> None:
-    """Writes the leaves of the centre of the matrix `name`."""
-    for leaf, array in centre.leaves.items():
+def write_base(name: str, base: SharedBase, write: Write) -> None:
+    """Writes the leaves of the base of the matrix `name`."""
+    for leaf, array in base.leaves.items():
         write(f"experts/base/{name}/{leaf}", array)
 
 
-def centre_bytes(codes: BaseCodes | None, matrix: Matrix, itemsize: int) -> int:
-    """Bytes of the centre of a matrix, in codes, or of so many bytes a number."""
+def base_bytes(codes: BaseCodes | None, matrix: Matrix, itemsize: int) -> int:
+    """Bytes of the base of a matrix, in codes, or of so many bytes a number."""
     if codes is None:
         return matrix.size * itemsize
-    leaves = shapes_of(lambda rngs: codes.form.of_matrix(matrix).fresh(rngs, matrix, (), np.dtype(np.float32)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+    return codes.form.of_matrix(matrix).bytes(matrix, (), jnp.dtype(jnp.float32))
 
 
 def code_residuals(
     kernels: Callable[[], Iterable[np.ndarray]],
-    centre: np.ndarray | None,
-    store: Callable[[np.ndarray], Centre],
+    base: np.ndarray | None,
+    store: Callable[[np.ndarray], SharedBase],
     coders: Callable[[], Iterable[ExpertCoder]],
     encode: Encode,
     measure: Callable[[], Measure],
     *,
     num_experts: int,
+    dtype: np.dtype,
     refits: int = 0,
 ) -> Coded:
-    """Codes one matrix of all experts around a centre, refitted as long as that helps.
+    """Codes one matrix of all experts around a base, refitted as long as that helps.
 
     Args:
       kernels: gives the kernels of all experts, as often as it is called; any floating-point dtype.
-      centre: [in, out]; None: there is none, and kernels are coded themselves.
+      base: [in, out]; None: there is none, and kernels are coded themselves.
       store: how it is stored.
       coders: gives those of all experts, likewise.
       encode: codes a residual.
       measure: an empty measure.
       num_experts: E.
+      dtype: of floating-point leaves of the residuals.
       refits: at most so many.
 
     Returns:
@@ -158,11 +151,12 @@ def code_residuals(
     """
     best: Coded | None = None
     for refit in range(refits + 1):
-        stored, stacked, figures = None if centre is None else store(centre), {}, measure()
-        wide = np.float32(0) if stored is None else stored.kernel.astype(np.float32, copy=False)
+        stored, stacked, figures = None if base is None else store(base), {}, measure()
+        wide = np.zeros((), np.float32) if stored is None else stored.kernel.astype(np.float32, copy=False)
         total = np.float32(0)
         for expert, (kernel, coder) in enumerate(zip(kernels(), coders(), strict=True)):
-            leaves, approximation = encode(expert, kernel.astype(np.float32, copy=False) - wide, coder)
+            residual = Residual(kernel.astype(np.float32, copy=False) - wide, dtype, None if stored is None else wide)
+            leaves, approximation = encode(expert, residual, coder)
             stack(stacked, leaves, expert, num_experts)
             figures.add(expert, kernel, None if stored is None else stored.kernel, approximation, coder.moment)
             if refit < refits:
@@ -173,7 +167,7 @@ def code_residuals(
             best = found
         if figures.squared_error > before * (1 - _LEAST_GAIN):
             break
-        centre = np.asarray(total / np.float32(num_experts))
+        base = np.asarray(total / np.float32(num_experts))
     assert best is not None
     return best
 

@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -14,10 +13,11 @@ from jaxtyping import Array
 from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.fresh import normal_kernel
-from moe_jax.experts.forms.full import Full
-from moe_jax.experts.forms.low_rank import LowRank
+from moe_jax.experts.forms.kinds.full import Full
+from moe_jax.experts.forms.kinds.low_rank import LowRank, ProductOfFactors
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, ffn_matrices
-from moe_jax.experts.forms.protocol import KernelForm, Streams
+from moe_jax.experts.forms.optional.coding import Layout, Storable, Wanted
+from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.layout.platforms import Cost, Platform
 
@@ -28,7 +28,7 @@ MIXTURE = "mixture"
 
 @register("mixture-of-bases")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixtureOfBases(LowRank):
+class MixtureOfBases(ProductOfFactors, Storable):
     """`a b`, one factor of an expert's own, the other `act(sum_j softmax(mixture)_j basis_j)`; `down` is whole.
 
     The leaf of the mixed factor is `basis/a` [m, in, r] or `basis/b` [m, r, out], without an axis of experts; `mixture`
@@ -41,8 +41,8 @@ class MixtureOfBases(LowRank):
       activation: of the mixed bases.
     """
 
-    delta_option: ClassVar[str | None] = None
-    delta_number: ClassVar[tuple[str, type] | None] = None
+    allowed_bases: ClassVar[tuple[str, ...]] = ("none",)
+    asks_for: ClassVar[tuple[str, ...]] = ("keep",)
     common_leaves: ClassVar[tuple[str, ...]] = ("basis/a", "basis/b")
 
     bases: int
@@ -54,23 +54,20 @@ class MixtureOfBases(LowRank):
         check_member("activation", self.activation, get_args(BasisActivation))
 
     def check_base(self, base: str) -> None:
-        """See `ExpertForm`. There is none."""
+        """There is none."""
         super().check_base(base)
         if base != "none":
             raise InputError(f"mixture-of-bases experts have no shared base: base is 'none', not {base!r}")
 
     def check_fits(self, matrices: Mapping[str, Matrix]) -> None:
-        """See `ExpertForm`."""
         super().check_fits({name: matrix for name, matrix in matrices.items() if _is_factored(matrix)})
 
     def of_matrix(self, matrix: Matrix) -> KernelForm:
-        """See `KernelForm`."""
         return self if _is_factored(matrix) else Full()
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
-        """See `KernelForm`."""
         mixed, own = sides(matrix)
         shapes = {"a": (matrix.shape[0], self.rank), "b": (self.rank, matrix.shape[1])}
         return {
@@ -81,19 +78,13 @@ class MixtureOfBases(LowRank):
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
-        """See `KernelForm`. Bases are split like the factors of one expert."""
+        """Bases are split like the factors of one expert."""
         factors = LowRank.stored_specs(split)
         bases = {f"basis/{name}": spec for name, spec in factors.items()}
         return {**factors, **bases, MIXTURE: P(None, None), **Full.stored_specs(split)}
 
-    def from_dense(
-        self, kernel: np.ndarray, matrix: Matrix, num_experts: int, streams: Streams
-    ) -> dict[str, np.ndarray]:
-        """See `KernelForm`."""
-        return KernelForm.from_dense(self, kernel, matrix, num_experts, streams)
-
     def combine(self, matrix: Matrix, own: Arrays, shared: Arrays) -> dict[str, Array]:
-        """See `KernelForm`. Gives `a` and `b` of a low-rank kernel; bases are mixed in float32."""
+        """Gives `a` and `b` of a low-rank kernel; bases are mixed in float32."""
         mixed, other = sides(matrix)
         return {mixed: self.mix(own[f"basis/{mixed}"], own[MIXTURE]), other: own[other]}
 
@@ -103,25 +94,64 @@ class MixtureOfBases(LowRank):
         mixed = jnp.tensordot(alpha, jnp.asarray(bases).astype(jnp.float32), axes=1)
         return FUNCTIONS[self.activation](mixed).astype(bases.dtype)
 
+    @classmethod
+    def _layouts(cls) -> tuple[Layout, ...]:
+        return (Layout("bases", cls),)
+
+    @classmethod
+    def for_share(
+        cls, wanted: Wanted, expert: FFNConfig, d_model: int, num_experts: int, shares: Sequence[float] | None = None
+    ) -> "MixtureOfBases":
+        return cls.of_size(expert, d_model, num_experts, keep=wanted.keep)
+
+    @classmethod
+    def of_size(
+        cls,
+        expert: FFNConfig,
+        d_model: int,
+        num_experts: int,
+        *,
+        keep: float | None = None,
+        rank: int | None = None,
+        bases: int | None = None,
+        activation: BasisActivation = "silu",
+    ) -> "MixtureOfBases":
+        """Experts whose gate and up take the share `keep` of their numbers, or have the rank.
+
+        Args:
+          expert: the shape of an expert.
+          d_model: d.
+          num_experts: E.
+          keep: share; None: the rank is given.
+          rank: None: min(d, f), which with `keep` is the most.
+          bases: m; None: a quarter of E, and at least one.
+          activation: of mixed bases.
+        """
+        short, long = sorted((d_model, expert.dim))
+        bases = max(1, num_experts // 4) if bases is None else bases
+        if keep is not None:
+            numbers = num_experts * (keep * short * long - bases)
+            rank = max(1, min(short, int(numbers / (num_experts * short + bases * long))))
+        return cls(rank=short if rank is None else rank, bases=bases, activation=activation)
+
     # ---- what it costs ----------------------------------------------------------------------------------------------
 
     def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
-        """See `ExpertForm`."""
         matrices = ffn_matrices(expert, d_model).values()
         return sum(self.rank * sum(m.shape) if _is_factored(m) else m.size for m in matrices)
 
     def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
-        """See `KernelForm`. The mixed factor is read as if it were the expert's own."""
+        """The mixed factor is read as if it were the expert's own."""
         factored, whole = _apart(matrices)
         return super().own_bytes(factored, itemsize) + itemsize * sum(matrix.size for matrix in whole)
 
     def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
-        """See `KernelForm`. Products of factors, and the mixing of bases."""
+        """Products of factors, and the mixing of bases."""
         factored, _ = _apart(matrices)
         return super().making(factored, platform) + self._mixing(factored, platform)
 
     def delta_costs(self, matrices: Sequence[Matrix], load: Load, platform: Platform) -> dict[str, Cost]:
-        """See `KernelForm`. Two thin products, and a whole one with `down`."""
+        """Two thin products, and a whole one with `down`."""
         factored, whole = _apart(matrices)
         thin = super().delta_costs(factored, load, platform)["grouped"]
         whole_products = platform.products(2 * load.rows * sum(matrix.size for matrix in whole))
@@ -132,12 +162,6 @@ class MixtureOfBases(LowRank):
         """Estimated seconds that it takes to mix the factors of one expert."""
         entries = sum(self.rank * max(matrix.shape) for matrix in factored)
         return platform.products(2.0 * self.bases * entries).total
-
-    # ---- how it is encoded ------------------------------------------------------------------------------------------
-
-    def encode(self, *args: Any, **kwargs: Any) -> Any:
-        """See `KernelForm`. Bases are found for all experts at once (`compression.coding.bases`), and not for one."""
-        return KernelForm.encode(self, *args, **kwargs)
 
 
 def sides(matrix: Matrix) -> tuple[str, str]:
