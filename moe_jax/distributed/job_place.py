@@ -18,13 +18,13 @@ _SECONDS = {"MOE_JAX_DISTRIBUTED_WAIT": 300.0, "MOE_JAX_DISTRIBUTED_SILENCE": 20
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a process among all of a job.
+    """The place of a process among all processes of a job.
 
     Attributes:
       address: host and port at which the first process listens.
-      count: of processes.
-      index: of this one, from 0.
-      local_devices: indices of the accelerators of this machine that are this process's; None: all.
+      count: number of processes.
+      index: of this process, from 0.
+      local_devices: indices of this machine's accelerators that belong to this process; None: all.
     """
 
     address: str
@@ -39,7 +39,7 @@ class Place:
 
     @property
     def host(self) -> str:
-        """Host of the first process."""
+        """Host on which the first process listens."""
         return self.address.rpartition(":")[0].strip("[]")
 
 
