@@ -230,7 +230,6 @@ class Coordination:
 
         That is when it could not join, or has lost the service.
         """
-        place = self._place
         if self._hosts:
             self._end(1, f"{self._name(0)} is gone: it was killed, or its host stopped, or the network")
         else:
@@ -239,7 +238,7 @@ class Coordination:
         threading.Event().wait()  # this process is ending, and has its own reason
 
     def _apart(self) -> str:
-        """What is known where not all processes met."""
+        """Returns the line that is said where not all processes met."""
         place = self._place
         return (
             f"process {place.index} of {place.count} did not meet all the others through the first one at "
