@@ -1,4 +1,4 @@
-"""What the user sees on the terminal: consoles, and bars of progress."""
+"""Output on the terminal: consoles, and bars of progress."""
 
 import collections
 import contextlib

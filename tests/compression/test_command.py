@@ -20,6 +20,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
 from tests.support.dense_models import dense_config
 from tests.support.moe_models import RECIPE, moe_config, run, same_weights
+from tests.support.tiers import long
 
 SPARSIFY, QUANTIZE = ("--method", "ders-sparsify", "--drop", 0.5), ("--method", "ders-quantize", "--bits", 4)
 
@@ -269,6 +270,7 @@ def test_a_base_may_differ_where_no_experts_are():
     check_base(dense, dataclasses.replace(model, family="mixtral"), (2,))
 
 
+@long
 def test_a_sweep(models, tmp_path, out_of, nll, text):
     options = ("--sweep", "--text", text, "--seq-len", 48, "--drop", "0.9", "--bits", "1")
     printed = out_of("compress", models["one"], tmp_path / "out", *options, "--json")
