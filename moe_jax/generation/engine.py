@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from moe_jax.distributed.processes import on_host
 from moe_jax.distributed.sharding import mesh_of
 from moe_jax.functional.buckets import bucket
-from moe_jax.generation.rows import MOST_STEPS, Asked, Rows, Scores, continue_rows, move_rows, put_row, read_prompts
+from moe_jax.generation.rows import MOST_STEPS, Asked, Rows, Scores, continue_rows, read_prompts
 from moe_jax.nn import Decoder, unstacked
 
 
@@ -101,9 +101,7 @@ class Engine:
             )
         return rows, _block(rows, on_host(tokens), scores), of_prompt
 
-    def advance(
-        self, rows: Rows, steps: int, *, stay: Bool[np.ndarray, " B"], least: int = 1
-    ) -> tuple[Rows, Block]:
+    def advance(self, rows: Rows, steps: int, *, stay: Bool[np.ndarray, " B"], least: int = 1) -> tuple[Rows, Block]:
         """Gives rows a block of tokens; `rows` cannot be used after that. Arguments as of `rows.continue_rows`."""
         start = time.perf_counter()
         with self._over_mesh():
@@ -118,10 +116,6 @@ class Engine:
     def steps_in(self, seconds: float) -> int:
         """Returns how many tokens a row can be given in so much time, at the pace of the block before; at least 1."""
         return max(1, min(MOST_STEPS, int(seconds / self._pace)))
-
-    def arranged(self, rows: Rows, slots: Sequence[int], cache_length: int) -> Rows:
-        """Returns other rows of these, in other caches; see `rows.move_rows`."""
-        return move_rows(rows, slots, self.config, cache_length)
 
     def _over_mesh(self) -> AbstractContextManager:
         # Around every program and not around all: between them the caller's code runs.

@@ -154,9 +154,7 @@ def read_prompts(
     if encodes:
         first = jnp.full((batch, 1), model.config.decoder_start_id, jnp.int32)
         source = {"inputs": prompts, "inputs_valid": valid}
-        x, caches, _ = model.activations(
-            first, **source, positions=jnp.zeros_like(first), caches=caches, begins=True
-        )
+        x, caches, _ = model.activations(first, **source, positions=jnp.zeros_like(first), caches=caches, begins=True)
         last = jnp.zeros_like(lengths)
     else:
         x, caches, _ = model.activations(prompts, positions=in_row, valid=valid, caches=caches, begins=True)
@@ -295,9 +293,7 @@ def move_rows(rows: Rows, slots: Sequence[int], config: ModelConfig, cache_lengt
       cache_length: not below what it was.
     """
     dtype = jax.tree.leaves(rows.caches)[0].dtype
-    shapes = jax.eval_shape(
-        partial(init_cache, config, len(slots), cache_length, dtype, stacked=False, rings=True)
-    )
+    shapes = jax.eval_shape(partial(init_cache, config, len(slots), cache_length, dtype, stacked=False, rings=True))
     taken = jnp.maximum(jnp.asarray(slots, jnp.int32), 0)
     caches = jax.tree.map(lambda one, new: _moved(one, taken, new.shape, 1), rows.caches, shapes)
     rows = jax.tree.map(lambda one: _moved(one, taken, (len(slots), *one.shape[1:]), 0), rows._replace(caches=()))

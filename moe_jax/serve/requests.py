@@ -12,8 +12,7 @@ from typing import Any
 
 from moe_jax.core.errors import MAX_SIZE, InputError, shown
 from moe_jax.data.tokens.chat_template import check_messages
-from moe_jax.generation.engine import MOST_STOP_IDS
-from moe_jax.generation.rows import MOST_SCORES
+from moe_jax.generation.rows import MOST_SCORES, MOST_STOP_IDS
 
 MOST_STOPS = 16
 """Stop strings of a request; OpenAI's own server takes 4."""
@@ -63,7 +62,7 @@ class Request:
       prompts: texts or token ids, each of which is answered.
       messages: the conversation that is answered instead.
       max_tokens: None: as many as there is room for.
-      temperature, top_p, seed: see `functional.heads.sampling.sample_rows`.
+      temperature, top_p, seed: see `functional.heads.sampling.sample`.
       stop: strings that end an answer.
       stop_ids: tokens that do, besides the model's own.
       ignore_eos: whether the model's own do not.
